@@ -23,7 +23,7 @@ from lib.models.directory import CONFIG
 
 # Float32 buffers that routers add to their scores, only to choose experts.
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
-_LARGEST_COUNT = 100_000  # of layers, heads or experts
+_LARGEST_COUNT = 100_000  # layers, heads or experts that a config may name
 
 
 def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
@@ -79,10 +79,10 @@ def build_on_meta(
     """Return the causal language model of a directory, on the meta device and in train mode.
 
     All parameters and `config.dtype` are float32, whatever the dtype in config.json, so an export
-    must set its own dtype. Weights are tied as the config says, and `use_cache` is off. attention:
-    a name in transformers' attention interface; for a family without sdpa, eager is used with a
-    warning. trust_code: as for read_config. Raises UsageError if the directory does not contain a
-    causal language model, if it is quantised or cannot be built, or if its code fails.
+    must set its dtype itself. Weights are tied as the config says, and `use_cache` is off.
+    attention: a name in transformers' attention interface; for a family without sdpa, eager is used
+    with a warning. trust_code: see `read_config`. Raises UsageError if the directory does not
+    contain a causal language model, if it is quantised or cannot be built, or if its code fails.
     """
     config = read_config(model_dir, trust_code)
     runs_code = not type(config).__module__.startswith("transformers.models.")
@@ -168,7 +168,7 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
         has_code = isinstance(content.get("auto_map"), dict)
         raise UsageError(
             f"transformers does not know models of type {kind!r}",
-            found=f"{path}" + (", with code of its own (auto_map)" if has_code else ""),
+            found=f"{path}" + (", with its own code (auto_map)" if has_code else ""),
             expected="a type that the installed transformers supports",
             hint="stage 03 downloads the code of the model, and stages 03, 04 and 05 run it, only "
             f"with {remote_code.OPTION}. Read the code first"
@@ -239,7 +239,7 @@ def _code_error(model_dir: Path, error: Exception) -> UsageError:
 
 
 def _first_lines(error: Exception) -> str:
-    """Return the first lines of an exception, with its type unless they explain themselves."""
+    """Return the first lines of an exception, after its type unless the type adds nothing."""
     text = "\n".join(str(error).strip().splitlines()[:3])
     is_plain = isinstance(error, (ValueError, ImportError)) and text
     return text if is_plain else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""What a model that is trained on conversations needs beside its weights to hold one."""
+"""Write and check the files with which a model holds conversations: template and stop tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _EOS = "eos_token_id"
 _IDS = ("bos_token_id", "pad_token_id", _EOS)
 
 
-def write(directory: Path, template: str, stops: Sequence[int]) -> None:
+def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> None:
     """Write the chat template, and the tokens that end an answer, into a model's directory.
 
-    template: in Jinja. stops: token ids; they come before those that ended a text so far, and
-    `generate` ends at any of them. A template that the tokenizer's config holds would be another
-    one, and special tokens must be read as such where the template writes them.
+    template: in Jinja. stops: token IDs; they are put before the IDs that end a text so far, and
+    `generate` stops at any of them. A template in the tokenizer's config is removed. If the
+    tokenizer splits special tokens, it no longer does, because the template writes them as text.
     """
     manifest.write_text(directory / CHAT_TEMPLATE, template)
     settings = _read(directory / _TOKENIZER)
@@ -32,39 +32,39 @@ def write(directory: Path, template: str, stops: Sequence[int]) -> None:
         settings["split_special_tokens"] = False
     manifest.write_json(directory / _TOKENIZER, settings)
     generation = _read(directory / _GENERATION)
-    if not generation:  # as transformers makes it of a model's config
+    if not generation:  # as transformers derives it from the config of a model
         config = _read(directory / _MODEL)
         text = config.get("text_config")
         config = text if isinstance(text, dict) and text else config
         generation = {name: config[name] for name in _IDS if config.get(name) is not None}
-    before = generation.get(_EOS)
-    ended = _as_list(before) if is_id(before) else []
-    generation[_EOS] = list(dict.fromkeys([*stops, *ended]))
+    earlier = generation.get(_EOS)
+    earlier_stops = _as_list(earlier) if is_id(earlier) else []
+    generation[_EOS] = list(dict.fromkeys([*stops, *earlier_stops]))
     manifest.write_json(directory / _GENERATION, generation)
 
 
 def find_faults(directory: Path) -> list[str]:
-    """Return a sentence per config that is no JSON object or names an invalid special token id."""
-    found = []
+    """Return a text for each config that is not a JSON object, and for each invalid token ID."""
+    faults = []
     for name in (_MODEL, _GENERATION, _TOKENIZER):
         try:
             content = _read(directory / name)
         except ArtifactError as error:
-            found.append(f"{name}: {error.found}")
+            faults.append(f"{name}: {error.found}")
             continue
         if name != _TOKENIZER:
-            found += [
+            faults += [
                 f"{name}: {key} is {content[key]!r:.60}, not a token id"
                 for key in _IDS
                 if not is_id(content.get(key))
             ]
-    return found
+    return faults
 
 
 def is_id(value: Any) -> bool:
-    """Return whether a value of a config is a token id, a list of ids, or null."""
-    # -1 stands for none, too.
-    return all(type(each) is int and each >= -1 for each in _as_list(value))
+    """Return whether a value in a config is a token ID, a list of IDs, or null."""
+    # -1 also means that there is no such token.
+    return all(type(token) is int and token >= -1 for token in _as_list(value))
 
 
 def _as_list(ids: Any) -> list[Any]:
@@ -74,17 +74,18 @@ def _as_list(ids: Any) -> list[Any]:
 
 
 def copy_generation(source: Path, target: Path) -> bool:
-    """Copy generation_config.json without invalid token ids; return whether there is one.
+    """Copy generation_config.json without invalid token IDs; return False if there is none.
 
     Raises ArtifactError if it is damaged.
     """
     if not (source / _GENERATION).exists():
         return False
     content = _read(source / _GENERATION)
-    if odd := [key for key in _IDS if not is_id(content.get(key))]:
-        log.warn(f"{source / _GENERATION}: invalid token ids were left out: {', '.join(odd)}")
+    if invalid := [key for key in _IDS if not is_id(content.get(key))]:
+        log.warn(f"{source / _GENERATION}: invalid token ids were left out: {', '.join(invalid)}")
         manifest.write_json(
-            target / _GENERATION, {key: value for key, value in content.items() if key not in odd}
+            target / _GENERATION,
+            {key: value for key, value in content.items() if key not in invalid},
         )
     else:
         shutil.copyfile(source / _GENERATION, target / _GENERATION)
@@ -92,10 +93,10 @@ def copy_generation(source: Path, target: Path) -> bool:
 
 
 def copy_stops(directory: Path) -> None:
-    """Write the tokens that end a text into config.json as generation_config.json lists them.
+    """Copy the list of tokens that end a text from generation_config.json to config.json.
 
-    Programs that read config.json alone would generate past the end of a turn. A single token
-    stays as it is: the two files then agree, or differ as in the base model.
+    Without it, programs that read only config.json would generate past the end of a turn. If
+    generation_config.json contains a single token instead of a list, config.json is not changed.
     """
     stops = _read(directory / _GENERATION).get(_EOS)
     config = _read(directory / _MODEL)
@@ -108,9 +109,9 @@ def copy_stops(directory: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a file of JSON, empty where there is none.
+    """Return the JSON object in a file, or {} if there is no file.
 
-    Raises ArtifactError if it is not an object.
+    Raises ArtifactError if the file is damaged or contains another type.
     """
     try:
         content = records.read_json(path) if path.is_file() else {}

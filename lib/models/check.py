@@ -25,8 +25,8 @@ _SHOWN = 20
 class ModelFacts:
     """Properties of a model for the manifest and the summary of stage 03.
 
-    dtype: of the weights, or of the config if there are none. vocabulary: rows of the embedding.
-    tokens: in the tokenizer. context: tokens, or None if it is not limited.
+    dtype: of the weights, or the config's if there are no weights. vocabulary: rows of the
+    embedding. tokens: number of tokens in the tokenizer. context: tokens, or None for no limit.
     """
 
     parameters: int
@@ -135,7 +135,7 @@ def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
 
 
 def _main_dtype(headers: Headers, used: set[str]) -> str:
-    """Return the dtype, as torch names it, of the largest number of weights."""
+    """Return the dtype that most weights have, by torch's name. used: the keys of these weights."""
     counts: Counter[str] = Counter()
     for key in used:
         counts[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += math.prod(

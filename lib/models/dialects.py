@@ -25,7 +25,7 @@ class RopeKeys:
 
     base: key of the RoPE base. share: key of the rotated share of a head. sliding_base: key of the
     base in layers with sliding attention, or "". kind: key of the type within `rope_scaling`.
-    scales: whether the family read `rope_scaling`.
+    scales: whether earlier versions of the family read `rope_scaling`.
     """
 
     base: str = _BASE
@@ -60,7 +60,7 @@ ROPE_KEYS = {
 RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 # Tokenizer classes that only transformers 5 has → the equivalent class that both versions have.
 _TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-_LOADING_KEYS = ("is_local", "local_files_only")  # how a tokenizer was loaded; not a property of it
+_LOADING_KEYS = ("is_local", "local_files_only")  # arguments of loading, which do not belong there
 
 
 def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def remove_keys(config: Mapping[str, Any], keys: object) -> dict[str, Any]:
 
 
 def _is_earlier(key: str) -> bool:
-    """Return whether this module can have added a key."""
+    """Return whether a key is one that this module adds."""
     rows = [row for row in (_USUAL, *ROPE_KEYS.values()) if row]
     known = {name for row in rows for name in (row.base, row.share, row.sliding_base) if name}
     known |= {earlier for names in RENAMED.values() for earlier in names.values()}
@@ -202,5 +202,5 @@ def _find_scaling(parameters: Mapping[str, Any], keys: RopeKeys) -> dict[str, An
         return None
     if keys.kind == "rope_type":
         return scaling
-    elsewhere = ("rope_type", "type", *((_ORIGINAL,) if kind == "longrope" else ()))
-    return {keys.kind: kind} | {key: scaling[key] for key in scaling if key not in elsewhere}
+    moved = ("rope_type", "type", *((_ORIGINAL,) if kind == "longrope" else ()))
+    return {keys.kind: kind} | {key: scaling[key] for key in scaling if key not in moved}

@@ -21,11 +21,11 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 def find_cache() -> Path:
     """Return the directory of the Hugging Face cache, as the environment variables set it."""
-    given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if not given:
+    path = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    if not path:
         caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        given = (os.environ.get("HF_HOME") or f"{caches}/huggingface") + "/hub"
-    return Path(os.path.expandvars(given)).expanduser()
+        path = (os.environ.get("HF_HOME") or f"{caches}/huggingface") + "/hub"
+    return Path(os.path.expandvars(path)).expanduser()
 
 
 def find_repository(name: str, kind: str = "model") -> Path:

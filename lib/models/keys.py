@@ -33,14 +33,14 @@ from lib.models.tensors import FLOATING, Shape
 
 
 class Added(torch.nn.Module):
-    """Base class of modules that a model change adds. No Hub checkpoint has their parameters."""
+    """Base class of modules that a model change adds. Hub checkpoints lack their parameters."""
 
     def draw(self, full: Tensor) -> None:
         """Initialise the full parameter, which is zero and on the CPU."""
 
 
 def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
-    """Return names and shapes of the tensors that `save_pretrained` writes for a model.
+    """Return the names and shapes of the tensors that `save_pretrained` writes for a model.
 
     The model may be on meta or sharded, because no values are read.
     """
@@ -99,17 +99,17 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
     names, and tied weights under one or both names.
     """
     plan = LoadPlan()
-    wanted = _list_tensors(model)
-    for name, recipe, shape in _find_recipes(model, wanted, shapes, plan.problems):
-        if name not in wanted or name in plan.recipes:
+    targets = _list_tensors(model)
+    for name, recipe, shape in _find_recipes(model, targets, shapes, plan.problems):
+        if name not in targets or name in plan.recipes:
             plan.problems.append(f"unexpected: {', '.join(recipe.keys)}")
             continue
         plan.recipes[name] = recipe
-        if shape != tuple(wanted[name].shape):
-            plan.problems += _list_absent(model, name, wanted[name], shapes) or [
-                f"{name}: expected shape {tuple(wanted[name].shape)}, found {shape}"
+        if shape != tuple(targets[name].shape):
+            plan.problems += _list_absent(model, name, targets[name], shapes) or [
+                f"{name}: expected shape {tuple(targets[name].shape)}, found {shape}"
             ]
-    plan.problems += _list_missing(model, wanted, plan.recipes, shapes)
+    plan.problems += _list_missing(model, targets, plan.recipes, shapes)
     return plan
 
 
@@ -157,7 +157,7 @@ def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def _list_saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors that `save_pretrained` saves, by module name, as empty meta tensors."""
     tensors = {name: _empty_on_meta(tensor.shape) for name, tensor in _list_tensors(model).items()}
-    # For meta tensors, transformers finds out in the model which names are tied.
+    # For meta tensors, transformers looks up in the model which names are tied.
     return remove_tied_weights_from_state_dict(tensors, model)
 
 
@@ -172,11 +172,11 @@ def _revert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 def _find_recipes(
     model: PreTrainedModel,
-    wanted: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
     problems: list[str],
 ) -> Iterator[tuple[str, Recipe, Shape]]:
-    """Yield name, recipe and shape of every parameter that the checkpoint's tensors result in.
+    """Yield name, recipe and shape of every parameter that results from the checkpoint's tensors.
 
     Does the same as transformers' `convert_and_load_state_dict_in_model` without reading tensors.
     """
@@ -189,10 +189,10 @@ def _find_recipes(
     ignored = _find_ignored(model)
     prefix = model.base_model_prefix
     for key in sorted(shapes, key=dot_natural_key):
-        name, pattern = rename_source_key(key, renamings, converters, prefix, wanted)
-        if name not in wanted and key in wanted:
-            name, pattern = rename_source_key(key, [], [], prefix, wanted)
-        if name not in wanted:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, targets)
+        if name not in targets and key in targets:
+            name, pattern = rename_source_key(key, [], [], prefix, targets)
+        if name not in targets:
             if not (ignored and ignored.search(name)):
                 problems.append(f"unexpected: {key}")
         elif pattern is None:
@@ -212,7 +212,7 @@ def _convert(
     shapes: Mapping[str, Shape],
     problems: list[str],
 ) -> Iterator[tuple[str, Recipe, Shape]]:
-    """Yield the results of one conversion. It runs on meta tensors, which shows their shapes."""
+    """Yield the results of one conversion. It runs on meta tensors, to find the shapes."""
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run = copy.deepcopy(converter)
@@ -239,7 +239,8 @@ def _find_ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
     """Return the pattern of tensors in old checkpoints that models no longer read."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
-    # As in transformers' `_adjust_missing_and_unexpected_keys`: both used to be persistent.
+    # As in transformers' `_adjust_missing_and_unexpected_keys`: these buffers used to be
+    # persistent.
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
@@ -249,7 +250,7 @@ def _find_ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
 
 def _list_missing(
     model: PreTrainedModel,
-    wanted: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
     recipes: Mapping[str, Recipe],
     shapes: Mapping[str, Shape],
 ) -> list[str]:
@@ -262,11 +263,11 @@ def _list_missing(
     for names in group_tied(model).values():
         name = names[0]
         if any(alias in recipes for alias in names) or (
-            not isinstance(wanted[name], torch.nn.Parameter)
+            not isinstance(targets[name], torch.nn.Parameter)
             and any(pattern.search(name) for pattern in optional)
         ):
             continue
-        problems += _list_absent(model, name, wanted[name], shapes) or [f"missing: {name}"]
+        problems += _list_absent(model, name, targets[name], shapes) or [f"missing: {name}"]
     return problems
 
 

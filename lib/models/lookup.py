@@ -14,7 +14,7 @@ from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
 from lib.models import directory, hf_cache, unread_weights
 from lib.models.directory import CONFIG, KIND, count_parameters, has_weights, list_strays
 
-HOW = "stage 03 downloads a model from the Hub (--model-name) or creates one (--from-scratch)"
+HINT = "stage 03 downloads a model from the Hub (--model-name) or creates one (--from-scratch)"
 # The Makefile's names of models that a run without -m must not use.
 TRIAL_NAMES = ("demo", "demo-chat", "test-quick")
 _ADAPTER = "adapter_config.json"  # of PEFT
@@ -72,12 +72,12 @@ def find_recorded_model(path: str, fingerprint: str | None, cache_dir: Path) -> 
 
 def list_prepared(cache_dir: Path) -> list[Path]:
     """Return the directories of all finished models under a cache directory, newest first."""
-    found = []
+    models = []
     for path in models_root(cache_dir).glob(f"*/{MANIFEST}"):
         content = manifest.read_if_any(path.parent)
         if content and content["kind"] == KIND and PARTIAL not in path.parent.name:
-            found.append((content.get("created", ""), path.stat().st_mtime_ns, path.parent))
-    return [directory for *_, directory in sorted(found, reverse=True)]
+            models.append((content.get("created", ""), path.stat().st_mtime_ns, path.parent))
+    return [directory for *_, directory in sorted(models, reverse=True)]
 
 
 def is_trial(model_dir: Path) -> bool:
@@ -100,7 +100,7 @@ def find_only_prepared(cache_dir: Path) -> Path:
         raise ArtifactError(
             f"no model is prepared under {models_root(cache_dir)}",
             found=f"{trial}, which must be named with -m" if trial else "",
-            hint=HOW,
+            hint=HINT,
         )
     if models[1:]:
         raise UsageError(
@@ -138,11 +138,11 @@ def _guess_remedy(name: str, path: Path, *more: object) -> Remedy:
     is_ours = path.parent.name == "models"
     if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
         return {"run": commands.script(_STAGE, "--model-name", name, *more)}
-    return {"hint": HOW}
+    return {"hint": HINT}
 
 
 def _check_directory(path: Path, why: str = "") -> Path:
-    """Return a directory that was named by its path: from stage 03 or 05, or from elsewhere."""
+    """Check a model directory that the user named by its path, log it and return it."""
     if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
@@ -166,7 +166,7 @@ def _require_readable_weights(path: Path) -> None:
 
 
 def _check_prepared(directory: Path, why: str = "") -> Path:
-    """Log a model of stage 03 and return its directory if its files match the manifest."""
+    """Return the directory of a model of stage 03, after logging it and checking its files."""
     log_model(directory, why)
     content = manifest.read_manifest(directory, KIND, "the model", **model_remedy(directory))
     return _check_files(directory, content, model_remedy(directory, "--overwrite"))
@@ -179,12 +179,15 @@ def log_model(model_dir: Path, why: str) -> None:
 
 
 def _check_files(directory: Path, content: dict[str, Any], remedy: Remedy) -> Path:
-    """Return a directory if it contains the files of its manifest and no other weights or code."""
+    """Return a directory. Raise ArtifactError unless it contains exactly the files of its manifest.
+
+    Only other weights and code count as additional files.
+    """
     manifest.require_intact(directory, content, "the model", **remedy)
-    if found := list_strays(directory, content):
+    if strays := list_strays(directory, content):
         raise ArtifactError(
             f"{directory} contains files that were not verified",
-            found="\n".join(found),
+            found="\n".join(strays),
             hint="move them away",
         )
     return directory

@@ -46,13 +46,13 @@ from lib.models.tensors import COMPUTE_DTYPES
 
 A = "lora_A"
 B = "lora_B"
-_OWNED = re.compile(rf"(.+)\.({A}|{B})\.weight")
+_FACTOR_NAME = re.compile(rf"(.+)\.({A}|{B})\.weight")
 _EXPERTS_PREFIX = "lora_"  # of the submodule that contains the adapter of an experts' parameter
 _SHOWN = 8
 
 
 class Factor(Added, nn.Linear):
-    """A or B of an adapter. is_random: initialised randomly; otherwise with zeros."""
+    """A or B of an adapter. is_random: initialise it randomly, otherwise with zeros."""
 
     def __init__(self, inputs: int, outputs: int, is_random: bool) -> None:
         super().__init__(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
@@ -75,8 +75,8 @@ class Factor(Added, nn.Linear):
     def add_to(self, output: Tensor, low: Tensor) -> Tensor:
         """Return output + B low; low: [..., rank] → [..., out].
 
-        In compiled code the sum is a separate operation, because the compiler fuses it with the
-        next one that reads the output and needs no copy. Uncompiled, `addmm` needs only one pass.
+        In compiled code the sum is a separate operation, which the compiler fuses with the next one
+        that reads the output. Uncompiled, `addmm` reads and writes the output only once.
         """
         if torch.compiler.is_compiling():
             return output + F.linear(low, self.weight)
@@ -86,7 +86,7 @@ class Factor(Added, nn.Linear):
 
 
 class ExpertFactor(Added):
-    """A or B of all experts of a layer. is_random: initialised randomly; otherwise with zeros."""
+    """A or B of all experts of a layer. is_random: initialise it randomly, otherwise with zeros."""
 
     def __init__(self, *shape: int, is_random: bool) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ class Lora:
 
     def owns(self, name: str) -> bool:
         """Return whether a parameter of this name belongs to an adapter."""
-        return _OWNED.fullmatch(name) is not None
+        return _FACTOR_NAME.fullmatch(name) is not None
 
     def fold(
         self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
@@ -247,12 +247,12 @@ def _attach_to_experts(
 def _add_to_experts(module: nn.Module, _: Any) -> None:
     """Replace W by W + s B A (a forward pre-hook that copies of a model share)."""
     _restore_experts(module)
-    adapted = [
+    targets = [
         name.removeprefix(_EXPERTS_PREFIX)
         for name, child in module.named_children()
         if isinstance(child, ExpertAdapter)
     ]
-    module.frozen = {name: module._parameters[name] for name in adapted}
+    module.frozen = {name: module._parameters[name] for name in targets}
     for name, weight in module.frozen.items():
         module._parameters[name] = module.get_submodule(_EXPERTS_PREFIX + name).add_to(weight)
 
@@ -278,7 +278,7 @@ def _fold_experts(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale:
 
 
 def _describe_untargeted_experts(model: PreTrainedModel) -> str:
-    """Return how many parameters of experts have no adapter, as text; "" if there are none."""
+    """Return a text with the number of experts' parameters without an adapter, or ""."""
     count = sum(
         parameter.numel()
         for name, parameter in list_expert_weights(model).items()
@@ -305,9 +305,10 @@ def freeze_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
-    """Raise UsageError if an adapter does not belong to this model. The model has no adapter yet.
+    """Raise UsageError if an adapter does not belong to this model, which has no adapter yet.
 
-    Raises ArtifactError if the adapter lacks linear layers that its config names.
+    Raises ArtifactError if the adapter contains nothing for some linear layers that its config
+    names.
     """
     linears = list_linears(model)
     shapes = dict[tuple[str, str], tuple[int, ...]]()
@@ -369,7 +370,9 @@ def load_adapter(model: PreTrainedModel, adapter: PeftAdapter) -> None:
 
 def _list_adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
-        name: parameter for name, parameter in model.named_parameters() if _OWNED.fullmatch(name)
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if _FACTOR_NAME.fullmatch(name)
     }
 
 

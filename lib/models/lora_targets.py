@@ -89,7 +89,7 @@ def list_linears(model: PreTrainedModel) -> dict[str, str]:
 
 
 def list_expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """Return the parameters in the blocks that hold the weights of several experts, by name."""
+    """Return the parameters in the blocks that contain the weights of several experts, by name."""
     return {
         f"{path}.{name}": parameter
         for block_name, block in decoder_layers(model).items()

@@ -27,11 +27,11 @@ _KEY = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight")
 _RANK_DIM = {"A": 0, "B": 1}  # of A [rank, inputs] and B [outputs, rank]
 _NUMBER = re.compile(r"\.(\d+)\.")
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of a number
-# Beyond these, what an adapter adds is 0 or infinite in some dtype.
+# With an alpha outside of these limits, B A is 0 or infinite in some dtype.
 ALPHAS = (1e-6, 1e6)
 _SHOWN = 8
-# What a config may say (PEFT 0.21) without a change of what W x + s B A x is. Anything else that is
-# set, now or in versions to come, is refused.
+# The keys of a config (PEFT 0.21) that are read, and those that do not change W x + s B A x. Any
+# other key that is set, now or in later versions, is refused.
 _READ = {"r", "lora_alpha", "lora_dropout", "use_rslora", "peft_type", "bias", "init_lora_weights"}
 _HARMLESS = {
     "task_type",
@@ -173,12 +173,12 @@ def _has_valid_numbers(content: dict[str, Any]) -> bool:
 
 def find_odd_alpha(alpha: float) -> str:
     """Return why an alpha is not accepted, or "" if it is."""
-    least, most = ALPHAS
+    smallest, largest = ALPHAS
     return (
         ""
-        if least <= alpha <= most
-        else f"alpha must be between {least:g} and {most:,.0f}, and is usually 1 to 4 times the "
-        "rank"
+        if smallest <= alpha <= largest
+        else f"alpha must be between {smallest:g} and {largest:,.0f}, and is usually 1 to 4 times "
+        "the rank"
     )
 
 
@@ -194,8 +194,8 @@ def _require_plain(directory: Path, content: dict[str, Any]) -> None:
             f"init_lora_weights: {content['init_lora_weights']}, which may have "
             "changed the weights of the base model"
         )
-    if odd := find_odd_alpha(content.get("lora_alpha", 1)):
-        problems.append(f"lora_alpha: {content['lora_alpha']!r:.40}; {odd}")
+    if reason := find_odd_alpha(content.get("lora_alpha", 1)):
+        problems.append(f"lora_alpha: {content['lora_alpha']!r:.40}; {reason}")
     problems += [
         f"{name}: {value}"
         for name, value in sorted(content.items())
@@ -236,9 +236,9 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
     shapes: dict[tuple[str, str], tuple[int, ...]] = {}
     problems = Problems()
     for key, (shape, dtype) in tensors.items():
-        named = _KEY.fullmatch(key)
-        if named and len(shape) == 2 and shape[_RANK_DIM[named[2]]] == rank and dtype in _FLOATS:
-            shapes[named[1], named[2]] = shape
+        match = _KEY.fullmatch(key)
+        if match and len(shape) == 2 and shape[_RANK_DIM[match[2]]] == rank and dtype in _FLOATS:
+            shapes[match[1], match[2]] = shape
         else:
             problems.add(
                 f"{path} contains {key} {list(shape)} in {dtype}, which is not A or B of a "

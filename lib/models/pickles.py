@@ -31,21 +31,21 @@ def convert_pickles(
     """
     tied = architecture.build_on_meta(directory, trust_code=trust_code).all_tied_weights_keys
     entries: list[dict[str, Any]] = []
-    where: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     total = 0
     for name in names:
         pickled = directory / name
         target = pickled.with_name(WEIGHTS if len(names) == 1 else _shard_name(name))
         tensors = _drop_tied(_read_pickle(pickled), tied)
         entries.append(write_tensors(target, tensors))
-        where |= {key: target.name for key in tensors}
+        file_of |= {key: target.name for key in tensors}
         total += sum(tensor.nbytes for tensor in tensors.values())
         advance(pickled.stat().st_size)
         del tensors  # they are mapped from the file that is deleted next
         pickled.unlink()
     if len(names) > 1:
         manifest.write_json(
-            directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where}
+            directory / INDEX, {"metadata": {"total_size": total}, "weight_map": file_of}
         )
         entries.append(manifest.file_entry(directory, directory / INDEX, "sha256"))
     return entries
@@ -80,7 +80,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         ) from None
     if isinstance(content, dict) and isinstance(content.get("state_dict"), dict):
         content = content["state_dict"]
-    odd = (
+    others = (
         [
             f"{key}: {type(value).__name__}"
             for key, value in content.items()
@@ -91,10 +91,10 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         if isinstance(content, dict)
         else [type(content).__name__]
     )
-    if odd:
+    if others:
         raise UsageError(
             f"{path.name} contains other objects than tensors",
-            found="\n".join(odd[:5]),
+            found="\n".join(others[:5]),
             expected="a dictionary of tensors, as torch.save writes them",
         )
     return content

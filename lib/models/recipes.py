@@ -52,7 +52,7 @@ class Stacked:
         """Return the part, [experts, …], with the kinds concatenated along `dim`."""
         experts = part[0]
         inner = list(part[1:])
-        along = self.dim - 1  # the same dimension, counted in one expert's tensor
+        along = self.dim - 1  # the same dimension in the tensor of one expert
         pieces = []
         start = 0
         for kind in self.kinds:
@@ -104,5 +104,5 @@ def stack_experts(
     )
     if not join:
         return Stacked(keys) if len(keys) == 1 else None
-    plain = type(join[0]) is Concatenate and join[0].dim > 0
-    return Stacked(keys, join[0].dim) if plain else None
+    is_plain = type(join[0]) is Concatenate and join[0].dim > 0
+    return Stacked(keys, join[0].dim) if is_plain else None

@@ -1,9 +1,9 @@
 """Handle modeling code in a model's repository. It is downloaded and run only with an option.
 
 `config.json` names the code in `auto_map`: `"AutoModelForCausalLM": "modeling_new.NewForCausalLM"`,
-or `"org/other--modeling_new.NewForCausalLM"` for code in another repository. No file in a directory
-permits to run its code: every stage needs `--trust-remote-code`. The digests that stage 03 writes
-beside the code only show whether the code has changed since.
+or `"org/other--modeling_new.NewForCausalLM"` for code in another repository. No file in a model
+directory is a permission to run its code: every stage needs `--trust-remote-code`. The digests that
+stage 03 writes beside the code only show whether the code has changed since.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from lib.models.directory import CONFIG, EARLIER_KEYS, rename_in_errors
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-VOCABULARY_MULTIPLE = 64  # rows of the embedding: even shards, and full tiles of matrix units
-_FOREIGN = ("auto_map", "_name_or_path", "transformers_version")
+VOCABULARY_MULTIPLE = 64  # of embedding rows, for even shards and full tiles of tensor cores
+_WEIGHT_KEYS = ("auto_map", "_name_or_path", "transformers_version")
 _COUNTS = (
     "num_hidden_layers",
     "num_attention_heads",
@@ -156,12 +156,14 @@ class Design:
             model = architecture.build_on_meta(Path(preview))
         rows = pad_vocabulary(vocabulary)
         context = self.context()
-        given = self._read_vocabulary()
-        instead = f" ({self.config_json} says {given})" if given not in (None, rows) else ""
+        config_rows = self._read_vocabulary()
+        note = (
+            f" ({self.config_json} says {config_rows})" if config_rows not in (None, rows) else ""
+        )
         return {
             "architecture": f"{type(model).__name__} of {self.config_json}, "
             f"{units.count(model.num_parameters())} parameters",
-            "vocabulary": _describe_rows(rows, vocabulary) + instead,
+            "vocabulary": _describe_rows(rows, vocabulary) + note,
             "context": units.counted(context, "token") if context else "not limited by the config",
         }
 
@@ -220,8 +222,8 @@ class Design:
     ) -> list[str]:
         """Write `config.json` and `generation_config.json`.
 
-        loaded: the tokenizer whose special tokens they name. Returns the keys in config.json that
-        are there for older programs only.
+        loaded: the tokenizer, whose special tokens the configs name. Returns the keys in
+        config.json that only older programs need.
         """
         special = {
             f"{kind}_token_id": getattr(loaded, f"{kind}_token_id", None)
@@ -251,13 +253,13 @@ class Design:
     def _default_vocabulary(self) -> int:
         if self.size:
             return SIZES[self.size].vocabulary
-        given = self._read_vocabulary()
-        if not isinstance(given, int) or given < tokenizer.SMALLEST_VOCABULARY:
+        rows = self._read_vocabulary()
+        if not isinstance(rows, int) or rows < tokenizer.SMALLEST_VOCABULARY:
             raise UsageError(
                 f"{self.config_json} has no vocabulary size that a tokenizer can be trained for",
                 expected="--vocab-size N",
             )
-        return given
+        return rows
 
     def _read_vocabulary(self) -> Any:
         """Return the vocabulary size in the config.json; it may have any type."""
@@ -288,7 +290,7 @@ class Design:
                 found="quantization_config",
                 expected="the config.json of the unquantised release",
             )
-        return {key: value for key, value in content.items() if key not in _FOREIGN}
+        return {key: value for key, value in content.items() if key not in _WEIGHT_KEYS}
 
     def _read_config(self) -> PretrainedConfig:
         """Return the config as transformers reads it. Raises UsageError for impossible numbers."""
@@ -298,11 +300,11 @@ class Design:
             manifest.write_json(Path(copy) / CONFIG, self._content)
             config = architecture.read_config(Path(copy))
         counts = {key: getattr(config.get_text_config(), key, None) for key in _COUNTS}
-        if odd := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
+        if invalid := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
             raise UsageError(
                 f"--config-json: {self.config_json} does not describe a model",
                 expected="1 or more",
-                found=", ".join(odd),
+                found=", ".join(invalid),
             )
         return config
 

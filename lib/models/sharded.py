@@ -168,8 +168,8 @@ def restore_ties(model: PreTrainedModel) -> None:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the original class of a module; sharding and padding replace it by a subclass."""
     classes = type(module).__mro__
-    added = [classes.index(kind) for kind in (FSDPModule, Padded) if kind in classes]
-    return classes[max(added) + 1] if added else classes[0]
+    positions = [classes.index(kind) for kind in (FSDPModule, Padded) if kind in classes]
+    return classes[max(positions) + 1] if positions else classes[0]
 
 
 @contextlib.contextmanager

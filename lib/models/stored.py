@@ -16,7 +16,7 @@ from lib.models import keys, weights
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import HubTensors
 
-# Module, attribute, full name, and the parameter on meta that is there while the part is unused.
+# Module, attribute, full name, and the parameter on meta that the module has while it is not used.
 Places = list[tuple[nn.Module, str, str, nn.Parameter]]
 
 

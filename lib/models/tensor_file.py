@@ -1,4 +1,4 @@
-"""Write tensors in the safetensors format: to a file, or to memory.
+"""Write tensors in the safetensors format, to a file or to memory.
 
 A file is written in pieces; each one is hashed and written while the next is filled. If the file
 system allows it, the pieces bypass the page cache (O_DIRECT). That takes a tenth of the
@@ -97,9 +97,8 @@ class TensorFile:
         self._entries = entries
         self._hashers = {kind: hashing.new_hasher(kind) for kind in {"sha256", hashing.FAST}}
         self._threads = [ThreadPoolExecutor(1) for _ in range(1 + len(self._hashers))]
-        self._pieces = [
-            mmap.mmap(-1, _PIECE) for _ in range(3)
-        ]  # mapped memory has the alignment that O_DIRECT needs
+        # Mapped memory has the alignment that O_DIRECT needs.
+        self._pieces = [mmap.mmap(-1, _PIECE) for _ in range(3)]
         self._converted = torch.empty(_PIECE, dtype=torch.uint8)
         self._busy: list[list[Future[Any]]] = [[] for _ in self._pieces]
         self._current = 0
@@ -135,7 +134,8 @@ class TensorFile:
     def add(self, tensor: Tensor, dtype: torch.dtype) -> None:
         """Write a tensor's content as `dtype`."""
         for part in tensor.reshape(-1).split(_PIECE // dtype.itemsize):
-            # `part.to(dtype)` allocates for each part, which made the heap five times as large.
+            # `part.to(dtype)` would allocate for each part, which made the heap five times as
+            # large.
             converted = self._converted[: part.numel() * dtype.itemsize]
             converted.view(dtype).copy_(part)
             self._append(memoryview(converted.numpy()))

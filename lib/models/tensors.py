@@ -61,7 +61,7 @@ _ITEM_BYTES = {
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
-_BLOCK = 16 << 20  # bytes
+_BLOCK = 16 << 20  # bytes of rows that are read at a time
 
 Shape = tuple[int, ...]
 TensorPart = tuple[slice, ...]

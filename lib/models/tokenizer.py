@@ -177,7 +177,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # files from elsewhere cause many kinds of errors in transformers
         reason = "\n".join(str(error).strip().splitlines()[:3]) or type(error).__name__
         if "trust_remote_code" in reason:
-            reason = "it needs code of its own, which is not run"
+            reason = "it needs its own code, which is not run"
         raise UsageError(
             f"the tokenizer in {directory} does not load",
             found=reason,
@@ -190,7 +190,7 @@ def _limit_entry(context: int | None) -> dict[str, int]:
 
 
 def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str]:
-    """Return test texts that encoding and decoding change, as `text → decoded text`.
+    """Return the test texts that encoding and decoding change, as `text → decoded text`.
 
     Tokenizers that normalise text or lack characters change some of them. Raises UsageError if
     decoding adds characters, which only a broken tokenizer does.

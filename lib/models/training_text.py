@@ -16,7 +16,7 @@ from lib.core.paths import PARTIAL
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_ENDS_BYTES = 1 << 20  # of a file without a digest; they identify it
+_ENDS_BYTES = 1 << 20  # at both ends of a file without a digest, to identify its content
 
 
 def fingerprint(corpora: Sequence[Path]) -> str:
@@ -64,7 +64,7 @@ def _fingerprint_one(corpus: Path) -> str:
 
 
 class TrainingText(NamedTuple):
-    """Holds a dataset with a column `text`. is_chat: some of it is from conversations."""
+    """A dataset with a column `text`. is_chat: some of the text is from conversations."""
 
     texts: Dataset
     is_chat: bool
@@ -132,7 +132,7 @@ def _select_texts(dataset: Dataset) -> Dataset:
     import pyarrow
     import pyarrow.compute
     from datasets import Dataset
-    from datasets.table import InMemoryTable  # its pages are mapped, and read when needed
+    from datasets.table import InMemoryTable  # maps pages, which are read when they are needed
 
     if _is_chat(dataset):
         turns = pyarrow.compute.list_flatten(dataset.data.column("messages"))

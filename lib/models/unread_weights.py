@@ -52,14 +52,14 @@ def _find_run_error(path: Path) -> StageError | None:
                 ),
                 None,
             )
-            chosen = () if step is None else ("--step", step)
+            step_option = () if step is None else ("--step", step)
             return UsageError(
                 f"{path} contains checkpoints of a run, not a model",
                 hint="export one:",
                 run="\n".join(
                     (
                         commands.script(
-                            "05_export_checkpoint.py", "-e", run, *chosen, "--out", target
+                            "05_export_checkpoint.py", "-e", run, *step_option, "--out", target
                         ),
                         commands.replace_value(_OPTION, path, target),
                     )

@@ -52,12 +52,12 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
         restore_buffers(model)
         names_of = list(keys.group_tied(model).values())
 
-        def load(names: list[str]) -> bool:
+        def load_tied(names: list[str]) -> bool:
             recipes = [plan.recipes[name] for name in names if name in plan.recipes]
             return _load_tensor(tensors[names[0]], recipes, stored)
 
         with workers.thread_pool(_READERS, "reader") as readers:
-            agreements = list(readers.map(load, names_of))
+            agreements = list(readers.map(load_tied, names_of))
         _raise_if_any(
             model_dir,
             [
@@ -155,8 +155,7 @@ def restore_buffers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> None:
-    """Set the parameters for which the model family has no initialisation rule, to the values that
-    their constructors give them."""
+    """Set parameters, by name, to the values that their constructors give them."""
     kept = {
         (own_class(model.get_submodule(path)), leaf)
         for path, _, leaf in (name.rpartition(".") for name in names)
@@ -174,7 +173,7 @@ def build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) 
 
 
 def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the name and module of every unit of initialisation, and whether to include children.
+    """Yield the name and module of each unit of initialisation, and whether it includes children.
 
     Units are the blocks, their siblings, and the parents of both (without children).
     """
@@ -190,7 +189,7 @@ def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]
 
 
 def _find_owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Return the innermost pretrained model that contains a module; its rules apply there."""
+    """Return the innermost pretrained model that contains a module and whose rules apply to it."""
     owner = model
     module = model
     for part in name.split(".") if name else ():

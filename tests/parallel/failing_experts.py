@@ -1,6 +1,7 @@
-"""Run by each rank: tries the experts of a sharded model, with a function that fails on rank 1.
+"""Try the experts of a sharded model, with a function that fails on rank 1; each rank runs this.
 
 argv: a file for the lines of all ranks.
+
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from lib.parallel.layout import ParallelLayout, gather
 
 
 def fail(*_: object) -> torch.Tensor:
-    """Stand for a kernel that this rank's GPU cannot start."""
+    """Fail like a kernel that this rank's GPU cannot start."""
     raise RuntimeError("no such kernel")
 
 
 def main() -> None:
-    """Shard a model, try its experts, and write which function each rank uses."""
+    """Shard a model, try its experts, and write the function that each rank uses."""
     layout = ParallelLayout.start()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(

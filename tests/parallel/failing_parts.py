@@ -1,8 +1,8 @@
-"""Run by each rank: trains a tiny model twice, uncompiled and compiled, where on the last rank the
-compiled loss and the compiled update fail.
+"""Train a tiny model uncompiled and compiled, with failures on the last rank; each rank runs this.
 
-argv: a directory, in which each rank leaves `<rank>.json`: the losses of both runs, how often
-compiled blocks ran, and the warnings.
+On the last rank, compiling the loss and the update of the optimizer fails. argv: a directory for
+`<rank>.json`: the losses of both runs, the number of compiled blocks that ran, and the warnings.
+
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fail(*_: Any) -> None:
 
 
 def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
-    """Return the losses of all ranks together. All ranks must call this."""
+    """Return the loss of each step, summed over ranks. All ranks must call this."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -70,11 +70,11 @@ def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
 
 
 def main() -> None:
-    """Train both ways."""
+    """Train uncompiled and compiled."""
     layout = ParallelLayout.start()
     real = torch.compile
     calls = [0]
-    said = []
+    messages = []
     may_fail = (loss._fused, adamw8bit._apply_step) if layout.rank == layout.ranks - 1 else ()
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def main() -> None:
         return fail if function in may_fail else real(function, backend=backend, **options)
 
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger().addHandler(handler)
     expected = train(layout, None)
     with mock.patch.object(torch, "compile", compile_):
@@ -99,7 +99,7 @@ def main() -> None:
                 "uncompiled": expected,
                 "compiled": found,
                 "blocks": calls[0],
-                "warnings": [text for text in said if text.startswith("compile:")],
+                "warnings": [text for text in messages if text.startswith("compile:")],
             }
         )
     )

@@ -1,7 +1,8 @@
-"""Run by each rank: trains a tiny model twice, its gradients scaled in `clip` and in the optimizer.
+"""Train a tiny model with gradients scaled in `clip` and in the optimizer; each rank runs this.
 
-argv: a file for what rank 0 found, {"<optimizer> <precision> <ranks per replica> <offload>":
+argv: a file for the results of rank 0, {"<optimizer> <precision> <ranks per replica> <offload>":
 [scaled in clip, scaled in the optimizer]}, each as in summing.py.
+
 """
 
 from __future__ import annotations

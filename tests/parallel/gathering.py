@@ -1,7 +1,9 @@
-"""Run by each rank: counts the all-gathers of each pass of a tiny model, and what they change.
+"""Count the all-gathers of each micro-batch of a tiny model; each rank runs this.
 
-argv: a file for what rank 0 found, {"<case> <kept>": {"passes": for each pass of the last step the
-groups gathered in forward and in backward, "losses": of every step, "weights": a digest}}.
+argv: a file for the results of rank 0, {"<case> <kept>": {"passes": for each micro-batch of the
+last step the groups gathered in forward and in backward, "losses": of each step, "weights": a
+digest}}.
+
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ def train(
     offload: bool = False,
     separate: bool = False,
 ) -> dict[str, Any]:
-    """Return what `STEPS` steps of a sharded model gather and give. All ranks must call this."""
+    """Return the gathered groups and the results of `STEPS` steps. All ranks must call this."""
     model = make_model(tied, lora, precision)
     mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard_size)
     parallelize.parallelize(model, mesh, precision, recompute, offload=offload, keep_gathered=kept)
@@ -98,7 +100,7 @@ def train(
     gather = _fsdp_param_group.foreach_all_gather
 
     def noted(params: list[Any], *more: Any) -> Any:
-        gathered.append(short(params[0]._param_fqn))
+        gathered.append(name_group(params[0]._param_fqn))
         return gather(params, *more)
 
     losses = []
@@ -137,7 +139,7 @@ def train(
 
 
 def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
-    """Return a loss without gradients, after which everything must be sharded."""
+    """Return a loss without gradients, and require that everything is sharded afterwards."""
     with torch.no_grad(), eval_mode(model):
         found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
     groups = [
@@ -150,8 +152,8 @@ def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
     return found
 
 
-def short(name: str) -> str:
-    """Return which group a weight belongs to: a block by its number, or the first or last one."""
+def name_group(name: str) -> str:
+    """Return the group of a weight: the number of its block, `embedding` or `head`."""
     parts = name.split(".")
     if "layers" in parts:
         return parts[2]

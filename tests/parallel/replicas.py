@@ -1,6 +1,7 @@
-"""Run by each rank: trains a tiny model in replicas of one rank, which sum and which average.
+"""Train a tiny model with replicas of one rank that sum and that average; each rank runs this.
 
-argv: a file for what rank 0 found, {"<precision>": [summed, averaged]}, each as in summing.py.
+argv: a file for the results of rank 0, {"<precision>": [summed, averaged]}, each as in summing.py.
+
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Run by each rank: trains a tiny model twice, with gradients summed and averaged over the ranks.
+"""Train a tiny model with gradients summed and averaged over the ranks; each rank runs this.
 
-argv: a file for what rank 0 found, {"<precision> <ranks per replica>": [summed, averaged]}, each
-the loss and the gradient norm of every step, the loss scale and a digest of the weights.
+argv: a file for the results of rank 0, {"<precision> <ranks per replica>": [summed, averaged]},
+each with loss and gradient norm of each step, the loss scale and a digest of the weights.
+
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PASSES = 2
 
 
 class AveragingGuard(StepGuard):
-    """Scales the loss for gradients that are averaged over `ranks`, whose number it contains."""
+    """Scales the loss for gradients that are averaged over `ranks`."""
 
     def __init__(self, precision: str, ranks: int) -> None:
         super().__init__(precision, 30.0, torch.device("cpu"))
@@ -54,7 +55,7 @@ def train(
     optimizer: str = "adamw",
     offload: bool = False,
 ) -> dict[str, Any]:
-    """Return what `STEPS` steps of a sharded model give. All ranks must call this."""
+    """Return the results of `STEPS` steps of a sharded model. All ranks must call this."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(

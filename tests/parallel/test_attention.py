@@ -1,4 +1,4 @@
-"""Test which implementation of attention is picked, and which inputs it gets."""
+"""The right implementation of attention is picked and gets the right inputs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lib.tokens.samples import SampleArrays
 LLAMA = LlamaConfig(hidden_size=32, num_attention_heads=4)
 
 
-class Model:
-    """Stands in for a model of which only the implementation of attention matters."""
+class FakeModel:
+    """A model with an implementation of attention and nothing else."""
 
     def __init__(self, implementation: str) -> None:
         self.config = SimpleNamespace(_attn_implementation=implementation)
@@ -38,17 +38,17 @@ class Model:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch):
-    """Return a function that stands in for a GPU of some compute capability."""
+    """Return a function that fakes a GPU of some compute capability."""
 
-    def set_up(*capability: int) -> None:
+    def fake_gpu(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
-    return set_up
+    return fake_gpu
 
 
-def test_packed_documents_use_a_mask_without_the_varlen_kernel(gpu) -> None:
+def test_packed_documents_use_the_varlen_kernel_if_it_can_train(gpu) -> None:
     gpu(9, 0)
     assert attention.choose_attention("auto", "documents", "bf16", LLAMA) == "varlen"
     assert attention.choose_attention("auto", "concat", "fp32", LLAMA) == "sdpa"
@@ -61,12 +61,12 @@ def test_packed_documents_use_a_mask_without_the_varlen_kernel(gpu) -> None:
         ((9, 0), "bf16", GPT2Config(), "dropout of this model"),
         ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel"),
     ]
-    for capability, precision, config, says in cases:
+    for capability, precision, config, reason in cases:
         gpu(*capability)
         assert attention.choose_attention("auto", "documents", precision, config) == "sdpa"
         with pytest.raises(UsageError, match="varlen cannot train here") as error:
             attention.choose_attention("varlen", "documents", precision, config)
-        assert says in error.value.render()
+        assert reason in error.value.render()
 
 
 def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, capsys) -> None:
@@ -81,18 +81,18 @@ def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, caps
         == "flash_attention_2"
     )
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)
-    for capability, precision, config, says in (
+    for capability, precision, config, reason in (
         ((9, 0), "fp32", LLAMA, "flash_attn does not support fp32"),
         ((7, 5), "fp16", LLAMA, "a GPU is older"),
         ((9, 0), "bf16", wide, "this model has 260"),
     ):
         gpu(*capability)
         assert attention.resolve_flash(precision, config) == "auto"
-        told = capsys.readouterr().out
-        assert says in told and "the fastest kernel available" in told and told.count("\n") == 1
+        [line] = capsys.readouterr().out.splitlines()
+        assert reason in line and "the fastest kernel available" in line
         with pytest.raises(UsageError, match="flash_attention_2 cannot train here") as error:
             attention.choose_attention("flash_attention_2", "concat", precision, config)
-        assert says in error.value.render() and "--attention flash" in error.value.run
+        assert reason in error.value.render() and "--attention flash" in error.value.run
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,11 @@ def test_head_sizes_are_read_from_the_config(config: PretrainedConfig, sizes: tu
     assert attention.find_head_sizes(config) == sizes
 
 
-@pytest.mark.parametrize("wide, of_values", [(12, 12), (24, 16)], ids=["12", "24 and 16"])
+@pytest.mark.parametrize("query_size, value_size", [(12, 12), (24, 16)], ids=["12", "24 and 16"])
 def test_heads_are_padded_to_a_size_that_the_kernel_supports(
-    monkeypatch: pytest.MonkeyPatch, wide: int, of_values: int
+    monkeypatch: pytest.MonkeyPatch, query_size: int, value_size: int
 ) -> None:
-    """Its limits, as torch's sources have them: one size for all, a multiple of eight."""
+    """torch's kernel needs heads of one size, a multiple of eight."""
 
     def kernel(query, key, value, ends, *_, scale, **__):
         assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
@@ -122,25 +122,25 @@ def test_heads_are_padded_to_a_size_that_the_kernel_supports(
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     torch.manual_seed(0)
-    parts = [torch.randn(20, 2, size) for size in (wide, wide, of_values)]
+    parts = [torch.randn(20, 2, size) for size in (query_size, query_size, value_size)]
     ends = torch.tensor([0, 7, 20])
-    found = attention._attend_by_kernel(*parts, ends, 20, None, 0)
-    torch.testing.assert_close(found, attention._attend_by_document(*parts, ends, 20, None, 0))
+    actual = attention._attend_by_kernel(*parts, ends, 20, None, 0)
+    torch.testing.assert_close(actual, attention._attend_by_document(*parts, ends, 20, None, 0))
 
 
 @pytest.mark.parametrize("window", [0, 4])
-@pytest.mark.parametrize("knows_groups", [True, False], ids=["torch 2.13", "torch 2.11"])
+@pytest.mark.parametrize("has_gqa", [True, False], ids=["torch 2.13", "torch 2.11"])
 def test_the_kernel_is_called_with_the_arguments_of_its_version(
-    monkeypatch: pytest.MonkeyPatch, knows_groups: bool, window: int
+    monkeypatch: pytest.MonkeyPatch, has_gqa: bool, window: int
 ) -> None:
-    """The kernel itself needs a GPU; what takes its place knows as many heads as it is given."""
+    """The kernel itself needs a GPU. A fake with the same signature replaces it."""
 
     def attend(
         query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple
     ) -> Tensor:
         return attention._attend_by_document(query, key, value, boundaries, 13, None, window[0] + 1)
 
-    def new(
+    def varlen_attn_2_13(
         query,
         key,
         value,
@@ -156,13 +156,13 @@ def test_the_kernel_is_called_with_the_arguments_of_its_version(
         assert enable_gqa and key.shape[1] == 2 and max_q == max_k == 13
         return attend(query, key, value, cu_seq_q, window_size)
 
-    def old(
+    def varlen_attn_2_11(
         query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)
     ):
         assert key.shape[1] == 2
         return attend(query, key, value, cu_seq_q, window_size)
 
-    kernel = new if knows_groups else old
+    kernel = varlen_attn_2_13 if has_gqa else varlen_attn_2_11
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     monkeypatch.setattr(attention, "_GROUPS", attention._group_arguments(kernel))
     torch.manual_seed(0)
@@ -170,13 +170,13 @@ def test_the_kernel_is_called_with_the_arguments_of_its_version(
     key = torch.randn(20, 2, 8)
     value = torch.randn(20, 2, 8)
     ends = torch.tensor([0, 7, 20])
-    found = attention._attend_by_kernel(query, key, value, ends, 13, None, window)
+    actual = attention._attend_by_kernel(query, key, value, ends, 13, None, window)
     expected = attention._attend_by_document(query, key, value, ends, 13, None, window)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_document_longer_than_the_longest_is_an_error() -> None:
-    """The kernel of a GPU would leave out its end; on a CPU that fails in every test."""
+    """The kernel of a GPU would ignore the end of the document."""
     parts = [torch.randn(20, 2, 8) for _ in range(3)]
     with pytest.raises(AssertionError, match="a document of 13 tokens, more than 12"):
         attention._attend_by_document(*parts, torch.tensor([0, 7, 20]), 12, None, 0)
@@ -184,14 +184,14 @@ def test_a_document_longer_than_the_longest_is_an_error() -> None:
 
 @pytest.mark.parametrize("implementation", ["varlen", "flash_attention_2"])
 def test_the_model_gets_boundaries_and_the_longest_document(implementation: str) -> None:
-    """The mark is on the very tensor that the model gets, which `to` may have made."""
-    model = Model(implementation)
+    """The tensor that the model gets, a copy on its device, is marked as dynamic."""
+    model = FakeModel(implementation)
     positions = np.array([[*range(100), *range(156)]] * 2)
     rows = SampleArrays(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
     batch = make_micro_batch(rows, pin=False).to(SimpleNamespace(device=torch.device("meta")))
-    given = attention.make_inputs(model, batch)
-    assert given["max_length_q"] == given["max_length_k"] == 256
-    assert given["cu_seq_lens_q"] is given["cu_seq_lens_k"] is batch.boundaries
+    inputs = attention.make_inputs(model, batch)
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 256
+    assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is batch.boundaries
     assert batch.boundaries.is_meta and batch.boundaries._dynamo_weak_dynamic_indices == {0}
     shorter = attention.make_inputs(model, batch._replace(longest=128))
     assert shorter["max_length_q"] == shorter["max_length_k"] == 128
@@ -200,16 +200,16 @@ def test_the_model_gets_boundaries_and_the_longest_document(implementation: str)
 def test_the_longest_document_of_a_batch_reaches_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[int] = []
+    lengths: list[int] = []
 
-    def note(
+    def store_length(
         query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, *_: Any
     ) -> Tensor:
-        asked.append(longest)
+        lengths.append(longest)
         return query
 
-    monkeypatch.setattr(attention, "_attend_by_document", note)
+    monkeypatch.setattr(attention, "_attend_by_document", store_length)
     heads = torch.zeros(2, 4, 256, 8)
     attention._attend_varlen(None, heads, heads, heads, None, max_length_q=128)
     attention._attend_varlen(None, heads, heads, heads, None)
-    assert asked == [128, 256]
+    assert lengths == [128, 256]

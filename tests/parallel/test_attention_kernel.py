@@ -1,4 +1,4 @@
-"""Test which kernel computes attention. The GPU is a stand-in."""
+"""The fastest attention kernel that gives the right results is chosen. The GPU is a fake."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from lib.parallel import attention_kernel
 GPU = torch.device("cuda")
 CPU = torch.device("cpu")
 LLAMA = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-NOT_HERE = "(flash_attn_3 is not installed)"
+NOT_INSTALLED = "(flash_attn_3 is not installed)"
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
-    """Stand in for a GPU of compute capability 9.0, with flash_attn_3 and heads on the CPU."""
-    heads = attention_kernel._make_heads
+    """Fake a GPU of compute capability 9.0 with flash_attn_3; the heads are on the CPU."""
+    make_heads = attention_kernel._make_heads
     order = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(
-        attention_kernel, "_heads", lambda config, dtype, _: heads(config, torch.float32, CPU)
+        attention_kernel, "_make_heads", lambda config, *_: make_heads(config, torch.float32, CPU)
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "a GPU")
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: True)
-    takes(monkeypatch, SDPBackend.CUDNN_ATTENTION)
-    provide(monkeypatch, lambda: SimpleNamespace(remove=lambda: None))
+    let_torch_choose(monkeypatch, SDPBackend.CUDNN_ATTENTION)
+    register_flash_3(monkeypatch, lambda: SimpleNamespace(remove=lambda: None))
     yield
     torch._C._set_sdp_priority_order(order)
     if current_flash_attention_impl():
         restore_flash_attention_impl()
 
 
-def takes(monkeypatch: pytest.MonkeyPatch, kernel: SDPBackend) -> None:
+def let_torch_choose(monkeypatch: pytest.MonkeyPatch, kernel: SDPBackend) -> None:
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: int(kernel))
 
 
-def provide(monkeypatch: pytest.MonkeyPatch, register: object) -> None:
+def register_flash_3(monkeypatch: pytest.MonkeyPatch, register: object) -> None:
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", register)
 
 
-def settled(
+def pick_kernel(
     name: str = "sdpa",
     packing: str = "concat",
     precision: str = "bf16",
@@ -65,41 +65,41 @@ def settled(
 
 
 def test_flash_attention_3_is_used_if_its_results_agree(hopper) -> None:
-    assert settled() == "sdpa, by FlashAttention 3 of flash_attn_3"
+    assert pick_kernel() == "sdpa, by FlashAttention 3 of flash_attn_3"
     assert current_flash_attention_impl() == "FA3"
     assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
-    assert settled("varlen", "documents") == "varlen, by FlashAttention 3 of flash_attn_3"
+    assert pick_kernel("varlen", "documents") == "varlen, by FlashAttention 3 of flash_attn_3"
 
 
-@pytest.mark.parametrize("fault", ["raises", "is not there", "is wrong"])
+@pytest.mark.parametrize("fault", ["raises", "is missing", "is wrong"])
 def test_a_kernel_that_fails_its_trial_is_not_used(
     hopper, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    """In words, and torch's own kernel is back."""
-    tried = attention_kernel._compute
+    """The reason is logged, and torch's own kernel is restored."""
+    compute = attention_kernel._compute
 
-    def faulty(name: str, heads: list[Tensor]) -> list[Tensor]:
+    def compute_wrongly(name: str, heads: list[Tensor]) -> list[Tensor]:
         if not current_flash_attention_impl():
-            return tried(name, heads)
+            return compute(name, heads)
         if fault == "raises":
             raise RuntimeError("no kernel image is available\nmore")
-        return [part * 1.1 for part in tried(name, heads)]
+        return [part * 1.1 for part in compute(name, heads)]
 
-    def absent() -> None:
+    def raise_import_error() -> None:
         raise ModuleNotFoundError("No module named 'flash_attn_3._C'")
 
-    monkeypatch.setattr(attention_kernel, "_compute", faulty)
-    if fault == "is not there":
-        provide(monkeypatch, absent)
+    monkeypatch.setattr(attention_kernel, "_compute", compute_wrongly)
+    if fault == "is missing":
+        register_flash_3(monkeypatch, raise_import_error)
     before = torch._C._get_sdp_priority_order()
-    says = {
+    reason = {
         "raises": "RuntimeError: no kernel image is available",
-        "is not there": "ModuleNotFoundError: No module named 'flash_attn_3._C'",
+        "is missing": "ModuleNotFoundError: No module named 'flash_attn_3._C'",
         "is wrong": "its results differ by 0.1 of their norm",
     }[fault]
     assert (
-        settled("varlen", "documents") == "varlen, by FlashAttention 2 of torch "
-        f"(FlashAttention 3 fails here: {says})"
+        pick_kernel("varlen", "documents") == "varlen, by FlashAttention 2 of torch "
+        f"(FlashAttention 3 fails here: {reason})"
     )
     assert current_flash_attention_impl() is None
     assert torch._C._get_sdp_priority_order() == before
@@ -108,29 +108,32 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
 def test_the_reason_for_not_trying_flash_attention_3_is_logged(
     hopper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "the dropout of this model" in settled(config=GPT2Config(n_embd=64, n_head=4))
+    assert "the dropout of this model" in pick_kernel(config=GPT2Config(n_embd=64, n_head=4))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert settled() == "sdpa, by cuDNN (--deterministic on rules out FlashAttention 3)"
+    assert pick_kernel() == "sdpa, by cuDNN (--deterministic on rules out FlashAttention 3)"
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: None)
-    assert settled("varlen", "documents") == f"varlen, by FlashAttention 2 of torch {NOT_HERE}"
-    takes(monkeypatch, SDPBackend.FLASH_ATTENTION)
-    assert settled() == f"sdpa, by FlashAttention 2 of torch {NOT_HERE}"
+    assert (
+        pick_kernel("varlen", "documents")
+        == f"varlen, by FlashAttention 2 of torch {NOT_INSTALLED}"
+    )
+    let_torch_choose(monkeypatch, SDPBackend.FLASH_ATTENTION)
+    assert pick_kernel() == f"sdpa, by FlashAttention 2 of torch {NOT_INSTALLED}"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert "(FlashAttention 3 needs compute capability 9.0)" in settled()
+    assert "(FlashAttention 3 needs compute capability 9.0)" in pick_kernel()
     assert current_flash_attention_impl() is None
 
 
 def test_other_kernels_are_named(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
-    takes(monkeypatch, SDPBackend.EFFICIENT_ATTENTION)
+    let_torch_choose(monkeypatch, SDPBackend.EFFICIENT_ATTENTION)
     kernel = "torch's memory-efficient kernel"
-    assert settled(precision="fp32") == f"sdpa, by {kernel}"
-    assert settled("sdpa", "documents") == f"sdpa with a mask, by {kernel}"
+    assert pick_kernel(precision="fp32") == f"sdpa, by {kernel}"
+    assert pick_kernel("sdpa", "documents") == f"sdpa with a mask, by {kernel}"
     assert (
-        settled("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the "
+        pick_kernel("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the "
         "kernel for packed documents does not support fp32; that is several times slower"
     )
-    assert settled("eager") == "eager, by matrix products, which is slow"
-    assert settled(device=CPU) == "sdpa, by torch's kernel for CPUs"
+    assert pick_kernel("eager") == "eager, by matrix products, which is slow"
+    assert pick_kernel(device=CPU) == "sdpa, by torch's kernel for CPUs"
 
 
 @pytest.mark.parametrize("by_mask", [False, True])

@@ -1,4 +1,4 @@
-"""What adapters add is a sum that the compiler fuses, recomputed with the rest, and the same."""
+"""The compiler fuses the sums of adapters with other operations, and the results stay the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Graphs = dict[str, list[torch.fx.GraphModule]]
 
 @pytest.fixture
 def model() -> nn.Module:
-    """Return a model with adapters that do add something."""
+    """Return a model with adapters whose B is not zero."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).train()
     Lora(RANK, 8.0).attach(model)
@@ -49,7 +49,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
-    """Keep what a compiler gets, divided between forward and backward as for Inductor."""
+    """Store the graphs that the compiler gets, split into forward and backward as for Inductor."""
     found: Graphs = {"forward": [], "backward": []}
 
     def keep(way: str) -> Callable[..., object]:
@@ -80,8 +80,8 @@ def batch() -> MicroBatch:
     return MicroBatch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def over_the_rank(graph: torch.fx.GraphModule, wide: bool = True) -> int:
-    """Return the matrix products over the rank in a graph, with a wide result."""
+def find_products_over_rank(graph: torch.fx.GraphModule, wide: bool = True) -> int:
+    """Return the matrix products in a graph that sum over the LoRA rank and have a wide result."""
     sizes = [
         [argument.meta["val"].shape for argument in node.args[:2]]
         for node in graph.graph.nodes
@@ -93,8 +93,10 @@ def over_the_rank(graph: torch.fx.GraphModule, wide: bool = True) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_graphs_add_what_adapters_give(model: nn.Module, graphs: Graphs, recompute: str) -> None:
-    """No product reads or writes a linear's output, and losses and gradients are the same."""
+def test_compiled_graphs_add_the_products_of_adapters(
+    model: nn.Module, graphs: Graphs, recompute: str
+) -> None:
+    """No product reads or writes the output of a linear layer; the gradients are the same."""
     plain = copy.deepcopy(model)
     parallelize.wrap_blocks(model, recompute, Compiler(required=True))
     for one in (plain, model):
@@ -106,11 +108,11 @@ def test_graphs_add_what_adapters_give(model: nn.Module, graphs: Graphs, recompu
     forward, backward = (found[-1] for found in graphs.values())
     every = [*forward.graph.nodes, *backward.graph.nodes]
     assert not [node for node in every if node.target is torch.ops.aten.addmm.default]
-    assert over_the_rank(forward) == LINEARS
+    assert find_products_over_rank(forward) == LINEARS
 
 
-def test_selective_recomputation_keeps_no_sum(model: nn.Module, graphs: Graphs) -> None:
-    """What an adapter adds is computed again, and what its linear gives is kept without it."""
+def test_selective_checkpointing_keeps_no_sum(model: nn.Module, graphs: Graphs) -> None:
+    """The product of an adapter is recomputed, and the output of its linear layer is kept."""
     products = {}
     for recompute in ("none", "selective"):
         torch._dynamo.reset()
@@ -118,7 +120,7 @@ def test_selective_recomputation_keeps_no_sum(model: nn.Module, graphs: Graphs) 
         parallelize.wrap_blocks(again, recompute, Compiler(required=True))
         loss.token_loss_sum(again, batch()).backward()
         forward, backward = (found[-1] for found in graphs.values())
-        products[recompute] = over_the_rank(backward)
+        products[recompute] = find_products_over_rank(backward)
         sums = [
             node
             for node in forward.graph.output_node().args[0]
@@ -146,7 +148,7 @@ def test_uncompiled_adapters_add_within_the_product(model: nn.Module) -> None:
 def test_the_sum_is_part_of_other_kernels(
     model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In Inductor's code the sums cost no kernel, and no `addmm` is left that copies an output."""
+    """In Inductor's code the sums need no kernel, and no `addmm` copies an output."""
     kernels = []
     added = []
     for add_to in (

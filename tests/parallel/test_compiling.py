@@ -1,4 +1,4 @@
-"""Test that a part of the step that fails to compile leaves the other parts compiled."""
+"""A part of the step that fails to compile leaves the other parts compiled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parallel.failing_parts import STEPS
     "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))]
 )
 def test_a_failing_loss_and_update_leave_the_blocks_compiled(tmp_path: Path, ranks: int) -> None:
-    """Also with `--compile on`, and where one rank alone fails; none waits for another."""
+    """This holds with `--compile on` and if one rank alone fails; no rank waits for another."""
     run_stage("tests/parallel/failing_parts.py", tmp_path, cwd=tmp_path, ranks=ranks, timeout=100)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     for rank, result in enumerate(found):

@@ -1,4 +1,4 @@
-"""Test the settings of --deterministic on, and a run with it."""
+"""With --deterministic on, a run gives the same bits each time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REFUSED_IF_FLOAT = {"aten::histc", "aten::cumsum", "aten::bincount"}
 
 
 class Strict(TorchDispatchMode):
-    """Fails where CUDA would refuse an operation."""
+    """Fails for each operation that CUDA would refuse with --deterministic on."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
@@ -47,7 +47,7 @@ class Strict(TorchDispatchMode):
 def test_a_model_has_no_operation_that_cuda_refuses(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On meta tensors; experts are computed as stage 04 does."""
+    """The operations run on meta tensors; experts are computed as in stage 04."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.bfloat16).train()
         tokens = torch.zeros(2, 16, dtype=torch.int64)
@@ -59,8 +59,8 @@ def test_a_model_has_no_operation_that_cuda_refuses(
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """Leave torch as it was."""
+def restore_settings() -> Iterator[None]:
+    """Restore the settings of torch after a test."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch._inductor.config.deterministic = False
@@ -84,7 +84,7 @@ def test_only_deterministic_algorithms_are_allowed(
 def test_a_run_with_experts_is_deterministic_after_a_resume(
     prepared_once: Path, tmp_path: Path
 ) -> None:
-    """All of stage 04 has a deterministic way; stopped and gone on, the figures are the same."""
+    """A run that was stopped and resumed has the same figures as one that was not."""
     shutil.copytree(prepared_once / "model", tmp_path / "mixtral")
     save_model(tmp_path / "mixtral", FAMILIES["mixtral"](VOCABULARY))
     common = (

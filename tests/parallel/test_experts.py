@@ -1,4 +1,4 @@
-"""The pipeline's own function for experts: transformers' numbers, without a sort in backward."""
+"""Our function for experts gives the same numbers as transformers, without a sort in backward."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def make_module(family: str, implementation: str = experts.NAME) -> nn.Module:
 def make_inputs(
     count: int = COUNT, choices: int = CHOICES, used: int = COUNT
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, the experts that each of them chooses (of the first `used`), and weights."""
+    """Return tokens, the experts that each chooses (only the first `used`), and their weights."""
     generator = torch.Generator().manual_seed(1)
     index = torch.rand(TOKENS, used, generator=generator).argsort(1)[:, :choices]
     return (
@@ -163,14 +163,14 @@ def make_inputs(
     )
 
 
-def results(
+def run_experts(
     module: nn.Module,
     hidden: Tensor,
     index: Tensor,
     weights: Tensor,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
-    """Return what experts make of tokens, and all gradients."""
+    """Return the output of experts and all gradients."""
     module = copy.deepcopy(module).to(dtype)
     inputs = [part.to(dtype).detach().requires_grad_() for part in (hidden, weights)]
     out = module(inputs[0], index, inputs[1])
@@ -191,19 +191,19 @@ def difference(ones: list[Tensor], others: list[Tensor]) -> float:
 def test_results_equal_a_loop_over_experts_in_double_precision(family: str) -> None:
     module = make_module(family)
     given = make_inputs()
-    ours = results(module, *given)
+    ours = run_experts(module, *given)
     module.config._experts_implementation_internal = "grouped_mm"
-    theirs = results(module, *given)
+    theirs = run_experts(module, *given)
     module.config._experts_implementation_internal = "eager"
-    exact = results(module, *given, torch.float64)
+    exact = run_experts(module, *given, torch.float64)
     assert torch.equal(ours[0], theirs[0])
     assert difference(ours, theirs) < 1e-6
     assert difference(ours, exact) < 2e-6
     assert difference(ours, exact) < 1.5 * difference(theirs, exact)
 
 
-def test_no_family_has_a_property_that_is_not_known_here() -> None:
-    """A flag that a later transformers adds to the interface is one for `compute` to heed."""
+def test_no_family_has_an_unknown_flag() -> None:
+    """If a later transformers adds a flag to its experts interface, `compute` must support it."""
     assert set(inspect.signature(moe.use_experts_implementation).parameters) <= {
         "experts_class",
         "experts_interface",
@@ -217,7 +217,7 @@ def test_no_family_has_a_property_that_is_not_known_here() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
-    """In backward; forward sorts the numbers of the experts, which have no gradient."""
+    """Only the forward pass sorts, and only integers without a gradient."""
     found = {}
     for name in (experts.NAME, "grouped_mm"):
         module = make_module(family, name)
@@ -232,14 +232,14 @@ def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize(("choices", "used"), [(1, COUNT), (3, 3), (1, 1), (5, COUNT)])
-def test_experts_without_tokens_and_other_numbers_of_choices(
+def test_experts_may_have_no_tokens_and_tokens_any_number_of_experts(
     family: str, choices: int, used: int
 ) -> None:
     module = make_module(family)
     given = make_inputs(choices=choices, used=used)
-    ours = results(module, *given)
+    ours = run_experts(module, *given)
     module.config._experts_implementation_internal = "eager"
-    exact = results(module, *given, torch.float64)
+    exact = run_experts(module, *given, torch.float64)
     for one, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
     for gradient in ours[3:]:
@@ -247,31 +247,31 @@ def test_experts_without_tokens_and_other_numbers_of_choices(
 
 
 @pytest.fixture
-def strict() -> Iterator[None]:
-    """Let torch fill memory that is not initialised with NaN."""
+def fill_with_nan() -> Iterator[None]:
+    """Let torch fill uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "nemotron_h"])
-def test_experts_of_another_rank_add_nothing(family: str, strict: None) -> None:
-    """Grouped products leave those rows as they find them, in forward and in backward."""
+def test_experts_of_another_rank_add_nothing(family: str, fill_with_nan: None) -> None:
+    """Grouped products leave the rows of such experts unwritten, forward and backward."""
     module = make_module(family)
     (hidden, index, weights) = make_inputs()
     elsewhere = index == 1
-    expected = results(module, hidden, index, weights.masked_fill(elsewhere, 0.0))
+    expected = run_experts(module, hidden, index, weights.masked_fill(elsewhere, 0.0))
     module._is_expert_parallel = True
-    found = results(module, hidden, index.masked_fill(elsewhere, COUNT), weights)
+    found = run_experts(module, hidden, index.masked_fill(elsewhere, COUNT), weights)
     expected[2].masked_fill_(elsewhere, 0.0)
     assert difference(found, expected) < 1e-6
 
 
-def test_results_are_the_same_bits_each_time(strict: None) -> None:
-    """And for each token, whatever tokens there are beside it, with the same sizes of groups."""
+def test_results_are_the_same_bits_each_time(fill_with_nan: None) -> None:
+    """They do not depend on the other tokens either, if the groups have the same sizes."""
     module = make_module("gpt_oss")
     (hidden, index, weights) = make_inputs()
-    once, again = (results(module, hidden, index, weights) for _ in range(2))
+    once, again = (run_experts(module, hidden, index, weights) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(once, again, strict=True))
     order = torch.randperm(TOKENS)
     moved = module(hidden[order], index[order], weights[order])
@@ -320,8 +320,8 @@ def test_a_model_trains_as_with_transformers(family: str, recompute: str, target
         assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-def products(model: PreTrainedModel) -> int:
-    """Return how many grouped products a step takes per block, with selective checkpointing."""
+def count_products(model: PreTrainedModel) -> int:
+    """Return the grouped products per block and step with selective checkpointing."""
     parallelize.wrap_blocks(model, "selective", None)
     with Recorder() as recorder:
         gradients(model)
@@ -329,17 +329,17 @@ def products(model: PreTrainedModel) -> int:
 
 
 @pytest.mark.parametrize(("family", "theirs"), [("mixtral", 6), ("gpt_oss", 8)])
-def test_selective_checkpointing_computes_no_product_again(family: str, theirs: int) -> None:
-    """Also with biases, which transformers adds in place: it cannot keep those products."""
+def test_selective_checkpointing_recomputes_no_product(family: str, theirs: int) -> None:
+    """This includes biases. As transformers adds them in place, it cannot keep these products."""
     model = make_model(family)
-    assert products(copy.deepcopy(model)) == theirs
+    assert count_products(copy.deepcopy(model)) == theirs
     experts.use_own_function(model)
-    assert products(model) == 6
+    assert count_products(model) == 6
 
 
 @pytest.mark.parametrize("is_transposed", [True, False])
 def test_the_product_for_compiled_code_equals_that_of_torch(is_transposed: bool) -> None:
-    """Group by group, some of them empty, with rows behind the last."""
+    """Some groups are empty, and some rows come after the last group."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(20, 8, generator=generator, requires_grad=True)
     weights = torch.randn(5, *((8, 12) if is_transposed else (12, 8)), generator=generator)
@@ -388,18 +388,20 @@ def test_compiled_blocks_have_no_break(
 
 
 @pytest.fixture
-def here() -> Iterator[SimpleNamespace]:
-    """Give the layout of one rank; the memory estimate makes a group of its own."""
+def layout_of_one_rank() -> Iterator[SimpleNamespace]:
+    """Return the layout of one rank. The memory estimate creates a process group itself."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield SimpleNamespace(device=torch.device("cpu"), control=dist.group.WORLD)
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_our_function_is_used_after_a_trial(family: str, here: SimpleNamespace) -> None:
+def test_our_function_is_used_after_a_trial(
+    family: str, layout_of_one_rank: SimpleNamespace
+) -> None:
     model = make_model(family)
     experts.use_own_function(model)
-    line = experts_trial.choose_experts_function(model, here)
+    line = experts_trial.choose_experts_function(model, layout_of_one_rank)
     assert line.startswith(f"{experts.NAME}, by grouped products")
     assert model.config._experts_implementation == experts.NAME
     assert not any("forward" in module.__dict__ for module in experts.list_experts_modules(model))
@@ -407,27 +409,27 @@ def test_our_function_is_used_after_a_trial(family: str, here: SimpleNamespace) 
     assert model.training
 
 
-def test_a_model_without_experts_logs_nothing(here: SimpleNamespace) -> None:
+def test_a_model_without_experts_logs_nothing(layout_of_one_rank: SimpleNamespace) -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     before = model.config._experts_implementation
     experts.use_own_function(model)
     assert model.config._experts_implementation == before
-    assert experts_trial.choose_experts_function(model, here) == ""
+    assert experts_trial.choose_experts_function(model, layout_of_one_rank) == ""
 
 
-def twice(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
+def double_result(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
     return 2 * (
         rows.index_select(0, routing.inverse).view(*weights.shape, -1) * weights[..., None]
     ).sum(1)
 
 
 def wrong_gradient(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
-    right = twice(rows, weights, routing) / 2
+    right = double_result(rows, weights, routing) / 2
     return right + (right - right.detach())
 
 
 def not_a_number(rows: Tensor, weights: Tensor, routing: experts.Routing) -> Tensor:
-    return twice(rows, weights, routing) * torch.nan
+    return double_result(rows, weights, routing) * torch.nan
 
 
 def failing(*_: Tensor) -> Tensor:
@@ -437,22 +439,22 @@ def failing(*_: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("combine", "said"),
     [
-        (twice, "differ by"),
+        (double_result, "differ by"),
         (wrong_gradient, "differ by"),
         (not_a_number, "differ by inf"),
         (failing, "RuntimeError: no such kernel"),
     ],
 )
-def test_other_results_leave_experts_to_transformers(
-    monkeypatch: pytest.MonkeyPatch, combine: Any, said: str, here: SimpleNamespace
+def test_transformers_computes_experts_if_our_results_differ(
+    monkeypatch: pytest.MonkeyPatch, combine: Any, said: str, layout_of_one_rank: SimpleNamespace
 ) -> None:
-    """Also where blocks have been wrapped for selective checkpointing before."""
+    """This includes blocks that are already wrapped for selective checkpointing."""
     model = make_model("gpt_oss")
     plain = copy.deepcopy(model)
     experts.use_own_function(model)
     parallelize.wrap_blocks(model, "selective", None)
     monkeypatch.setattr(experts, "combine", combine)
-    line = experts_trial.choose_experts_function(model, here)
+    line = experts_trial.choose_experts_function(model, layout_of_one_rank)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert said in line and "\n" not in line
     (ours, found) = gradients(model)
@@ -464,7 +466,7 @@ def test_other_results_leave_experts_to_transformers(
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_failure_on_one_rank_decides_for_all(tmp_path: Path, ranks: int) -> None:
-    """The others wait for that rank within the forward pass, which it must not leave."""
+    """The other ranks wait for the failing rank in the forward pass, which it must not leave."""
     run_stage(
         "tests/parallel/failing_experts.py", tmp_path / "lines.json", cwd=tmp_path, ranks=ranks
     )
@@ -474,7 +476,7 @@ def test_a_failure_on_one_rank_decides_for_all(tmp_path: Path, ranks: int) -> No
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_memory_estimates_trace_our_function(family: str) -> None:
-    """Without recomputation nothing more is kept than transformers' own function keeps."""
+    """Without recomputation, it keeps no more than transformers' own function."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=torch.float32).train()
     case = StepConfig(2, 2, 2, 64, "bf16", "none")

@@ -1,4 +1,4 @@
-"""Which weights are gathered when: counted on real ranks, and without any effect on the result."""
+"""Weights are gathered only when necessary, counted on real ranks, with the same results."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ALL = ["embedding", *BLOCKS, "head"]
 @pytest.mark.parametrize(
     "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))]
 )
-def test_weights_are_gathered_once_where_they_may_stay(tmp_path: Path, ranks: int) -> None:
-    """Backward never gathers the embedding, nor the last block, with which it begins.
+def test_weights_that_may_stay_gathered_are_gathered_once(tmp_path: Path, ranks: int) -> None:
+    """Backward gathers neither the embedding nor the last block, with which it begins.
 
-    With four ranks there are two replicas, and reductions that have a group of their own.
+    With four ranks there are two replicas, and reductions in a process group of their own.
     """
     run_stage("tests/parallel/gathering.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
     found = json.loads((tmp_path / "found.json").read_text())

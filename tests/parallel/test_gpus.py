@@ -1,4 +1,4 @@
-"""Test the reasons why torch cannot use GPUs. All tools are stand-ins."""
+"""The error names the reasons why torch cannot use GPUs. All tools are fakes."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def put_smi(folder: Path) -> None:
 
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
-    """Return what makes a machine of files, and torch one that finds no GPU there."""
+    """Return a function that fakes a machine with files, and a torch that finds no GPU there."""
 
-    def make(
+    def fake_machine(
         smi: bool = True,
         files: int = 2,
         driver: str = "",
         version: str = "2.13.0+cu126",
         cuda: str | None = "12.6",
         visible: str | None = None,
-        says: str = "",
+        error: str = "",
     ) -> None:
         for name in ("dev", "proc"):
             (tmp_path / name).mkdir()
@@ -66,8 +66,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         monkeypatch.setattr(torch.version, "cuda", cuda)
 
         def init() -> None:
-            if says:
-                raise RuntimeError(says)
+            if error:
+                raise RuntimeError(error)
 
         monkeypatch.setattr(torch.cuda, "init", init)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -75,11 +75,11 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         if visible is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
-    return make
+    return fake_machine
 
 
 @pytest.mark.parametrize(
-    ("how", "problem", "hint"),
+    ("machine_facts", "problem", "hint"),
     [
         (
             {"version": "2.13.0+cu130", "cuda": "13.0"},
@@ -99,32 +99,32 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
         ({"visible": ""}, "CUDA_VISIBLE_DEVICES is empty, which hides them", "unset CUDA_VIS"),
         ({"visible": "NoDevFiles"}, "is 'NoDevFiles', which hides them", "--gres=gpu:8"),
         (
-            {"visible": "7", "says": "No CUDA GPUs are available"},
+            {"visible": "7", "error": "No CUDA GPUs are available"},
             "No CUDA GPUs are available, with CUDA_VISIBLE_DEVICES=7",
-            "name GPUs that are here",
+            "name GPUs of this machine",
         ),
         ({"smi": False, "files": 0, "driver": "580.65.06"}, "was given none of them", "--gpus all"),
         ({"smi": False, "driver": "470.57"}, "driver 470.57 is too old", "update the driver"),
         (
             {
-                "says": "Unexpected error from cudaGetDeviceCount(). "
+                "error": "Unexpected error from cudaGetDeviceCount(). "
                 "Error 802: system not yet initialized"
             },
             "Error 802",
             "nvidia-fabricmanager",
         ),
-        ({"says": "CUDA unknown error\nmore"}, "CUDA unknown error", "dmesg"),
+        ({"error": "CUDA unknown error\nmore"}, "CUDA unknown error", "dmesg"),
     ],
 )
-def test_the_cause_is_named(node: Node, how: dict, problem: str, hint: str) -> None:
-    node(**how)
-    found = gpus.find_unusable()
-    assert len(found.reasons) == 1 and problem in found.problem and hint in found.hint
-    assert re.match(r"[12] GPUs? \((NVIDIA A100|/.*)\), driver \d+", found.found)
-    with pytest.raises(UsageError) as refused:
+def test_the_cause_is_named(node: Node, machine_facts: dict, problem: str, hint: str) -> None:
+    node(**machine_facts)
+    unusable = gpus.find_unusable()
+    assert len(unusable.reasons) == 1 and problem in unusable.problem and hint in unusable.hint
+    assert re.match(r"[12] GPUs? \((NVIDIA A100|/.*)\), driver \d+", unusable.found)
+    with pytest.raises(UsageError) as error:
         gpus.require_usable_gpus(is_plan=False)
-    assert refused.value.hint.endswith("on the CPU instead:")
-    assert shlex.split(refused.value.run)[-2:] == ["--device", "cpu"]
+    assert error.value.hint.endswith("on the CPU instead:")
+    assert shlex.split(error.value.run)[-2:] == ["--device", "cpu"]
 
 
 def test_all_causes_are_reported_at_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,7 +148,7 @@ def test_a_device_without_permission_is_reported(
     assert "may not open" in gpus.find_unusable().problem
 
 
-def test_nothing_is_reported_without_gpus_or_with_the_cpu_asked_for(
+def test_nothing_is_reported_without_gpus_or_with_device_cpu(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node(version="2.13.0+cpu", cuda=None)
@@ -174,7 +174,7 @@ def test_errors_of_nvidia_smi_are_not_taken_for_gpus(node: Node, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("capability", "known", "runs"),
+    ("capability", "architectures", "runs"),
     [
         ((9, 0), ["sm_75", "sm_80", "sm_90"], True),
         ((8, 9), ["sm_80", "sm_86"], True),
@@ -188,25 +188,27 @@ def test_errors_of_nvidia_smi_are_not_taken_for_gpus(node: Node, tmp_path: Path)
         ((9, 4), ["gfx90a", "gfx942"], True),
     ],
 )
-def test_a_build_of_torch_without_code_for_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple, known: list, runs: bool
+def test_a_build_of_torch_without_code_for_the_gpu_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple, architectures: list, runs: bool
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in (
         ("is_available", True),
         ("device_count", 2),
-        ("get_arch_list", known),
+        ("get_arch_list", architectures),
         ("get_device_capability", capability),
         ("get_device_name", "a GPU"),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    found = gpus.find_unusable()
-    assert (found is None) == runs
-    assert runs or f"{capability[0]}.{capability[1]}, only for {known[0]}" in found.problem
-    assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in found.hint
+    unusable = gpus.find_unusable()
+    assert (unusable is None) == runs
+    assert (
+        runs or f"{capability[0]}.{capability[1]}, only for {architectures[0]}" in unusable.problem
+    )
+    assert runs or ("+cu128" if capability[0] >= 10 else "+cu126") in unusable.hint
 
 
-def test_the_checks_of_a_machine_and_a_setup_report_it_too(
+def test_the_checks_of_a_machine_and_a_setup_report_a_driver_that_is_too_old(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     node(version="2.13.0+cu130", cuda="13.0")
@@ -214,32 +216,32 @@ def test_the_checks_of_a_machine_and_a_setup_report_it_too(
         machine, "measure_disk", lambda directory: {"directory": "/", "free": 10**12}
     )
     facts = machine.collect_facts(tmp_path, tmp_path, [], tmp_path)
-    told = [
-        found
-        for found in node_findings._check_node(
+    findings = [
+        finding
+        for finding in node_findings._check_node(
             {**facts, "clock": {"offset_s": 0, "uncertainty_s": 0}}, "node 0", False
         )
-        if found.check == "torch"
+        if finding.check == "torch"
     ]
-    assert [found.severity for found in told] == ["error"] and "too old" in told[0].text
-    assert "+cu126" in told[0].remedy
-    [alone] = setup._check_gpus()
-    assert (alone.severity, alone.check) == ("error", "torch") and "too old" in alone.text
+    assert [finding.severity for finding in findings] == ["error"]
+    assert "too old" in findings[0].text
+    assert "+cu126" in findings[0].remedy
+    [finding] = setup._check_gpus()
+    assert (finding.severity, finding.check) == ("error", "torch")
+    assert "too old" in finding.text
     stamp = tmp_path / ".bundle.json"
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu130", "cuda": "13.0"}}}')
     monkeypatch.setattr(setup, "ROOT", tmp_path)
-    [bundled] = setup._check_gpus()
-    assert bundled.severity == "error" and "--driver-version 535.104.05" in bundled.remedy
+    [finding] = setup._check_gpus()
+    assert finding.severity == "error" and "--driver-version 535.104.05" in finding.remedy
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu126", "cuda": "12.6"}}}')
-    fits, installed = setup._check_gpus()
-    assert (
-        "535.104.05 is new enough for torch 2.13.0+cu126" in fits.text
-        and installed.severity == "error"
-    )
+    bundle, installed = setup._check_gpus()
+    assert "535.104.05 is new enough for torch 2.13.0+cu126" in bundle.text
+    assert installed.severity == "error"
 
 
-def with_gpus(rank: int) -> None:
-    """Let a process that was just forked find two GPUs that it is not given."""
+def hide_two_gpus(rank: int) -> None:
+    """Let a process that was just forked find two GPUs that it may not use."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     put_smi(Path("bin"))
 
@@ -259,12 +261,12 @@ def test_stage_04_does_not_train_on_the_cpu_by_mistake(project: Path) -> None:
         "--max-steps",
         1,
     )
-    fake = {"cwd": project, "before": "tests.parallel.test_gpus:with_gpus"}
-    refused = run_stage(*train, ranks=2, expect=1, **fake)
-    assert refused.stderr.count("error: torch cannot use the GPUs of this machine: ") >= 1
-    assert "CUDA_VISIBLE_DEVICES is empty, which hides them" in refused.stderr
-    assert "2 GPUs (NVIDIA A100), driver 535.104.05" in refused.stderr
-    assert "--device cpu" in refused.stderr and not (project / "outputs").exists()
+    fake = {"cwd": project, "before": "tests.parallel.test_gpus:hide_two_gpus"}
+    failed = run_stage(*train, ranks=2, expect=1, **fake)
+    assert failed.stderr.count("error: torch cannot use the GPUs of this machine: ") >= 1
+    assert "CUDA_VISIBLE_DEVICES is empty, which hides them" in failed.stderr
+    assert "2 GPUs (NVIDIA A100), driver 535.104.05" in failed.stderr
+    assert "--device cpu" in failed.stderr and not (project / "outputs").exists()
     planned = run_stage(*train, "--dry-run", **fake)
     assert "training would end here: torch cannot use" in planned.stdout + planned.stderr
     done = run_stage(*train, "--device", "cpu", **fake)

@@ -1,4 +1,4 @@
-"""Test that one graph serves packed documents of all kinds, and the warning at the limit."""
+"""One graph serves all kinds of packed documents, and the limit of graphs causes one warning."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = 64
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
-    """Return the graphs that are compiled from now on, and leave torch as it was."""
+    """Return a list of the graphs that are compiled during a test, and restore torch afterwards."""
     found: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -47,10 +47,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphMod
     torch._dynamo.reset()
 
 
-def _attended(
+def attend(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
 ) -> list[Tensor]:
-    """Return heads, each [H, tokens, D], and weights; beyond `longest` tokens nothing is seen."""
+    """Return heads, each [H, tokens, D], and weights; tokens beyond `longest` are ignored."""
     groups = query.shape[1] // key.shape[1]
     parts = [
         part.transpose(0, 1)
@@ -65,11 +65,11 @@ def _attended(
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch's own operation for documents run on a CPU, which it has no kernel for."""
+    """Let torch's operator for packed documents run on a CPU, which has no kernel for it."""
 
     @varlen._varlen_attn.register_kernel("cpu")
     def forward(query, key, value, ends, _, longest, *others):
-        *_, values, weights = _attended(query, key, value, ends, longest, others[2])
+        *_, values, weights = attend(query, key, value, ends, longest, others[2])
         return (
             (weights @ values).transpose(0, 1).contiguous(),
             torch.zeros(query.shape[1], len(query)),
@@ -80,7 +80,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
         scale = others[3]
         given = gradient.transpose(0, 1)
-        queries, keys, values, weights = _attended(query, key, value, ends, longest, scale)
+        queries, keys, values, weights = attend(query, key, value, ends, longest, scale)
         of_weights = given @ values.mT
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, True)) * scale
         found = [
@@ -94,7 +94,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch(documents: int, longest: int, generator: np.random.Generator) -> MicroBatch:
-    """Return two rows of so many documents, the longest of so many tokens."""
+    """Return two rows with a number of documents, the longest of which has `longest` tokens."""
     room = 2 * LENGTH - longest
     cuts = np.sort(generator.choice(room - 1, documents - 2, replace=False) + 1)
     lengths = [longest, *np.diff([0, *cuts, room])]
@@ -106,7 +106,7 @@ def batch(documents: int, longest: int, generator: np.random.Generator) -> Micro
 
 
 def batches() -> list[MicroBatch]:
-    """Return batches of many numbers of documents, and of each length that a kernel is told."""
+    """Return batches with many numbers of documents and all lengths that a kernel gets."""
     generator = np.random.default_rng(0)
     made = [
         batch(*kind, generator)
@@ -117,7 +117,7 @@ def batches() -> list[MicroBatch]:
 
 
 def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a small model with compiled blocks, and as it is."""
+    """Return a small model with compiled blocks, and the same model uncompiled."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(
         LlamaConfig(
@@ -140,7 +140,7 @@ def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 def test_one_graph_serves_packed_documents_of_any_number_and_length(
     compiled: list[torch.fx.GraphModule], kernel: None, recompute: str
 ) -> None:
-    """Losses and gradients are those of the plain model."""
+    """Losses and gradients equal those of the uncompiled model."""
     model, plain = models(recompute)
     for one in batches():
         sums = [loss.token_loss_sum(each, one.to(SingleDevice(CPU))) for each in (model, plain)]
@@ -155,7 +155,7 @@ def test_one_graph_serves_packed_documents_of_any_number_and_length(
 def test_a_sharded_model_has_one_graph_for_training_and_one_for_evaluation(
     compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup
 ) -> None:
-    """The batch passes FSDP's hooks on its way to the blocks."""
+    """The hooks of FSDP see the batch before the blocks do."""
     model, plain = models("none")
     parallelize.shard(model, init_device_mesh("cpu", (1,), mesh_dim_names=("shard",)), "fp32")
     for one in batches():
@@ -169,10 +169,10 @@ def test_a_sharded_model_has_one_graph_for_training_and_one_for_evaluation(
     assert len(compiled) == 2
 
 
-def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
+def test_without_dynamic_lengths_each_length_has_a_graph(
     compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A torch that finds the lengths under another name compiles three graphs here, not seven."""
+    """If the lengths had another name in torch, three graphs would be compiled, and not seven."""
     monkeypatch.setattr(compiling, "_LENGTHS", "nothing")
     model, _ = models("none")
     for number, one in enumerate(batches()):
@@ -181,8 +181,8 @@ def test_without_dynamic_lengths_there_is_a_graph_for_each_of_the_few(
     assert len(compiled) == 3
 
 
-def test_the_stand_in_for_the_kernel_reads_the_longest_document(kernel: None) -> None:
-    """So what these tests put in the place of the GPU's kernel reads what it is told."""
+def test_the_fake_kernel_ignores_tokens_beyond_the_longest_document(kernel: None) -> None:
+    """So the fake kernel of these tests ignores the same tokens as the kernel of a GPU."""
     _, plain = models("none")
     one = batch(17, 60, np.random.default_rng(0))
     losses = [
@@ -193,12 +193,12 @@ def test_the_stand_in_for_the_kernel_reads_the_longest_document(kernel: None) ->
 
 
 def layers(count: int) -> list[nn.Module]:
-    """Return layers of one class, each with a shape of its own."""
+    """Return layers of one class with different shapes."""
     return [nn.Sequential(nn.Linear(4, size), nn.Linear(size, 4)) for size in range(3, 3 + count)]
 
 
 def run(blocks: list[nn.Module]) -> None:
-    """Run layers that a compiler has wrapped, forward and backward, and compare with the layers."""
+    """Run wrapped layers forward and backward, and compare them with the plain layers."""
     compiler = compiling.make_compiler(True, CPU)
     given = torch.randn(2, 4, requires_grad=True)
     found = given
@@ -223,7 +223,7 @@ def test_the_limit_of_graphs_is_reported_once(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Of all functions that reach it; calls beyond it give the same without a graph."""
+    """One warning covers all functions; further calls give the same results without a graph."""
     monkeypatch.setattr(compiling, "_GRAPH_LIMIT", 8)
     run(layers(12))
     assert len(compiled) == 8

@@ -1,4 +1,4 @@
-"""Test that packed documents do not see each other, for each family."""
+"""Packed documents do not see each other, for each family."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ def test_a_family_keeps_documents_apart_or_is_refused(family: str, how: str) -> 
     implementation, _, half = how.partition(" in ")
     if family in LEAKS and implementation == "varlen":
         with pytest.raises(KeyError):  # it has a table of its own, of what it knows
-            built(family, "varlen")
+            build_model(family, "varlen")
         return
-    model = built(family, implementation).to(torch.bfloat16 if half else torch.float32).train()
+    model = (
+        build_model(family, implementation).to(torch.bfloat16 if half else torch.float32).train()
+    )
     before = torch.get_rng_state()
     if family in LEAKS:
         with pytest.raises(UsageError, match="see each other"):
@@ -47,7 +49,7 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(
     family: str, implementation: str
 ) -> None:
     torch.manual_seed(0)
-    model = built(family, implementation).eval()
+    model = build_model(family, implementation).eval()
     ids = torch.randint(3, 97, (1, 24))
     positions = torch.cat([torch.arange(10), torch.arange(9), torch.arange(5)])[None]
     batch = MicroBatch(ids, ids, positions, torch.from_numpy(find_boundaries(positions.numpy())))
@@ -58,10 +60,10 @@ def test_a_packed_document_has_the_logits_of_the_document_alone(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_windows_read_nothing_from_the_device(family: str) -> None:
-    """The logits stay, and no number is read in a forward pass, with sliding windows too."""
+def test_a_forward_pass_reads_nothing_from_the_device(family: str) -> None:
+    """The logits stay the same, with sliding windows too."""
     torch.manual_seed(0)
-    model = built(family, "sdpa").eval()
+    model = build_model(family, "sdpa").eval()
     ids = torch.randint(3, 97, (2, 24))
     with torch.no_grad():
         asked = model(input_ids=ids, use_cache=False).logits
@@ -124,7 +126,7 @@ def test_only_masks_of_packed_documents_read_from_the_device(
 
 
 def test_flash_attention_gets_the_boundaries_of_rows() -> None:
-    """Without that, transformers asks the device in each layer."""
+    """Without them, transformers reads them from the device in each layer."""
     model = Model("flash_attention_2")
     ids = torch.zeros(3, 8, dtype=torch.int64)
     given = attention.make_inputs(model, MicroBatch(ids, ids))
@@ -133,7 +135,7 @@ def test_flash_attention_gets_the_boundaries_of_rows() -> None:
     assert given["position_ids"].tolist() == [[*range(8)]]
 
 
-def built(family: str, implementation: str) -> PreTrainedModel:
+def build_model(family: str, implementation: str) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
         FAMILIES[family](), dtype=torch.float32, attn_implementation=implementation
     )

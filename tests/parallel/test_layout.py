@@ -1,4 +1,4 @@
-"""How a rank joins its groups: time-outs, sockets, cores near its GPU, and very many ranks."""
+"""Ranks join their groups with the right timeouts, sockets and cores, up to a thousand ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lib.train.config import Config
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return an environment of its own, without torchrun's words."""
+    """Return environment variables without those of torchrun."""
     own = {
         key: value
         for key, value in os.environ.items()
@@ -39,8 +39,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture
-def left() -> Iterator[None]:
-    """Leave the process group that a test joins, and the threads as they were."""
+def leave_group() -> Iterator[None]:
+    """Leave the process group that a test has joined, and restore the number of threads."""
     threads = torch.get_num_threads()
     yield
     dist.destroy_process_group()
@@ -63,7 +63,7 @@ def tiny(tied: bool = False) -> PreTrainedModel:
 
 @pytest.mark.parametrize("minutes", [30.0, 0.0])
 def test_the_watchdog_reports_before_a_collective_times_out(
-    environment: dict[str, str], left: None, minutes: float
+    environment: dict[str, str], leave_group: None, minutes: float
 ) -> None:
     patience = watchdog.longest_section(minutes)
     layout = ParallelLayout.start(patience=patience)
@@ -78,7 +78,7 @@ def test_the_watchdog_reports_before_a_collective_times_out(
 def test_the_allocator_is_configured_before_a_gpu_is_queried(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """torch reads the variable when CUDA is initialised, which a question about a GPU does."""
+    """torch reads the variable when it initialises CUDA, as any query of a GPU does."""
     seen: list[str] = []
     stage_04 = importlib.import_module("04_train_fsdp")
 
@@ -95,9 +95,9 @@ def test_the_allocator_is_configured_before_a_gpu_is_queried(
 
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported")
 def test_a_thousand_ranks_start_in_replicas_of_eight(
-    environment: dict[str, str], left: None, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str], leave_group: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups that only pretend stand for the network; all else is what a rank does."""
+    """The process groups are fake; everything else runs as on a real rank."""
     join = dist.init_process_group
     monkeypatch.setattr(
         dist,
@@ -122,7 +122,7 @@ def test_a_thousand_ranks_start_in_replicas_of_eight(
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_group_is_gathered_while_the_one_before_computes(
-    environment: dict[str, str], left: None, tied: bool
+    environment: dict[str, str], leave_group: None, tied: bool
 ) -> None:
     model = tiny(tied)
     parallelize.shard(model, ParallelLayout.start().fsdp, "bf16")
@@ -170,8 +170,8 @@ def test_a_rank_is_bound_to_the_cores_near_its_gpu(
     assert taken == ([bound] if bound else [])
 
 
-def test_degrees_multiply_to_the_ranks() -> None:
-    """The readers of samples are fewer than the ranks where several share a sequence."""
+def test_the_product_of_the_degrees_is_the_number_of_ranks() -> None:
+    """Fewer ranks read different samples if several ranks share a sequence."""
     assert Degrees().replicas(6) == 1 and Degrees(2).replicas(6) == 3
     assert Degrees(4).dp_size(8) == 8 and Degrees(4).dp_rank(5) == 5
     shared = Degrees(context=2)

@@ -1,4 +1,4 @@
-"""Test the loss computed by the output layer: same value and gradients, or computed from logits."""
+"""The loss of the output layer has the value and the gradients of the loss of the logits."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_chunks_give_the_loss_and_the_gradients(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_evaluation_makes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take two thirds of the products, and memory for a sum in float32."""
+def test_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take two thirds of the products, and memory for a float32 sum."""
     made: list[str] = []
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     assert "in the output layer" in loss.chunk_loss(model, HERE)
@@ -120,8 +120,8 @@ def with_gradients(model: torch.nn.Module, ignored: bool) -> dict[str, torch.Ten
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_families(config, in_layer: bool) -> None:
-    """Loss and gradients are those of the plain logits, whichever way was chosen."""
+def test_each_family_has_the_loss_of_its_logits(config, in_layer: bool) -> None:
+    """Loss and gradients equal those of the plain logits, whichever way was chosen."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     expected = [with_gradients(model, ignored) for ignored in (False, True)]
@@ -135,10 +135,8 @@ def test_families(config, in_layer: bool) -> None:
 
 @pytest.mark.parametrize("in_layer", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
-    precision: str, in_layer: bool
-) -> None:
-    """A document repeated: the gradient is that of one, however many are in the step."""
+def test_the_mean_does_not_depend_on_the_number_of_tokens(precision: str, in_layer: bool) -> None:
+    """If a step repeats one document, the gradient is that of the document."""
     torch.manual_seed(0)
     masters = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     model = copy.deepcopy(masters).to({"bf16": torch.bfloat16, "fp16": torch.float16}[precision])
@@ -161,7 +159,7 @@ def test_the_mean_does_not_depend_on_how_many_tokens_there_are(
 
 
 @pytest.mark.parametrize(("found", "used"), [(17.0, True), (1.0, False), (None, False)])
-def test_sums_in_place_are_tried_before_use(
+def test_in_place_sums_are_tried_before_use(
     monkeypatch: pytest.MonkeyPatch, found: float | None, used: bool
 ) -> None:
     def addmm(

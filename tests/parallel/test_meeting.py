@@ -1,4 +1,4 @@
-"""Test how ranks join: late ranks, lost ranks, and ranks of an earlier attempt."""
+"""Ranks join late, ranks are lost, and keys of an earlier attempt are ignored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SILENCE_S = 2.0
 
 
 def take_part(prepares_s: str) -> None:
-    """Prepare for some seconds, meet, and write down what a process group would."""
+    """Prepare for some seconds, meet the other ranks, and write a file in place of training."""
     meeting.SILENCE_S = SILENCE_S
     meeting.BEAT_S = 0.1
     me = meeting.Meeting()
@@ -39,7 +39,7 @@ def take_part(prepares_s: str) -> None:
 
 @pytest.fixture
 def launch(tmp_path: Path):
-    """Return a function that starts a life: its ranks in a store that outlives them."""
+    """Return a function that starts the ranks of an attempt, with a store that outlives them."""
     port = free_port()
     launches = []
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""Offloaded parameters are copied ahead of their use on one rank, and nothing else changes."""
+"""Offloaded parameters are copied ahead of their use on one rank, with the same results."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ CONFIG = LlamaConfig(
 FORWARD = ["embedding", *map(str, range(LAYERS)), "last"]
 
 
-def sharded(
+def shard_model(
     precision: str = "bf16", rank: int = 0, offloaded: bool = True, recompute: str = "none"
 ) -> nn.Module:
-    """Return a model with weights; rank: of its adapters, 0 without any."""
+    """Return a sharded model with weights. rank: of its adapters, 0 for none."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIG), dtype=torch.float32)
     placement = Placement(1, offloaded)
@@ -109,10 +109,10 @@ def test_losses_are_the_same_to_the_bit(
     rank: int,
     recompute: str,
 ) -> None:
-    ahead = sharded(precision, rank, recompute=recompute)
-    on_device = sharded(precision, rank, offloaded=precision == "fp8", recompute=recompute)
+    ahead = shard_model(precision, rank, recompute=recompute)
+    on_device = shard_model(precision, rank, offloaded=precision == "fp8", recompute=recompute)
     monkeypatch.setattr(parallelize, "copy_ahead", lambda model: None)
-    by_fsdp = sharded(precision, rank, recompute=recompute)
+    by_fsdp = shard_model(precision, rank, recompute=recompute)
     found = [train(model) for model in (ahead, by_fsdp, on_device)]
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 5
     for one, other in zip(ahead.parameters(), by_fsdp.parameters(), strict=True):
@@ -120,7 +120,7 @@ def test_losses_are_the_same_to_the_bit(
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what reads the parameters in host memory, and when blocks compute."""
+    """Records when parameters in host memory are read, and when blocks compute."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -171,9 +171,9 @@ class Recorder(TorchDispatchMode):
         return recorded
 
 
-def test_a_group_is_copied_before_the_group_before_it_computes(group: dist.ProcessGroup) -> None:
-    """In both directions, and one group ahead: more would take more memory."""
-    model = sharded()
+def test_a_group_is_copied_while_the_previous_group_computes(group: dist.ProcessGroup) -> None:
+    """This holds forward and backward. Only one group is copied ahead, to save memory."""
+    model = shard_model()
     loss_of(model, tokens(0)).backward()
     recorder = Recorder(model)
     with recorder:
@@ -193,7 +193,7 @@ def test_a_group_is_copied_before_the_group_before_it_computes(group: dist.Proce
 
 
 class StreamLog:
-    """Stands for the streams of a device, which a CPU does not have; logs what they order."""
+    """Fakes the streams of a device, and logs what they order."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[str, Any, Any]] = []
@@ -228,8 +228,8 @@ class StreamLog:
         self.Stream = Stream
         self.main = self.current = Stream()
 
-    def orders(self, first: Any, then: Any, begin: int, end: int) -> bool:
-        """Return whether a stream's work up to an entry precedes another stream's work at `end`."""
+    def is_ordered(self, first: Any, then: Any, begin: int, end: int) -> bool:
+        """Return whether `first` up to entry `begin` comes before the work of `then` at `end`."""
         behind = {
             event
             for number, (kind, stream, event) in enumerate(self.entries[:end])
@@ -285,7 +285,7 @@ def test_no_stream_reads_what_another_has_not_written(
 
     monkeypatch.setattr(offload._CopiedGroup, "_copy", copy_noted)
     monkeypatch.setattr(offload._CopiedGroup, "wait_for_unshard", take_noted)
-    model = sharded()
+    model = shard_model()
     for number in range(2):
         loss_of(model, tokens(number)).backward()
     side = next(stream for kind, stream, _ in log.entries if kind == "copy")
@@ -296,17 +296,17 @@ def test_no_stream_reads_what_another_has_not_written(
         if kind == "copied":
             ready[value] = at - 1  # its event comes last
         elif kind == "take" and value in ready:
-            assert log.orders(side, log.main, ready.pop(value), at), "used before it is copied"
+            assert log.is_ordered(side, log.main, ready.pop(value), at), "used before it is copied"
             used = at
         elif kind == "copy":
             # It may be into the memory of any copy that was used before.
-            assert stream is side and (not used or log.orders(log.main, side, used, at))
+            assert stream is side and (not used or log.is_ordered(log.main, side, used, at))
     assert used and not ready
 
 
 def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
-    """With adapters FSDP may prefetch the embedding in backward, which needs no weights there."""
-    model = sharded(rank=2)
+    """With adapters, FSDP prefetches the embedding in backward, which needs no weights there."""
+    model = shard_model(rank=2)
     loss_of(model, tokens(0)).backward()
     embedding = model.get_input_embeddings()
     [copied] = offload._find_groups(embedding)
@@ -320,12 +320,12 @@ def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
         local_tensor(embedding.weight).mul_(2.0)
     changed = loss_of(model, tokens(0)).item()
     parallelize.reshard(model)
-    assert changed == pytest.approx(loss_of(sharded_like(model), tokens(0)).item(), abs=0)
+    assert changed == pytest.approx(loss_of(shard_copy(model), tokens(0)).item(), abs=0)
 
 
-def sharded_like(model: nn.Module) -> nn.Module:
-    """Return a model that was never trained, with the same weights."""
-    other = sharded(rank=2)
+def shard_copy(model: nn.Module) -> nn.Module:
+    """Return an untrained model with the same weights."""
+    other = shard_model(rank=2)
     with torch.no_grad():
         for one, parameter in zip(model.parameters(), other.parameters(), strict=True):
             local_tensor(parameter).copy_(local_tensor(one))

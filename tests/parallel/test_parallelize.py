@@ -1,4 +1,4 @@
-"""Activations that are computed again give the gradients of those that are kept."""
+"""Recomputation, compilation and sharding do not change the gradients."""
 
 from __future__ import annotations
 
@@ -54,22 +54,24 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 )
 def test_checkpointing_does_not_change_gradients(config: PretrainedConfig, recompute: str) -> None:
     torch.manual_seed(0)
-    kept = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    for name, parameter in kept.named_parameters():
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    for name, parameter in plain.named_parameters():
         if name.endswith("bias"):  # zero at first, and adding zero twice is no mistake
             torch.nn.init.normal_(parameter)
-    again = copy.deepcopy(kept)
-    parallelize.wrap_blocks(again, recompute, None)
+    wrapped = copy.deepcopy(plain)
+    parallelize.wrap_blocks(wrapped, recompute, None)
     tokens = torch.randint(0, 96, (2, 24))
-    for model in (kept, again):
+    for model in (plain, wrapped):
         model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    assert any(block.forward.__name__ == "recomputed" for block in again.model.layers)
-    for (name, one), other in zip(kept.named_parameters(), again.parameters(), strict=True):
+    assert any(
+        block.forward.__name__ == "forward_with_recomputation" for block in wrapped.model.layers
+    )
+    for (name, one), other in zip(plain.named_parameters(), wrapped.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
 
 
 def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trials of other sizes came first; evaluation has a graph of its own, without gradients."""
+    """Trials with other sizes run before. Evaluation uses another graph, without gradients."""
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -143,7 +145,7 @@ def test_parts_that_cannot_be_compiled_run_uncompiled(
     failing: list[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The parts that fail warn once each, and the gradients are those of the plain model."""
+    """Each failing part warns once, and the gradients equal those of the uncompiled model."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
     model = copy.deepcopy(plain)
@@ -189,7 +191,7 @@ def test_errors_of_uncompiled_code_are_raised(
 
 
 def test_a_trial_of_compiled_code_changes_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block is tried forward and backward before it is used: dropout is drawn as without."""
+    """Each block is tried forward and backward before its use; dropout draws the same numbers."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     plain = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL, attention_dropout=0.5)).train()
@@ -204,7 +206,7 @@ def test_a_trial_of_compiled_code_changes_no_state(monkeypatch: pytest.MonkeyPat
 
 
 def test_torch_does_not_warn_about_changes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selective recomputation in a compiled block: only this line is missing."""
+    """In a compiled block with selective recomputation, only this warning is missing."""
     records: list[logging.LogRecord] = []
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     handler = logging.Handler()
@@ -234,8 +236,8 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
 @pytest.mark.parametrize(
     "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))]
 )
-def test_summed_gradients_train_as_averaged_ones(tmp_path: Path, ranks: int) -> None:
-    """A power of two of ranks changes no bit, whatever the precision, and with replicas too."""
+def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -> None:
+    """With a power of two of ranks every bit is the same, in each precision and with replicas."""
     run_stage("tests/parallel/summing.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
     found = json.loads((tmp_path / "found.json").read_text())
     assert len(found) == (9 if ranks == 4 else 3)
@@ -247,7 +249,7 @@ def test_summed_gradients_train_as_averaged_ones(tmp_path: Path, ranks: int) -> 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks: int) -> None:
-    """FSDP2 gets no factor to divide by; the guard takes the average out."""
+    """FSDP2 gets no factor, and the guard multiplies by the number of ranks."""
     found = {}
     for count in (ranks, 1):
         run_stage("tests/parallel/replicas.py", tmp_path / "found.json", cwd=tmp_path, ranks=count)
@@ -280,9 +282,9 @@ def test_only_replicas_of_one_gpu_average(
     "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))]
 )
 def test_optimizers_scale_sharded_gradients(tmp_path: Path, ranks: int) -> None:
-    """As `clip` does, with replicas, in host memory and with the loss scale of fp16.
+    """The result is that of `clip`, with replicas, offload and the loss scale of fp16.
 
-    Another rounding of a gradient may move an 8-bit moment by a whole code.
+    Rounding a gradient in another way may move an 8-bit moment by a whole code.
     """
     run_stage("tests/parallel/folding.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
     found = json.loads((tmp_path / "found.json").read_text())

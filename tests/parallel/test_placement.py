@@ -1,4 +1,4 @@
-"""Ranks share the experts of a model evenly, however many there are, and nothing else changes."""
+"""Any number of ranks shares the experts of a model evenly, with the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_no_rank_holds_much_more_than_the_mean(name: str) -> None:
+def test_no_shard_is_much_larger_than_the_mean(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
     whole = model.num_parameters()
@@ -59,7 +59,7 @@ def test_parameters_with_few_rows_are_sharded_by_rows() -> None:
 
 
 def test_neither_weights_nor_states_have_padding() -> None:
-    """All ranks together hold what one holds; what is padding is zero and in no checkpoint."""
+    """All ranks together have the numbers of one rank; padding is zero and in no checkpoint."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(MIXTRAL, dtype=torch.float32)
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -75,7 +75,7 @@ def test_neither_weights_nor_states_have_padding() -> None:
         assert type(experts).__name__ == "MixtralExperts"
 
 
-def test_blocks_of_8_bits_are_not_cut(project: Path) -> None:
+def test_blocks_of_8_bit_moments_are_not_split(project: Path) -> None:
     save_model(project / "moe", MIXTRAL)
     shutil.copytree(
         project / "model",
@@ -105,7 +105,7 @@ def test_blocks_of_8_bits_are_not_cut(project: Path) -> None:
 
 @pytest.mark.slow
 def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
-    """Losses and exports, and a run that goes on where ranks share the experts otherwise."""
+    """Losses and exports are equal, also after a resume on another number of ranks."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", MIXTRAL)
@@ -166,7 +166,7 @@ def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
 
 
 def train_on_two_meshes(code: Path, optimizer: str, ranks: int, file: Path) -> dict[str, Any]:
-    """Return what ranks find that run a copy of the code, see two_meshes.py."""
+    """Return the figures of ranks that run a copy of the code, see two_meshes.py."""
     words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = str(ROOT / "tests/parallel/two_meshes.py")
     done = subprocess.run(
@@ -181,7 +181,7 @@ def train_on_two_meshes(code: Path, optimizer: str, ranks: int, file: Path) -> d
 
 @pytest.mark.slow
 def test_parameters_can_be_on_another_mesh(tmp_path: Path) -> None:
-    """In a copy of the code, each rank holds all experts and shares the rest with the other."""
+    """In a copy of the code, each rank has all experts and shares the other parameters."""
     shutil.copytree(ROOT / "lib", tmp_path / "lib")
     path = tmp_path / "lib/parallel/placement.py"
     text = path.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Which dtypes a device computes in, by what torch says of it, and what the others cost."""
+"""The default precision is one that the device computes in, and emulation causes a warning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIB
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the environment is of x86 processors")
-def test_a_processor_without_bf16_takes_fp32_and_warns_of_what_is_emulated():
+def test_a_processor_without_bf16_uses_fp32_and_warns_about_emulation():
     code = (
         "from lib.core import log; from lib.parallel import precision\n"
         "log.setup()\n"
@@ -58,10 +58,10 @@ def test_a_processor_without_bf16_takes_fp32_and_warns_of_what_is_emulated():
     ],
     ids=["Zen 4", "Cascade Lake", "Neoverse or Lunar Lake", "AVX2"],
 )
-def test_bf16_by_processor(
+def test_bf16_is_the_default_only_if_the_processor_computes_in_it(
     monkeypatch: pytest.MonkeyPatch, avx512: bool, avx512_bf16: bool, onednn: bool, emulated: bool
 ):
-    """oneDNN says that it takes bf16 also where it needs several times as long."""
+    """oneDNN reports support for bf16 even if it takes several times as long as float32."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)

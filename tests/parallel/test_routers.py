@@ -1,5 +1,5 @@
 # covers: lib/parallel/routers.py
-"""Test that the load of experts is counted once, and balanced by the loss or by biases."""
+"""The load of experts is counted once, and balanced by the loss or by biases."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ COEFFICIENT = 0.5
 
 
 def build(family: str, lora: Lora | None = None) -> tuple[PreTrainedModel, list[routers.Router]]:
-    """Return a model with weights, and its routers as they were found on the meta device."""
+    """Return a model with weights, and its routers, found on the meta device."""
     config = CONFIGS[family]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -115,7 +115,7 @@ def build(family: str, lora: Lora | None = None) -> tuple[PreTrainedModel, list[
 
 
 def make_batch(lengths: list[int], length: int = 12) -> MicroBatch:
-    """Return rows of random tokens, of which the first `lengths` are no padding."""
+    """Return rows of random tokens. lengths: tokens of each row before the padding."""
     generator = torch.Generator().manual_seed(len(lengths))
     tokens = torch.randint(3, 97, (len(lengths), length + 1), generator=generator)
     places = torch.arange(length)[None]
@@ -127,7 +127,7 @@ def make_batch(lengths: list[int], length: int = 12) -> MicroBatch:
 def plain_loss(model: PreTrainedModel, batch: MicroBatch) -> torch.Tensor:
     """Return the load-balancing loss of a micro-batch by transformers' own formula.
 
-    That is its value for each layer and row by itself, weighted by tokens.
+    It is computed for each layer and row separately and weighted by tokens.
     """
     config = model.config
     experts = getattr(config, "num_local_experts", None) or config.num_experts
@@ -173,7 +173,7 @@ def step_of(*batches: MicroBatch) -> Step:
 
 
 def run_step(model: PreTrainedModel, load: RouterLoad, *batches: MicroBatch) -> None:
-    """Do the passes of a training step, whose gradients are those of the mean loss."""
+    """Run the micro-batches of a training step, whose gradients are those of the mean loss."""
     step = step_of(*batches)
     scale = 2.0 ** -math.floor(math.log2(step.label_tokens))
     load.begin_step(step, scale)
@@ -186,7 +186,7 @@ def run_step(model: PreTrainedModel, load: RouterLoad, *batches: MicroBatch) -> 
 
 
 def expected_gradients(model: PreTrainedModel, *batches: MicroBatch) -> tuple[float, Any]:
-    """Return the load-balancing loss of a step and the gradients of a plain loop."""
+    """Return the load-balancing loss of a step and the gradients by a plain loop."""
     step = step_of(*batches)
     value = 0.0
     for batch in batches:
@@ -221,7 +221,7 @@ def test_gradients_and_the_loss_are_those_of_the_formula(group: object, family: 
 
 
 def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None:
-    """PhiMoE draws them in training, so they are not those of the highest logits."""
+    """PhiMoE draws experts at random in training, so they need not have the highest logits."""
     model, found = build("phimoe")
     batch = make_batch([12, 7, 1])
     load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
@@ -238,7 +238,7 @@ def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None
 
 @pytest.mark.parametrize("family", WITH_LOSS)
 def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str) -> None:
-    """As one micro-batch, as three of different sizes, and as one row at a time."""
+    """It is run as one micro-batch, as three of different sizes, and row by row."""
     model, found = build(family)
     whole = make_batch([12, 3, 12, 7, 1, 9])
     _, expected = expected_gradients(model, whole)
@@ -259,7 +259,7 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
         values.append(load.capture())
     for other in values[1:]:
         assert other.sums[:, :-1].tolist() == values[0].sums[:, :-1].tolist()
-        assert other.compute_figures() == pytest.approx(values[0].figures(), rel=1e-6)
+        assert other.compute_figures() == pytest.approx(values[0].compute_figures(), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
 def test_recomputed_and_compiled_passes_count_once(
     group: object, monkeypatch: pytest.MonkeyPatch, family: str, backend: str, recompute: str
 ) -> None:
-    """backend: of torch.compile, "" to compile nothing."""
+    """backend: of torch.compile, or "" to compile nothing."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -317,7 +317,7 @@ def test_only_training_steps_count(group: object) -> None:
     assert not load.capture().sums.any()
 
 
-def test_a_new_window_forgets_the_steps_since_the_last_row(group: object) -> None:
+def test_a_new_window_discards_the_steps_since_the_last_row(group: object) -> None:
     model, found = build("mixtral")
     load = RouterLoad(found, CPU, "", 0.0)
     run_step(model, load, make_batch([12]))
@@ -349,8 +349,8 @@ def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
     assert bias.tolist() == pytest.approx(moved.tolist(), rel=1e-6)
 
 
-def test_biases_even_out_the_load(group: object) -> None:
-    """The choices of four experts come nearer to a quarter each when biases move for 300 steps."""
+def test_biases_balance_the_load(group: object) -> None:
+    """After 300 steps with biases, each of four experts gets about a quarter of the choices."""
     model, found = build("glm4_moe")
     batch = make_batch([12] * 6)
     load = RouterLoad(found, CPU, BIAS, 1e-2)
@@ -383,7 +383,7 @@ def test_figures_are_computed_from_the_load() -> None:
     }
 
 
-def test_adapters_in_front_of_a_frozen_router_learn_from_the_loss(group: object) -> None:
+def test_adapters_before_a_frozen_router_learn_from_the_loss(group: object) -> None:
     model, found = build("mixtral", Lora(4, 8.0, 0.0, "attention"))
     assert not found[0].module.weight.requires_grad
     assert routers.has_trained_inputs(model, found)

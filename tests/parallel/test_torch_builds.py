@@ -1,4 +1,4 @@
-"""Test the table of torch, CUDA and drivers, and the builds picked from it."""
+"""The table of torch, CUDA and drivers gives the right builds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 PINS = (ROOT / "requirements.txt").read_text()
 
 
-def test_the_table_knows_the_torch_that_is_required():
+def test_the_table_contains_the_torch_that_is_required():
     torch = torch_builds.find_pin(PINS)
     assert torch.cuda and torch.oldest_driver and torch.requirement in PINS.splitlines()
     for minor, known in RELEASES.items():

@@ -1,7 +1,8 @@
-"""Run by each rank, in a copy of the code: trains a tiny mixture of experts and saves its states.
+"""Train a tiny mixture of experts in a copy of the code; each rank runs this.
 
-argv: a file for what rank 0 finds: the losses and gradient norms of each step, the meshes of the
-parameter groups, and digests of the weights and of the optimizer's states.
+argv: a file for the results of rank 0: losses and gradient norms of each step, the meshes of the
+parameter groups, and digests of the weights and of the optimizer states.
+
 """
 
 from __future__ import annotations
