@@ -15,7 +15,7 @@ from lib.parallel import attention
 from lib.parallel.trial import require_isolation
 from lib.tokens.batches import MicroBatch, find_boundaries
 from tests.models.families import FAMILIES
-from tests.parallel.test_attention import Model
+from tests.parallel.test_attention import FakeModel
 from tests.train.test_no_waiting import WaitForbidden
 
 CPU = SimpleNamespace(device=torch.device("cpu"))
@@ -127,7 +127,7 @@ def test_only_masks_of_packed_documents_read_from_the_device(
 
 def test_flash_attention_gets_the_boundaries_of_rows() -> None:
     """Without them, transformers reads them from the device in each layer."""
-    model = Model("flash_attention_2")
+    model = FakeModel("flash_attention_2")
     ids = torch.zeros(3, 8, dtype=torch.int64)
     given = attention.make_inputs(model, MicroBatch(ids, ids))
     assert given["cu_seq_lens_q"].tolist() == [0, 8, 16, 24] and given["max_length_q"] == 8
