@@ -35,6 +35,8 @@ COMMON = (
     10,
     "--eval-freq",
     0,
+    "--lr",
+    "1e-2",
 )
 ROLLBACK = (*COMMON, "--ckpt-freq", FREQ, "--rollback-after", AFTER)
 
@@ -210,7 +212,7 @@ def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
         problem,
     )
     assert [part.split()[0] for part in parts] == ["found:", "hint:", "run:"]
-    assert "-e run-lower-lr --lr 3e-06 --min-lr 3e-07" in parts[-1]
+    assert "-e run-lower-lr --lr 0.001 --min-lr 0.0001" in parts[-1]
     state = json.loads((project / "outputs/run/state.json").read_text())
     assert state["status"] == "failed"
 

@@ -25,7 +25,7 @@ SEQ_LENGTH = 32
 # Options of stage 04 for the corpus and the model of `prepare_project`; tests add their own.
 SMALL_RUN = (
     *("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH),
-    *("--precision", "fp32", "--log-freq", 1),
+    *("--precision", "fp32", "--log-freq", 1, "--eval-batches", 4),
 )
 
 
@@ -114,7 +114,7 @@ def prepare_project(root: Path) -> Path:
     write_corpus(root / "raw_text")
     run_stage("01_organize_data.py", "--src_dir", "raw_text", "--num_dirs", 3, cwd=root)
     run_stage(
-        "02_build_hf_dataset.py", "--data_folder", "splits", "--validation-percent", 15, cwd=root
+        "02_build_hf_dataset.py", "--data_folder", "splits", "--validation-percent", 5, cwd=root
     )
     save_tokenizer(root / "model", root / "raw_text")
     save_model(root / "model")
