@@ -133,7 +133,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
 
 
 class Run(NamedTuple):
-    """What the training loop needs."""
+    """The parts that the training loop uses."""
 
     config: Config
     plan: Plan

@@ -37,7 +37,7 @@ _DTYPES = ("bfloat16", "float32", "float16")
 
 @dataclass(frozen=True)
 class ExportOptions(CommonOptions):
-    """Contain the options of this stage."""
+    """Contains the options of this stage."""
 
     experiment_name: str = option(
         "",
@@ -169,10 +169,10 @@ def main(argv: list[str]) -> None:
     if base and lora_run:
         base.require_same_weights(checkpoint, not opts.no_progress)
         lora_run.load()
-    write(opts, experiment, config, export, base, out, identity)
+    write_export(opts, experiment, config, export, base, out, identity)
 
 
-def write(
+def write_export(
     opts: ExportOptions,
     experiment: Experiment,
     config: dict[str, Any],
@@ -183,8 +183,8 @@ def write(
 ) -> None:
     """Write the files, read them back, check an adapter, publish, and log a summary.
 
-    config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: what
-    another export into `out` must have in common with this one.
+    config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: of
+    the export; another export into `out` must have the same.
     """
     began = time.monotonic()
     checkpoint = export.checkpoint
@@ -212,7 +212,7 @@ def write(
         export.check_adapter(build.dir, not opts.no_progress)
         if base:
             base.require_unchanged()
-        require_same(checkpoint, identity["inputs"]["checkpoint"])
+        require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])
         companions.require_same_model_files(experiment, checkpoint)
         build.publish(
             stage="05_export_checkpoint.py",
@@ -239,10 +239,10 @@ def check_adapter_options(opts: ExportOptions, checkpoint: commit.Checkpoint) ->
     Raises UsageError if it does not, but an option requires a LoRA run.
     """
     is_lora = bool(checkpoint.commit().get("identity", {}).get("options", {}).get("lora_rank"))
-    given = (["--adapter"] if opts.adapter else []) + (["--model-name"] if opts.model_name else [])
-    if given and not is_lora:
+    typed = (["--adapter"] if opts.adapter else []) + (["--model-name"] if opts.model_name else [])
+    if typed and not is_lora:
         raise UsageError(
-            f"{' and '.join(given)} {'requires' if len(given) == 1 else 'require'} a LoRA run",
+            f"{' and '.join(typed)} {'requires' if len(typed) == 1 else 'require'} a LoRA run",
             found=f"{checkpoint.path.parents[1]} trained the full model",
             run=commands.as_typed(drop=["--adapter", "-m", "--model-name"]),
         )
@@ -343,7 +343,7 @@ def require_present(checkpoint: commit.Checkpoint) -> None:
         )
 
 
-def require_same(checkpoint: commit.Checkpoint, digest: str) -> None:
+def require_not_replaced(checkpoint: commit.Checkpoint, digest: str) -> None:
     """Raise ArtifactError if a checkpoint was replaced by another one during the export.
 
     digest: of its manifest, when it was chosen. A checkpoint that was only deleted is not an error,

@@ -30,7 +30,7 @@ _HINT = (
 
 
 class Checkpointer:
-    """Save the state of a run, one checkpoint at a time, and find the one to resume from.
+    """Saves the state of a run, one checkpoint at a time, and finds the one to resume from.
 
     Background saves, and everything that follows a save, run in a separate thread and use a
     process group of their own. All ranks must call every method.
@@ -87,14 +87,14 @@ class Checkpointer:
         if tier is None:
             return find_newest_valid(self._directory, control, self._note_quarantine, before)
 
-        def find_in_tier(than: int) -> Checkpoint | None:
-            return tier.find_usable(self._identity, than, self._note_quarantine, before)
+        def find_in_tier(after: int) -> Checkpoint | None:
+            return tier.find_usable(self._identity, after, self._note_quarantine, before)
 
         # No hashing yet: if the tier has a newer one, the shared files need not be read.
-        candidate = on_rank_0(lambda: commit.find_newest(self._directory, before), control)
-        likely = candidate.step if candidate else 0
-        if local := find_in_tier(likely):
-            return local
+        unverified = on_rank_0(lambda: commit.find_newest(self._directory, before), control)
+        unverified_step = unverified.step if unverified else 0
+        if newer := find_in_tier(unverified_step):
+            return newer
         error = None
         try:
             shared = find_newest_valid(self._directory, control, self._note_quarantine, before)
@@ -102,8 +102,8 @@ class Checkpointer:
             shared = None
             error = damaged
         step = shared.step if shared else 0
-        if step < likely and (local := find_in_tier(step)):
-            return local
+        if step < unverified_step and (newer := find_in_tier(step)):
+            return newer
         if error:
             raise error
         return shared

@@ -2,7 +2,7 @@
 
 A broken export can look intact. Sizes and digests are correct even if only one rank's slice was
 saved, alpha was forgotten, or a layer is missing. So the files themselves are checked: all trained
-rows of B are present, names and shapes are those that loaders expect (adapter_files, export), and
+rows of B are present, names and shapes are those that loaders expect (adapter_files, formats), and
 the files compute the same logits as the trainer did when it saved.
 """
 
@@ -191,7 +191,10 @@ def require_equal_logits(
         ]
     growth = _LIMIT * math.sqrt(len(decoder_layers(lora_run.plain)))
     return _report_differences(
-        [(what, relative_difference(one, other), growth * eps) for what, one, other, eps in pairs],
+        [
+            (label, relative_difference(actual, reference), growth * eps)
+            for label, actual, reference, eps in pairs
+        ],
         relative_difference(expected, base_logits),
     )
 
@@ -215,13 +218,15 @@ def _report_differences(pairs: list[tuple[str, float, float]], effect: float) ->
     effect: the difference that the adapter makes to the logits.
     """
     lines = ["differences of logits, relative to their standard deviation"]
-    lines += [f"  {what:<30} {found:.2g}, at most {limit:.2g}" for what, found, limit in pairs]
+    lines += [
+        f"  {label:<30} {difference:.2g}, at most {limit:.2g}" for label, difference, limit in pairs
+    ]
     if len(pairs) == 1:
         lines.append("  the trainer                    not recorded in this checkpoint")
     lines.append(f"  {'base + adapters − base':<30} {effect:.2g}")
     if effect < max(limit for *_, limit in pairs):
         lines[-1] += ", below the rounding limit: the check says little about the adapter"
-    if any(not found <= limit for _, found, limit in pairs):
+    if any(not difference <= limit for _, difference, limit in pairs):
         raise ArtifactError(
             "the exported files do not compute what was trained",
             found="\n".join(lines),

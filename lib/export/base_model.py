@@ -30,7 +30,8 @@ class BaseModel:
     def find(cls, name: str | None, config: dict[str, Any], checkpoint: Checkpoint) -> BaseModel:
         """Return the base model of a run, whose weights are not checked yet.
 
-        name: of -m; None: where the run found it, or a prepared model with the same content.
+        name: the value of -m; None: the place where the run found the model, or a prepared model
+        with the same content.
         config: the content of the run's config.yaml. Raises ArtifactError if the model is gone, and
         UsageError if it is another model.
         """

@@ -21,7 +21,7 @@ from lib.models.stored import StoredModel
 
 
 class Export(ABC):
-    """Write the weights of a checkpoint in a format that other libraries load.
+    """Writes the weights of a checkpoint in a format that other libraries load.
 
     bytes, tensors, files: of the weights. adapter_of: the name of the base model if the export is
     an adapter, else "".
@@ -75,7 +75,7 @@ class Export(ABC):
 
 
 class ModelExport(Export):
-    """Export a full model as `save_pretrained` does, with the adapter of a LoRA run merged in."""
+    """Writes a full model as `save_pretrained` does, with the adapter of a LoRA run merged in."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ModelExport(Export):
 
 
 class AdapterExport(Export):
-    """Export a LoRA adapter as PEFT does; see adapter_files."""
+    """Writes a LoRA adapter as PEFT does; see adapter_files."""
 
     files = 1
 

@@ -71,7 +71,7 @@ class Hub:
     def find_repository(self, name: str, revision: str, kind: str = "model") -> Repository:
         """Return the file list of a repository at a revision (branch, tag or commit).
 
-        If the Hub is unreachable, return the files that the Hugging Face cache of this machine
+        If the Hub is unreachable, returns the files that the Hugging Face cache of this machine
         contains. Raises UsageError if the repository does not exist or may not be read, or if the
         Hub is unreachable and nothing is cached.
         """

@@ -68,10 +68,10 @@ def _go_online(
     hub = Hub("")
     repository = hub.find_repository(name, revision, "dataset")
     files = {file.path: file for file in select_by_globs(repository.files.values(), include, name)}
-    return functools.partial(_answer, hub, repository, files, directory)
+    return functools.partial(_answer_request, hub, repository, files, directory)
 
 
-def _answer(
+def _answer_request(
     hub: Hub,
     repository: Repository,
     files: dict[str, RemoteFile],

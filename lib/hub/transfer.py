@@ -33,7 +33,7 @@ class Transfer:
 
     reuse_from: directories that may already contain some of the files (the artifact to be replaced,
     a preview). They and the Hugging Face cache are searched before the Hub is asked; every copied
-    file is checked too. preview: the one of them that this run has filled from the Hub.
+    file is checked too. preview: the one of them that this run itself has filled from the Hub.
     workers: busy threads; twice as many are started, because half of them wait for the network.
     """
 

@@ -12,7 +12,7 @@ from lib.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "04_train_fsdp.py"
-# What launchers train if no option says so, on the dataset that launch/prepare.py makes by itself.
+# The model and dataset of launchers if no option names others; launch/prepare.py makes the dataset.
 RECIPE = ROOT / "recipes" / "scratch-1b-g5.yaml"
 DATASET = "c4"
 _FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
@@ -58,7 +58,7 @@ def parse_options_in(directory: Path, words: Sequence[str]) -> Config:
     Only the path in --config is resolved against the directory.
     """
     parser = _make_parser()
-    placed: list[str] = []
+    resolved: list[str] = []
     follows_config = False
     for word in words:
         flag, equals, value = word.partition("=")
@@ -68,19 +68,19 @@ def parse_options_in(directory: Path, words: Sequence[str]) -> Config:
         elif is_config and equals:
             word = f"{flag}={directory / value}"
         follows_config = is_config and not equals and not follows_config
-        placed.append(word)
-    return parse_options(placed)
+        resolved.append(word)
+    return parse_options(resolved)
 
 
 def expand_config(words: Sequence[str]) -> list[str]:
     """Return words with --config replaced by the options in its file; errors as `parse_options`."""
-    kept: list[str] = []
+    expanded: list[str] = []
     follows_config = False
     for word in _make_parser().expand_config(words):
         if not follows_config and word.partition("=")[0] != "--config":
-            kept.append(word)
+            expanded.append(word)
         follows_config = word == "--config"
-    return kept
+    return expanded
 
 
 def to_words(values: Mapping[str, Any]) -> list[str]:
@@ -118,16 +118,16 @@ def take_stage_options(
 
     launcher_flags: the launcher's own options, which it keeps even if stage 04 has them too.
     """
-    kept: list[str] = []
-    taken: list[str] = []
+    launcher_words: list[str] = []
+    stage_words: list[str] = []
     stage_flags = _make_parser()._option_string_actions
-    target = kept
+    target = launcher_words
     for word in words:
         if word.startswith("-"):
             is_stage_option = _is_option(word, stage_flags) and not _is_option(word, launcher_flags)
-            target = taken if is_stage_option else kept
+            target = stage_words if is_stage_option else launcher_words
         target.append(word)
-    return kept, taken
+    return launcher_words, stage_words
 
 
 def _is_option(word: str, flags: Collection[str]) -> bool:
@@ -142,21 +142,21 @@ def add_recipe(words: Sequence[str]) -> list[str]:
 
     A --tokenizer that names a model of the Hub becomes the directory where stage 03 stores it.
     """
-    asked = parse_options(words)
-    if asked.tokenizer and len(asked.tokenizer.parts) == 2 and asked.tokenizer.parts[0] != "..":
-        prepared = paths.models_root(asked.cache_dir) / paths.model_dir_name(str(asked.tokenizer))
+    typed = parse_options(words)
+    if typed.tokenizer and len(typed.tokenizer.parts) == 2 and typed.tokenizer.parts[0] != "..":
+        prepared = paths.models_root(typed.cache_dir) / paths.model_dir_name(str(typed.tokenizer))
         words = [*words, f"--tokenizer={prepared}"]
-    if asked.model_name or asked.model_size or asked.config:
+    if typed.model_name or typed.model_size or typed.config:
         return [*words]
-    if asked.dataset_name and not asked.tokenizer:
+    if typed.dataset_name and not typed.tokenizer:
         return [*words]
     recipe = expand_config([f"--config={RECIPE}"])
-    if asked.tokenizer:
+    if typed.tokenizer:
         recipe = [
             *(word for word in recipe if not word.startswith("--model-name=")),
             *_FROM_SCRATCH,
         ]
-    dataset = [] if asked.dataset_name else [f"--dataset-name={DATASET}"]
+    dataset = [] if typed.dataset_name else [f"--dataset-name={DATASET}"]
     log.info(
         f"no model is given: training a 1B model from scratch with recipes/{RECIPE.name}"
         + (f", on {DATASET}" if dataset else "")

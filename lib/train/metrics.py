@@ -1,7 +1,8 @@
 """Write the figures of a run on rank 0: metrics.jsonl, TensorBoard, wandb and loss.png.
 
 Each of these may fail at any time without ending the run; the log warns once. Rows and events that
-cannot be written wait in memory and are written with a later one. wandb is given up.
+cannot be written wait in memory and are written with a later one. After a failure, wandb is not
+used any more.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Metrics:
     """Writes rows to all outputs; figures are not rounded. curve: the curve of loss.png."""
 
     def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
-        """step: the step after which the run continues; later rows of an earlier launch go."""
+        """step: the step after which the run continues; rows of later steps are dropped."""
         self._active = rank == 0
         self._experiment = experiment
         self.curve = Curve()
