@@ -1,4 +1,4 @@
-"""Stage 04 as its user runs it: losses, resume, refusals, what a run leaves."""
+"""Run stage 04 as a user does: losses, resumes, refusals, and the files of a run."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
+def test_a_killed_run_resumes_bit_for_bit(trained: Path, project: Path):
     command = stage_command("04_train_fsdp.py", "-e", "two", *TRAIN, ranks=2)
     process = subprocess.Popen(
         command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -127,7 +127,7 @@ def test_killed_run_goes_on_bit_for_bit(trained: Path, project: Path):
     assert metrics(project, "two")[-1]["eval/loss"] == undisturbed[-1]["eval/loss"]
 
 
-def test_other_world_size_takes_up_the_run(experiment: Path, trained: Path):
+def test_another_world_size_resumes_the_run(experiment: Path, trained: Path):
     shutil.rmtree(experiment / "outputs" / "two" / "checkpoints" / "step_00000012")
     done = run_stage(
         "04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2, cwd=experiment
@@ -139,7 +139,7 @@ def test_other_world_size_takes_up_the_run(experiment: Path, trained: Path):
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
 
 
-def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
+def test_a_complete_run_does_nothing_and_resumes_with_more_steps(experiment: Path):
     before = {path: path.stat().st_mtime_ns for path in (experiment / "outputs").rglob("*")}
     began = time.monotonic()
     done = run_stage(
@@ -178,7 +178,7 @@ def test_complete_run_does_nothing_and_a_raised_end_goes_on(experiment: Path):
     assert list_saved_steps(experiment, "two") == [8, 12, 14]
 
 
-def test_what_a_run_leaves(trained: Path):
+def test_a_run_leaves_the_documented_files(trained: Path):
     root = trained / "outputs" / "two"
     state = json.loads((root / "state.json").read_text())
     assert (state["status"], state["step"]) == ("complete", STEPS)
@@ -198,7 +198,7 @@ def test_what_a_run_leaves(trained: Path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row.pop("time"))
     assert row["train/loss_mean"] == row["train/loss"]  # a row for every step
     logs = [(root / "logs" / f"rank_0000{rank}.log").read_text() for rank in (0, 1)]
-    own = [
+    rows_of_ranks = [
         re.findall(
             r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO \[rank=(\d)\] "
             r"{'global_step': (\d+), .*'current_gib': .*'peak_gib': .*'window_peak_gib': .*"
@@ -208,7 +208,9 @@ def test_what_a_run_leaves(trained: Path):
         )
         for log in logs
     ]
-    assert own == [[(str(rank), str(step)) for step in range(1, STEPS + 1)] for rank in (0, 1)]
+    assert rows_of_ranks == [
+        [(str(rank), str(step)) for step in range(1, STEPS + 1)] for rank in (0, 1)
+    ]
     assert "  loss " not in "".join(logs)  # that is the line of the console
     keys = {
         "step",
@@ -238,7 +240,7 @@ def test_what_a_run_leaves(trained: Path):
     assert files == ["COMMIT.json", "dcp", "manifest.json", "rng.safetensors", "train_state.json"]
 
 
-def test_changed_settings_are_refused_by_name(experiment: Path):
+def test_changed_options_are_refused_by_name(experiment: Path):
     one = ("-e", "two", *COMMON, "--max-steps", 20, "-b", 2)
     refused(experiment, *one, "--global-batch-size", 4, code=2, says="--global-batch-size: 8")
     refused(
@@ -288,7 +290,9 @@ def test_checkpoints_of_another_model_are_refused(experiment: Path):
     refused(experiment, *arguments, "--max-steps", 20, code=2, says="begun with other settings")
 
 
-def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, trained: Path):
+def test_a_damaged_checkpoint_falls_back_and_only_damaged_ones_stop_the_run(
+    experiment: Path, trained: Path
+):
     folder = experiment / "outputs" / "two" / "checkpoints"
     payload = next((folder / "step_00000012" / "dcp").glob("*.distcp"))
     content = bytearray(payload.read_bytes())
@@ -306,7 +310,7 @@ def test_damaged_checkpoint_falls_back_and_all_damaged_stops(experiment: Path, t
     assert not list(folder.glob("step_*"))
 
 
-def test_bad_input_is_refused_in_words(project: Path):
+def test_bad_input_is_refused_without_a_traceback(project: Path):
     run = ("-e", "exp", "-m", "model", "-s", SEQ_LENGTH)
     refused(project, *run, "-d", "nowhere", code=3, says="dataset nowhere does not exist")
     refused(project, "-e", "exp", "-d", "corpus", "-m", "nothing", code=3, says="nothing")
@@ -357,14 +361,14 @@ def test_bad_input_is_refused_in_words(project: Path):
     assert not (project / ".cache").exists()
 
 
-def test_dataset_without_text_is_refused(project: Path):
+def test_a_dataset_without_text_is_refused(project: Path):
     import datasets
 
     datasets.Dataset.from_dict({"words": ["a"]}).save_to_disk(str(project / "hf_datasets" / "w"))
     refused(project, "-e", "exp", "-m", "model", "-d", "w", code=2, says="no column `text`")
 
 
-def test_dry_run_leaves_nothing(project: Path):
+def test_a_dry_run_writes_nothing(project: Path):
     before = sorted(project.rglob("*"))
     done = run_stage("04_train_fsdp.py", "-e", "x", *TRAIN, "--dry-run", cwd=project)
     assert "precision" in done.stdout and sorted(project.rglob("*")) == before
@@ -408,18 +412,21 @@ def test_artifacts_may_be_moved_between_stages(project: Path, tmp_path_factory):
         cwd=project,
     )
     assert "done: 2 steps" in done.stdout
-    assert len(list((far / "cache" / "tokens").iterdir())) == 1  # the one that was moved is used
+    assert len(list((far / "cache" / "tokens").iterdir())) == 1  # the moved token store is used
 
 
-def test_overwrite_keeps_the_old_run_aside(experiment: Path):
+def test_overwrite_keeps_the_old_run_under_another_name(experiment: Path):
     one = ("-e", "two", *COMMON, "--max-steps", 2, "-b", 8, "--seed", 5)
     run_stage("04_train_fsdp.py", *one, "--overwrite", cwd=experiment)
-    kept = list((experiment / "outputs").glob("two.replaced-*"))
-    assert len(kept) == 1 and (kept[0] / "checkpoints" / "step_00000012" / "COMMIT.json").exists()
+    replaced = list((experiment / "outputs").glob("two.replaced-*"))
+    assert (
+        len(replaced) == 1
+        and (replaced[0] / "checkpoints" / "step_00000012" / "COMMIT.json").exists()
+    )
     assert list_saved_steps(experiment, "two") == [2]
 
 
-def test_dropout_goes_on_bit_for_bit(project: Path):
+def test_a_run_with_dropout_resumes_bit_for_bit(project: Path):
     from transformers import GPT2Config
 
     (project / "model" / "model.safetensors").unlink()
@@ -444,7 +451,7 @@ def test_dropout_goes_on_bit_for_bit(project: Path):
     assert losses(project, "cut") == losses(project, "whole")
 
 
-def test_resume_from_a_named_checkpoint(experiment: Path, trained: Path):
+def test_a_run_resumes_from_a_named_checkpoint(experiment: Path, trained: Path):
     folder = experiment / "outputs" / "two" / "checkpoints"
     one = (
         "-e",
@@ -460,18 +467,18 @@ def test_resume_from_a_named_checkpoint(experiment: Path, trained: Path):
         "outputs/two/checkpoints/step_00000004",
     )
     refused(experiment, *one, "--seed", 3, code=2, says="--seed: 0 there, 3 now")
-    assert list_saved_steps(experiment, "two") == [4, 8, 12]  # a refusal moves nothing
+    assert list_saved_steps(experiment, "two") == [4, 8, 12]  # a refused launch moves nothing
     done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
     assert "step 4 of 12" in done.stdout and len(list((folder / "quarantine").iterdir())) == 2
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
-    shutil.rmtree(folder / "step_00000012")  # as if it had been stopped: the same command goes on
+    shutil.rmtree(folder / "step_00000012")  # as if it had been stopped: the same command resumes
     done = run_stage("04_train_fsdp.py", *one, cwd=experiment)
     assert "step 8 of 12" in done.stdout
     refused(experiment, *one[:-1], "outputs/two/checkpoints/step_9", code=3, says="a checkpoint")
     refused(experiment, *one[:-1], "never", "--max-steps", 20, code=2, says="--resume is never")
 
 
-def test_epochs_end_and_the_rest_is_told(project: Path):
+def test_epochs_end_and_dropped_samples_are_reported(project: Path):
     one = ("-e", "epochs", *COMMON, "-b", 50)
     done = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
     state = json.loads((project / "outputs" / "epochs" / "state.json").read_text())
@@ -483,9 +490,9 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     at = project / "outputs" / "epochs" / "state.json"
     at.write_text(json.dumps(state | {"status": "running", "step": 1, "global_step": 1}))
     again = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
-    found = json.loads(at.read_text())
-    assert (found["status"], found["global_step"]) == ("complete", state["step"])
-    assert found["step"] == state["step"] and "epoch" not in found
+    completed = json.loads(at.read_text())
+    assert (completed["status"], completed["global_step"]) == ("complete", state["step"])
+    assert completed["step"] == state["step"] and "epoch" not in completed
     assert "already done: " in again.stdout and "next: " in again.stdout
     lines = (done.stdout + again.stdout).splitlines()  # to the last one, which is a command
     assert all(re.match(r"\d\d:\d\d:\d\d \[rank=0\] ", line) for line in lines), lines
@@ -495,7 +502,7 @@ def test_epochs_end_and_the_rest_is_told(project: Path):
     assert "[rank=0]" not in dry  # a plan is no run
 
 
-def test_lost_bookkeeping_is_no_lost_training(experiment: Path):
+def test_a_run_resumes_without_its_records(experiment: Path):
     root = experiment / "outputs" / "two"
     (root / "state.json").unlink()
     (root / "config.yaml").write_text("")
@@ -507,7 +514,7 @@ def test_lost_bookkeeping_is_no_lost_training(experiment: Path):
     assert "resumed from" in done.stdout
 
 
-def test_settings_may_change_until_something_is_saved(project: Path):
+def test_options_may_change_until_a_checkpoint_is_saved(project: Path):
     one = ("-e", "early", *COMMON, "-b", 2, "--max-steps", 2)
     run_stage("04_train_fsdp.py", *one, cwd=project)
     shutil.rmtree(project / "outputs" / "early" / "checkpoints")
@@ -518,8 +525,8 @@ def test_settings_may_change_until_something_is_saved(project: Path):
     assert kept.read_bytes() == (project / "model" / "tokenizer.json").read_bytes()
 
 
-def test_ranks_that_were_not_started_alike_stop(project: Path):
-    """Two ranks by hand: the second logs at other steps, which would hang at the first log line."""
+def test_ranks_that_were_started_differently_stop(project: Path):
+    """Start two ranks by hand; the second logs at other steps, so the first row would hang."""
     run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
     launches = [
         start_stage(
@@ -567,13 +574,13 @@ def test_cheap_checks_come_before_tokenising(experiment: Path):
     assert not (experiment / ".cache").exists() and not (experiment / "outputs" / "bert").exists()
 
 
-def test_packed_documents(project: Path):
-    """The losses do not depend on the ranks although the label tokens of each pack differ."""
+def test_packed_documents_train_on_any_number_of_ranks(project: Path):
+    """Packs contain different numbers of label tokens; the losses must not depend on the ranks."""
     one = (*COMMON, "--max-steps", 6, "--packing", "documents", "-s", 100)
     done = run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, cwd=project)
     assert "% padding" in done.stdout
-    told = re.search(r"without padding +about ([\d,]+) tokens, ([\d,]+) of them", done.stdout)
-    tokens, labels = (int(number.replace(",", "")) for number in told.groups())
+    numbers = re.search(r"without padding +about ([\d,]+) tokens, ([\d,]+) of them", done.stdout)
+    tokens, labels = (int(number.replace(",", "")) for number in numbers.groups())
     assert labels < tokens < 6 * 400
     assert tokens == pytest.approx(metrics(project, "one")[-1]["train/tokens_seen"], rel=0.03)
     run_stage(
@@ -597,7 +604,7 @@ def test_packed_documents(project: Path):
     assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
 
 
-def test_a_mixture(project: Path):
+def test_a_mixture_trains_and_resumes(project: Path):
     """Shares, losses and a resume do not depend on the ranks, nor on how tokens are read."""
     write_corpus(project / "raw_more", documents=17)
     run_stage(

@@ -242,7 +242,7 @@ def remedy(said: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_template_it_began_with(project: Path) -> None:
+def test_a_run_keeps_the_chat_template_it_started_with(project: Path) -> None:
     """Whatever became of the model's, and whatever the error about another one says to type."""
     (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
     more = (*RUN, "--max-steps", 9)

@@ -1,5 +1,5 @@
 # covers: lib/train/settle.py, lib/train/model.py
-"""Stage 04 on mixture-of-experts models: the load of experts, and what keeps it even."""
+"""Train mixture-of-experts models with stage 04: the load of the experts and its balancing."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ _BEHIND_ROUTERS = r".*layers\.1\.mlp\.shared_expert\.up_proj"
 
 
 def save(project: Path, config: PretrainedConfig) -> None:
-    """Put another model in the place of the project's."""
+    """Replace the model of the project."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", config)
@@ -100,7 +100,7 @@ def train(project: Path, *options: object, ranks: int = 0, **more: Any) -> str:
     return done.stdout + done.stderr
 
 
-def samples_of(project: Path, packing_: str) -> Samples:
+def read_samples(project: Path, packing_: str) -> Samples:
     [directory] = (
         path for path in (project / ".cache" / "tokens").iterdir() if ".packs-" not in path.name
     )
@@ -126,8 +126,8 @@ def balance(model: PreTrainedModel, logits: tuple[torch.Tensor, ...], rows: Any)
 def reference(
     project: Path, packing_: str = "concat", steps: int = STEPS
 ) -> list[dict[str, float]]:
-    """Return the figures of each step of a loop that a person would write, in one process."""
-    samples = samples_of(project, packing_)
+    """Return the figures of each step of a plain training loop in one process."""
+    samples = read_samples(project, packing_)
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32).train()
     recorded: list[torch.Tensor] = []
     for module in model.modules():
@@ -140,7 +140,7 @@ def reference(
         betas=(0.9, 0.95),
     )
     schedule = Schedule("cosine", 1e-3, 1e-4, 0, steps)
-    found = []
+    figures = []
     for step in range(steps):
         rows = samples.read_samples(order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0))
         inputs = torch.from_numpy(rows.inputs.copy())
@@ -156,17 +156,17 @@ def reference(
             group["lr"] = schedule.lr(step)
         adamw.step()
         adamw.zero_grad()
-        found.append(
+        figures.append(
             {
                 "train/loss": loss.item(),
                 "train/router_aux_loss": auxiliary.item(),
                 "train/grad_norm": norm.item(),
             }
         )
-    return found
+    return figures
 
 
-def check(project: Path, expected: list[dict[str, float]], name: str = "run") -> None:
+def require_figures(project: Path, expected: list[dict[str, float]], name: str = "run") -> None:
     rows = metrics(project, name)
     assert len(rows) == len(expected)
     for key, tolerance in (
@@ -174,8 +174,8 @@ def check(project: Path, expected: list[dict[str, float]], name: str = "run") ->
         ("train/router_aux_loss", 1e-6),
         ("train/grad_norm", 1e-5),
     ):
-        found = [row[key] for row in rows]
-        assert found == pytest.approx([row[key] for row in expected], rel=tolerance), key
+        figures = [row[key] for row in rows]
+        assert figures == pytest.approx([row[key] for row in expected], rel=tolerance), key
 
 
 # Six samples a step as (ranks, per process, accumulation).
@@ -195,10 +195,10 @@ _SLOW = [
         *(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in _SLOW),
     ],
 )
-def test_steps_with_the_loss(
+def test_steps_with_a_balancing_loss_equal_the_reference(
     project: Path, family: str, division: tuple[int, int, int], packing_: str
 ) -> None:
-    """Against a loop in one process, with activations recomputed where there is accumulation."""
+    """Compare with a loop in one process; with accumulation, activations are recomputed."""
     save(project, MODELS[family])
     ranks, batch, accumulation = division
     printed = train(
@@ -209,20 +209,20 @@ def test_steps_with_the_loss(
         ranks=ranks,
     )
     assert "load-balancing loss × 0.5 over 2 routers (as typed)" in printed
-    check(project, reference(project, packing_))
+    require_figures(project, reference(project, packing_))
     row = metrics(project, "run")[-1]
     assert 1 <= row["experts/layer_01/max_load"] <= row["experts/max_load"] < 2
     assert 0 <= row["experts/starved"] < 1
 
 
-def test_total_is_that_of_transformers_where_the_config_asks_for_it(project: Path) -> None:
+def test_the_loss_equals_that_of_transformers_if_the_config_sets_it(project: Path) -> None:
     """One layer and one sample: the loss, and 0.02 times the load-balancing loss."""
     save(project, ONE_LAYER)
     printed = train(project, "-e", "run", "--max-steps", 1)
     assert "load-balancing loss × 0.02 over 1 router (the model's config)" in printed
     [row] = metrics(project, "run")
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32)
-    samples = samples_of(project, "concat")
+    samples = read_samples(project, "concat")
     rows = samples.read_samples(order.sample_numbers(0, 1, len(samples), seed=0))
     # transformers shifts labels itself: the last token has none.
     tokens = torch.from_numpy(rows.inputs.copy())
@@ -233,7 +233,7 @@ def test_total_is_that_of_transformers_where_the_config_asks_for_it(project: Pat
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "said"),
+    ("config", "options", "expected_text"),
     [
         (MIXTRAL, (), "no load balancing (fine-tuning, and the model's config does not set"),
         (MIXTRAL, ("--from-scratch",), "load-balancing loss × 0.001 over 2 routers (from scratch)"),
@@ -248,36 +248,36 @@ def test_total_is_that_of_transformers_where_the_config_asks_for_it(project: Pat
         ),
     ],
 )
-def test_what_auto_comes_to(
-    project: Path, config: PretrainedConfig, options: tuple[object, ...], said: str
+def test_auto_chooses_a_coefficient_for_each_family(
+    project: Path, config: PretrainedConfig, options: tuple[object, ...], expected_text: str
 ) -> None:
     save(project, config)
-    assert said in train(project, "-e", "run", "--max-steps", 1, "--dry-run", *options)
+    assert expected_text in train(project, "-e", "run", "--max-steps", 1, "--dry-run", *options)
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "said"),
+    ("config", "options", "expected_text"),
     [
         (None, (), "--router-aux-loss 0.01 has no meaning for this model"),
         (DEEPSEEK, ("--lora-rank", 4), "which a LoRA adapter cannot contain"),
     ],
 )
-def test_refused(
-    project: Path, config: PretrainedConfig | None, options: tuple[object, ...], said: str
+def test_a_router_loss_without_effect_is_refused(
+    project: Path, config: PretrainedConfig | None, options: tuple[object, ...], expected_text: str
 ) -> None:
     if config:
         save(project, config)
-    given = ("-e", "run", "--max-steps", 1, "--router-aux-loss", "0.01", *options)
-    assert said in train(project, *given, expect=2)
+    arguments = ("-e", "run", "--max-steps", 1, "--router-aux-loss", "0.01", *options)
+    assert expected_text in train(project, *arguments, expect=2)
 
 
-def test_value_that_is_no_number(project: Path) -> None:
+def test_a_value_that_is_no_number_is_refused(project: Path) -> None:
     for value in ("-1", "often", "on"):
         printed = train(project, "-e", "run", "--router-aux-loss", value, expect=2)
         assert "--router-aux-loss" in printed
 
 
-def test_off_in_a_file(project: Path) -> None:
+def test_off_in_a_config_file_is_understood(project: Path) -> None:
     """YAML reads it as false."""
     save(project, ONE_LAYER)
     for value in ("off", "0", "0.0"):
@@ -286,7 +286,7 @@ def test_off_in_a_file(project: Path) -> None:
         assert "no load balancing (as typed)" in printed
 
 
-def test_a_run_keeps_what_it_was_begun_with(project: Path) -> None:
+def test_a_resumed_run_keeps_its_load_balancing(project: Path) -> None:
     save(project, MIXTRAL)
     typed = ("-e", "run", "--max-steps", 2, "--router-aux-loss", "0.5")
     train(project, *typed)
@@ -302,8 +302,8 @@ def test_a_run_keeps_what_it_was_begun_with(project: Path) -> None:
     assert "× 0.25 over 2 routers" in train(project, "-e", "run", "--max-steps", 4, *changed)
 
 
-def test_a_run_older_than_the_option_goes_on_without(project: Path) -> None:
-    """From scratch it would begin with the loss; one that began without keeps to that."""
+def test_a_run_older_than_the_option_resumes_without_it(project: Path) -> None:
+    """A new run from scratch would use the loss; a run that started without it keeps it off."""
     save(project, MIXTRAL)
     typed = ("-e", "run", "--from-scratch", "--router-aux-loss", "off")
     train(project, *typed, "--max-steps", 1)
@@ -311,30 +311,30 @@ def test_a_run_older_than_the_option_goes_on_without(project: Path) -> None:
     assert "no load balancing (earlier launch)" in printed
 
 
-def biases_of(project: Path, run: str) -> dict[int, torch.Tensor]:
-    """Return the biases in each checkpoint of a run, by step."""
+def read_biases(project: Path, run: str) -> dict[int, torch.Tensor]:
+    """Return the router biases in each checkpoint of a run, by step: float32 [experts]."""
     import torch.distributed.checkpoint as dcp
 
     name = "buffer.model.layers.1.mlp.gate.e_score_correction_bias"
-    found = {}
+    biases = {}
     for path in sorted((project / "outputs" / run / "checkpoints").glob("step_*")):
         values = {name: torch.zeros(8)}
         dcp.load(values, checkpoint_id=str(path / commit.TENSORS), no_dist=True)
-        found[int(path.name[5:])] = values[name]
-    return found
+        biases[int(path.name[5:])] = values[name]
+    return biases
 
 
 def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
-    """Three steps at once, and one and two on other ranks and in another division."""
+    """Compare three steps with one and two on other ranks and in another division."""
     save(project, DEEPSEEK)
-    given = ("--from-scratch", "--ckpt-freq", 1, "--activation-checkpointing", "full")
-    given = (*given, "--router-aux-loss", "0.01", "--lr-scheduler", "constant")
+    arguments = ("--from-scratch", "--ckpt-freq", 1, "--activation-checkpointing", "full")
+    arguments = (*arguments, "--router-aux-loss", "0.01", "--lr-scheduler", "constant")
     three_passes = ("-b", 1, "--grad-accum-steps", 3)
-    train(project, "-e", "whole", *given, "-b", 6, "--max-steps", 3)
-    train(project, "-e", "parts", *given, *three_passes, "--max-steps", 1, ranks=2)
-    train(project, "-e", "parts", *given, "-b", 2, "--max-steps", 3, ranks=3)
-    whole = biases_of(project, "whole")
-    parts = biases_of(project, "parts")
+    train(project, "-e", "whole", *arguments, "-b", 6, "--max-steps", 3)
+    train(project, "-e", "parts", *arguments, *three_passes, "--max-steps", 1, ranks=2)
+    train(project, "-e", "parts", *arguments, "-b", 2, "--max-steps", 3, ranks=3)
+    whole = read_biases(project, "whole")
+    parts = read_biases(project, "parts")
     assert whole.keys() == parts.keys() == {1, 2, 3}
     for step, bias in whole.items():
         assert bias.dtype == torch.float32 and bias.sum().abs() < 1e-6
@@ -349,5 +349,5 @@ def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
     assert stored.dtype == torch.float32 and stored.tolist() == whole[3].tolist()
     assert exported["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="auto")
-    kept = model.model.layers[1].mlp.gate.e_score_correction_bias
-    assert kept.dtype == torch.float32 and kept.tolist() == whole[3].tolist()
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert bias.dtype == torch.float32 and bias.tolist() == whole[3].tolist()

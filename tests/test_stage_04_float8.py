@@ -1,4 +1,4 @@
-"""Stage 04 in 8-bit floats, emulated: a run is resumed bit for bit, and exported as any other."""
+"""Train in 8-bit floats (emulated), resume bit for bit, and export."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ ARGUMENTS = (
 FP8 = (*ARGUMENTS, "--precision", "fp8")
 
 
-def lift(_: int) -> None:
-    """Let a run in 8-bit floats begin where no hardware has them."""
+def allow_float8_anywhere(_: int) -> None:
+    """Allow a run in 8-bit floats on hardware without them."""
     from lib.parallel import precision
 
     precision.require_float8 = lambda *_: None
 
 
-def shapes(file: Path) -> dict[str, list[int]]:
+def read_shapes(file: Path) -> dict[str, list[int]]:
     with safe_open(file, "pt") as tensors:
         return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
-def train(root: Path, name: str, *options: object, ranks: int = 2, **how: object) -> str:
+def train(root: Path, name: str, *options: object, ranks: int = 2, **settings: object) -> str:
     done = run_stage(
         "04_train_fsdp.py",
         "-e",
@@ -55,20 +55,22 @@ def train(root: Path, name: str, *options: object, ranks: int = 2, **how: object
         *options,
         cwd=root,
         ranks=ranks,
-        before="tests.test_stage_04_float8:lift",
-        **how,
+        before="tests.test_stage_04_float8:allow_float8_anywhere",
+        **settings,
     )
     return done.stdout + done.stderr
 
 
 @pytest.mark.slow
-def test_a_run_in_8_bits(project: Path) -> None:
-    said = train(project, "whole")
+def test_a_run_in_8_bits_trains_resumes_and_exports(project: Path) -> None:
+    printed = train(project, "whole")
     assert (
         "fp8: 14 linear layers of the blocks in 8-bit floats, scaled tensorwise; the rest in "
-        in said
+        in printed
     )
-    assert "float32 masters and reductions, fp8 compute" in said and "Failed to load" not in said
+    assert (
+        "float32 masters and reductions, fp8 compute" in printed and "Failed to load" not in printed
+    )
     run_stage(
         "04_train_fsdp.py", "-e", "wide", *ARGUMENTS, "--precision", "bf16", cwd=project, ranks=2
     )
@@ -89,8 +91,10 @@ def test_a_run_in_8_bits(project: Path) -> None:
         "04_train_fsdp.py", "-e", "whole", *ARGUMENTS, "--precision", "bf16", cwd=project, expect=2
     )
     assert "--precision: fp8 there, bf16 now" in done.stderr
-    said = train(project, "whole", "--fp8-recipe", "rowwise", "--max-steps", 6, expect=2, ranks=0)
-    assert "--fp8-recipe:" in said
+    printed = train(
+        project, "whole", "--fp8-recipe", "rowwise", "--max-steps", 6, expect=2, ranks=0
+    )
+    assert "--fp8-recipe:" in printed
 
     train(project, "replicas", "--shard-size", 1, "--fp8-recipe", "rowwise", "--max-steps", 2)
     assert losses(project, "replicas")[1] == pytest.approx(expected[1], rel=0.01)
@@ -102,5 +106,6 @@ def test_a_run_in_8_bits(project: Path) -> None:
         for name in ("whole", "wide")
     ]
     assert (
-        shapes(files[0]) == shapes(files[1]) and files[0].stat().st_size == files[1].stat().st_size
+        read_shapes(files[0]) == read_shapes(files[1])
+        and files[0].stat().st_size == files[1].stat().st_size
     )

@@ -22,7 +22,7 @@ TINY = ("--from-scratch", "--model-size", "tiny", "--tokenizer", "model", "--voc
 
 
 @pytest.mark.slow
-def test_it_trains_without_stage_03(project: Path) -> None:
+def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
     (project / "model" / "model.safetensors").unlink()
     before = sorted(project.rglob("*"))
     plan = run_stage(STAGE, *RUN, *TINY, "--dry-run", cwd=project).stdout
@@ -94,7 +94,9 @@ def test_it_trains_without_stage_03(project: Path) -> None:
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(project: Path, given: tuple, says: tuple[str, ...]) -> None:
+def test_contradictory_options_of_a_run_from_scratch_are_refused(
+    project: Path, given: tuple, says: tuple[str, ...]
+) -> None:
     done = run_stage(STAGE, *RUN, *given, cwd=project, expect=2)
     assert not [text for text in says if text not in done.stderr], done.stderr
     assert "Traceback" not in done.stderr and not (project / ".cache").exists()
@@ -124,7 +126,7 @@ def prepared_as(model: Path, target: Path) -> None:
     )
 
 
-def test_weights_that_are_missing_are_not_drawn_unasked(
+def test_missing_weights_are_not_initialised_unless_asked_for(
     project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(project)

@@ -124,7 +124,7 @@ def resumed_from(project: Path) -> tuple[str, int]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on_from_memory_with_the_same_losses(
+def test_a_killed_run_resumes_from_memory_with_the_same_losses(
     run: Path, slots: Slots, address: str
 ) -> None:
     client = fill(run, address, slots)
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_from_memory_with_the_same_losses(
 
 
 @pytest.mark.long
-def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(
+def test_the_shared_checkpoint_is_used_if_a_rank_cannot_read_its_part(
     run: Path, slots: Slots, address: str
 ) -> None:
     for step in {step for _, step in slots}:
@@ -153,7 +153,9 @@ def test_what_one_rank_cannot_read_back_is_left_for_the_shared_one(
 
 
 @pytest.mark.long
-def test_other_ranks_take_the_shared_one(run: Path, slots: Slots, address: str) -> None:
+def test_another_number_of_ranks_uses_the_shared_checkpoint(
+    run: Path, slots: Slots, address: str
+) -> None:
     fill(run, address, slots)
     run_stage("04_train_fsdp.py", *IN_MEMORY, address, "-b", 4, cwd=run)
     assert resumed_from(run) == ("outputs", 16)
@@ -161,7 +163,7 @@ def test_other_ranks_take_the_shared_one(run: Path, slots: Slots, address: str) 
 
 
 @pytest.mark.long
-def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
+def test_an_unreachable_service_does_not_end_a_run(run: Path) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, gone, cwd=run, ranks=RANKS).stdout
     assert "in the cluster's memory cannot be used" in printed
@@ -171,7 +173,7 @@ def test_a_service_that_is_down_ends_no_run(run: Path) -> None:
     assert list_saved_steps(run, "run") == [16, 32, STEPS]
 
 
-def test_options_that_contradict_it_are_refused(project: Path) -> None:
+def test_options_that_contradict_hyperpod_are_refused(project: Path) -> None:
     bad = (*COMMON, "-e", "run", "--dry-run", "--ckpt-hyperpod")
     printed = run_stage(
         "04_train_fsdp.py", *bad, "cluster:9200", "--ckpt-local-dir", "disk", cwd=project, expect=2

@@ -51,7 +51,7 @@ def runs(project: Path) -> list[str]:
         ),
     ],
 )
-def test_a_launch_overwrites_refuses_and_stops_once(
+def test_a_launch_overwrites_refuses_and_stops_only_once(
     project: Path, stage: StageRunner, first: dict, again: dict, another: dict
 ):
     def run(environment: dict, *options: object, expect: int = 0) -> str:
@@ -91,7 +91,7 @@ def ask_while_preparing(rank: int) -> None:
     data.prepare_data = asked
 
 
-def test_a_stop_file_of_the_time_of_preparation_ends_the_launch(project: Path):
+def test_a_stop_file_written_during_preparation_ends_the_launch(project: Path):
     """And what others keep beside the files of the run stays."""
     run_stage(SCRIPT, "-e", "run", *TRAIN, "--max-steps", 1, cwd=project)
     (theirs := project / "outputs" / "run" / "notes.tmp-1").touch()
@@ -111,9 +111,7 @@ def test_a_stop_file_of_the_time_of_preparation_ends_the_launch(project: Path):
     assert theirs.exists() and not left.exists()
 
 
-def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(
-    project: Path, stage: StageRunner
-):
+def test_a_launch_with_resume_never_resumes_after_a_restart(project: Path, stage: StageRunner):
     for steps in (1, 2):
         stage(
             SCRIPT,
@@ -130,7 +128,7 @@ def test_a_launch_of_resume_never_goes_on_when_it_is_started_again(
     assert list_saved_steps(project, "run") == [1, 2]
 
 
-def test_a_named_checkpoint_may_be_gone_once_the_run_has_gone_on_from_it(
+def test_a_named_checkpoint_may_be_gone_once_the_run_has_resumed_from_it(
     project: Path, stage: StageRunner
 ):
     def run(name: str, steps: int, *options: object, expect: int = 0) -> str:
@@ -171,7 +169,7 @@ def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, o
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_left_open_is_chosen_once(project: Path) -> None:
+def test_an_open_batch_is_chosen_once_per_run(project: Path) -> None:
     command = (
         "-d",
         "corpus",

@@ -96,7 +96,7 @@ def run(once: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_resume_takes_the_newest_and_gives_the_same_losses(run: Path) -> None:
+def test_a_resume_uses_the_newest_checkpoint_and_gives_the_same_losses(run: Path) -> None:
     newest = on_both(run)[0]
     verify = [sys.executable, "-m", "lib.checkpoints", "verify", next(run.glob("disk_1/run-*"))]
     done = subprocess.run(verify, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
@@ -110,7 +110,7 @@ def test_a_resume_takes_the_newest_and_gives_the_same_losses(run: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("harm", ["a bit", "a missing file", "a node's disk", "another run"])
-def test_what_is_not_whole_on_all_nodes_is_left(run: Path, harm: str) -> None:
+def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: str) -> None:
     newest, *older = on_both(run)
     step = next(run.glob(f"disk_1/run-*/step_{newest:08d}"))
     expected = ("disk_0", older[0]) if older else ("outputs", 16)
@@ -134,13 +134,13 @@ def test_what_is_not_whole_on_all_nodes_is_left(run: Path, harm: str) -> None:
 
 
 @pytest.mark.long
-def test_other_ranks_take_the_shared_one(run: Path) -> None:
+def test_another_number_of_ranks_uses_the_shared_checkpoint(run: Path) -> None:
     run_stage("04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", "disk_0", "-b", 4, cwd=run)
     assert resumed_from(run) == ("outputs", 16)
 
 
 @pytest.mark.long
-def test_a_local_one_helps_when_no_shared_one_is_valid(run: Path) -> None:
+def test_a_local_checkpoint_is_used_if_no_shared_one_is_valid(run: Path) -> None:
     (run / "outputs/run/checkpoints/step_00000016/COMMIT.json").unlink()
     newest = on_both(run)[0]
     go_on(run)

@@ -1,4 +1,4 @@
-"""Adapters of stage 04: what they are trained beside, and from where a run with them goes on."""
+"""Train LoRA adapters with stage 04: base models, resumes, and adapters to start from."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_project(tmp_path_factory.mktemp("lora"))
 
 
-def train(root: Path, name: str, *options: object, **how: object) -> str:
-    done = run_stage(*RUN, "-e", name, *options, cwd=root, **how)
+def train(root: Path, name: str, *options: object, **settings: object) -> str:
+    done = run_stage(*RUN, "-e", name, *options, cwd=root, **settings)
     return done.stdout + done.stderr
 
 
 def flip(path: Path) -> None:
-    """Change the last byte of a file, which is of a weight."""
+    """Flip a bit of the last byte of a file, which belongs to a weight."""
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
 
 
-def in_cache(root: Path, home: Path) -> None:
-    """Lay the model out as the Hugging Face cache does."""
+def copy_to_cache(root: Path, home: Path) -> None:
+    """Copy the model into a Hugging Face cache."""
     from lib.core import hashing
 
     repository = home / "hub/models--org--base"
@@ -71,8 +71,8 @@ def in_cache(root: Path, home: Path) -> None:
         (snapshot / path.name).symlink_to(Path("../../blobs") / blob)
 
 
-def prepared(root: Path, name: str) -> Path:
-    """Give the model a manifest, as stage 03 writes it."""
+def prepare_model(root: Path, name: str) -> Path:
+    """Copy the model to the cache directory with a manifest, as stage 03 writes it."""
     from lib.core import manifest
 
     target = root / ".cache/models" / name
@@ -90,16 +90,16 @@ def prepared(root: Path, name: str) -> Path:
     return target
 
 
-def test_a_base_with_other_bytes_is_found_and_another_is_refused(
+def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "model", root / "base")
-    said = train(root, "run", "-m", "base", "--max-steps", 4)
+    printed = train(root, "run", "-m", "base", "--max-steps", 4)
     checkpoint = root / "outputs/run/checkpoints/step_00000004"
-    noted = json.loads((checkpoint / "train_state.json").read_text())["base"]
-    assert noted.keys() == {"model.safetensors"} and "has no digests" not in said
-    held = StrictReader(checkpoint / "dcp").read_metadata().state_dict_metadata
-    assert len(held) == 3 * 2 * 14 and all(".lora_" in name for name in held)
+    digests = json.loads((checkpoint / "train_state.json").read_text())["base"]
+    assert digests.keys() == {"model.safetensors"} and "has no digests" not in printed
+    tensors = StrictReader(checkpoint / "dcp").read_metadata().state_dict_metadata
+    assert len(tensors) == 3 * 2 * 14 and all(".lora_" in name for name in tensors)
 
     # The same bytes elsewhere are the same model.
     shutil.move(root / "base", root / "moved")
@@ -108,16 +108,16 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(
     assert "resumed from" in train(root, "run", "-m", "moved", "--max-steps", 6)
 
     flip(root / "moved/model.safetensors")
-    said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
-    assert "moved/model.safetensors is not the file that the adapters of" in said
-    assert "copy it again from where it came from" in said
+    printed = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
+    assert "moved/model.safetensors is not the file that the adapters of" in printed
+    assert "copy it again from its source" in printed
     shutil.copytree(root / "model", root / "good")
     train(root, "kept", "-m", "good", "--max-steps", 2)
     before = (root / "outputs/kept/config.yaml").read_bytes()
     assert "is not the file" in train(root, "kept", "-m", "moved", "--max-steps", 3, expect=3)
     assert (root / "outputs/kept/config.yaml").read_bytes() == before
-    assert train(root, "other", "-m", "moved", "--max-steps", 1)  # a run of its own may have it
-    said = train(
+    assert train(root, "other", "-m", "moved", "--max-steps", 1)  # another run may use it
+    printed = train(
         root,
         "from",
         "-m",
@@ -128,18 +128,18 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(
         "outputs/run/checkpoints/step_00000006",
         expect=3,
     )
-    assert "is not the file that the adapters of" in said
+    assert "is not the file that the adapters of" in printed
 
     flip(root / "moved/model.safetensors")  # as it was
     content = json.loads((root / "moved/config.json").read_text())
     (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
-    said = train(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
-    assert "was begun with other settings" in said and "model" in said
-    assert "--experiment-name run-2" in said, "the adapters are of another base"
+    printed = train(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
+    assert "was begun with other settings" in printed and "model" in printed
+    assert "--experiment-name run-2" in printed, "the adapters are of another base"
     for rank in (0, 8):
-        said = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
-        assert "--lora-rank: 4 there" in said
-        said = train(
+        printed = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
+        assert "--lora-rank: 4 there" in printed
+        printed = train(
             root,
             "run",
             "-m",
@@ -151,50 +151,55 @@ def test_a_base_with_other_bytes_is_found_and_another_is_refused(
             "--resume-with-changes",
             expect=2,
         )
-        assert "contains other trained parameters" in said
+        assert "contains other trained parameters" in printed
 
 
 @pytest.mark.parametrize("kind", ["prepared", "cached"])
-def test_damage_in_a_base_with_digests_is_found_in_each_launch(
+def test_damage_in_a_base_model_with_digests_is_found_in_each_launch(
     root: Path, tmp_path: Path, kind: str
 ) -> None:
     env = {"HF_HOME": str(tmp_path / "hf")}
     if kind == "cached":
-        in_cache(root, tmp_path / "hf")
+        copy_to_cache(root, tmp_path / "hf")
         name = "org/base"
         [weights] = (tmp_path / "hf").rglob("model.safetensors")
     else:
-        weights = prepared(root, "org--own") / "model.safetensors"
+        weights = prepare_model(root, "org--own") / "model.safetensors"
         name = "org/own"
     train(root, kind, "-m", name, "--max-steps", 2, env=env)
     flip(weights)
-    said = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
-    assert "model.safetensors" in said and "damaged" in said
-    assert "resumed from" not in said
-    command = "it was made by" if "it was made by" in said else "03_download_model.py"
+    printed = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
+    assert "model.safetensors" in printed and "damaged" in printed
+    assert "resumed from" not in printed
+    command = "it was made by" if "it was made by" in printed else "03_download_model.py"
     if kind == "cached":
         command = "03_download_model.py --model-name org/base"
-    assert command in said.partition("damaged")[2]
+    assert command in printed.partition("damaged")[2]
 
 
 @pytest.mark.parametrize(
     "saving", [("--ckpt-async", "off"), ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1)]
 )
-def test_a_run_with_dropout_goes_on_bit_for_bit(root: Path, saving: tuple[object, ...]) -> None:
+def test_an_adapter_with_dropout_resumes_bit_for_bit(
+    root: Path, saving: tuple[object, ...]
+) -> None:
     options = ("-m", "model", "--lora-dropout", 0.1, "--max-steps", 6, *saving)
     name = saving[0].strip("-")
     train(root, name, *options, ranks=2)
-    whole = losses(root, name)
+    expected = losses(root, name)
     for kept in ("checkpoints/step_00000004", "checkpoints/step_00000006"):
         shutil.rmtree(root / "outputs" / name / kept)
     shutil.rmtree(root / "disk", ignore_errors=True)
     (root / "outputs" / name / "metrics.jsonl").unlink()
     assert "step_00000002" in train(root, name, *options, ranks=2)
-    again = losses(root, name)
-    assert again == {step: loss for step, loss in whole.items() if step > 2} and len(again) == 4
+    repeated = losses(root, name)
+    assert (
+        repeated == {step: loss for step, loss in expected.items() if step > 2}
+        and len(repeated) == 4
+    )
 
 
-def test_a_run_goes_on_with_other_ranks(root: Path) -> None:
+def test_an_adapter_resumes_on_another_number_of_ranks(root: Path) -> None:
     options = ("-m", "model", "--global-batch-size", 4, "-b", 1)
     for steps, ranks in ((2, 2), (4, 0), (8, 2)):
         train(
@@ -224,10 +229,10 @@ def test_a_run_goes_on_with_other_ranks(root: Path) -> None:
     assert losses(root, "many") == pytest.approx(losses(root, "one"), rel=1e-6)
     full = ("--lora-rank", 0, "--max-steps", 1, *options)
     train(root, "full", *full, ranks=2)
-    assert losses(root, "full")[1] == losses(root, "one")[1]  # what adapters add is zero at first
+    assert losses(root, "full")[1] == losses(root, "one")[1]  # new adapters add zero
 
 
-def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
+def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
     train(
         root,
         "first",
@@ -241,7 +246,7 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
         "on",
     )
     run_stage("05_export_checkpoint.py", "-e", "first", "--adapter", "--out", "adapter", cwd=root)
-    begin = (
+    from_adapter = (
         *(option for option in RUN if option not in ("--lora-rank", 4)),
         "-m",
         "model",
@@ -250,33 +255,33 @@ def test_a_run_begins_with_an_adapter_that_is_there(root: Path) -> None:
         "-e",
         "second",
     )
-    said = run_stage(*begin, "--max-steps", 4, cwd=root, ranks=2).stdout
+    printed = run_stage(*from_adapter, "--max-steps", 4, cwd=root, ranks=2).stdout
     assert (
-        "LoRA: adapter loaded from adapter" in said
-        and "rsLoRA: rank 4, alpha 8, on 8 linear" in said
+        "LoRA: adapter loaded from adapter" in printed
+        and "rsLoRA: rank 4, alpha 8, on 8 linear" in printed
     )
-    run_stage(*begin[:-1], "same", "--max-steps", 1, "--lr", 0, cwd=root)
+    run_stage(*from_adapter[:-1], "same", "--max-steps", 1, "--lr", 0, cwd=root)
     run_stage("05_export_checkpoint.py", "-e", "same", "--adapter", "--out", "round", cwd=root)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (root / "round" / name).read_bytes() == (root / "adapter" / name).read_bytes()
     refused = run_stage(
-        *begin, "--max-steps", 6, "--lora-rank", 3, "--lora-alpha", 2, cwd=root, expect=2
+        *from_adapter, "--max-steps", 6, "--lora-rank", 3, "--lora-alpha", 2, cwd=root, expect=2
     )
     assert refused.stderr.count("is not that of adapter") == 2
     flip(root / "adapter/adapter_model.safetensors")
-    refused = run_stage(*begin, "--max-steps", 6, cwd=root, expect=2).stderr
+    refused = run_stage(*from_adapter, "--max-steps", 6, cwd=root, expect=2).stderr
     assert "was begun with other settings" in refused and "adapter" in refused
     move, again = refused.partition("run:")[2].strip().splitlines()[:2]
     assert shlex.split(move) == ["mv", "adapter", "adapter.aside"]
     assert "--lora-from adapter" in again and "--config" not in again
     shutil.move(root / "adapter", root / "adapter.aside")  # as the command says
-    said = run_stage(*begin, "--max-steps", 6, cwd=root).stdout
-    assert "resumed from" in said and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
-    gone = run_stage(*begin[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr
+    printed = run_stage(*from_adapter, "--max-steps", 6, cwd=root).stdout
+    assert "resumed from" in printed and losses(root, "second").keys() == {1, 2, 3, 4, 5, 6}
+    gone = run_stage(*from_adapter[:-1], "third", "--max-steps", 6, cwd=root, expect=3).stderr
     assert "adapter contains no adapter" in gone
 
 
-def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
+def test_named_experts_get_adapters(root: Path) -> None:
     """Three ranks share four experts, by their rows."""
     shutil.copytree(root / "model", root / "mixture")
     save_model(
@@ -303,20 +308,21 @@ def test_experts_have_adapters_where_they_are_named(root: Path) -> None:
         "--global-batch-size",
         6,
     )
-    said = train(root, "alone", *options)
+    printed = train(root, "alone", *options)
     assert (
-        "on 2 linear layers and the experts of 4 parameters" in said and "no adapters" not in said
+        "on 2 linear layers and the experts of 4 parameters" in printed
+        and "no adapters" not in printed
     )
     for kind in ("selective", "full"):
         train(root, f"experts_{kind}", *options, "--activation-checkpointing", kind, ranks=3)
         assert losses(root, f"experts_{kind}") == pytest.approx(losses(root, "alone"), rel=1e-6)
     export = ("05_export_checkpoint.py", "-e", "experts_full")
     assert "none of them is zero" in run_stage(*export, cwd=root).stdout
-    said = run_stage(*export, "--adapter", cwd=root, expect=2)
-    assert "adapters of fused experts cannot be exported alone" in said.stderr
+    printed = run_stage(*export, "--adapter", cwd=root, expect=2)
+    assert "adapters of fused experts cannot be exported alone" in printed.stderr
 
 
-def test_a_model_without_weights_has_no_adapters(root: Path) -> None:
+def test_lora_needs_a_base_model_with_weights(root: Path) -> None:
     for options in (("--from-scratch", "-m", "model"), ("--from-scratch", "--model-size", "1M")):
-        said = train(root, "none", *options, "--max-steps", 2, expect=2)
-        assert "--lora-rank needs a base model with weights" in said
+        printed = train(root, "none", *options, "--max-steps", 2, expect=2)
+        assert "--lora-rank needs a base model with weights" in printed

@@ -1,4 +1,4 @@
-"""Adapters with everything else: two ranks against a run of one process with nothing else."""
+"""Combine LoRA with other options, and compare two ranks with a run of one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RUN = (
 
 
 def offload(_: int) -> None:
-    """Shard as with --cpu-offload on a GPU: shards, gradients and states lie elsewhere."""
+    """Shard as with --cpu-offload on a GPU, which keeps shards and states in host memory."""
     from lib.parallel import parallelize
 
     shard = parallelize.shard
@@ -93,8 +93,8 @@ def train(root: Path, name: str, *options: object, ranks: int = 2, before: str =
     return done.stdout
 
 
-def prove(root: Path, name: str) -> None:
-    """Export a run's adapters, which is done only where they compute what the trainer did."""
+def export_adapter(root: Path, name: str) -> None:
+    """Export the adapter of a run; stage 05 checks that it computes the trainer's logits."""
     done = run_stage("05_export_checkpoint.py", "-e", name, "--adapter", cwd=root)
     assert "base + adapters − the trainer" in done.stdout
 
@@ -102,12 +102,12 @@ def prove(root: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def plain(root: Path) -> dict[int, float]:
     """Return the losses of a run of one process."""
-    said = train(root, "plain", "-b", 8, ranks=0)
-    assert " parameters, 4.1K trained" in said
-    assert "float32 masters and reductions of the adapters, frozen weights in float32" in said
-    found = losses(root, "plain")
-    assert found[STEPS] < found[1] - 0.05
-    return found
+    printed = train(root, "plain", "-b", 8, ranks=0)
+    assert " parameters, 4.1K trained" in printed
+    assert "float32 masters and reductions of the adapters, frozen weights in float32" in printed
+    measured = losses(root, "plain")
+    assert measured[STEPS] < measured[1] - 0.05
+    return measured
 
 
 @pytest.mark.parametrize(
@@ -139,16 +139,16 @@ def plain(root: Path) -> dict[int, float]:
         ),
     ],
 )
-def test_on_two_ranks(
+def test_adapters_on_two_ranks_equal_the_reference(
     root: Path, plain: dict[int, float], tmp_path: Path, options: tuple[object, ...], before: str
 ) -> None:
     batch = () if "-b" in options else ("-b", 4)
-    said = train(root, tmp_path.name, *batch, *options, before=before)
+    printed = train(root, tmp_path.name, *batch, *options, before=before)
     assert losses(root, tmp_path.name) == pytest.approx(plain, rel=1e-6)
-    assert ("in host memory" in said) == bool(before)
+    assert ("in host memory" in printed) == bool(before)
     if "--ckpt-freq" in options:
         assert list_saved_steps(root, tmp_path.name) == [2, 4, 5]
-    prove(root, tmp_path.name)
+    export_adapter(root, tmp_path.name)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_on_two_ranks(
         pytest.param(("--precision", "fp16"), 1e-3, id="fp16"),
     ],
 )
-def test_as_in_one_process(
+def test_adapters_equal_those_of_one_process(
     root: Path, plain: dict[int, float], tmp_path: Path, options: tuple[object, ...], rel: float
 ) -> None:
     train(root, tmp_path.name, *options, "-b", 8, ranks=0)
@@ -173,4 +173,4 @@ def test_as_in_one_process(
     two = f"{tmp_path.name}-two"
     train(root, two, *options, "-b", 4)
     assert losses(root, two) == pytest.approx(expected, rel=rel)
-    prove(root, two)
+    export_adapter(root, two)

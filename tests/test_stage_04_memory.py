@@ -1,4 +1,4 @@
-"""What stage 04 makes of the memory that it has: as typed, in a control group with little of it."""
+"""Run stage 04 in a control group with little memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAIN = ("-d", "corpus", "--max-steps", 1, "--precision", "fp32")
 
 
 def train_within(size: int, project: Path, *arguments: object) -> subprocess.CompletedProcess:
-    """Train with so many bytes of memory, of which the libraries alone take 0.3 to 0.5 GB."""
+    """Train with so many bytes of memory; the libraries alone take 0.3 to 0.5 GB."""
     with limit_memory(size) as join:
         return subprocess.run(
             [*join, *stage_command("04_train_fsdp.py", *TRAIN, *arguments)],
@@ -32,8 +32,8 @@ def train_within(size: int, project: Path, *arguments: object) -> subprocess.Com
 
 
 @pytest.mark.slow
-def test_a_model_that_is_too_large_is_refused_before_it_takes_memory(project: Path) -> None:
-    """The kernel would kill what takes more than there is. With --plan-only-warn it does."""
+def test_a_model_that_is_too_large_is_refused_before_it_allocates_memory(project: Path) -> None:
+    """The kernel would kill such a process; with --plan-only-warn it does."""
     large = (
         "-e",
         "large",
@@ -63,14 +63,17 @@ def test_a_model_that_is_too_large_is_refused_before_it_takes_memory(project: Pa
         done.stderr,
     )
     assert not (project / ".cache/tokens").exists() and not (project / "outputs").exists()
-    begun = train_within(1_500_000_000, project, *large, "--plan-only-warn")
-    assert begun.returncode == -9 and "warning: this run does not fit: a rank needs" in begun.stdout
-    assert "experiment outputs/large" in begun.stdout
+    started = train_within(1_500_000_000, project, *large, "--plan-only-warn")
+    assert (
+        started.returncode == -9
+        and "warning: this run does not fit: a rank needs" in started.stdout
+    )
+    assert "experiment outputs/large" in started.stdout
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_otherwise_is_computed_again(project: Path) -> None:
-    """A run with as much memory as this takes more without recomputation: 1.4 GiB here."""
+def test_activations_are_recomputed_if_the_step_fits_only_then(project: Path) -> None:
+    """Without recomputation this run takes 1.4 GiB, more than it is given."""
     save_tokenizer(project / "wide", project / "raw_text")
     save_model(
         project / "wide",
@@ -92,7 +95,7 @@ def test_what_does_not_fit_otherwise_is_computed_again(project: Path) -> None:
         in done.stdout
     )
     assert "--activation-checkpointing selective (memory estimate)" in done.stdout
-    kept = run_stage(
+    resumed = run_stage(
         "04_train_fsdp.py", "-e", "auto", *TRAIN[:3], 2, *TRAIN[4:], *wide, "--dry-run", cwd=project
     )
-    assert "--activation-checkpointing selective (earlier launch)" in kept.stdout
+    assert "--activation-checkpointing selective (earlier launch)" in resumed.stdout

@@ -1,4 +1,4 @@
-"""Steps whose gradient is NaN or infinite: skipped, counted, and the end when no other comes."""
+"""Steps with a NaN or infinite gradient: skipped, counted, rolled back, or the end of the run."""
 
 from __future__ import annotations
 
@@ -41,27 +41,29 @@ COMMON = (
 ROLLBACK = (*COMMON, "--ckpt-freq", FREQ, "--rollback-after", AFTER)
 
 
-def windows(project: Path) -> Windows:
+def read_windows(project: Path) -> Windows:
     run_stage("04_train_fsdp.py", *COMMON, "--prepare-only", cwd=project)
     directory = next((project / ".cache" / "tokens").iterdir())
     return Windows(store.open_store(directory).splits["train"].tokens, SEQ_LENGTH)
 
 
-def inputs_of(samples: Windows, step: int) -> np.ndarray:
+def read_inputs(samples: Windows, step: int) -> np.ndarray:
     return samples.read_samples(
         order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)
     ).inputs
 
 
-def tokens_of_steps(samples: Windows) -> list[set[int]]:
-    """Return which tokens the data of each step holds, of more steps than a run has."""
-    return [set(inputs_of(samples, step).ravel().tolist()) for step in range(4 * STEPS)]
+def list_step_tokens(samples: Windows) -> list[set[int]]:
+    """Return the set of input tokens of each step, for four times the steps of a run."""
+    return [set(read_inputs(samples, step).ravel().tolist()) for step in range(4 * STEPS)]
 
 
-def expected(is_bad: list[bool], freq: int = FREQ) -> tuple[list[dict[str, int]], set[int], int]:
-    """Return the rollbacks, the bad steps that stay and the steps passed over, by the rules.
+def predict_rollbacks(
+    is_bad: list[bool], freq: int = FREQ
+) -> tuple[list[dict[str, int]], set[int], int]:
+    """Return the expected rollbacks, the bad steps that remain, and the number of skipped steps.
 
-    freq: steps between checkpoints.
+    is_bad: for each step of data. freq: steps between checkpoints.
     """
     step = 0
     offset = 0
@@ -94,8 +96,8 @@ def events(project: Path, kind: str) -> list[dict[str, Any]]:
     return [e for e in map(json.loads, text.splitlines()) if e["event"] == kind]
 
 
-def poison(project: Path, token: int) -> None:
-    """Make the embedding of one token NaN: so is every batch that holds it, and no other."""
+def poison_token(project: Path, token: int) -> None:
+    """Make the embedding of one token NaN, and so the loss of each batch with that token."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(
@@ -116,16 +118,17 @@ def poison(project: Path, token: int) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-def test_such_steps_change_nothing(project: Path) -> None:
-    samples = windows(project)
-    held = tokens_of_steps(samples)[:STEPS]
+def test_steps_with_nan_gradients_change_nothing(project: Path) -> None:
+    samples = read_windows(project)
+    tokens_by_step = list_step_tokens(samples)[:STEPS]
     token = next(
         t
-        for t in sorted(set.union(*held))
-        if t not in held[0] | held[1] and 3 <= sum(t in tokens for tokens in held) <= 12
+        for t in sorted(set.union(*tokens_by_step))
+        if t not in tokens_by_step[0] | tokens_by_step[1]
+        and 3 <= sum(t in tokens for tokens in tokens_by_step) <= 12
     )
-    bad = {step + 1 for step, tokens in enumerate(held) if token in tokens}
-    poison(project, token)
+    bad = {step + 1 for step, tokens in enumerate(tokens_by_step) if token in tokens}
+    poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project)
     assert "left the weights unchanged" in done.stdout
     assert {event["step"] for event in events(project, "skip_step")} == bad
@@ -138,9 +141,9 @@ def test_such_steps_change_nothing(project: Path) -> None:
     assert moments == STEPS - len(bad)
 
 
-def test_the_first_step_is_explained(project: Path) -> None:
-    token = int(inputs_of(windows(project), 0)[0, 0])
-    poison(project, token)
+def test_nan_in_the_first_step_is_explained(project: Path) -> None:
+    token = int(read_inputs(read_windows(project), 0)[0, 0])
+    poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project, expect=2)
     assert "the loss of the first step is nan" in done.stderr and "intact weights" in done.stderr
     assert "Traceback" not in done.stderr
@@ -154,22 +157,22 @@ def test_the_first_step_is_explained(project: Path) -> None:
         pytest.param(("-b", 1), 2, id="two ranks", marks=pytest.mark.slow),
     ],
 )
-def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
+def test_many_bad_steps_in_a_row_are_rolled_back_and_their_data_skipped(
     project: Path, options: tuple[object, ...], ranks: int
 ) -> None:
-    held = tokens_of_steps(windows(project))
+    tokens_by_step = list_step_tokens(read_windows(project))
     token, (rollbacks, bad, offset) = next(
         (t, found)
-        for t in sorted(set.union(*held))
-        if t not in held[0]
-        and len((found := expected([t in tokens for tokens in held]))[0]) == 1
+        for t in sorted(set.union(*tokens_by_step))
+        if t not in tokens_by_step[0]
+        and len((found := predict_rollbacks([t in tokens for tokens in tokens_by_step]))[0]) == 1
         and found[0][0]["diverged_at"] < STEPS - FREQ
     )
-    poison(project, token)
+    poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
     assert "the data of the steps between is skipped (rollback 1 of at most 3)" in done.stdout
-    told = [{key: e[key] for key in rollbacks[0]} for e in events(project, "rollback")]
-    assert told == rollbacks
+    recorded = [{key: e[key] for key in rollbacks[0]} for e in events(project, "rollback")]
+    assert recorded == rollbacks
     rows = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert list(rows) == list(range(1, STEPS + 1)), "each step once, in order"
     assert {step for step, loss in rows.items() if loss is None} == bad
@@ -183,27 +186,29 @@ def test_many_in_a_row_are_rolled_back_and_their_data_passed_over(
     assert again == rows, "the jump in the data survives a resume"
 
 
-def test_rollbacks_are_capped(project: Path) -> None:
-    held = tokens_of_steps(windows(project))
+def test_the_number_of_rollbacks_is_limited(project: Path) -> None:
+    tokens_by_step = list_step_tokens(read_windows(project))
     token = next(
         t
-        for t in sorted(set.union(*held))
-        if t not in held[0] and len(expected([t in tokens for tokens in held], freq=1)[0]) == 4
+        for t in sorted(set.union(*tokens_by_step))
+        if t not in tokens_by_step[0]
+        and len(predict_rollbacks([t in tokens for tokens in tokens_by_step], freq=1)[0]) == 4
     )
-    poison(project, token)
+    poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, "--ckpt-freq", 1, cwd=project, expect=2)
     assert f"training has diverged: {AFTER} bad steps in a row, after 3 rollbacks" in done.stderr
     assert "Traceback" not in done.stderr and len(events(project, "rollback")) == 3
 
 
-def test_without_an_earlier_checkpoint_it_ends(project: Path) -> None:
-    held = tokens_of_steps(windows(project))
+def test_a_diverged_run_without_an_earlier_checkpoint_ends(project: Path) -> None:
+    tokens_by_step = list_step_tokens(read_windows(project))
     token = next(
         t
-        for t in sorted(set.union(*held))
-        if t not in held[0] and all(t in tokens for tokens in held[1 : 1 + AFTER])
+        for t in sorted(set.union(*tokens_by_step))
+        if t not in tokens_by_step[0]
+        and all(t in tokens for tokens in tokens_by_step[1 : 1 + AFTER])
     )
-    poison(project, token)
+    poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project, expect=2)
     problem, *parts = done.stderr.strip().splitlines()
     assert re.fullmatch(

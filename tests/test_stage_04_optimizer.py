@@ -1,4 +1,4 @@
-"""Stage 04 with 8-bit moments: losses, bytes, resume."""
+"""Train with 8-bit moments: losses, bytes of the checkpoints, resumes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def train(root: Path, name: str, kind: str, ranks: int = 2) -> str:
     ).stdout
 
 
-def cut(root: Path, name: str) -> None:
-    """Leave a copy of the run as it was after four steps."""
+def copy_after_four_steps(root: Path, name: str) -> None:
+    """Copy the run as it was after four steps."""
     shutil.copytree(root / "outputs" / "small", root / "outputs" / name)
     for step in (8, 12):
         shutil.rmtree(root / "outputs" / name / "checkpoints" / f"step_{step:08d}")
 
 
 @pytest.mark.slow
-def test_8bit_moments(project: Path) -> None:
+def test_8_bit_moments_train_like_float32_moments(project: Path) -> None:
     for name, kind in (("large", "adamw"), ("small", "adamw8bit")):
         train(project, name, kind)
     expected = losses(project, "small")
@@ -57,14 +57,14 @@ def test_8bit_moments(project: Path) -> None:
     }
     assert sizes["small"] < 0.8 * sizes["large"]  # rows of 32 numbers; most is the file format's
 
-    cut(project, "again")
+    copy_after_four_steps(project, "again")
     assert "step 4 of 12" in train(project, "again", "adamw8bit")
     exact = ("train/loss", "train/grad_norm")
     assert [[row[key] for key in exact] for row in metrics(project, "again")] == [
         [row[key] for key in exact] for row in metrics(project, "small")
     ]
 
-    cut(project, "alone")  # on another number of ranks
+    copy_after_four_steps(project, "alone")  # on another number of ranks
     train(project, "alone", "adamw8bit", ranks=0)
     assert losses(project, "alone") == pytest.approx(expected, rel=1e-3)
 

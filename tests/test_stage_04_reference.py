@@ -121,7 +121,7 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
         ),
     ],
 )
-def test_twenty_steps_with_adapters(
+def test_twenty_steps_with_adapters_equal_the_reference(
     project: Path, family: str, options: tuple[object, ...], ranks: int
 ) -> None:
     """Against those of peft."""
@@ -187,7 +187,9 @@ def test_twenty_steps_with_adapters(
         pytest.param(MIXTRAL, "documents", id="mixtral, documents"),
     ],
 )
-def test_twenty_steps(project: Path, config: PretrainedConfig | None, packing_: str) -> None:
+def test_twenty_steps_equal_the_reference(
+    project: Path, config: PretrainedConfig | None, packing_: str
+) -> None:
     if config:
         for file in (project / "model").glob("*.safetensors"):
             file.unlink()

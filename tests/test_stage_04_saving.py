@@ -1,4 +1,4 @@
-"""Checkpoints written beside training, what is kept of them, and what if there is no room."""
+"""Save checkpoints in the background, delete old ones, and survive a full disk."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def events(root: Path, experiment: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_in_the_background_and_at_once_are_the_same(project: Path) -> None:
-    """Both runs save every step, are cut back to step 5 and go on on two ranks."""
+def test_saves_in_the_background_equal_immediate_saves(project: Path) -> None:
+    """Both runs save every step, are cut back to step 5, and resume on two ranks."""
     for name, asynchronous in (("behind", "on"), ("at-once", "off")):
         options = (
             *COMMON,
@@ -43,7 +43,7 @@ def test_in_the_background_and_at_once_are_the_same(project: Path) -> None:
             shutil.rmtree(project / "outputs" / name / "checkpoints" / f"step_{step:08d}")
         run_stage("04_train_fsdp.py", "-e", name, *options, cwd=project, ranks=2)
     assert losses(project, "behind") == losses(project, "at-once")
-    of_tensors = [
+    digests = [
         {
             entry["path"]: entry["digest"]
             for entry in json.loads(
@@ -53,10 +53,10 @@ def test_in_the_background_and_at_once_are_the_same(project: Path) -> None:
         }
         for name in ("behind", "at-once")
     ]
-    assert of_tensors[0] and of_tensors[0] == of_tensors[1]
+    assert digests[0] and digests[0] == digests[1]
 
 
-def test_what_is_kept(project: Path) -> None:
+def test_retention_keeps_the_documented_checkpoints(project: Path) -> None:
     run_stage(
         "04_train_fsdp.py",
         "-e",
@@ -88,8 +88,10 @@ def test_what_is_kept(project: Path) -> None:
         pytest.param(4, 4, 2, id="the last", marks=pytest.mark.slow),
     ],
 )
-def test_no_room(project: Path, steps: int, ends_at: int, failures: int) -> None:
-    """A file size limit stands for a full disk: the write fails in the middle of the tensors."""
+def test_a_full_disk_skips_saves_and_then_ends_the_run(
+    project: Path, steps: int, ends_at: int, failures: int
+) -> None:
+    """A limit of the file size stands for a full disk: writing fails within the tensors."""
     run_stage("04_train_fsdp.py", "-e", "x", *COMMON, "--prepare-only", cwd=project)
     command = stage_command(
         "04_train_fsdp.py",

@@ -1,4 +1,4 @@
-"""What makes stage 04 faster or smaller must not change what is learned."""
+"""Options for speed and memory, which must not change the losses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def figures(root: Path, experiment: str) -> list[float]:
     ],
     ids=lambda options: "-".join(map(str, options)),
 )
-def test_windows(plain: Path, options: tuple[object, ...]) -> None:
+def test_speed_options_do_not_change_the_losses_of_windows(
+    plain: Path, options: tuple[object, ...]
+) -> None:
     name = "x".join(map(str, options)).strip("-")
     done = run_stage(
         "04_train_fsdp.py",
@@ -98,13 +100,15 @@ def test_windows(plain: Path, options: tuple[object, ...]) -> None:
     ],
     ids=lambda options: "-".join(map(str, options)),
 )
-def test_documents(plain: Path, options: tuple[object, ...]) -> None:
+def test_speed_options_do_not_change_the_losses_of_documents(
+    plain: Path, options: tuple[object, ...]
+) -> None:
     name = "x".join(options).strip("-")
     run_stage("04_train_fsdp.py", "-e", name, *DOCUMENTS, *options, cwd=plain)
     assert figures(plain, name) == pytest.approx(figures(plain, "documents"), rel=1e-4)
 
 
-def test_other_knobs_may_turn_when_a_run_goes_on(plain: Path) -> None:
+def test_speed_options_may_change_when_a_run_resumes(plain: Path) -> None:
     shutil.copytree(plain / "outputs" / "windows", plain / "outputs" / "turned")
     run_stage(
         "04_train_fsdp.py",
@@ -137,7 +141,7 @@ def test_other_knobs_may_turn_when_a_run_goes_on(plain: Path) -> None:
     assert "--activation-checkpointing full (earlier launch)" in later.stdout
 
 
-def test_what_cannot_work_is_refused(plain: Path) -> None:
+def test_speed_options_that_cannot_work_are_refused(plain: Path) -> None:
     for options, says in (
         (("--attention", "flex"), "cannot train on a CPU"),
         (("--shard-size", 3), "does not divide the 1 rank"),

@@ -122,7 +122,7 @@ def streamed(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_and_the_log_tells(streamed: Path):
+def test_two_ranks_learn_and_the_log_shows_the_source(streamed: Path):
     found = losses(streamed, "whole")
     assert len(found) == STEPS and found[STEPS] < found[1] - 0.5
     log = (streamed / "whole.log").read_text()
@@ -147,7 +147,7 @@ def test_two_ranks_learn_and_the_log_tells(streamed: Path):
 
 
 @pytest.mark.slow
-def test_killed_run_goes_on_bit_for_bit(streamed: Path, tmp_path: Path):
+def test_a_killed_run_resumes_bit_for_bit(streamed: Path, tmp_path: Path):
     project = shutil.copytree(streamed, tmp_path, dirs_exist_ok=True)
     launch = start_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
     until_saved(launch, project / "outputs/cut")
@@ -168,7 +168,7 @@ def test_killed_run_goes_on_bit_for_bit(streamed: Path, tmp_path: Path):
     assert "dataset: " in again.stderr and "ranks" not in again.stderr
 
 
-def test_what_does_not_go_with_streaming_is_refused(project: Path):
+def test_options_that_contradict_streaming_are_refused(project: Path):
     run = ("-m", "model", "-s", SEQ_LENGTH)
     streaming = (*run, "-d", "shards", "--streaming")
     refused(project, *streaming, code=2, says="needs --max-steps")
@@ -222,7 +222,7 @@ def test_what_does_not_go_with_streaming_is_refused(project: Path):
     assert not list((project / "outputs").iterdir())
 
 
-def test_dry_run_leaves_nothing(project: Path):
+def test_a_dry_run_writes_nothing(project: Path):
     for name in ("notes.txt", "more/table.csv"):
         (project / "shards" / name).write_text("of another kind")
     before = sorted(project.rglob("*"))
@@ -250,7 +250,7 @@ def repo(hub: HubServer) -> Repo:
 
 
 @pytest.mark.slow
-def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
+def test_a_dataset_on_the_hub_is_streamed(repo: Repo, hub: HubServer, project: Path):
     arguments = (
         "-d",
         "org/text",
@@ -288,7 +288,7 @@ def test_a_dataset_on_the_hub(repo: Repo, hub: HubServer, project: Path):
     assert all("/resolve/" not in request.path for request in hub.requests)  # all is there
 
 
-def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project: Path):
+def test_without_online_no_request_is_sent_to_the_hub(repo: Repo, hub: HubServer, project: Path):
     refused(project, "-d", "org/text", *COMMON, "--max-steps", 2, code=3, says="does not exist")
     assert not hub.requests
     refused(
@@ -324,7 +324,7 @@ def test_without_online_the_hub_is_not_asked(repo: Repo, hub: HubServer, project
 
 
 @pytest.mark.slow
-def test_a_dead_worker_ends_the_run_in_words(project: Path):
+def test_a_dead_worker_ends_the_run_without_a_traceback(project: Path):
     launch = start_stage(
         "04_train_fsdp.py",
         "-e",

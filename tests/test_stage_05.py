@@ -324,7 +324,9 @@ def test_every_family_is_trained_and_exported_unchanged(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_ranks_without_an_expert_lose_nothing(prepared_once: Path, tmp_path: Path, ranks: int):
+def test_ranks_without_an_expert_export_all_experts(
+    prepared_once: Path, tmp_path: Path, ranks: int
+):
     """Mixtral with two experts on more ranks trains and exports the right weights."""
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
     config = FAMILIES["mixtral"](VOCABULARY, num_local_experts=2)

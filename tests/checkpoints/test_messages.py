@@ -35,7 +35,7 @@ def render(error: StageError) -> list[str]:
     return [line.strip() for line in error.render().splitlines()]
 
 
-def test_no_valid_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
+def test_the_error_without_a_valid_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
     (save(tmp_path, 5).path / commit.COMMIT).unlink()
     with pytest.raises(ArtifactError) as caught:
         search.find_newest_valid(tmp_path, group, lambda step, why: None)
@@ -48,14 +48,16 @@ def test_no_valid_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
     ]
 
 
-def test_a_quarantined_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_about_a_quarantined_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     target = commit.quarantine(save(tmp_path, 5), "COMMIT.json does not match its digest")
     assert caplog.messages == [
         f"step_00000005 was moved to quarantine, {target}: COMMIT.json does not match its digest"
     ]
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 5)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(DiskFullError) as caught:
@@ -63,7 +65,7 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert render(caught.value)[0] == f"error: no disk space for a checkpoint in {tmp_path}"
 
 
-def test_a_skipped_save(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_about_a_skipped_save(caplog: pytest.LogCaptureFixture) -> None:
     checkpointer = object.__new__(Checkpointer)
     checkpointer._tier = None
     checkpointer._step = 6
@@ -83,7 +85,7 @@ def test_a_skipped_save(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
-def test_tensors_of_another_model() -> None:
+def test_the_error_for_tensors_of_another_model() -> None:
     with pytest.raises(ArtifactError) as caught:
         snapshot.require_same_specs(
             {"model.a": torch.zeros(2), "model.b": torch.zeros(3)},
@@ -99,7 +101,7 @@ def test_tensors_of_another_model() -> None:
     ]
 
 
-def test_a_record_with_missing_or_wrong_fields(tmp_path: Path) -> None:
+def test_the_error_for_a_record_with_missing_or_wrong_fields(tmp_path: Path) -> None:
     record = tmp_path / commit.TRAIN_STATE
     record.write_text(json.dumps({"step": "5"}))
     with pytest.raises(ArtifactError) as caught:

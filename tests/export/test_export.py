@@ -115,7 +115,7 @@ def test_tensors_that_a_model_change_added_are_merged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
+def test_an_export_equals_save_pretrained(tmp_path: Path, family: str, dtype: str) -> None:
     make_checkpoint(tmp_path / "model", FAMILIES[family]())
     save_run(tmp_path, tmp_path / "model")
     size = 5 * 10**9 if dtype == "float32" else 40_000

@@ -19,7 +19,7 @@ from lib.train.config import Config
 
 
 def main() -> None:
-    """Agree, and write the result."""
+    """Agree on the options, and write the result."""
     is_first = os.environ["RANK"] == "0"
     config = Config(seq_length=16, precision="fp32").with_values(
         "memory estimate",
@@ -30,16 +30,16 @@ def main() -> None:
         config = config.with_values("memory estimate", keep_gathered=True, shard_size=1)
     layout = ParallelLayout.start(partial(memory_fit.agree_on_shards, config))
     config = memory_fit.agree_on_memory(config, None, layout)
-    mine = {
+    agreed = {
         "batch": config.batch_size,
         "recompute": config.activation_checkpointing,
         "keep_gathered": config.keep_gathered,
         "shard_size": config.shard_size,
         "mesh": list(layout.fsdp.shape),
     }
-    found = gather(mine, layout.control)
+    by_rank = gather(agreed, layout.control)
     if layout.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(by_rank))
     layout.stop()
 
 

@@ -1,4 +1,4 @@
-"""Options that ask for what a run of that length cannot do, or that do nothing there."""
+"""Checks of options against each other and against the length of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lib.train.config import Config
 from tests.conftest import ROOT
 
 
-def given(*argv: Any) -> Config:
+def parse(*argv: Any) -> Config:
     """Return the options of a command line, with the learning rates filled in."""
     parser = options.Parser("training")
     add_options(parser)
@@ -29,7 +29,7 @@ def given(*argv: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "expected_text"),
     [
         (("-s", 1), "--seq-length 1 is too short"),
         (("-s", 7), "8 tokens or more"),
@@ -56,27 +56,29 @@ def given(*argv: Any) -> Config:
         ),
     ],
 )
-def test_what_cannot_come_about_is_refused(argv: tuple, told: str) -> None:
+def test_impossible_options_are_refused(argv: tuple, expected_text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        checks.require_consistent(given(*argv), has_begun=False)
-    assert re.search(told, " ".join(caught.value.render().replace("expected:", "").split()))
+        checks.require_consistent(parse(*argv), has_begun=False)
+    assert re.search(
+        expected_text, " ".join(caught.value.render().replace("expected:", "").split())
+    )
 
 
-def test_a_warm_up_that_is_too_long_names_what_limits_the_run() -> None:
+def test_a_warm_up_that_is_too_long_names_the_limiting_option() -> None:
     for argv, limit in (
         (("--max-steps", 1000), "--max-steps"),
         ((), "--num-epochs"),
         (("--max-steps", 9000), "--num-epochs"),
     ):
         with pytest.raises(UsageError) as caught:
-            checks.require_enough_steps(given(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
+            checks.require_enough_steps(parse(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
         assert caught.value.expected.endswith(f"or a larger {limit}")
 
 
-def test_all_of_it_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(UsageError, match="4 problems") as caught:
         checks.require_consistent(
-            given("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10, "--profile", "3:12"),
+            parse("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10, "--profile", "3:12"),
             has_begun=False,
         )
     assert len(caught.value.several) == 4
@@ -96,15 +98,15 @@ def test_all_of_it_is_told_at_once() -> None:
         ("--steps-per-epoch", 1000, "--warmup-steps", 2000),
     ],
 )
-def test_what_is_possible_is_not(argv: tuple) -> None:
-    checks.require_consistent(given(*argv), has_begun=False)
+def test_possible_options_are_accepted(argv: tuple) -> None:
+    checks.require_consistent(parse(*argv), has_begun=False)
 
 
 @pytest.mark.parametrize(
     ("argv", "package"),
     [(("--wandb", "on"), "wandb"), (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing")],
 )
-def test_a_package_that_an_option_wants_is_missed_before_anything_else(
+def test_a_missing_package_of_an_option_is_reported_first(
     argv: tuple, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def find(name: str) -> str:
@@ -115,7 +117,7 @@ def test_a_package_that_an_option_wants_is_missed_before_anything_else(
     monkeypatch.setattr(metadata, "version", find)
     installed: set[str] = set()
     with pytest.raises(UsageError, match=f"needs the package {package}, which is not") as caught:
-        checks.require_consistent(given(*argv), has_begun=False)
+        checks.require_consistent(parse(*argv), has_begun=False)
     pin = caught.value.run.split()[-1]
     assert pin in (ROOT / "requirements-optional.txt").read_text().splitlines()
     assert pin.startswith(f"{package}==") and "--optional" in caught.value.hint
@@ -125,22 +127,22 @@ def test_a_package_that_an_option_wants_is_missed_before_anything_else(
     assert f"--no-index --find-links {tmp_path}/wheelhouse {pin}" in commands.pip_install_optional(
         package
     )
-    # Elsewhere than where it trains, it need not be there.
+    # A machine that only prepares or plans does not need it.
     for more in (("--prepare-only",), ("--dry-run", "--plan-gpus", 8)):
-        checks.require_consistent(given(*argv, *more), has_begun=False)
+        checks.require_consistent(parse(*argv, *more), has_begun=False)
     installed.add(package)
-    checks.require_consistent(given(*argv), has_begun=False)
+    checks.require_consistent(parse(*argv), has_begun=False)
 
 
-def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
-    opts = given("--max-steps", 10, "--warmup-steps", 20)
+def test_a_resumed_run_may_keep_a_long_warm_up() -> None:
+    opts = parse("--max-steps", 10, "--warmup-steps", 20)
     checks.require_enough_steps(opts, 10, has_begun=True)
     assert "takes 100 % of the run of 10 steps" in checks.list_unusual_options(opts, 10, True)[0]
     assert not checks.list_unusual_options(opts, 400, True)  # the same with a larger --max-steps
 
 
 @pytest.mark.parametrize(
-    ("argv", "steps", "told"),
+    ("argv", "steps", "expected_text"),
     [
         (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
         (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
@@ -150,9 +152,9 @@ def test_a_run_that_has_begun_with_its_warmup_goes_on() -> None:
         (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
     ],
 )
-def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> None:
-    found = checks.list_unusual_options(given(*argv), steps, has_validation=True)
-    assert len(found) == 1 and told in found[0]
+def test_unusual_options_cause_a_warning(argv: tuple, steps: int, expected_text: str) -> None:
+    warnings = checks.list_unusual_options(parse(*argv), steps, has_validation=True)
+    assert len(warnings) == 1 and expected_text in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -171,38 +173,38 @@ def test_what_is_odd_is_told_in_a_line(argv: tuple, steps: int, told: str) -> No
 def test_a_learning_rate_is_compared_with_published_ones(
     lr: float, parameters: float, scratch: bool, usual: str
 ) -> None:
-    found = checks.describe_high_lr(lr, int(parameters), scratch)
-    assert usual in found and bool(usual) == bool(found)
-    assert not found or " parameters from scratch:" in found or " with weights:" in found
+    warning = checks.describe_high_lr(lr, int(parameters), scratch)
+    assert usual in warning and bool(usual) == bool(warning)
+    assert not warning or " parameters from scratch:" in warning or " with weights:" in warning
     assert not checks.describe_high_lr(10 * 3e-4, 7_000_000_000, False, lora=True)
     assert "parameters with LoRA:" in checks.describe_high_lr(4e-3, 7 * 10**9, False, True)
 
 
-def test_a_run_that_has_begun_with_a_large_rate_goes_on() -> None:
-    checks.require_consistent(given("--lr", 0.9), has_begun=True)
+def test_a_resumed_run_may_keep_a_large_learning_rate() -> None:
+    checks.require_consistent(parse("--lr", 0.9), has_begun=True)
 
 
-def test_evaluation_without_a_validation_split() -> None:
-    both = given("--eval-freq", 5, "--eval-batches", 7)
+def test_evaluation_options_without_a_validation_split_cause_a_warning() -> None:
+    both = parse("--eval-freq", 5, "--eval-batches", 7)
     assert (
         "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation "
         "split" in checks.list_unusual_options(both, 9, has_validation=False)[0]
     )
     assert (
         "--eval-batches has nothing"
-        in checks.list_unusual_options(given("--eval-batches", 7), 9, False)[0]
+        in checks.list_unusual_options(parse("--eval-batches", 7), 9, False)[0]
     )
     assert (
         "with --streaming"
-        in checks.list_unusual_options(given("--streaming", "--eval-freq", 5), 9, False)[0]
+        in checks.list_unusual_options(parse("--streaming", "--eval-freq", 5), 9, False)[0]
     )
-    assert not checks.list_unusual_options(given("--eval-freq", 0), 9, has_validation=False)
+    assert not checks.list_unusual_options(parse("--eval-freq", 0), 9, has_validation=False)
 
 
-def test_defaults_are_never_odd() -> None:
+def test_defaults_never_cause_a_warning() -> None:
     assert not [
         text
         for steps in (1, 9, 10**6)
         for valid in (True, False)
-        for text in checks.list_unusual_options(given(), steps, valid)
+        for text in checks.list_unusual_options(parse(), steps, valid)
     ]

@@ -1,4 +1,4 @@
-"""What a directory must be for a run to be begun in it."""
+"""Directories in which a run may start or resume."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from lib.train import previous_run
 from lib.train.config import Config
 
 
-def test_samples_that_are_others_than_those_of_the_run_are_refused(tmp_path: Path) -> None:
-    """As packs made anew may be, where an earlier version had made them."""
+def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
+    """Another version of the packing may pack the same documents into other samples."""
     now = {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
     for facts, changes in (
         ({"samples_per_epoch": 300}, []),
         ({}, []),
-        ({"samples_per_epoch": 298}, ["samples in an epoch: 298 there, 300 now"]),
+        ({"samples_per_epoch": 298}, ["samples in an epoch: 298 identities, 300 now"]),
     ):
-        there = previous_run.add_sample_counts({"identity": now, **facts}, now, 300)
-        found = previous_run.require_same_run(*there, tmp_path, with_changes=True)
-        assert [*map(str, found)] == changes and previous_run.changes_samples(found) == bool(
-            changes
-        )
+        identities = previous_run.add_sample_counts({"identity": now, **facts}, now, 300)
+        differences = previous_run.require_same_run(*identities, tmp_path, with_changes=True)
+        assert [*map(str, differences)] == changes and previous_run.changes_samples(
+            differences
+        ) == bool(changes)
     with pytest.raises(UsageError) as error:
-        previous_run.require_same_run(*there, tmp_path)
-    assert "samples in an epoch: 298 there, 300 now" in error.value.render()
+        previous_run.require_same_run(*identities, tmp_path)
+    assert "samples in an epoch: 298 identities, 300 now" in error.value.render()
     assert now == {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["notes.txt", "config.yaml", "config.yaml of another program"])
-def test_a_directory_of_the_user_is_neither_used_nor_moved(
+def test_a_directory_that_is_no_experiment_is_neither_used_nor_moved(
     tmp_path: Path, name: str, overwrite: bool
 ) -> None:
     opts = SimpleNamespace(overwrite=overwrite, resume="auto", resume_with_changes=False)
@@ -69,7 +69,7 @@ def test_a_directory_of_the_user_is_neither_used_nor_moved(
     ],
     ids=str,
 )
-def test_the_command_for_a_run_with_other_settings_helps(
+def test_the_suggested_command_resumes_a_run_with_other_settings(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     typed: dict,
@@ -77,9 +77,9 @@ def test_the_command_for_a_run_with_other_settings_helps(
     options: dict,
     run: str,
 ) -> None:
-    """Options that the run has recorded help unless the same name leads to something else now."""
+    """Recorded options help, unless the same name leads to another input now."""
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "exp"])
-    begun = replace(
+    recorded = replace(
         Config(),
         experiment_name="exp",
         save_dir=tmp_path,
@@ -90,13 +90,13 @@ def test_the_command_for_a_run_with_other_settings_helps(
     now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp/config.yaml").write_text(
-        yaml.safe_dump({"options": begun.to_record(), "identity": now})
+        yaml.safe_dump({"options": recorded.to_record(), "identity": now})
     )
     with pytest.raises(UsageError) as error:
         previous_run.require_same_run(
             now,
             {"options": options, "inputs": inputs},
             tmp_path / "exp",
-            config=replace(begun, **typed),
+            config=replace(recorded, **typed),
         )
     assert run in error.value.run and error.value.hint.endswith(":")

@@ -1,4 +1,4 @@
-"""What a run is said to take before it begins: time, checkpoints, tokens per step."""
+"""Estimates before a run starts: time, checkpoints, tokens per step."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def planned(
 
 
 def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
-    said = estimates.describe_cost(planned(), SEVEN_B, H100)["time"]
+    text = estimates.describe_cost(planned(), SEVEN_B, H100)["time"]
     assert (
-        said == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of "
+        text == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of "
         "the H100), longer with only 1,024 tokens in a pass; measured after 20 steps"
     )
     small = replace(SEVEN_B, parameters=3_000_000)
@@ -45,7 +45,7 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "text"),
     [
         (
             {},
@@ -62,13 +62,13 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
         ({"max_steps": 100}, "1 of 87.0 GB"),
     ],
 )
-def test_checkpoints_are_counted(given: dict[str, Any], said: str) -> None:
-    assert estimates.describe_cost(planned(**given), SEVEN_B, H100)["checkpoints"].endswith(said)
+def test_the_checkpoints_of_a_run_are_counted(given: dict[str, Any], text: str) -> None:
+    assert estimates.describe_cost(planned(**given), SEVEN_B, H100)["checkpoints"].endswith(text)
 
 
-def test_forty_gigabytes_at_batch_one_are_advised_against() -> None:
-    said = estimates.suggest_global_batch(planned(), SEVEN_B, H100)
-    assert said.splitlines() == [
+def test_a_small_batch_of_a_large_model_causes_a_warning() -> None:
+    text = estimates.suggest_global_batch(planned(), SEVEN_B, H100)
+    assert text.splitlines() == [
         "8,192 tokens per step are few for a model of 7.25B parameters",
         "  published: 65.5K to 4.19M in fine-tuning and continued pre-training "
         "(docs/explanation/planning.md)",
@@ -80,22 +80,22 @@ def test_forty_gigabytes_at_batch_one_are_advised_against() -> None:
     assert estimates.suggest_global_batch(planned(global_batch_size=256), SEVEN_B, H100) is None
 
 
-def test_with_a_limit_of_steps_it_is_given_too() -> None:
-    said = estimates.suggest_global_batch(planned(max_steps=1_000_000), SEVEN_B, H100)
-    assert "--global-batch-size 256 --max-steps 31250 for 262,144" in said
+def test_the_suggestion_contains_max_steps_if_that_was_typed() -> None:
+    text = estimates.suggest_global_batch(planned(max_steps=1_000_000), SEVEN_B, H100)
+    assert "--global-batch-size 256 --max-steps 31250 for 262,144" in text
 
 
 @pytest.mark.parametrize(("parameters", "batch"), [(124e6, 512), (1.2e9, 1024), (7e9, 2048)])
-def test_from_scratch_takes_more(parameters: float, batch: int) -> None:
-    said = estimates.suggest_global_batch(
+def test_a_run_from_scratch_gets_a_larger_suggested_batch(parameters: float, batch: int) -> None:
+    text = estimates.suggest_global_batch(
         planned(), replace(SEVEN_B, parameters=int(parameters), scratch=True), H100
     )
-    assert f"--global-batch-size {batch} for" in said
+    assert f"--global-batch-size {batch} for" in text
 
 
-def test_what_is_advised_can_be_divided() -> None:
-    said = estimates.suggest_global_batch(planned(ranks=12, batch_size=7), SEVEN_B, H100)
-    assert said is None or int(said.partition("batch-size ")[2].split()[0]) % 84 == 0
+def test_the_suggested_batch_can_be_divided() -> None:
+    text = estimates.suggest_global_batch(planned(ranks=12, batch_size=7), SEVEN_B, H100)
+    assert text is None or int(text.partition("batch-size ")[2].split()[0]) % 84 == 0
     assert (
         estimates.suggest_global_batch(planned(ranks=3, batch_size=5), SEVEN_B, H100)
         .partition("batch-size ")[2]
@@ -103,16 +103,16 @@ def test_what_is_advised_can_be_divided() -> None:
     )
 
 
-def test_too_many_tokens_are_told_too() -> None:
-    said = estimates.suggest_global_batch(planned(global_batch_size=64 * 512), SEVEN_B, H100)
-    assert said.startswith("33,554,432 tokens per step are many")
-    assert "--global-batch-size 4096 for 4,194,304" in said
+def test_too_many_tokens_per_step_cause_a_warning() -> None:
+    text = estimates.suggest_global_batch(planned(global_batch_size=64 * 512), SEVEN_B, H100)
+    assert text.startswith("33,554,432 tokens per step are many")
+    assert "--global-batch-size 4096 for 4,194,304" in text
 
 
 @pytest.mark.parametrize(
     ("parameters", "given"), [(3e6, {}), (7e9, {"max_steps": 9_999}), (7e9, {"samples": 60_000})]
 )
-def test_small_models_and_short_runs_are_left_alone(parameters: float, given: dict) -> None:
+def test_small_models_and_short_runs_cause_no_warning(parameters: float, given: dict) -> None:
     assert (
         estimates.suggest_global_batch(
             planned(**given), replace(SEVEN_B, parameters=int(parameters)), H100

@@ -58,7 +58,7 @@ def test_a_run_of_an_earlier_version_keeps_its_bytes(model: Path, tmp_path: Path
     assert _keep(model, tmp_path)[0]["rope_theta"] == 1e4
 
 
-def test_a_model_that_is_made_anew_is_the_same(tmp_path: Path) -> None:
+def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
     """As where the cache was deleted: an earlier version had not written the earlier keys."""
     config = Config(
         experiment_name="exp",

@@ -71,7 +71,7 @@ def flip(path: Path) -> None:
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def test_damaged_weights_are_told_before_anything_is_trained(
+def test_damaged_weights_are_found_before_training(
     model_dir: Path, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(verified, "_RACY_NS", -(10**18))

@@ -1,4 +1,4 @@
-"""The template that a run keeps: whoever renders with it begins as samples began in training."""
+"""The chat template that a run keeps: at inference, texts begin as samples did in training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PICKY = "{% if messages | length < 2 %}{{ raise_exception('no') }}{% endif %}" +
         (True, "{{ bos_token }}" + PICKY, "<s>user"),
     ],
 )
-def test_bos_is_written_once(tmp_path: Path, adds: bool, source: str, begins: str) -> None:
-    home = save_tokenizer(tmp_path / "it", bos=adds)
-    kept = experiment.add_bos_to_template(source, home)
-    assert experiment.add_bos_to_template(kept, home) == kept
-    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    text = AutoTokenizer.from_pretrained(home).apply_chat_template(
-        said, chat_template=kept, tokenize=False
+def test_bos_occurs_once_at_inference(tmp_path: Path, adds: bool, source: str, begins: str) -> None:
+    tokenizer_dir = save_tokenizer(tmp_path / "it", bos=adds)
+    template = experiment.add_bos_to_template(source, tokenizer_dir)
+    assert experiment.add_bos_to_template(template, tokenizer_dir) == template
+    conversation = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = AutoTokenizer.from_pretrained(tokenizer_dir).apply_chat_template(
+        conversation, chat_template=template, tokenize=False
     )
     assert text.startswith(begins) and text.count("<s>") == begins.count("<s>")

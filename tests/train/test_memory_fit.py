@@ -1,4 +1,4 @@
-"""Which batch --batch-size auto takes, and what is said of one that is small."""
+"""Options that depend on memory: batch, recomputation, gathered weights, shard size."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 
 
 @pytest.fixture(autouse=True)
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return what is told, the last of it last."""
+def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the lines that are logged, and fix what the machine would decide."""
     lines: list[str] = []
     monkeypatch.setattr(memory_fit.log, "info", lines.append)
     monkeypatch.setattr(memory_fit.log, "warn", lines.append)
@@ -43,10 +43,10 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return lines
 
 
-def here(
+def set_memory(
     monkeypatch: pytest.MonkeyPatch, samples: float, *, gpu: bool = False, ranks: int = 1
 ) -> None:
-    """Let each rank have room for so many samples of 1,024 tokens beside its states."""
+    """Give each rank memory for its states and so many samples of 1,024 tokens."""
     room = round((STATES_MIB / ranks + 8 * samples) * MIB / 0.9) + 1000
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -55,7 +55,7 @@ def here(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
 
 
-def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
+def choose_batch(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
     given = replace(
         ASKED,
         **{
@@ -70,74 +70,88 @@ def chosen(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> i
     return fit(given, on_meta())[0].batch_size
 
 
-def test_what_fits_is_taken(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
-    here(monkeypatch, 12, gpu=True)
-    assert chosen() == 8 and "8,192 tokens in a pass, the largest that fits" in said[-1]
-    assert chosen(batch_size=3) == 3
-    here(monkeypatch, 0, gpu=True)
-    assert chosen() == 1  # the check of a run refuses it, with what would fit
-    here(monkeypatch, 1000, gpu=True)
-    assert chosen() == 32 and chosen(seq_length=65536) == 1
-    assert "at most 32,768 tokens" in said[-1]
-    here(monkeypatch, 1000)
-    assert chosen() == 2 and chosen(seq_length=32) == 64
-
-
-def test_no_more_is_computed_again_than_needed(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
+def test_the_largest_batch_that_fits_is_used(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    """Samples take 8, 6 or 2 MiB; a run that goes on computes no less again than before."""
+    set_memory(monkeypatch, 12, gpu=True)
+    assert choose_batch() == 8 and "8,192 tokens in a pass, the largest that fits" in logged[-1]
+    assert choose_batch(batch_size=3) == 3
+    set_memory(monkeypatch, 0, gpu=True)
+    assert choose_batch() == 1  # require_memory refuses the run
+    set_memory(monkeypatch, 1000, gpu=True)
+    assert choose_batch() == 32 and choose_batch(seq_length=65536) == 1
+    assert "at most 32,768 tokens" in logged[-1]
+    set_memory(monkeypatch, 1000)
+    assert choose_batch() == 2 and choose_batch(seq_length=32) == 64
 
-    def taken(samples: float, kept: str = "", **changes: Any) -> tuple[str, int]:
-        said.clear()
-        here(monkeypatch, samples, gpu=True)
+
+def test_no_more_is_recomputed_than_needed(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """Samples take 8, 6 or 2 MiB. A resumed run recomputes no less than before."""
+
+    def fill_options(samples: float, earlier_kind: str = "", **changes: Any) -> tuple[str, int]:
+        logged.clear()
+        set_memory(monkeypatch, samples, gpu=True)
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
-        config, _ = fit(given, on_meta(), {"settled": {"activation_checkpointing": kept}})
+        config, _ = fit(given, on_meta(), {"settled": {"activation_checkpointing": earlier_kind}})
         assert config.settled_by["activation_checkpointing"] == (
-            "earlier launch" if config.activation_checkpointing == kept else "memory estimate"
+            "earlier launch" if config.activation_checkpointing == earlier_kind else "memory estimate"
         )
         assert config.to_record()["activation_checkpointing"] == "auto"
         return config.activation_checkpointing, config.batch_size
 
-    assert taken(1000) == ("none", 4) and not said
-    assert taken(4) == ("none", 4) and taken(3.9) == ("selective", 4) and taken(2.9) == ("full", 4)
-    assert said == [
+    assert fill_options(1000) == ("none", 4) and not logged
+    assert (
+        fill_options(4) == ("none", 4)
+        and fill_options(3.9) == ("selective", 4)
+        and fill_options(2.9) == ("full", 4)
+    )
+    assert logged == [
         "--activation-checkpointing auto: full, since less recomputation is not sure "
         f"to fit in {units.memory(capacity.count_free(None))} by the memory estimate"
     ]
-    assert taken(0.9) == ("full", 4)  # nothing fits, which the check of a run says
-    assert taken(1000, "full") == ("full", 4) and taken(1000, "none") == ("none", 4) and not said
-    assert taken(2.9, "none") == ("full", 4) and len(said) == 1
-    auto = {"batch_size": "auto"}  # the least with which a pass has 8,192 tokens, as a GPU wants
-    assert taken(8, **auto) == ("none", 8) and taken(7.9, **auto) == ("selective", 8)
-    assert taken(5.9, **auto) == ("full", 16) and taken(1, **auto) == ("full", 4)
-    assert taken(7.9, **auto, global_batch_size=4) == ("none", 4)
-    assert taken(1, **auto, seq_length=8192) == ("full", 1)
+    assert fill_options(0.9) == ("full", 4)  # nothing fits; require_memory refuses the run
+    assert (
+        fill_options(1000, "full") == ("full", 4)
+        and fill_options(1000, "none") == ("none", 4)
+        and not logged
+    )
+    assert fill_options(2.9, "none") == ("full", 4) and len(logged) == 1
+    auto = {"batch_size": "auto"}  # enough for 8,192 tokens in a pass
+    assert fill_options(8, **auto) == ("none", 8) and fill_options(7.9, **auto) == ("selective", 8)
+    assert fill_options(5.9, **auto) == ("full", 16) and fill_options(1, **auto) == ("full", 4)
+    assert fill_options(7.9, **auto, global_batch_size=4) == ("none", 4)
+    assert fill_options(1, **auto, seq_length=8192) == ("full", 1)
     config = replace(ASKED, activation_checkpointing="full").with_values("x", lr=1.0)
     assert config.to_record()["activation_checkpointing"] == "full"
 
 
-def test_samples_of_a_step_are_divided_evenly(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
+def test_an_automatic_batch_divides_the_global_batch(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    here(monkeypatch, 12, gpu=True, ranks=2)
+    set_memory(monkeypatch, 12, gpu=True, ranks=2)
     for whole, batch in ((12, 6), (14, 7), (22, 11), (26, 1), (36, 9), (2, 1)):
-        assert chosen(global_batch_size=whole) == batch
-    assert "all that a rank has of a step" in said[-1]
-    assert any("divides the 36 samples of a step over 2 ranks and fits in" in line for line in said)
+        assert choose_batch(global_batch_size=whole) == batch
+    assert "all that a rank has of a step" in logged[-1]
+    assert any(
+        "divides the 36 samples of a step over 2 ranks and fits in" in line for line in logged
+    )
     with pytest.raises(UsageError, match="--global-batch-size 13 cannot be divided"):
-        chosen(global_batch_size=13)
-    assert chosen(global_batch_size=32, precision="fp8", seq_length=1000) == 8
+        choose_batch(global_batch_size=13)
+    assert choose_batch(global_batch_size=32, precision="fp8", seq_length=1000) == 8
     with pytest.raises(UsageError, match="no --batch-size has tokens in multiples of 16"):
-        chosen(global_batch_size=6, precision="fp8", seq_length=1000)
+        choose_batch(global_batch_size=6, precision="fp8", seq_length=1000)
 
 
-def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the ranks have taken the smallest of theirs."""
+def test_an_automatic_batch_leaves_enough_steps(
+    logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 has chosen a batch of 16, so both ranks begin with that."""
     monkeypatch.setattr(memory_fit, "gather", lambda mine, group: [mine, (16, "full", False)])
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
-        said.clear()
+        logged.clear()
         given = replace(
             ASKED,
             batch_size=32,
@@ -150,14 +164,14 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
         layout = Namespace(ranks=ranks, control=None)
         agreed = memory_fit.agree_on_memory(given, samples, layout)
         assert agreed.activation_checkpointing == ("full" if auto else "selective")
-        of_rank_1 = [line for line in said if line.endswith("as rank 1 has chosen")]
+        of_rank_1 = [line for line in logged if line.endswith("as rank 1 has chosen")]
         assert len(of_rank_1) == (2 if auto else 0)
-        said[:] = [line for line in said if line not in of_rank_1]
+        logged[:] = [line for line in logged if line not in of_rank_1]
         return agreed.batch_size
 
-    assert agreed(1000) == 16 and agreed(320) == 16 and not said
+    assert agreed(1000) == 16 and agreed(320) == 16 and not logged
     assert agreed(319) == 8
-    assert said == [
+    assert logged == [
         "--batch-size auto: 8 per process instead of 16, so that 319 samples make at "
         "least 10 steps or, if they are too few, as many as can be"
     ]
@@ -174,30 +188,30 @@ def test_the_data_fills_a_step(said: list[str], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that launches on so many nodes of 8, with room for so many samples."""
+    """Return a function that sets the number of nodes, and memory for so many samples."""
 
     def launch(count: int, samples: float, shards: int, gpu: bool = True, each: int = 8) -> None:
-        here(monkeypatch, samples, gpu=gpu, ranks=shards)
+        set_memory(monkeypatch, samples, gpu=gpu, ranks=shards)
         monkeypatch.setenv("WORLD_SIZE", str(each * count))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(each))
 
     return launch
 
 
-def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
-    nodes: Callable[..., None], said: list[str]
+def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
+    nodes: Callable[..., None], logged: list[str]
 ) -> None:
     def shards(**changes: Any) -> int | None:
-        said.clear()
+        logged.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
         config = fit(given, on_meta())[0]
-        assert (config.settled_by.get("shard_size") == "memory estimate") == bool(said)
+        assert (config.settled_by.get("shard_size") == "memory estimate") == bool(logged)
         assert config.to_record()["shard_size"] == changes.get("shard_size")
         return config.shard_size
 
     nodes(4, 1.2, shards=8)
     assert shards() == 8
-    assert said == [
+    assert logged == [
         "--shard-size 8: a replica of the model in each of 4 nodes, since a step fits "
         "so by the memory estimate; --shard-size 32 shards over all ranks"
     ]
@@ -208,12 +222,12 @@ def test_from_four_nodes_on_each_holds_a_replica_if_it_fits(
     assert shards() is None
     nodes(32, 1000, shards=8, each=1)
     assert shards() is None
-    nodes(4, 1.05, shards=32)  # what a replica per node takes more would not fit
+    nodes(4, 1.05, shards=32)  # a replica per node would not fit
     assert shards() is None
     assert shards(activation_checkpointing="auto") is None  # nor is it worth recomputation
 
 
-def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None:
+def test_a_plan_for_other_machines_assumes_nodes_of_eight_gpus(logged: list[str]) -> None:
     given = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
     asked = memory_fit.fit_to_planned_gpus(given, inputs(), on_meta())
     assert {ranks: config.shard_size for ranks, config in asked.items()} == {
@@ -223,15 +237,15 @@ def test_a_plan_for_other_machines_takes_nodes_of_eight(said: list[str]) -> None
         36: None,
         64: 8,
     }
-    assert any(line.startswith("on 64 GPUs, --shard-size 8: ") for line in said)
+    assert any(line.startswith("on 64 GPUs, --shard-size 8: ") for line in logged)
 
 
-def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta()
     whole = 4 * sum(p.numel() for p in model.parameters()) / MIB
 
-    def kept(samples: float, gpu: bool = True, **changes: Any) -> bool | None:
-        here(monkeypatch, samples, gpu=gpu)
+    def choose_gathered(samples: float, gpu: bool = True, **changes: Any) -> bool | None:
+        set_memory(monkeypatch, samples, gpu=gpu)
         given = replace(
             ASKED,
             **{
@@ -247,16 +261,18 @@ def test_weights_stay_gathered_where_there_is_memory(monkeypatch: pytest.MonkeyP
         assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
         return config.keep_gathered
 
-    assert kept(1000) and kept(1000, gpu=False)
-    assert kept(1 + (whole + 0.1) / 8) and kept(1 + (whole - 0.1) / 8) is None
-    assert kept(1000, cpu_offload=True) is None
-    assert kept(1000, keep_gathered=False) is False and kept(1.1, keep_gathered=True)
-    monkeypatch.setattr(memory_check, "KEPT_SHARE", 0.05)  # it fits, and would be too large a part
-    assert kept(1 + (whole + 0.1) / 8) is None
+    assert choose_gathered(1000) and choose_gathered(1000, gpu=False)
+    assert choose_gathered(1 + (whole + 0.1) / 8) and choose_gathered(1 + (whole - 0.1) / 8) is None
+    assert choose_gathered(1000, cpu_offload=True) is None
+    assert choose_gathered(1000, keep_gathered=False) is False and choose_gathered(
+        1.1, keep_gathered=True
+    )
+    monkeypatch.setattr(memory_check, "KEPT_SHARE", 0.05)  # it fits, but takes too large a share
+    assert choose_gathered(1 + (whole + 0.1) / 8) is None
 
 
-def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
-    """Two ranks have chosen otherwise; another decision on each would be a hang."""
+def test_ranks_agree_on_options_that_fit_all_of_them(tmp_path: Path) -> None:
+    """Two ranks have chosen different options; if they kept them, the run would hang."""
     run_stage("tests/train/agreeing.py", tmp_path / "found.json", cwd=tmp_path, ranks=2)
     assert (
         json.loads((tmp_path / "found.json").read_text())
@@ -274,7 +290,7 @@ def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "begun_with", "then"),
+    ("given", "earlier_batch", "expected"),
     [
         ({}, None, ("auto", None, None)),
         ({}, 1, ("auto", 1, None)),
@@ -289,18 +305,20 @@ def test_ranks_agree_on_what_fits_them_all(tmp_path: Path) -> None:
 )
 def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
     monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
+    logged: list[str],
     given: dict[str, Any],
-    begun_with: int | None,
-    then: tuple[Any, ...],
+    earlier_batch: int | None,
+    expected: tuple[Any, ...],
 ) -> None:
     """A resumed run keeps the samples of its step, also if it started with the default 1."""
-    begun = {"identity": {"options": {"global_batch_size": begun_with}}} if begun_with else {}
+    earlier_run = (
+        {"identity": {"options": {"global_batch_size": earlier_batch}}} if earlier_batch else {}
+    )
     asked = replace(ASKED, **{"batch_size": None, **given})
     for gpu in (True, False):
-        here(monkeypatch, 1000, gpu=gpu)
-        config = apply_rules(asked, Facts(inputs(begun)), Known.HARDWARE)
-        batch, whole, accumulation = then
+        set_memory(monkeypatch, 1000, gpu=gpu)
+        config = apply_rules(asked, Facts(inputs(earlier_run)), Known.HARDWARE)
+        batch, whole, accumulation = expected
         if not gpu and batch == "auto":
             batch = 1
         assert config.batch_size == batch and config.grad_accum_steps == accumulation
@@ -308,30 +326,34 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
         assert division.global_batch == (
             whole or (accumulation or 1) * (batch if batch != "auto" else 1)
         )
-    chosen, _ = fit(replace(asked, compile=False), on_meta(), begun)
-    assert plan.divide_batch(chosen, 0, 1).global_batch == (
-        whole or chosen.batch_size * (accumulation or 1)
+    fitted, _ = fit(replace(asked, compile=False), on_meta(), earlier_run)
+    assert plan.divide_batch(fitted, 0, 1).global_batch == (
+        whole or fitted.batch_size * (accumulation or 1)
     )
 
 
-def test_with_changes_the_batch_on_a_gpu_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step of the run could not be divided over other ranks, say, and nobody typed it."""
-    here(monkeypatch, 1000, gpu=True)
-    begun = {"identity": {"options": {"global_batch_size": 64}}}
+def test_resume_with_changes_leaves_the_batch_on_a_gpu_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise a step that nobody typed might be impossible to divide over other ranks."""
+    set_memory(monkeypatch, 1000, gpu=True)
+    earlier_run = {"identity": {"options": {"global_batch_size": 64}}}
     asked = replace(ASKED, batch_size=None, grad_accum_steps=3, resume_with_changes=True)
-    config = apply_rules(asked, Facts(inputs(begun)), Known.HARDWARE)
+    config = apply_rules(asked, Facts(inputs(earlier_run)), Known.HARDWARE)
     assert config.batch_size == "auto" and config.grad_accum_steps == 3
     assert config.global_batch_size is None
 
 
-def test_a_family_that_cannot_be_traced_takes_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
-    here(monkeypatch, 12, gpu=True)
+def test_a_family_that_cannot_be_traced_gets_the_smallest_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_memory(monkeypatch, 12, gpu=True)
     monkeypatch.setattr(memory_check, "Estimates", lambda model: 1 / 0)
-    assert chosen() == 1
+    assert choose_batch() == 1
 
 
-def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
-    """As a fork of a process that uses a GPU could not: all of it goes there and comes back."""
+def test_beside_a_gpu_a_child_process_traces() -> None:
+    """A fork of a process that uses a GPU could not trace; so everything must be picklable."""
     found = MemoryCheck(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
     asked = pickle.loads(
         pickle.dumps((found, memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest))
@@ -342,8 +364,8 @@ def test_beside_a_gpu_another_interpreter_finds_it_out() -> None:
     assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
 
-def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    here(monkeypatch, 0)
+def test_each_number_of_planned_gpus_gets_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_memory(monkeypatch, 0)
     gib = (STATES_MIB + 8 * 7.5) / 1024 / 0.9 + 1e-6
     given = replace(
         ASKED,
@@ -354,7 +376,7 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         activation_checkpointing="none",
     )
     model = on_meta()
-    assert chosen(plan_gpus=[1, 64]) == "auto"
+    assert choose_batch(plan_gpus=[1, 64]) == "auto"
     asked = memory_fit.fit_to_planned_gpus(given, inputs(), model)
     assert asked[1].batch_size == 4 and asked[64].batch_size == 8
     three = memory_fit.fit_to_planned_gpus(replace(given, batch_size=3), inputs(), model)
@@ -364,8 +386,8 @@ def test_each_number_of_gpus_has_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [each.activation_checkpointing for each in kinds] == ["selective", "none"]
 
 
-def test_what_a_run_was_begun_with_is_kept() -> None:
-    for given, begun_with, then in (
+def test_a_resumed_run_keeps_its_global_batch() -> None:
+    for given, earlier_batch, expected in (
         ({}, 64, (64, None)),
         ({"grad_accum_steps": 2}, 64, (64, None)),
         ({}, None, (None, None)),
@@ -374,33 +396,33 @@ def test_what_a_run_was_begun_with_is_kept() -> None:
         ({"batch_size": 4}, 4, (None, None)),
         ({"batch_size": 4, "resume_with_changes": True}, 64, (None, None)),
     ):
-        begun = {"identity": {"options": {"global_batch_size": begun_with}}}
+        earlier_run = {"identity": {"options": {"global_batch_size": earlier_batch}}}
         settled = settle_from_files(
-            replace(ASKED, **{"batch_size": "auto", **given}), inputs(begun)
+            replace(ASKED, **{"batch_size": "auto", **given}), inputs(earlier_run)
         )
-        assert (settled.global_batch_size, settled.grad_accum_steps) == then
+        assert (settled.global_batch_size, settled.grad_accum_steps) == expected
 
 
-def test_too_few_tokens_are_told_with_what_fits(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
+def test_too_few_tokens_cause_a_warning_with_a_batch_that_fits(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     def advised(has_begun: bool = False, auto: bool = False, **changes: Any) -> str:
-        said.clear()
+        logged.clear()
         given = replace(
             ASKED,
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
         given = given.with_values("memory estimate", batch_size=1) if auto else given
         memory_fit.suggest_batch(given, MemoryCheck.for_this_rank(on_meta()), has_begun)
-        return "".join(said)
+        return "".join(logged)
 
-    here(monkeypatch, 12, gpu=True)
+    set_memory(monkeypatch, 12, gpu=True)
     assert "1,024 tokens in a pass" in advised() and "--batch-size 8 fits" in advised()
     assert "makes a step of 8 samples instead of 1" in advised()
     assert "--batch-size 6 fits" in advised(global_batch_size=6)
     assert "(6,144 tokens) with --global-batch-size 6" in advised(grad_accum_steps=6)
     assert not advised(has_begun=True) and not advised(auto=True) and not advised(batch_size=8)
-    here(monkeypatch, 1, gpu=True)
+    set_memory(monkeypatch, 1, gpu=True)
     assert not advised()
-    here(monkeypatch, 12)
+    set_memory(monkeypatch, 12)
     assert not advised()

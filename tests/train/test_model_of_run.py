@@ -1,4 +1,4 @@
-"""Which model a run without -m takes: what is typed, and the first line that says so."""
+"""The model of a run without -m: the question to the user, the log, and a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAIN = ("-d", "corpus", "-s", SEQ_LENGTH, "--max-steps")
 
 
 def prepare_as_by_stage_03(project: Path, name: str, **shape: Any) -> Path:
-    """Make a model in the cache directory, and return it."""
+    """Create a model in the cache directory, and return its path."""
     from transformers import LlamaConfig
 
     path = project / ".cache/models" / name
@@ -47,12 +47,12 @@ def prepare_as_by_stage_03(project: Path, name: str, **shape: Any) -> Path:
     return path
 
 
-def first_line(project: Path, *arguments: object, **how: Any) -> str:
-    done = run_stage("04_train_fsdp.py", *arguments, cwd=project, **how)
+def first_line(project: Path, *arguments: object, **settings: Any) -> str:
+    done = run_stage("04_train_fsdp.py", *arguments, cwd=project, **settings)
     return done.stdout.partition("\n")[0] or done.stderr
 
 
-def test_which_model_is_asked_told_and_kept(project: Path) -> None:
+def test_a_run_asks_for_logs_and_keeps_its_model(project: Path) -> None:
     small = prepare_as_by_stage_03(project, "org--small")
     larger = prepare_as_by_stage_03(project, "org--larger", hidden_size=64)
     prepare_as_by_stage_03(project, "demo")
@@ -60,8 +60,8 @@ def test_which_model_is_asked_told_and_kept(project: Path) -> None:
     question = first_line(project, "-e", "x", *TRAIN, 1, expect=2)
     assert "2 models are prepared under .cache/models, and none was named" in question
     commands = re.findall(r".* -m \S+", question)
-    told = [first_line(project, *shlex.split(line)[2:], "--dry-run") for line in commands]
-    assert told == [
+    lines = [first_line(project, *shlex.split(line)[2:], "--dry-run") for line in commands]
+    assert lines == [
         "model: .cache/models/org--larger, 115K parameters",
         "model: .cache/models/org--small, 51.4K parameters",
     ]

@@ -1,4 +1,4 @@
-"""Between two rows the host never waits for the device, because it reads no number from it."""
+"""Between two rows the host reads no number from the device, so it never waits for it."""
 
 from __future__ import annotations
 

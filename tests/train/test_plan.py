@@ -1,4 +1,4 @@
-"""What a run will do: steps, division of the batch, and what a resume must share."""
+"""The plan of a run: steps, division of the batch, and the identity that a resume must share."""
 
 from __future__ import annotations
 
@@ -53,14 +53,16 @@ def make(samples: int = 103, **changes: Any) -> Plan:
         ({"batch_size": 4, "global_batch_size": 24}, 6, (4, 1, 24)),
     ],
 )
-def test_division(given: dict, ranks: int, expected: tuple[int, int, int]) -> None:
+def test_a_global_batch_is_divided_into_micro_batches(
+    given: dict, ranks: int, expected: tuple[int, int, int]
+) -> None:
     division = plan.divide_batch(options(**given), ranks - 1, ranks)
     assert (division.micro_batch, division.accumulation, division.global_batch) == expected
     assert (division.dp_rank, division.dp_size) == (ranks - 1, ranks)
 
 
 @pytest.mark.parametrize(("batch", "ranks"), [(5, 1), (4, 4), (1, 7), (32, 1)])
-def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
+def test_a_global_batch_that_cannot_be_divided_is_refused(batch: int, ranks: int) -> None:
     with pytest.raises(UsageError, match="--global-batch-size 24 cannot be divided") as caught:
         plan.divide_batch(options(batch_size=batch, global_batch_size=24), 0, ranks)
     assert f"a multiple of {batch * ranks} = {batch} per process" in caught.value.expected
@@ -83,7 +85,7 @@ def test_a_global_batch_that_cannot_be_divided(batch: int, ranks: int) -> None:
         ({"steps_per_epoch": 25, "max_steps": 70}, 70),
     ],
 )
-def test_where_training_ends(given: dict, steps: int) -> None:
+def test_steps_and_epochs_limit_a_run(given: dict, steps: int) -> None:
     assert plan.count_steps(options(**given), samples=103, global_batch=10) == steps
 
 
@@ -91,19 +93,19 @@ def test_where_training_ends(given: dict, steps: int) -> None:
     ("given", "samples"),
     [({}, 0), ({}, 9), ({"num_epochs": 1, "max_steps": 5}, 9), ({"max_steps": 5}, 0)],
 )
-def test_too_little_data_for_a_step(given: dict, samples: int) -> None:
+def test_too_little_data_for_a_step_is_refused(given: dict, samples: int) -> None:
     with pytest.raises(UsageError, match="too small for one step") as caught:
         plan.count_steps(options(**given), samples, global_batch=10)
     assert f"{samples} samples in an epoch, 10 in a step" in caught.value.found
 
 
-def test_little_data_is_enough_when_epochs_do_not_end() -> None:
+def test_little_data_is_enough_if_epochs_repeat() -> None:
     assert plan.count_steps(options(max_steps=5), samples=1, global_batch=10) == 5
     assert plan.count_steps(options(num_epochs=20), samples=1, global_batch=10) == 2
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "expected_text"),
     [
         ({"global_batch_size": 8, "grad_accum_steps": 2}, "not both"),
         ({"min_lr": 1e-2}, "--min-lr 0.01 is above --lr 0.001"),
@@ -111,19 +113,19 @@ def test_little_data_is_enough_when_epochs_do_not_end() -> None:
         ({"beta2": 1.5}, "--beta2 must be below 1"),
     ],
 )
-def test_contradictions_between_options(given: dict, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_contradictory_options_are_refused(given: dict, expected_text: str) -> None:
+    with pytest.raises(UsageError, match=expected_text):
         checks.require_consistent(options(**given), has_begun=False)
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     with pytest.raises(UsageError, match="3 problems") as caught:
         checks.require_consistent(options(min_lr=1.0, beta1=1.0, beta2=1.0), has_begun=False)
     assert "--beta2" in caught.value.problem
     checks.require_consistent(options(), has_begun=False)
 
 
-def test_derived_numbers_come_with_their_reason() -> None:
+def test_derived_numbers_come_with_their_derivation() -> None:
     rows = make(grad_accum_steps=3, num_epochs=2).describe()
     assert rows["tokens/step"] == "96 = 4 per process × 8 tokens × 3 accumulation × 1 rank"
     assert rows["epoch"] == "103 samples = 8.6 steps of 12"
@@ -132,7 +134,7 @@ def test_derived_numbers_come_with_their_reason() -> None:
     assert rows["learning rate"] == "cosine, 0.001 without warm-up, then to 0.0001"
 
 
-def test_samples_left_out_are_told_when_there_are_some() -> None:
+def test_samples_left_out_are_reported_if_there_are_any() -> None:
     assert make().describe()["left out"].startswith("3 samples")  # one epoch, not asked for
     assert "left out" not in make(samples=104).describe()
     assert "left out" not in make(max_steps=3).describe()
@@ -145,7 +147,7 @@ def test_a_constant_rate_does_not_go_down() -> None:
     )
 
 
-def test_the_schedule_is_that_of_the_options() -> None:
+def test_the_schedule_follows_the_options() -> None:
     schedule = make(num_epochs=40, lr_scheduler="linear").schedule
     assert (schedule.kind, schedule.peak, schedule.minimum) == ("linear", 1e-3, 1e-4)
     assert (schedule.total, schedule.warmup) == (1030, 51)
@@ -164,14 +166,14 @@ def test_the_schedule_is_that_of_the_options() -> None:
         {"experiment_name": "moved"},
     ],
 )
-def test_what_a_resume_may_change(changes: dict) -> None:
+def test_a_resume_may_change_these_options(changes: dict) -> None:
     previous_run.require_same_run(
         make().identity(), make(**changes).identity(), Path("outputs/exp")
     )
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "expected_text"),
     [
         ({"seed": 1}, "--seed: 0 there, 1 now"),
         ({"lr": 2e-3}, "--lr: 0.001 there, 0.002 now"),
@@ -184,12 +186,12 @@ def test_what_a_resume_may_change(changes: dict) -> None:
         ({"batch_size": 8}, "--global-batch-size: 4 there, 8 now"),
     ],
 )
-def test_what_a_resume_must_share(changes: dict, told: str) -> None:
+def test_a_resume_must_share_these_options(changes: dict, expected_text: str) -> None:
     with pytest.raises(UsageError, match="was begun with other settings") as caught:
         previous_run.require_same_run(
             make().identity(), make(**changes).identity(), Path("outputs/exp")
         )
-    assert caught.value.found == told
+    assert caught.value.found == expected_text
 
 
 def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> None:
@@ -227,11 +229,11 @@ def test_a_division_does_not_change_the_identity() -> None:
         ("x" * 201, False),
     ],
 )
-def test_names_of_experiments(text: str, good: bool) -> None:
+def test_invalid_names_of_experiments_are_refused(text: str, good: bool) -> None:
     assert paths.is_name(text) is good
 
 
-def test_another_optimizer_cannot_go_on_even_with_changes() -> None:
+def test_another_optimizer_cannot_resume_even_with_changes() -> None:
     before = make().identity()
     now = make(optimizer="adamw8bit").identity()
     where = Path("o/exp")
@@ -242,7 +244,7 @@ def test_another_optimizer_cannot_go_on_even_with_changes() -> None:
 
 
 @pytest.mark.parametrize("samples", [0, 3, 103])
-def test_a_plan_for_other_machines_has_a_step_whatever_the_data(samples: int) -> None:
+def test_a_plan_for_other_machines_has_a_step_with_any_data(samples: int) -> None:
     asked = options(batch_size=4, plan_gpus=[8], max_steps=10, num_epochs=1)
     planned = Plan.of(asked, {}, samples, ranks=8)
     assert planned.fills_a_step == (samples == 103)
