@@ -21,7 +21,7 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
     for facts, changes in (
         ({"samples_per_epoch": 300}, []),
         ({}, []),
-        ({"samples_per_epoch": 298}, ["samples in an epoch: 298 identities, 300 now"]),
+        ({"samples_per_epoch": 298}, ["samples in an epoch: 298 there, 300 now"]),
     ):
         identities = previous_run.add_sample_counts({"identity": now, **facts}, now, 300)
         differences = previous_run.require_same_run(*identities, tmp_path, with_changes=True)
@@ -30,7 +30,7 @@ def test_another_number_of_samples_is_refused(tmp_path: Path) -> None:
         ) == bool(changes)
     with pytest.raises(UsageError) as error:
         previous_run.require_same_run(*identities, tmp_path)
-    assert "samples in an epoch: 298 identities, 300 now" in error.value.render()
+    assert "samples in an epoch: 298 there, 300 now" in error.value.render()
     assert now == {"options": {"seed": 0}, "inputs": {"dataset": "d"}}
 
 
