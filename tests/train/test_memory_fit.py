@@ -96,7 +96,9 @@ def test_no_more_is_recomputed_than_needed(
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
         config, _ = fit(given, on_meta(), {"settled": {"activation_checkpointing": earlier_kind}})
         assert config.settled_by["activation_checkpointing"] == (
-            "earlier launch" if config.activation_checkpointing == earlier_kind else "memory estimate"
+            "earlier launch"
+            if config.activation_checkpointing == earlier_kind
+            else "memory estimate"
         )
         assert config.to_record()["activation_checkpointing"] == "auto"
         return config.activation_checkpointing, config.batch_size
