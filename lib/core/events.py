@@ -41,7 +41,7 @@ DESCRIPTIONS = {
         {
             "path": "the checkpoint",
             "ranks": "number of ranks",
-            "changes": "differences accepted by `--resume-with-changes`; absent without any",
+            "changes": "differences accepted by `--resume-with-changes`; absent if there are none",
         },
     ),
     Event.SAVE: EventDescription(
@@ -53,7 +53,7 @@ DESCRIPTIONS = {
         {
             "steps": "steps of the deleted checkpoints",
             "where": "the second tier; absent for the shared checkpoints",
-            "reason": "absent if the retention rules are the reason",
+            "reason": "the cause; absent if it is the retention rules",
         },
     ),
     Event.CLEAN: EventDescription(
@@ -77,7 +77,7 @@ DESCRIPTIONS = {
     ),
     Event.SKIP_STEP: EventDescription(
         "Steps since the previous row left the weights unchanged.",
-        {"steps": "number of skipped steps", "reason": "how many for which cause"},
+        {"steps": "number of skipped steps", "reason": "the number of steps for each cause"},
     ),
     Event.ROLLBACK: EventDescription(
         "The run returned to the checkpoint of this step after too many bad steps in a row.",

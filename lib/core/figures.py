@@ -32,8 +32,8 @@ METRICS = {
     ),
     "train/loss_mean": Figure(
         "nats per token",
-        "the same over the window; the console, the progress bar and the line in `loss.png` show "
-        "this one",
+        "mean of `train/loss` over the window; the console, the progress bar and the line in "
+        "`loss.png` show this value",
     ),
     "train/grad_norm": Figure("", "global gradient norm of this step, before clipping"),
     "train/learning_rate": Figure("", "learning rate of this step"),
@@ -60,8 +60,8 @@ METRICS = {
     ),
     "perf/tflops": Figure(
         "TFLOP/s",
-        "of one device in the window, with 6 N + 12 L H Q T operations per token (4 N for frozen "
-        "weights)",
+        "operations of one device in the window, counted as 6 N + 12 L H Q T per token (4 N for "
+        "frozen weights)",
     ),
     "perf/mfu": Figure("share", "`perf/tflops` ÷ the peak that the log prints at the start"),
     "perf/run_tokens_per_sec": Figure(
@@ -100,7 +100,7 @@ METRICS = {
     ),
     "memory/window_peak_gib": Figure(
         "GiB",
-        "the same since the previous row, with evaluation and saves. Some Linux kernels do not let "
+        "the peak since the previous row, with evaluation and saves. Some Linux kernels do not let "
         "a process reset its peak; a CPU run then reports the peak of the process",
     ),
     "memory/alloc_retries": Figure(
@@ -109,7 +109,9 @@ METRICS = {
         "rank 0; not on a CPU",
     ),
     "perf/slowest_rank": Figure("rank", "the rank that takes longest for data and optimizer"),
-    "perf/slowest_ratio": Figure("× median", "its time for these, relative to the median rank"),
+    "perf/slowest_ratio": Figure(
+        "× median", "time of that rank for them, relative to the median rank"
+    ),
     "memory/max_peak_gib": Figure("GiB", "largest `memory/peak_gib` of all ranks"),
     "memory/max_peak_rank": Figure("rank", "the rank with that peak"),
     "eval/loss": Figure(
@@ -129,7 +131,7 @@ STATE = {
         "`running` (also after a kill), `complete`, `preempted`, `failed` or `disk_full`",
     ),
     "step": Figure("", "optimizer steps done"),
-    "global_step": Figure("", "the same, under the name that other trainers use"),
+    "global_step": Figure("", "the value of `step`, under the name that other trainers use"),
     "epoch": Figure(
         "",
         "passes over the data; with `--streaming`, passes of rank 0 over its part of the files, "
