@@ -128,7 +128,7 @@ def ensure_setup() -> None:
 
 
 def add_file(path: Path) -> None:
-    """Also append every line of this rank, with its time, to a file. The file may fail any time."""
+    """Also append every line of this rank, with its time, to a file, whose errors are tolerated."""
     handler = _RankFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _logger.addHandler(handler)

@@ -265,7 +265,7 @@ class Build:
         return self.dir / path if beside == path else self.target.parent / beside
 
     def _replace(self) -> None:
-        """Replace the target by the finished directory; the old one goes with the partial one.
+        """Replace the target by the finished directory, and leave the old one in the partial one.
 
         Linux swaps the two names in one step. If a file system cannot, a kill between two renames
         leaves the old directory in `replaced`, from where the next run restores it.

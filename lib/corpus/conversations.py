@@ -23,8 +23,8 @@ from lib.core.conversation import (
     require_order,
     require_text,
 )
-from lib.corpus import functions
-from lib.corpus.functions import describe_type
+from lib.corpus import tool_calls
+from lib.corpus.tool_calls import describe_type
 
 ROLE_OF = {
     "human": "user",
@@ -94,7 +94,7 @@ def parse_record(record: Record, name: str) -> Conversation:
     tools = record.get("tools") or record.get("functions")
     return Conversation(
         messages,
-        functions.list_tools(tools) if tools else None,
+        tool_calls.list_tools(tools) if tools else None,
         None if are_plain and weights is None else _list_weights(weights, turns),
     )
 
@@ -198,7 +198,7 @@ KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
 def _parse_list(value: Any, name: str) -> list[Any]:
     """Return a list of turns, which may also be a string of JSON, such as a cell of CSV."""
     if isinstance(value, str):
-        value = functions.parse_json_text(value, name)
+        value = tool_calls.parse_json_text(value, name)
     if not isinstance(value, list):
         raise InvalidConversation(
             "no conversation", f"{name} is {describe_type(value)}, expected a list"
@@ -273,7 +273,7 @@ def _add_optional_fields(message: Message, turn: Record, number: int, is_call: b
         calls = message["content"]
         message["content"] = ""
     if calls:
-        message[CALLS] = functions.list_calls(calls, f"turn {number}")
+        message[CALLS] = tool_calls.list_calls(calls, f"turn {number}")
 
 
 def _make_role_error(turn: Record, number: int) -> InvalidConversation:
@@ -319,7 +319,7 @@ def _list_weights(weights: Any, turns: Sequence[Record]) -> list[float] | None:
             next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1) for turn in turns
         ]
     if isinstance(weights, str):
-        weights = functions.parse_json_text(weights, "weights")
+        weights = tool_calls.parse_json_text(weights, "weights")
     if (
         not isinstance(weights, list)
         or any(weight not in (0, 1) for weight in weights if isinstance(weight, (int, float)))

@@ -159,7 +159,7 @@ class Encoder:
         return self._add_bos_eos(ids, per_text)
 
     def read_special_tokens(self) -> None:
-        """Read special tokens in a text as such, even if the tokenizer would not by default.
+        """Let the tokenizer encode special tokens in a text as such, even if it is set not to.
 
         A chat template writes special tokens as text. Call this method before `tune`.
         """

@@ -41,29 +41,29 @@ class ChatPolicy(NamedTuple):
         }
 
 
-def find_template(model_dir: Path, given: Path | None) -> str:
-    """Return the source of the given chat template, or of the model's.
+def find_template(model_dir: Path, chosen: Path | None) -> str:
+    """Return the source of the chosen chat template, or of the model's.
 
-    given: a file, or the name of a template that ships with the project, such as `chatml`. The
+    chosen: a file, or the name of a template that ships with the project, such as `chatml`. The
     model's template is looked up as transformers does: chat_template.jinja comes before
     tokenizer_config.json, and among several templates the one named `default` is used. Raises
     UsageError if there is no template, and ArtifactError if a file of the model cannot be read.
     """
-    if given is not None:
-        shipped = paths.CHAT_TEMPLATES / f"{given}.jinja"
-        given = shipped if shipped.is_file() and not given.exists() else given
+    if chosen is not None:
+        shipped = paths.CHAT_TEMPLATES / f"{chosen}.jinja"
+        chosen = shipped if shipped.is_file() and not chosen.exists() else chosen
         try:
-            source = given.read_text(encoding="utf-8")
+            source = chosen.read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             found = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error})"
             raise UsageError(
-                f"{_OPTION} {given} cannot be read",
+                f"{_OPTION} {chosen} cannot be read",
                 found=found or str(error),
                 expected="a file with a Jinja chat template, or one of "
                 f"{', '.join(list_shipped_templates())}",
             ) from None
         if not source.strip():
-            raise UsageError(f"{_OPTION} {given} is empty")
+            raise UsageError(f"{_OPTION} {chosen} is empty")
         return source
     templates = _read_templates(model_dir)
     if (source := templates.get("default", "")).strip():
