@@ -140,7 +140,7 @@ class Experiment:
         self.exports = self.root / "export"
 
     def is_empty(self) -> bool:
-        """Return whether the directory is missing, or contains only the first files of a start."""
+        """Return whether the directory is missing, or has only the first files of a launch."""
         first = (self.lock.name, f"{self.config.name}.tmp-")
         return not self.root.is_dir() or all(
             path.name.startswith(first) for path in self.root.iterdir()

@@ -50,7 +50,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def mean_loss(row: dict[str, Any]) -> float:
-    """Return the mean loss since the previous row. Rows of older versions have only the step's."""
+    """Return the mean loss since the previous row; rows of old versions have only their step's."""
     return row.get("train/loss_mean", row["train/loss"])
 
 

@@ -39,14 +39,14 @@ def first_of(numbers: Iterable[int]) -> str:
 
 
 def join_lines(lines: Sequence[str], most: int) -> str:
-    """Join lines; of more than `most`, the rest becomes `… and 3 more`."""
+    """Join at most `most` lines; a last line counts the rest: `… and 3 more`."""
     return "\n".join(
         [*lines[:most], *([f"… and {len(lines) - most} more"] if len(lines) > most else [])]
     )
 
 
 def join_names(names: Sequence[str], most: int) -> str:
-    """Join names; of more than `most`, the rest becomes a count: `a, b and 3 more`."""
+    """Join at most `most` names, and count the rest: `a, b and 3 more`."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -53,7 +53,7 @@ class Worker:
             with imports_as_here():
                 self._process.start()
             child_end.close()
-        # Runs before multiprocessing waits for a child that ignores its SIGTERM.
+        # This runs before multiprocessing waits for a child that ignores its SIGTERM.
         atexit.register(self.close)
 
     def send(self, task: Any) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORK = "unfinished"
-PARTS = f"{WORK}/parts"  # the workers' output
+PARTS = f"{WORK}/parts"  # the output of the workers
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"

@@ -109,15 +109,15 @@ def _find_short(row: RowText, min_chars: int) -> str:
     return "shorter than --min-chars" if row.characters < min_chars else ""
 
 
-# By kind in errors.jsonl, which is also the name of the count in the manifest.
+# Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
 RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
 
-# By the end of the file name in a part.
+# Key: the end of a file name, as in `train.digests`.
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:])
 }
 
-# By the name of the count in the manifest.
+# Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
     "duplicates": Decision(
         "dedup", ("digests",), DigestSet, "duplicate", "duplicates of earlier rows"

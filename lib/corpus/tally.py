@@ -15,7 +15,7 @@ from lib.corpus import conversations
 from lib.corpus.scan import escape_path
 
 ERRORS = "errors.jsonl"
-# Kinds of problems that count a file as failed. The other kinds mean that it has no clean text.
+# Kinds of problems that count a file as failed. Other kinds describe its content, such as `empty`.
 FAILURES = {
     "syntax",
     "unreadable",

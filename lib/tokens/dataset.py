@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 100_000
-# Smaller, since a conversation takes a hundred times as long to prepare.
+# These are smaller, since a conversation takes a hundred times as long to prepare.
 _CHAT_BYTES = 2 << 20
 _CHAT_ROWS = 2000
 

@@ -23,7 +23,7 @@ _GROUP_BYTES = 32 << 20
 # Limits for an estimate.
 _SAMPLED_TEXTS = 200
 _SAMPLED_BYTES = 4000  # of each text
-# Between a line break and a word, where byte-level tokenizers start a new piece anyway.
+# The place between a line break and a word, where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
 Ids = tuple[

@@ -105,7 +105,7 @@ class ChatEncoder:
         """Return the samples of conversations, and the dropped conversations."""
         self._finder.template_omissions.clear()
         encoded, owners, dropped = self._encode_all(conversations)
-        # Counted before parts of long conversations are rendered again.
+        # Counted here, before parts of long conversations are rendered again.
         template_omissions = Counter(self._finder.template_omissions)
         parts: dict[int, list[EncodedTexts]] = {}
         for number in np.unique(owners[encoded.lengths > self._policy.longest]).tolist():

@@ -42,7 +42,7 @@ class ChatPolicy(NamedTuple):
 
 
 def find_template(model_dir: Path, chosen: Path | None) -> str:
-    """Return the source of the chosen chat template, or of the model's.
+    """Return the source of the chosen chat template, or if none is chosen, of the model's.
 
     chosen: a file, or the name of a template that ships with the project, such as `chatml`. The
     model's template is looked up as transformers does: chat_template.jinja comes before
