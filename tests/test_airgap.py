@@ -1,4 +1,4 @@
-"""Bundles as they cross an air gap: packed, cut, damaged, killed, unpacked, installed, trained."""
+"""Test bundles: pack, cut, damage, kill, unpack, install, and train with their contents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
 
 
 def check_out(place: Path, **replaced: str) -> Path:
-    """Make a repository of one commit from the files here; replaced: name → other content."""
+    """Make a repository with one commit of the files here. replaced: new contents, by name."""
     command = [
         "git",
         "-C",
@@ -62,7 +62,7 @@ def check_out(place: Path, **replaced: str) -> Path:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a clean checkout of the code as it is now."""
+    """Return a clean checkout of the current code."""
     return check_out(tmp_path_factory.mktemp("checkout"))
 
 
@@ -89,10 +89,10 @@ def artifacts(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     return place
 
 
-def run(
+def run_python(
     *command: object, cwd: Path, expect: int = 0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-    """Run a Python script, assert its exit code and return what it printed."""
+    """Run a Python script, assert its exit code and return its result."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
@@ -108,10 +108,10 @@ def run(
 
 @pytest.fixture
 def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Return what packs from the directory of the artifacts into the test's own."""
+    """Return a function that packs the artifacts into a bundle in the test's directory."""
 
     def run_pack(*options: object, out: str = "bundle", **how: object) -> Path:
-        run(
+        run_python(
             checkout / "launch" / "airgap.py",
             "pack",
             "--out",
@@ -126,13 +126,17 @@ def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]
     return run_pack
 
 
-def far(bundle: Path, action: str, *options: object, **how: object) -> subprocess.CompletedProcess:
-    """Run the bundle's own script as on a machine that has Python and nothing else."""
-    return run("-I", "-S", bundle / "airgap.py", action, bundle, *options, cwd=bundle.parent, **how)
+def run_on_far_side(
+    bundle: Path, action: str, *options: object, **how: object
+) -> subprocess.CompletedProcess:
+    """Run the bundle's own script as on a machine with only Python."""
+    return run_python(
+        "-I", "-S", bundle / "airgap.py", action, bundle, *options, cwd=bundle.parent, **how
+    )
 
 
-def files(root: Path) -> dict[str, bytes]:
-    """Return the content of all files below a directory, but for those of git."""
+def read_files(root: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a directory, without git's, by path."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in root.rglob("*")
@@ -152,17 +156,17 @@ def test_unpacked_files_equal_the_packed_ones(
         assert sum(path.stat().st_size for path in volume.rglob("*") if path.is_file()) <= 100_000
     carried = tmp_path / "elsewhere" / "odd name"
     shutil.copytree(bundle, carried)
-    assert "every byte is intact" in far(carried, "verify").stdout
-    said = far(carried, "unpack", "--to", tmp_path / "a project").stdout
+    assert "every byte is intact" in run_on_far_side(carried, "verify").stdout
+    said = run_on_far_side(carried, "unpack", "--to", tmp_path / "a project").stdout
     assert "-d hf_datasets/corpus -m .cache/models/model" in said
-    expected = files(checkout)
+    expected = read_files(checkout)
     for source, to in (
         ("hf_datasets/corpus", "hf_datasets/corpus"),
         ("model", ".cache/models/model"),
         (".cache/tokens", ".cache/tokens"),
     ):
-        expected |= {f"{to}/{name}": data for name, data in files(artifacts / source).items()}
-    found = files(tmp_path / "a project")
+        expected |= {f"{to}/{name}": data for name, data in read_files(artifacts / source).items()}
+    found = read_files(tmp_path / "a project")
     assert json.loads(found.pop(".bundle.json"))["kind"] == "bundle/1"
     assert found == expected
     assert os.access(tmp_path / "a project" / "launch" / "single_node.sh", os.X_OK)
@@ -172,7 +176,7 @@ def test_unpacked_files_equal_the_packed_ones(
 def test_everything_that_stage_04_accepts_can_be_packed(
     checkout: Path, artifacts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A file, links, a cache of another program, weights of a mixture, stores by every name."""
+    """Files, links, caches of other programs, mixture weights, and stores by all their names."""
     place = tmp_path / "place"
     dataset = "hf_datasets/corpus"
     shutil.copytree(artifacts, place)
@@ -230,9 +234,9 @@ def test_everything_that_stage_04_accepts_can_be_packed(
         for found in chosen:
             assert found.payloads and sum(p.bytes for p in found.payloads), (option, name)
     command = [checkout / "launch/airgap.py", "pack", "--out", "bundle", "--no-wheels"]
-    said = run(*command, "--dataset", "alone.arrow", "--model", "model", cwd=place).stdout
+    said = run_python(*command, "--dataset", "alone.arrow", "--model", "model", cwd=place).stdout
     assert "hf_datasets/alone.arrow: 0 B" not in said
-    said = far(place / "bundle", "unpack", "--to", tmp_path / "project").stdout
+    said = run_on_far_side(place / "bundle", "unpack", "--to", tmp_path / "project").stdout
     assert "-d hf_datasets/alone.arrow -m .cache/models/model" in said
     assert (tmp_path / "project/hf_datasets/alone.arrow").read_bytes() == shard.read_bytes()
     (place / "empty").mkdir()
@@ -252,9 +256,9 @@ def test_packing_again_does_nothing_and_other_contents_are_refused(pack: Callabl
     own = {bundle / "manifest.json", bundle / "airgap.py"}
     assert {path: after[path] for path in before.keys() - own} == {
         path: before[path] for path in before.keys() - own
-    }  # linked, not copied
+    }  # the file was linked, not copied
     assert [path for path in after if path.name == "model.safetensors"]
-    far(bundle, "verify")
+    run_on_far_side(bundle, "verify")
     assert not list(bundle.parent.glob("bundle.*"))
 
 
@@ -288,11 +292,11 @@ def test_a_killed_pack_continues_with_its_files(checkout: Path, artifacts: Path,
     partial = next(tmp_path.glob("bundle.partial-*"))
     kept = {path.name: path.stat().st_ino for path in partial.rglob("extra_0[0-2].bin")}
     assert len(kept) == 3
-    said = run(*command, cwd=tmp_path).stdout
+    said = run_python(*command, cwd=tmp_path).stdout
     assert "reused" in said
     there = tmp_path / "bundle" / "volume_001" / ".cache" / "models" / "big"
     assert {name: (there / name).stat().st_ino for name in kept} == kept
-    far(tmp_path / "bundle", "verify")
+    run_on_far_side(tmp_path / "bundle", "verify")
 
 
 def test_each_damaged_file_is_named_and_nothing_is_unpacked(
@@ -318,7 +322,7 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
     part.write_bytes(b"")
     (bundle / "airgap.py").write_text((bundle / "airgap.py").read_text() + "\n")
     for action in (("verify",), ("unpack", "--to", tmp_path / "project")):
-        said = far(bundle, *action, expect=3).stderr
+        said = run_on_far_side(bundle, *action, expect=3).stderr
         for path, what in (
             (flipped, "has changed"),
             (cut, "has "),
@@ -333,7 +337,7 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
         assert "8 problems" in said
     assert not list(tmp_path.glob("project*"))
     shutil.rmtree(bundle / "volume_002")
-    assert "volume_002/" in far(bundle, "verify", expect=3).stderr
+    assert "volume_002/" in run_on_far_side(bundle, "verify", expect=3).stderr
 
 
 def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: Path):
@@ -342,7 +346,7 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
     content = json.loads(path.read_text())
     content["files"][1]["to"] = "lib/other.py"
     path.write_text(json.dumps(content))
-    assert "does not match its digest" in far(bundle, "verify", expect=3).stderr
+    assert "does not match its digest" in run_on_far_side(bundle, "verify", expect=3).stderr
     before = sorted(tmp_path.rglob("*"))
     for to, why in (
         ("../evil", "leads out"),
@@ -358,11 +362,11 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
             content["files"], content["summary"]
         )
         path.write_text(json.dumps(content))
-        said = far(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
+        said = run_on_far_side(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
         assert "manifest.json is damaged" in said and why in said, to
     for deep in ('{"a":' * 100_000, json.dumps(content | {"files": -1})):
         path.write_text(deep)
-        said = far(bundle, "verify", expect=3).stderr
+        said = run_on_far_side(bundle, "verify", expect=3).stderr
         assert "manifest.json is damaged" in said and "Traceback" not in said
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -375,28 +379,30 @@ def test_unpacking_refuses_existing_targets_and_full_disks(
 ):
     bundle = pack()
     project = tmp_path / "project"
-    far(bundle, "unpack", "--to", project, "--dry-run")
+    run_on_far_side(bundle, "unpack", "--to", project, "--dry-run")
     assert not project.exists()
     project.mkdir()
     digest = unpacking.manifest_digest(bundle)[:8]
     mine = tmp_path / f"project.partial-{digest}" / "mine"
     mine.parent.mkdir()
     mine.touch()
-    said = far(bundle, "unpack", "--to", project, expect=2).stderr
+    said = run_on_far_side(bundle, "unpack", "--to", project, expect=2).stderr
     assert "is in the way" in said and mine.exists()
     mine.rename(tmp_path / "mine")
-    far(bundle, "unpack", "--to", project)
+    run_on_far_side(bundle, "unpack", "--to", project)
     assert not mine.parent.exists()
     stamp = (project / "README.md").stat().st_mtime_ns
     (project / "outputs").mkdir()
-    assert "already" in far(bundle, "unpack", "--to", project).stdout
+    assert "already" in run_on_far_side(bundle, "unpack", "--to", project).stdout
     assert (project / "README.md").stat().st_mtime_ns == stamp
     (project / ".bundle.json").unlink()
     assert (
         "was not unpacked from this bundle"
-        in far(bundle, "unpack", "--to", project, expect=2).stderr
+        in run_on_far_side(bundle, "unpack", "--to", project, expect=2).stderr
     )
-    no_wheels = far(bundle, "unpack", "--to", tmp_path / "b", "--install", expect=2).stderr
+    no_wheels = run_on_far_side(
+        bundle, "unpack", "--to", tmp_path / "b", "--install", expect=2
+    ).stderr
     assert "no wheelhouse" in no_wheels and not (tmp_path / "b").exists()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     assert unpacking.main(["unpack", str(bundle), "--to", str(tmp_path / "c")], "") == 4
@@ -407,9 +413,9 @@ def test_an_impossible_target_is_refused_before_the_work(
     pack: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     bundle = pack()
-    within = far(bundle, "unpack", "--to", bundle / "project", expect=2).stderr
+    within = run_on_far_side(bundle, "unpack", "--to", bundle / "project", expect=2).stderr
     assert "inside the bundle" in within
-    far(bundle, "verify")
+    run_on_far_side(bundle, "verify")
     (tmp_path / "disk").mkdir()
     monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "disk")
     assert unpacking.main(["unpack", str(bundle), "--to", str(tmp_path / "disk")], "") == 2
@@ -437,7 +443,7 @@ def test_a_bundle_that_may_not_be_read_is_not_called_damaged(
 def test_names_in_a_bundle_do_not_control_the_terminal(pack: Callable[..., Path]):
     bundle = pack()
     (bundle / "a\x1b[31mb\x9bc").touch()
-    said = far(bundle, "verify", expect=3).stderr
+    said = run_on_far_side(bundle, "verify", expect=3).stderr
     assert "a\\x1b[31mb\\x9bc is not part of" in said and "\x1b" not in said and "\x9b" not in said
 
 
@@ -447,12 +453,12 @@ def test_changes_are_left_out_only_with_an_option(artifacts: Path, tmp_path: Pat
     (changed / "an earlier bundle").mkdir()
     (changed / "an earlier bundle/manifest.json").touch()
     (changed / "notes.md").touch()
-    run(*command, "--dry-run", cwd=artifacts)  # neither is code
+    run_python(*command, "--dry-run", cwd=artifacts)  # neither file is code
     (changed / "README.md").write_text("changed")
     (changed / "lib" / "new file.py").touch()
-    said = run(*command, cwd=artifacts, expect=2).stderr
+    said = run_python(*command, cwd=artifacts, expect=2).stderr
     assert "README.md" in said and "lib/new file.py" in said and not (changed / "out").exists()
-    said = run(*command, "--allow-dirty", cwd=artifacts).stdout
+    said = run_python(*command, "--allow-dirty", cwd=artifacts).stdout
     assert "not packed" in said
     assert (changed / "out" / "volume_001" / "README.md").read_bytes() == (
         ROOT / "README.md"
@@ -468,7 +474,7 @@ def test_damaged_or_missing_artifacts_are_not_packed(
     place = tmp_path / "artifacts"
     shutil.copytree(artifacts, place)
     command = [checkout / "launch" / "airgap.py", "pack", "--out", "bundle", "--no-wheels"]
-    said = run(
+    said = run_python(
         *command,
         "--dataset",
         "nothing",
@@ -480,22 +486,22 @@ def test_damaged_or_missing_artifacts_are_not_packed(
         expect=3,
     ).stderr
     assert "3 problems" in said and "nothing" in said and "none" in said and "neither" in said
-    said = run(*command, "--tokens", "corpus", cwd=place).stdout
+    said = run_python(*command, "--tokens", "corpus", cwd=place).stdout
     assert "stage 04 needs both (--dataset)" in said
     shard = next((place / "hf_datasets" / "corpus" / "train").glob("*.arrow"))
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1
     shard.write_bytes(content)
-    said = run(*command, "--dataset", "corpus", "--overwrite", cwd=place, expect=3).stderr
+    said = run_python(*command, "--dataset", "corpus", "--overwrite", cwd=place, expect=3).stderr
     assert f"{shard} has changed since it was written" in said
-    assert (place / "bundle" / "airgap.py").exists()  # the earlier one, untouched
+    assert (place / "bundle" / "airgap.py").exists()  # the earlier bundle is unchanged
     assert not (place / "bundle" / "volume_001" / "hf_datasets").exists()
 
 
 def make_wheel(
     place: Path, name: str, version: str, *needs: str, tag: str = "py3-none-any"
 ) -> None:
-    """Write a wheel with one module that holds its version."""
+    """Write a wheel with one module that contains its version."""
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
     metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {n}" for n in needs)]
@@ -513,7 +519,7 @@ def make_wheel(
 
 @pytest.fixture
 def index(tmp_path: Path) -> dict[str, str]:
-    """Return the environment in which pip knows a few small wheels, and nothing else."""
+    """Return the environment in which pip finds only a few small wheels."""
     import ensurepip
 
     place = tmp_path / "index"
@@ -547,11 +553,11 @@ def index(tmp_path: Path) -> dict[str, str]:
 
 
 def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[str, str]):
-    """The markers too, which pip itself evaluates for the interpreter that it runs on."""
+    """Also markers, which pip alone would evaluate for its own interpreter."""
     small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})
     command = [small / "launch" / "airgap.py", "pack", "--cache-dir", tmp_path / "cache", "--out"]
     bundle = tmp_path / "arm"
-    run(
+    run_python(
         *command,
         bundle,
         "--python",
@@ -564,9 +570,9 @@ def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[st
     names = {path.name.partition("-")[0] for path in bundle.rglob("*.whl")}
     assert names == {"alpha", "before_eleven", "for_arm", "compiled", "pip"}
     assert list(bundle.rglob("compiled-1.0-*aarch64.whl"))
-    said = far(bundle, "unpack", "--to", tmp_path / "p", "--install", expect=2).stderr
+    said = run_on_far_side(bundle, "unpack", "--to", tmp_path / "p", "--install", expect=2).stderr
     assert "Python 3.10, aarch64" in said and not (tmp_path / "p").exists()
-    said = run(
+    said = run_python(
         *command,
         tmp_path / "none",
         "--platform",
@@ -577,8 +583,8 @@ def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[st
     ).stderr
     assert "no complete set of wheels" in said and "compiled" in said
     assert not list(tmp_path.glob("none*"))
-    run(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
-    said = run(
+    run_python(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
+    said = run_python(
         *command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts, expect=2
     ).stderr
     assert "--cuda chooses wheels, but --no-wheels packs none" in said
@@ -601,7 +607,7 @@ def build_wheel(place, config_settings=None, metadata_directory=None):
 
 
 def make_source(place: Path) -> None:
-    """Write a package that comes as source alone, and builds itself."""
+    """Write a package that exists only as source and has its own build backend."""
     with tarfile.open(place / "source_only-1.0.tar.gz", "w:gz") as archive:
         for name, text in (
             (
@@ -622,7 +628,7 @@ def test_torch_fits_the_driver_of_the_far_side(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ):
-    """Else an older torch with such a build; the list in the wheelhouse names what was taken."""
+    """If there is no such build, an older torch is packed; the wheelhouse's list names it."""
     for name, value in index.items():
         monkeypatch.setenv(name, value)
     wheels = tmp_path / "index"
@@ -641,7 +647,7 @@ def test_torch_fits_the_driver_of_the_far_side(
     make_wheel(wheels, "torch", "2.13.0", 'cuda-toolkit[cublas]==13.0.3; os_name == "nt"')
     assert prepared("", "580.65.06") == ("2.13.0+cu130", "# pins\ntorch==2.13.0\n")
     with pytest.raises(UsageError, match=r"finds no torch==2\.11\.0\+cu128") as absent:
-        prepared("12.8", "")  # which no newer one is built for
+        prepared("12.8", "")  # no newer torch is built for this driver
     assert "PIP_EXTRA_INDEX_URL" in absent.value.hint
     with pytest.raises(UsageError, match=r"pip takes torch 2\.13\.0\+cu132 for torch==2\.13\.0"):
         make_wheel(wheels, "torch", "2.13.0+cu132")
@@ -655,8 +661,8 @@ def test_torch_fits_the_driver_of_the_far_side(
             prepared(cuda, driver)
 
 
-def with_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nvidia-smi name a driver; an empty one is that of a machine without GPUs."""
+def fake_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make nvidia-smi print a driver, or "" as on a machine without GPUs."""
     folder.mkdir(exist_ok=True)
     said = f"echo {version}" if version else "echo No devices were found; exit 6"
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{said}\n")
@@ -697,7 +703,7 @@ def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
         },
     )
     bundle = tmp_path / "bundle"
-    done = run(
+    done = run_python(
         small / "launch" / "airgap.py",
         "pack",
         "--out",
@@ -726,7 +732,7 @@ def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
         ("580.65.06", ["--install"], 0),
         ("", ["--install"], 0),
     ):
-        with_driver(tmp_path / "bin", driver, monkeypatch)
+        fake_driver(tmp_path / "bin", driver, monkeypatch)
         assert unpacking.main([*words, *how], "") == code, driver
         out, err = capfd.readouterr()
         assert "2.13.0+cu130" in out + err and "NVIDIA driver 580 or newer" in out + err
@@ -751,10 +757,10 @@ def test_wheels_are_installed_without_a_network(
         "--platform",
         f"manylinux_2_17_{machine}",
     ]
-    run(*command, cwd=artifacts, env=index)
+    run_python(*command, cwd=artifacts, env=index)
     shutil.rmtree(tmp_path / "index")
     project = tmp_path / "project"
-    far(bundle, "unpack", "--to", project, "--install")
+    run_on_far_side(bundle, "unpack", "--to", project, "--install")
     done = subprocess.run(
         [
             project / ".venv" / "bin" / "python",
@@ -766,13 +772,16 @@ def test_wheels_are_installed_without_a_network(
         check=True,
     )
     assert done.stdout.split() == ["1.0", "1.0"]
-    assert "installed already" in far(bundle, "unpack", "--to", project, "--install").stdout
+    assert (
+        "installed already"
+        in run_on_far_side(bundle, "unpack", "--to", project, "--install").stdout
+    )
     shutil.rmtree(tmp_path / "cache")
-    assert "already done" in run(*command, cwd=artifacts, env=index).stdout
+    assert "already done" in run_python(*command, cwd=artifacts, env=index).stdout
 
 
-def isolated() -> list[str]:
-    """Return the command that runs another one without any network but its own loopback."""
+def isolate_network() -> list[str]:
+    """Return a command prefix that leaves a command only its own loopback interface."""
     for flags in (["--net"], ["--net", "--map-root-user"]):
         try:
             if subprocess.run(["unshare", *flags, "true"], capture_output=True).returncode == 0:
@@ -800,8 +809,8 @@ os.execvp(sys.argv[1], sys.argv[1:])
 def test_a_bundle_installs_and_trains_without_a_network(
     checkout: Path, artifacts: Path, tmp_path: Path
 ):
-    """Everything real: the wheels of requirements.txt, a fresh directory, no interface but lo."""
-    alone = isolated()
+    """This uses the real wheels of requirements.txt, a new directory, and no interface but lo."""
+    alone = isolate_network()
     done = subprocess.run(
         [
             sys.executable,
@@ -819,7 +828,7 @@ def test_a_bundle_installs_and_trains_without_a_network(
         text=True,
         timeout=900,
         env={**os.environ, "PYTHONPATH": ""},
-    )  # the one step that may use a network
+    )  # the only step that may use a network
     if "no complete set of wheels" in done.stderr:
         pytest.skip(f"the wheels of requirements.txt cannot be had here:\n{done.stderr}")
     assert done.returncode == 0, done.stderr
@@ -880,7 +889,7 @@ def test_a_bundle_installs_and_trains_without_a_network(
 def test_the_digest_of_the_manifest_identifies_the_bundle(pack: Callable[..., Path]):
     bundle = pack()
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
-    assert digest in far(bundle, "verify").stdout
+    assert digest in run_on_far_side(bundle, "verify").stdout
     entries = json.loads((bundle / "manifest.json").read_text())["files"]
     assert {
         f"sha256:{hashlib.sha256((bundle / e['path']).read_bytes()).hexdigest()}" for e in entries

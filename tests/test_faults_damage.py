@@ -1,4 +1,4 @@
-"""Damaged, missing and malicious files are never loaded, and always reported."""
+"""Test that damaged, missing and malicious files are never loaded, and always reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return outputs/ of a run that was killed as it started to save its last step."""
+    """Return outputs/ of a run that was killed when it began to save its last step."""
     outputs = tmp_path_factory.mktemp("stopped") / "outputs"
     server.run(
         *run_options(outputs),
@@ -61,7 +61,7 @@ def stopped(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def outputs(stopped: Path, tmp_path: Path) -> Path:
-    """Return a copy of these outputs."""
+    """Return a copy of the outputs of the stopped run."""
     shutil.copytree(stopped, tmp_path / "outputs")
     return tmp_path / "outputs"
 
@@ -81,7 +81,7 @@ def damage(path: Path, how: str) -> None:
     if how == "flipped bit":
         flip(path, 8 * (size // 2) + 3)
     elif how == "cut":
-        os.truncate(path, size - 2)  # of JSON more than the last line break
+        os.truncate(path, size - 2)  # for JSON, cut more than the last line break
     elif how == "empty":
         os.truncate(path, 0)
     elif how == "zeroed page":
@@ -141,7 +141,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
 
 
 def test_any_flipped_bit_is_found(outputs: Path):
-    """Except a bit of COMMIT that does not change its content, as in the last digit of a number."""
+    """Except for bits of COMMIT.json that do not change its content."""
     rng = random.Random(0)
     checkpoint = Checkpoint(step(outputs), NEWEST)
     read = checkpoint.commit()
@@ -160,7 +160,7 @@ def test_a_run_without_a_valid_checkpoint_does_not_train(server: Server, outputs
     for number in find_valid_steps(outputs):
         damage(step(outputs, number) / FILES[0], "flipped bit")
     before = (outputs / "run" / "metrics.jsonl").read_bytes()
-    for _ in range(2):  # a retry of a launcher has the same result
+    for _ in range(2):  # a retry by a launcher has the same result
         done = server.run(*run_options(outputs), expect=3)
         assert "no valid checkpoint in" in done.output and "Traceback" not in done.output
     assert (outputs / "run" / "metrics.jsonl").read_bytes() == before
@@ -202,7 +202,7 @@ def test_a_malicious_pickle_runs_no_code(
             no_dist=True,
             storage_writer=HashingWriter(tensors),
         )
-        (tmp_path / "ran").unlink(missing_ok=True)  # saving may copy the object, and so unpickle it
+        (tmp_path / "ran").unlink(missing_ok=True)  # saving may copy the object, which unpickles it
     if sealed:
         seal(step(outputs))
     done = server.run(*run_options(outputs), expect=3 if sealed else 0)
@@ -231,7 +231,7 @@ def test_a_run_survives_torn_bookkeeping_files(
     name: str,
     content: bytes,
 ):
-    """The checkpoints are the truth; only the content of the torn file is lost."""
+    """The run continues from its checkpoints; only the content of the torn file is lost."""
     (outputs / "run" / name).write_bytes(content)
     server.run(*run_options(outputs))
     undisturbed().require_same(outputs, since=NEWEST)

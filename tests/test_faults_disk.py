@@ -1,4 +1,4 @@
-"""No room, errors of the disk, and directories that cannot be written."""
+"""Test full and failing disks, and directories that cannot be written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KIB = 1024
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Return a function that mounts a disk of so many KiB; needs to be root."""
+    """Return a function that mounts a disk of N KiB; needs root."""
     mounted: list[Path] = []
 
     def mount(kib: int) -> Path:
@@ -50,7 +50,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 def size_of_one(server: Server, tmp_path: Path) -> int:
-    """Return the KiB that a checkpoint takes."""
+    """Return the size of a checkpoint in KiB."""
     outputs = tmp_path / "measured" / "outputs"
     server.run(*run_options(outputs, "--ckpt-freq", 2, steps=2))
     [one] = commit.list_checkpoints(outputs / "run" / "checkpoints")
@@ -65,16 +65,16 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
         pytest.param(("--ckpt-keep", 2, "--ckpt-keep-every", 2), marks=pytest.mark.long),
     ],
 )
-def test_a_small_disk_loses_nothing_that_is_to_be_kept(
+def test_a_small_disk_loses_no_checkpoint_that_must_be_kept(
     server: Server,
     disk: Callable[[int], Path],
     tmp_path: Path,
     undisturbed: Callable[..., Undisturbed],
     keep: tuple[object, ...],
 ):
-    """There is room for three and a half: what comes then is skipped, told, and ends the run.
+    """The disk has room for three and a half checkpoints; the next save is skipped with a warning.
 
-    With fewer to keep the same run goes on, and each deletion is an event.
+    Then the run ends. If it keeps fewer checkpoints, it continues, and each deletion is an event.
     """
     outputs = disk(int(3.5 * size_of_one(server, tmp_path)) + 256) / "outputs"
     server.run(
@@ -141,10 +141,10 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["on", "off"])
-def test_one_rank_without_room(
+def test_if_one_rank_has_no_room_all_skip_the_save(
     server: Server, tmp_path: Path, asynchronous: str, undisturbed: Callable[..., Undisturbed]
 ):
-    """The others learn of it, nobody hangs, and the saves after it are whole."""
+    """The other ranks skip the save too, no rank hangs, and later saves are complete."""
     outputs = tmp_path / "outputs"
     fault = Fault(str(outputs), 3, "ENOSPC", times=30, kinds=("write",), match="step_00000006")
     done = server.run(
@@ -168,14 +168,14 @@ def test_one_rank_without_room(
         ),
     ],
 )
-def test_an_error_of_the_disk_ends_the_run(
+def test_a_disk_error_ends_the_run(
     server: Server,
     tmp_path: Path,
     asynchronous: str,
     kind: str,
     undisturbed: Callable[..., Undisturbed],
 ):
-    """Not in silence, and not with a half-written checkpoint; the same command goes on."""
+    """It ends with an error and without a partial checkpoint; the same command continues."""
     outputs = tmp_path / "outputs"
     options = run_options(outputs, "--ckpt-async", asynchronous)
     fault = Fault(str(outputs), 2, "EIO", kinds=(kind,), match="step_00000006")
@@ -190,10 +190,10 @@ def test_an_error_of_the_disk_ends_the_run(
     undisturbed().require_same(outputs)
 
 
-def test_a_read_only_disk(
+def test_a_read_only_disk_is_reported(
     server: Server, disk: Callable[[int], Path], undisturbed: Callable[..., Undisturbed]
 ):
-    """Told before anything is begun when it is so from the start, and by the save if later."""
+    """If it is read-only from the start, the launch is refused, otherwise the save fails."""
     outputs = disk(64 * KIB) / "outputs"
     fault = Fault(str(outputs), 1, "EROFS", times=10**6, match="step_00000006")
     done = server.run(*run_options(outputs), expect=2, faults={0: fault})
@@ -212,7 +212,7 @@ def test_a_read_only_disk(
 def test_figures_and_logs_may_fail_at_any_time(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    """No room, from before the first step to some later one: told once, and nothing is lost."""
+    """The disk is full for some steps: there is one warning, and no checkpoint is lost."""
     outputs = tmp_path / "outputs"
     done = server.run(
         *run_options(outputs, "--ckpt-freq", 6),

@@ -1,4 +1,4 @@
-"""kill -9 at random moments: at most the steps since the last save are done again, all alike."""
+"""Test kill -9 at random moments: at most the steps since the last save are repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.random_kills import LONG_STEPS, STAGES, Killer, kill_often, make_live
 
 
 @pytest.mark.slow
-def test_a_few_kills(server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path):
+def test_a_few_kills_lose_nothing(
+    server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
+):
     kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=3)
 
 
@@ -34,15 +36,17 @@ def test_a_sample_of_make_test_faults(
 
 
 @pytest.mark.slow
-def test_many_kills(server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path):
+def test_many_kills_lose_nothing(
+    server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
+):
     kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=188)
 
 
 @pytest.mark.slow
-def test_kills_of_the_command_itself(
+def test_kills_of_new_commands_lose_nothing(
     server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
 ):
-    """As the others, but each launch is a command of its own, as a person types it."""
+    """Like the other kills, but each launch is a new command, as a user types it."""
     rng = random.Random(0)
     kills = 12
     runs = make_lives(

@@ -1,4 +1,4 @@
-"""Two launches on one experiment, and what is left of one that was killed."""
+"""Test several launches of one experiment, and the lock of a killed one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.faults import STEPS, Server, Undisturbed, find_start_step, find_valid
     "first",
     [pytest.param(True, marks=pytest.mark.slow, id="new"), pytest.param(False, id="going on")],
 )
-def test_of_four_at_once_one_trains(
+def test_of_four_launches_at_once_one_trains(
     server: Server, tmp_path: Path, first: bool, undisturbed: Callable[..., Undisturbed]
 ):
-    """The others say who has it, and change nothing."""
+    """The others report the holder of the run, and change nothing."""
     outputs = tmp_path / "outputs"
     if not first:
         server.run(
@@ -29,7 +29,7 @@ def test_of_four_at_once_one_trains(
             expect=-9,
             faults={0: Fault(str(outputs), 1, kinds=("mkdir",), match="step_00000006")},
         )
-    # Each save takes a while, so that none is complete before the last has begun.
+    # Saves are slow, so that no launch is complete before the last has begun.
     launches = [
         server.start(
             *run_options(outputs, "--ckpt-async", "off"),
@@ -55,10 +55,10 @@ def test_of_four_at_once_one_trains(
     assert max(find_valid_steps(outputs)) == STEPS
 
 
-def test_a_lock_of_a_process_that_is_gone(
+def test_the_lock_of_a_dead_process_is_taken_over(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    """Killed, and its number given to another process: taken over at once."""
+    """Its process was killed and its number reused, so the lock is taken over at once."""
     outputs = tmp_path / "outputs"
     report = tmp_path / "report"
     launch = server.start(
@@ -82,10 +82,12 @@ def test_a_lock_of_a_process_that_is_gone(
 
 
 @pytest.mark.parametrize("content", [b'{"host": "a', b"\xff\xfe"])
-def test_a_torn_lock(server: Server, tmp_path: Path, content: bytes):
+def test_a_torn_lock_is_taken_over(server: Server, tmp_path: Path, content: bytes):
     outputs = tmp_path / "outputs"
     (outputs / "run").mkdir(parents=True)
     (outputs / "run" / "lock.json").write_bytes(content)
-    (outputs / "run" / "config.yaml").write_text("identity: {}")  # it is an experiment
+    (outputs / "run" / "config.yaml").write_text(
+        "identity: {}"
+    )  # a config.yaml makes it an experiment
     server.run(*run_options(outputs, steps=2))
     assert find_valid_steps(outputs) == [2]

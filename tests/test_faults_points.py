@@ -28,7 +28,7 @@ def saved(server: Server, tmp_path: Path) -> Path:
 
 
 def points(server: Server, saved: Path) -> list[tuple[str, str]]:
-    """Return all operations of saving step 4, with the deletion of step 2 after it."""
+    """Return all operations of saving step 4, including the deletion of step 2."""
     report = saved.with_name("report.txt")
     copy = saved.with_name("counted")
     shutil.copytree(saved, copy)
@@ -47,7 +47,7 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
 
 
 def disturb(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> dict[int, int]:
-    """Return the step that is loaded after a fault at each of these operations of a save."""
+    """Return the step that is loaded after a fault, by the operation of the save."""
     scene = saved.with_name(act)
     for number in numbers:
         directory = scene / f"{number:05d}"
@@ -64,8 +64,8 @@ def disturb(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> di
 
 @pytest.mark.long
 @pytest.mark.parametrize("act", ["kill", "torn", "power"])
-def test_every_operation_of_a_save(server: Server, saved: Path, act: str):
-    """The old state until the rename, the new one after it (a power cut: after its fsync)."""
+def test_a_fault_at_any_operation_of_a_save_leaves_a_state(server: Server, saved: Path, act: str):
+    """Until the rename the old state is loaded, then the new one (after a power cut: its fsync)."""
     found = points(server, saved)
     kinds = [kind for kind, _ in found]
     published = next(
@@ -83,10 +83,10 @@ def test_every_operation_of_a_save(server: Server, saved: Path, act: str):
 
 @pytest.mark.long
 @pytest.mark.parametrize("asynchronous", ["on", "off"])
-def test_a_run_killed_at_its_files(
+def test_a_run_killed_at_its_file_operations_continues(
     server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path, asynchronous: str
 ):
-    """Stage 04 goes on from step 4, and is killed where it renames, syncs or deletes something."""
+    """Stage 04 resumes at step 4, and is killed when it renames, syncs or deletes files."""
     options = ("--ckpt-async", asynchronous, "--ckpt-keep", 2)
     kinds = ("fsync", "rename", "mkdir", "unlink", "rmdir")
     first = tmp_path / "first" / "outputs"
@@ -102,7 +102,9 @@ def test_a_run_killed_at_its_files(
         *run_options(tmp_path / "counted" / "outputs", *options),
         faults={0: Fault(str(tmp_path / "counted"), report=str(report), kinds=kinds)},
     )
-    total = len(read_operations(report)) * 9 // 10  # threads do not do as many in the same order
+    total = (
+        len(read_operations(report)) * 9 // 10
+    )  # with threads, the number and order of writes vary
     for number in random.Random(asynchronous).sample(range(1, total), 14):
         outputs = tmp_path / f"killed_{number:04d}" / "outputs"
         shutil.copytree(first, outputs)

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, more or fewer: the same state, the same samples, no hang."""
+"""Test killed and stopped ranks, and other numbers of ranks: same state, same samples, no hang."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG = 40  # steps
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_bit_for_bit(
+def test_two_ranks_resume_to_the_same_bits(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
     outputs = tmp_path / "outputs"
@@ -46,12 +46,12 @@ def test_two_ranks_go_on_bit_for_bit(
         faults={0: Fault(str(outputs), 1, kinds=("rename",), match="step_00000012")},
     )
     server.run(*run_options(outputs, steps=30), ranks=2)
-    assert find_start_step(outputs) == 10  # 20 steps follow
+    assert find_start_step(outputs) == 10  # 20 more steps
     undisturbed(ranks=2, steps=30).require_same(outputs)
 
 
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return all that a checkpoint holds, not sharded."""
+    """Return all tensors of a checkpoint, unsharded."""
     reader = StrictReader(checkpoint / commit.TENSORS)
     found = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -62,8 +62,8 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
-    """2 → 1 → 3 → 2: the same samples in the same steps, and no bit of the state changes."""
+def test_the_number_of_ranks_changes_no_sample_and_no_state(server: Server, tmp_path: Path):
+    """2 → 1 → 3 → 2 ranks: each step has the same samples, and resuming changes no bit."""
 
     def options(experiment: str, steps: int) -> tuple[object, ...]:
         return (
@@ -116,10 +116,10 @@ def test_more_and_fewer_ranks(server: Server, tmp_path: Path):
 @pytest.mark.parametrize(
     "number", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100))]
 )
-def test_one_of_two_is_killed_during_a_save(
+def test_a_rank_killed_during_a_save_ends_the_other(
     server: Server, tmp_path: Path, rank: int, number: int, undisturbed: Callable[..., Undisturbed]
 ):
-    """The other ends by itself, and not with a checkpoint of half the shards."""
+    """The other rank ends by itself, without a checkpoint of half the shards."""
     outputs = tmp_path / "outputs"
     done = server.run(
         *run_options(outputs),
@@ -137,7 +137,7 @@ def test_one_of_two_is_killed_during_a_save(
     undisturbed(ranks=2).require_same(outputs)
 
 
-def test_a_rank_that_is_stopped_for_a_while(
+def test_a_rank_may_be_stopped_for_a_while(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
     outputs = tmp_path / "outputs"
@@ -164,7 +164,7 @@ def test_a_rank_that_is_stopped_for_a_while(
 def test_saves_that_overlap_wait_for_each_other(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    """A save for every step, each slower than many steps: no two are written at a time."""
+    """Each step is saved, and a save is slower than many steps, but only one runs at a time."""
     outputs = tmp_path / "outputs"
     report = tmp_path / "report"
     server.run(
@@ -195,12 +195,14 @@ def test_saves_that_overlap_wait_for_each_other(
 
 
 @pytest.mark.slow
-def test_torchrun_starts_killed_ranks_again(
+def test_torchrun_restarts_killed_ranks(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    """kill -9 of a rank, twice: plain torchrun starts all again, and they go on."""
+    """After kill -9 of a rank, twice, plain torchrun restarts all ranks, and they continue."""
     outputs = tmp_path / "outputs"
-    options = run_options(outputs, "--overwrite", steps=LONG)  # which the restarts do not repeat
+    options = run_options(
+        outputs, "--overwrite", steps=LONG
+    )  # the restarts do not repeat --overwrite
     command = stage_command("04_train_fsdp.py", *options, ranks=2)
     command.insert(command.index(str(ROOT / "04_train_fsdp.py")), "--max-restarts=2")
     process = subprocess.Popen(
@@ -225,12 +227,14 @@ def test_torchrun_starts_killed_ranks_again(
         assert process.wait(timeout=120) == 0
     finally:
         kill_all(process, server.root)
-    assert [path.name for path in outputs.iterdir() if path.is_dir()] == ["run"]  # none aside
+    assert [path.name for path in outputs.iterdir() if path.is_dir()] == [
+        "run"
+    ]  # no checkpoint is in quarantine
     undisturbed(ranks=2, steps=LONG).require_same(outputs)
 
 
 def rank_of(process: subprocess.Popen, rank: int) -> int:
-    """Return the process id of a rank that torchrun has started."""
+    """Return the process ID of a rank that torchrun has started."""
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             return int(pid)

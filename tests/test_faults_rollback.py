@@ -1,4 +1,4 @@
-"""Stage 04 killed while it rolls back past bad steps: the same command again learns the same."""
+"""Test kills while stage 04 rolls back past bad steps: the same command gives the same result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.test_stage_04_nan import ROLLBACK, STEPS, expected, poison, tokens_of
 
 
 def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
-    """Count the operations from the beginning of the first rollback on."""
+    """Count operations only from the beginning of the first rollback."""
     from lib.train import resume
 
     roll_back = resume.roll_back
@@ -31,7 +31,7 @@ def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -
 
 
 class Rollback:
-    """A run with one rollback, past checkpoints of bad steps."""
+    """A run with one rollback that skips checkpoints of bad steps."""
 
     def __init__(self, project: Path) -> None:
         held = tokens_of_steps(windows(project))
@@ -61,7 +61,7 @@ class Rollback:
         ]
 
     def operations(self, parent: Path) -> list[tuple[str, str]]:
-        """Return what a rollback does up to the first save after it."""
+        """Return the file operations of a rollback up to the first save after it."""
         report = parent / "operations.txt"
         self.server.run(
             *self._options(parent / "outputs"),
@@ -81,7 +81,7 @@ class Rollback:
         return found[:saving]
 
     def kill_at(self, number: int, act: str, outputs: Path) -> None:
-        """Kill it at an operation of its rollback, and run it again."""
+        """Kill the run at an operation of its rollback, and run it again."""
         options = self._options(outputs)
         self.server.run(
             *options,
@@ -91,7 +91,7 @@ class Rollback:
         )
         assert (
             max(find_valid_steps(outputs)) >= self.told[0]["step"]
-        )  # the one to go back to is there
+        )  # the target of the rollback exists
         self.server.run(*options)
         Undisturbed.require_same(self.expected, outputs)
         assert find_valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
@@ -110,7 +110,7 @@ def rollback(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.slow
-def test_killed_at_a_few_operations_of_a_rollback(rollback: Rollback, tmp_path: Path):
+def test_kills_at_a_few_operations_of_a_rollback_lose_nothing(rollback: Rollback, tmp_path: Path):
     found = rollback.operations(tmp_path)
     for number in random.Random(0).sample(range(1, len(found) + 1), 2):
         rollback.kill_at(number, "kill", tmp_path / f"killed_{number}" / "outputs")
@@ -118,8 +118,10 @@ def test_killed_at_a_few_operations_of_a_rollback(rollback: Rollback, tmp_path: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("act", ["kill", "torn"])
-def test_killed_at_every_operation_of_a_rollback(rollback: Rollback, tmp_path: Path, act: str):
-    """Of the save that is written beside it, the many writes of tensors are left out."""
+def test_kills_at_every_operation_of_a_rollback_lose_nothing(
+    rollback: Rollback, tmp_path: Path, act: str
+):
+    """The many writes of tensors by the save at the same time are left out."""
     found = rollback.operations(tmp_path)
     for number, (kind, path) in enumerate(found, 1):
         if "/dcp/" not in path and (act == "kill" or kind == "write"):

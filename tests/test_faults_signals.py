@@ -1,4 +1,4 @@
-"""Signals at bad moments: during a save, twice, to torchrun, and saves that outlast its wait."""
+"""Test signals during a save, repeated signals, signals to torchrun, and very slow saves."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def state(outputs: Path) -> dict:
         pytest.param(THREE, "off", marks=pytest.mark.long),
     ],
 )
-def test_during_a_save(
+def test_a_signal_during_a_save_saves_the_current_step(
     server: Server,
     tmp_path: Path,
     asynchronous: str,
     signals: Iterable[int],
     undisturbed: Callable[..., Undisturbed],
 ):
-    """The save goes on, the step is finished, and is saved too."""
+    """The save continues, and the current step is finished and saved too."""
     outputs = tmp_path / "outputs"
     report = tmp_path / "report"
     options = run_options(outputs, "--ckpt-async", asynchronous)
@@ -82,10 +82,10 @@ def test_during_a_save(
     undisturbed(ranks=2).require_same(outputs)
 
 
-def test_during_an_evaluation(
+def test_a_signal_during_an_evaluation_waits_for_its_end(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
-    """It is finished first; evaluations change nothing in what follows."""
+    """The evaluation is finished first; evaluations do not change later steps."""
     outputs = tmp_path / "outputs"
     options = run_options(outputs, "--eval-freq", 1, "--eval-batches", 30)
     launch = server.start(*options)
@@ -103,7 +103,7 @@ def test_during_an_evaluation(
 def torchrun(
     server: Server, outputs: Path, *options: object, fault: Fault | None = None
 ) -> subprocess.Popen:
-    """Start two ranks as the README says, each process with the fault."""
+    """Start two ranks as the README says; each has the fault."""
     command = stage_command(
         "04_train_fsdp.py", *run_options(outputs, *options, steps=LONG), ranks=2
     )
@@ -138,7 +138,7 @@ def torchrun(
     [(signal.SIGTERM, 0.3), (signal.SIGUSR1, 35.0)],
     ids=["SIGTERM", "SIGUSR1 and a save of 35 s"],
 )
-def test_torchrun_passes_it_on_and_waits(
+def test_torchrun_passes_a_signal_on_and_waits(
     server: Server,
     tmp_path: Path,
     number: int,
@@ -166,7 +166,7 @@ def test_torchrun_passes_it_on_and_waits(
         output = process.communicate(timeout=180)[0]
     finally:
         kill_all(process, server.root)
-    assert process.returncode == 1  # torchrun says so of any end but a good one
+    assert process.returncode == 1  # torchrun returns 1 for any exit code but 0
     assert state(outputs)["status"] == "preempted", output
     stopped = max(find_valid_steps(outputs))
     assert state(outputs)["step"] == stopped < LONG

@@ -1,4 +1,4 @@
-"""Stages 01, 02, 03 and 05 killed at their file operations, and run again."""
+"""Test kills of stages 01, 02, 03 and 05 at their file operations."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from tests.fault_points import Fault
 from tests.kills import Commands, Scene
 
 STAGES = [1, 2, 3, 5]
-# Of each command also these, from the end: while it is published, and after that.
+# Operations of each command, counted from its end: during publishing and after it.
 LAST = range(8)
-FROM_END = [2, 5, 0, 3]  # one of them per command of a stage, in the quick tests
+FROM_END = [2, 5, 0, 3]  # quick tests use one of them per command
 
 
 @pytest.fixture(scope="module")
 def commands(
     prepared_once: Path, model_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Commands]:
-    """Return what makes the commands."""
+    """Return the commands to kill."""
     made = Commands(prepared_once, model_files, tmp_path_factory.mktemp("commands"))
     yield made
     made.close()
 
 
 def kill_at(scene: Scene, numbers: list[int], act: str = "kill") -> None:
-    """Kill the command at each of these operations, and run it again each time."""
+    """Kill a command at each of some operations, and run it again each time."""
     for number in numbers:
         project = scene.copy()
-        # With threads or other processes at work, not each time as many are done.
+        # With threads or worker processes, the number of operations varies.
         launch = scene.command.start(project, Fault(str(project), number, act))
         assert launch.wait() in ([-9], [0])
         scene.require_nothing_lost(project)
@@ -42,8 +42,8 @@ def kill_at(scene: Scene, numbers: list[int], act: str = "kill") -> None:
 @pytest.mark.parametrize(
     "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3, 5))]
 )
-def test_killed_while_it_is_published(commands: Commands, tmp_path: Path, stage: int):
-    """The input and the artifact before stay, the bytes are those of an undisturbed run."""
+def test_a_kill_while_publishing_loses_nothing(commands: Commands, tmp_path: Path, stage: int):
+    """The inputs and the old artifact remain; the result has the bytes of an undisturbed run."""
     for number, command in enumerate(commands.of_stage(stage)):
         scene = Scene(command, tmp_path / command.name)
         kill_at(scene, [scene.operations - FROM_END[number]])
@@ -51,7 +51,7 @@ def test_killed_while_it_is_published(commands: Commands, tmp_path: Path, stage:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
-def test_killed_at_many_operations(commands: Commands, tmp_path: Path, stage: int):
+def test_kills_at_many_operations_lose_nothing(commands: Commands, tmp_path: Path, stage: int):
     for command in commands.of_stage(stage):
         scene = Scene(command, tmp_path / command.name)
         last = [scene.operations - number for number in LAST]

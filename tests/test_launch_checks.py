@@ -1,4 +1,4 @@
-"""launch/check.py under torchrun on CPU ranks, over namespaces as nodes, and its judgement."""
+"""Test launch/check.py under torchrun on CPU ranks, with namespaces as nodes, and its findings."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SCRIPT = ROOT / "launch" / "check.py"
 PATIENT = ("--timeout", "120")
 
 
-def read(file: Path) -> tuple[list[Finding], dict[str, Any]]:
-    """Return the findings and everything of a JSON report."""
+def read_report(file: Path) -> tuple[list[Finding], dict[str, Any]]:
+    """Return the findings of a JSON report, and the whole report."""
     content = json.loads(file.read_text())
     return [Finding(**found) for found in content["findings"]], content
 
 
-def told(found: list[Finding], check: str) -> list[str]:
-    """Return what findings of a check say, without information."""
+def join_findings(found: list[Finding], check: str) -> list[str]:
+    """Return the texts of a check's errors and warnings."""
     return [f.text for f in found if f.check == check and f.severity != "info"]
 
 
-def test_two_ranks_of_a_node(tmp_path: Path):
+def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
     began = time.monotonic()
     done = run_stage(
         "launch/check.py",
@@ -46,8 +46,8 @@ def test_two_ranks_of_a_node(tmp_path: Path):
         cwd=tmp_path,
         ranks=2,
     )
-    found, content = read(tmp_path / "a report.json")
-    assert not told(found, "network") and content["speed"]["world"]["all_reduce"] > 0
+    found, content = read_report(tmp_path / "a report.json")
+    assert not join_findings(found, "network") and content["speed"]["world"]["all_reduce"] > 0
     assert len(content["nodes"]["0"]["compute"]) == 2
     assert "2 ranks on 1 node" in done.stdout and "is ready" in done.stdout
     assert {f.check for f in found if "not checked" in f.text} >= {"EFA"}
@@ -89,18 +89,18 @@ def test_a_network_below_the_minimum_bandwidth_fails(tmp_path: Path):
         ranks=2,
         expect=1,
         fresh=True,
-    )  # of torchrun, for any failure
+    )  # torchrun returns 1 for any failure
     assert "expected 1e+06" in done.stdout and "exitcode  : 6" in done.stderr
 
 
-def agents(
+def start_agents(
     nodes: list[dict[str, Any]],
     tmp_path: Path,
     *arguments: str,
     address: str,
     script: Path = SCRIPT,
 ) -> list[subprocess.Popen]:
-    """Start torchrun once per node: `prefix` words, `cwd` and `env` of each; output to a file."""
+    """Start torchrun once per node, each with its `prefix`, `cwd` and `env`; output to a file."""
     port = free_port()
     started = []
     for rank, node in enumerate(nodes):
@@ -136,8 +136,8 @@ def agents(
     return started
 
 
-def finish(started: list[subprocess.Popen], tmp_path: Path, expect: int) -> str:
-    """Wait for all agents and return what that of rank 0 printed."""
+def wait_for_agents(started: list[subprocess.Popen], tmp_path: Path, expect: int) -> str:
+    """Wait for all agents, and return the output of the agent of rank 0."""
     try:
         codes = [process.wait(timeout=240) for process in started]
     finally:
@@ -158,7 +158,7 @@ runpy.run_path(os.environ["SCRIPT"], run_name="__main__")
 
 @pytest.mark.long
 def test_differences_between_nodes_are_named(tmp_path: Path):
-    """Two nodes with other artifacts, settings and clocks, and no shared directory."""
+    """Two nodes have different artifacts, settings and clocks, and no shared directory."""
     (tmp_path / "shifted.py").write_text(SHIFTED)
     nodes = []
     for node in (0, 1):
@@ -182,7 +182,7 @@ def test_differences_between_nodes_are_named(tmp_path: Path):
         )
     (nodes[1]["cwd"] / "hf_datasets" / "corpus" / "data.arrow").write_text("a")
     report = tmp_path / "report.json"
-    started = agents(
+    started = start_agents(
         nodes,
         tmp_path,
         "--json",
@@ -191,17 +191,21 @@ def test_differences_between_nodes_are_named(tmp_path: Path):
         address="127.0.0.1",
         script=tmp_path / "shifted.py",
     )
-    out = finish(started, tmp_path, expect=1)
-    found, content = read(report)
-    [clock] = told(found, "clock")
+    out = wait_for_agents(started, tmp_path, expect=1)
+    found, content = read_report(report)
+    [clock] = join_findings(found, "clock")
     assert "node 1" in clock and "+90" in clock
-    assert any("1 bytes instead of 3" in text for text in told(found, "artifacts"))
-    assert told(found, "artifact hf_datasets/corpus") and told(found, "shared directory")
-    [setting] = told(found, "setting NCCL_ALGO")
+    assert any("1 bytes instead of 3" in text for text in join_findings(found, "artifacts"))
+    assert join_findings(found, "artifact hf_datasets/corpus") and join_findings(
+        found, "shared directory"
+    )
+    [setting] = join_findings(found, "setting NCCL_ALGO")
     assert "Ring0 on node 0" in setting and "Ring1 on node 1" in setting
     assert content["speed"]["pairs"]["0-1"]["all_reduce"] > 0
     assert "all-reduce above the diagonal" in out and "← " in out
-    assert "exitcode  : 6" in (tmp_path / "out-1").read_text()  # every node fails alike
+    assert (
+        "exitcode  : 6" in (tmp_path / "out-1").read_text()
+    )  # every node fails with the same error
 
 
 def run(*command: object) -> None:
@@ -210,7 +214,7 @@ def run(*command: object) -> None:
 
 @pytest.fixture
 def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Return three nodes: network namespaces with an address each, and a host name."""
+    """Return three nodes: network namespaces, each with an address and a host name."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc", "nsenter", "unshare"))):
         pytest.skip("needs root, iproute2 and util-linux, for network namespaces as nodes")
     mark = f"pf{os.getpid()}"
@@ -290,13 +294,13 @@ def test_a_node_with_a_slow_link_is_named(boxes: list[dict[str, Any]], tmp_path:
             "50ms",
         )
     report = tmp_path / "report.json"
-    out = finish(
-        agents(boxes, tmp_path, "--json", str(report), *PATIENT, address="10.77.0.1"),
+    out = wait_for_agents(
+        start_agents(boxes, tmp_path, "--json", str(report), *PATIENT, address="10.77.0.1"),
         tmp_path,
         expect=1,
     )
-    found, content = read(report)
-    named = told(found, "network")
+    found, content = read_report(report)
+    named = join_findings(found, "network")
     assert any(text.startswith("node 2 (box-3): all-reduce") for text in named), named
     assert not [text for text in named if text.startswith(("node 0", "node 1"))]
     pairs = content["speed"]["pairs"]
@@ -311,7 +315,7 @@ def test_two_nodes_that_cannot_reach_each_other_are_named(
 ):
     run(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")
     report = tmp_path / "report.json"
-    started = agents(
+    started = start_agents(
         boxes,
         tmp_path,
         "--json",
@@ -322,18 +326,18 @@ def test_two_nodes_that_cannot_reach_each_other_are_named(
         "90",
         address="10.77.0.1",
     )
-    finish(started, tmp_path, expect=1)
-    found, content = read(report)
+    wait_for_agents(started, tmp_path, expect=1)
+    found, content = read_report(report)
     assert "error" in content["speed"]["pairs"]["1-2"]
     assert "all_reduce" in content["speed"]["pairs"]["0-1"]
     assert "all_reduce" in content["speed"]["pairs"]["0-2"]
     assert any(
         "node 1 (box-2) and node 2 (box-3) cannot communicate" in text
-        for text in told(found, "network")
+        for text in join_findings(found, "network")
     )
 
 
-# --- what a node's tools say
+# --- findings from a node's tools
 
 SMI = r"""#!/bin/sh
 # Answers as an H100 node's tool does; lines of $SMI take the place of the healthy ones.
@@ -361,7 +365,7 @@ HEALTHY = {
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a stand-in nvidia-smi on the PATH, and return the directory of its answers."""
+    """Put a stand-in for nvidia-smi on the PATH, and return the directory of its answers."""
     answers = tmp_path / "answers"
     tools = tmp_path / "tools"
     answers.mkdir()
@@ -375,8 +379,8 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return answers
 
 
-def node_facts(**changes: Any) -> dict[str, Any]:
-    """Return what a healthy node tells of itself."""
+def make_node_facts(**changes: Any) -> dict[str, Any]:
+    """Return the facts of a healthy node."""
     return {
         "gpu": machine.query_gpus(),
         "efa": {"devices": [], "not_checked": {}},
@@ -395,8 +399,8 @@ def node_facts(**changes: Any) -> dict[str, Any]:
     }
 
 
-def speeds(nodes: int, slow: tuple[int, ...] = (), by: float = 0.4) -> dict[str, Any]:
-    """Return bandwidths of equal nodes, but for slow ones."""
+def make_speeds(nodes: int, slow: tuple[int, ...] = (), by: float = 0.4) -> dict[str, Any]:
+    """Return the bandwidths of nodes that are equal except for slow ones."""
     pairs = {
         f"{a}-{b}": {
             kind: 300.0 * (by if {a, b} & set(slow) else 1)
@@ -412,13 +416,13 @@ def speeds(nodes: int, slow: tuple[int, ...] = (), by: float = 0.4) -> dict[str,
     }
 
 
-def judged(
+def judge_nodes(
     facts: list[dict[str, Any]], speed: dict[str, Any] | None = None, **how: Any
 ) -> list[Finding]:
-    """Return the findings of nodes 0, 1, …, but for information."""
+    """Return the errors and warnings about nodes 0, 1, …."""
     found = node_findings.find_problems(
         dict(enumerate(facts)),
-        speed or speeds(len(facts)),
+        speed or make_speeds(len(facts)),
         lambda node: f"node {node} (h{node})",
         how.get("least"),
     )
@@ -427,10 +431,13 @@ def judged(
 
 
 def test_healthy_gpus_give_no_finding(smi: Path):
-    told = machine.query_gpus()
-    assert told["not_checked"] == {} and len(told["gpus"]) == 2
-    assert told["gpus"][0]["nvlinks"] == 18 and told["gpus"][0]["driver"] == "580.65.06"
-    assert not judged([node_facts(), node_facts(), node_facts()])
+    join_findings = machine.query_gpus()
+    assert join_findings["not_checked"] == {} and len(join_findings["gpus"]) == 2
+    assert (
+        join_findings["gpus"][0]["nvlinks"] == 18
+        and join_findings["gpus"][0]["driver"] == "580.65.06"
+    )
+    assert not judge_nodes([make_node_facts(), make_node_facts(), make_node_facts()])
 
 
 @pytest.mark.parametrize(
@@ -455,7 +462,7 @@ def test_healthy_gpus_give_no_finding(smi: Path):
 )
 def test_a_faulty_gpu_is_named(smi: Path, answer: str, text: str, check: str, severity: str):
     (smi / answer).write_text(text)
-    found = [f for f in judged([node_facts()]) if f.check == check]
+    found = [f for f in judge_nodes([make_node_facts()]) if f.check == check]
     assert [f.severity for f in found] == [severity]
     assert "node 0 (h0), GPU 1" in found[0].text
 
@@ -464,9 +471,9 @@ def test_facts_that_a_tool_does_not_report_are_not_checked(smi: Path):
     (smi / "remap").unlink()
     (smi / "ecc").write_text("0, [N/A]\n1, [N/A]\n")
     (smi / "nvlink").write_text("")
-    told = machine.query_gpus()
-    assert set(told["not_checked"]) == {"GPU memory rows", "GPU ECC", "NVLink"}
-    assert "not a valid field" in told["not_checked"]["GPU memory rows"]
+    join_findings = machine.query_gpus()
+    assert set(join_findings["not_checked"]) == {"GPU memory rows", "GPU ECC", "NVLink"}
+    assert "not a valid field" in join_findings["not_checked"]["GPU memory rows"]
     (smi / "identity").write_text("Unable to determine the device handle for GPU0: GPU is lost\n")
     assert machine.query_gpus()["not_checked"].keys() == {"GPUs"}
 
@@ -480,49 +487,49 @@ def test_a_faulty_gpu_fails_the_command(smi: Path, tmp_path: Path):
 
 
 def test_a_node_that_lost_a_gpu_is_named(smi: Path):
-    healthy = node_facts()
+    healthy = make_node_facts()
     (smi / "identity").write_text(HEALTHY["identity"].splitlines()[0] + "\n")
-    found = judged([healthy, node_facts(), healthy])
+    found = judge_nodes([healthy, make_node_facts(), healthy])
     [lost] = [f for f in found if f.check == "number of GPUs"]
     assert lost.severity == "error" and lost.text == "1 on node 1 (h1); 2 on the other 2"
 
 
 def test_different_versions_and_drivers_and_slow_gpus_are_found(smi: Path):
-    odd = node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
+    odd = make_node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
     odd["gpu"]["gpus"][0]["driver"] = "570.1"
-    found = {f.check: f for f in judged([node_facts(), node_facts(), odd])}
+    found = {f.check: f for f in judge_nodes([make_node_facts(), make_node_facts(), odd])}
     assert found["version of torch"].text == "2.12.1 on node 2 (h2); 2.13.0 on the other 2"
     assert found["driver"].severity == "warning" and "node 2" in found["driver"].text
     assert found["compute"].severity == "warning" and "(71%)" in found["compute"].text
-    [tie] = judged([node_facts(), node_facts(versions={"torch": "2.12.1"})])
+    [tie] = judge_nodes([make_node_facts(), make_node_facts(versions={"torch": "2.12.1"})])
     assert "2.13.0 on node 0 (h0); 2.12.1 on node 1 (h1)" in tie.text
 
 
 def test_network_problems_are_found(smi: Path):
-    four = [node_facts()] * 4
-    [found] = judged(four, speeds(4, slow=(2,)))
+    four = [make_node_facts()] * 4
+    [found] = judge_nodes(four, make_speeds(4, slow=(2,)))
     assert found.severity == "error" and found.text.startswith("node 2 (h2): all-reduce 120 GB/s")
-    [found] = judged(four, speeds(4, slow=(2,), by=0.7))
+    [found] = judge_nodes(four, make_speeds(4, slow=(2,), by=0.7))
     assert found.severity == "warning"
-    one_link = speeds(4)
+    one_link = make_speeds(4)
     one_link["pairs"]["1-3"]["all_reduce"] = 90.0
-    [found] = judged(four, one_link)
+    [found] = judge_nodes(four, one_link)
     assert found.text.startswith("node 1 (h1) to node 3 (h3)")
-    [found] = judged(four, least=300)
+    [found] = judge_nodes(four, least=300)
     assert "290 GB/s, expected 300" in found.text
-    inner = {**speeds(2), "nodes": {0: {"all_reduce": 400.0}, 1: {"all_reduce": 100.0}}}
+    inner = {**make_speeds(2), "nodes": {0: {"all_reduce": 400.0}, 1: {"all_reduce": 100.0}}}
     assert any(
         "within the node" in f.text and "node 1" in f.text
-        for f in judged([node_facts()] * 2, inner)
+        for f in judge_nodes([make_node_facts()] * 2, inner)
     )
 
 
 def test_shm_disk_and_shared_directory_are_checked(smi: Path):
-    found = judged(
+    found = judge_nodes(
         [
-            node_facts(shm={"total": 64 << 20}),
-            node_facts(shared=False),
-            node_facts(disk={"error": "Read-only file system: /fsx"}),
+            make_node_facts(shm={"total": 64 << 20}),
+            make_node_facts(shared=False),
+            make_node_facts(disk={"error": "Read-only file system: /fsx"}),
         ]
     )
     assert {(f.check, f.severity) for f in found} == {
@@ -534,8 +541,10 @@ def test_shm_disk_and_shared_directory_are_checked(smi: Path):
 
 def test_a_full_shared_disk_is_reported_once(smi: Path):
     full = {"directory": "/fsx", "free": 10**9, "write": 1e9, "read": 1e9}
-    assert len(judged([node_facts(disk=full)] * 3)) == 1
-    own = [f for f in judged([node_facts(disk=full, shared=False)] * 3) if f.check == "disk"]
+    assert len(judge_nodes([make_node_facts(disk=full)] * 3)) == 1
+    own = [
+        f for f in judge_nodes([make_node_facts(disk=full, shared=False)] * 3) if f.check == "disk"
+    ]
     assert len(own) == 3
 
 
@@ -546,9 +555,11 @@ def test_efa_devices_are_checked(tmp_path: Path, smi: Path):
         (device / "device").mkdir()
         (device / "device" / "vendor").write_text(vendor + "\n")
         (device / "ports" / "1" / "state").write_text(state + "\n")
-    told = machine.query_rdma(tmp_path / "ib")
-    assert [device["active"] for device in told["devices"]] == [True, False]
-    found = judged([node_facts(efa={**told, "libfabric": False}, locked_memory=8 << 20)])
+    join_findings = machine.query_rdma(tmp_path / "ib")
+    assert [device["active"] for device in join_findings["devices"]] == [True, False]
+    found = judge_nodes(
+        [make_node_facts(efa={**join_findings, "libfabric": False}, locked_memory=8 << 20)]
+    )
     assert {f.check for f in found} == {"EFA", "locked memory"}
     assert any("rdmap1 has no active port" in f.text for f in found)
     assert machine.query_rdma(tmp_path / "none")["not_checked"]

@@ -1,4 +1,4 @@
-"""check.py cluster: the real kubectl asks a small API server; AWS is a stand-in on the PATH."""
+"""Test check.py cluster with the real kubectl, a small API server, and a stand-in for AWS."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ KINDS = {
 P5 = ("--instance-type", "p5.48xlarge", "--nodes", 2)
 
 
-class There(Cluster):
-    """A cluster that also answers access reviews; what is in `denied` is forbidden."""
+class ReviewingCluster(Cluster):
+    """A cluster that also answers access reviews; `denied` are the forbidden calls."""
 
     def __init__(self) -> None:
         super().__init__(types=[*TYPES])
@@ -70,12 +70,14 @@ class _Answers(kube_server._Handler):
             raise RequestError(
                 403, "Forbidden", f"{plural} is forbidden: User cannot list {plural}"
             )
-        query.pop("fieldSelector", None)  # only selectors with != come here; the caller filters too
+        query.pop(
+            "fieldSelector", None
+        )  # only selectors with != occur here; the caller filters too
         return super()._answer(path, query, body)
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
-    """Return a healthy p5 node, or one that differs."""
+    """Return a healthy p5 node, with changes if any are given."""
     has = {
         "nvidia.com/gpu": "8",
         "vpc.amazonaws.com/efa": "32",
@@ -99,11 +101,11 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[There]:
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReviewingCluster]:
     """Return a cluster that is ready for a job on two p5 nodes, of each kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed (Debian: kubernetes-client)")
-    made = There()
+    made = ReviewingCluster()
     for crd, version, controller in KINDS.values():
         made.add(
             "customresourcedefinitions",
@@ -169,8 +171,8 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
     path.write_text(yaml.safe_dump(config))
 
 
-def test_only_the_named_cluster_is_queried(there: There, tmp_path: Path) -> None:
-    """And not the nodes of the current context with what AWS says of the other."""
+def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Path) -> None:
+    """The nodes of the current context do not appear beside AWS's facts about the named one."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks")
     assert not [finding for finding in found if finding.severity == "error"]
@@ -233,8 +235,8 @@ def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
         run_stage("launch/kubernetes.py", "stop", *job, cwd=tmp_path, env=env, expect=2)
 
 
-def test_make_checks_the_cluster(there: There, tmp_path: Path) -> None:
-    """The options of the job are those of `make run`, the ones that no check needs among them."""
+def test_make_checks_the_cluster(there: ReviewingCluster, tmp_path: Path) -> None:
+    """All options of `make run` are accepted, also those that no check needs."""
     job = (
         "--kind",
         "pytorchjob",
@@ -268,7 +270,7 @@ def no_aws(root: Path) -> str:
 def check(
     tmp_path: Path, *arguments: object, expect: int = 0
 ) -> tuple[list[Finding], subprocess.CompletedProcess]:
-    """Run `check.py cluster` and return what it found."""
+    """Run `check.py cluster` and return its findings."""
     file = tmp_path / "found.json"
     done = run_stage(
         "launch/check.py", "cluster", *arguments, "--json", file, cwd=tmp_path, expect=expect
@@ -277,15 +279,15 @@ def check(
 
 
 def only(found: list[Finding], check: str) -> Finding:
-    """Return the only finding of a check, which must have a remedy when it is no information."""
+    """Return the only finding of a check; an error or a warning must have a remedy."""
     (one,) = [finding for finding in found if finding.check == check]
     assert one.remedy or one.severity == "info", one
     return one
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_cluster_that_is_ready(there: There, tmp_path: Path, kind: str):
-    if kind == "hyperpod":  # whose types have a prefix, which is added
+def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, kind: str):
+    if kind == "hyperpod":  # its instance types have a prefix, which is added
         for number in (1, 2):
             there.add(
                 "nodes",
@@ -308,7 +310,7 @@ def test_a_cluster_that_is_ready(there: There, tmp_path: Path, kind: str):
     }
 
 
-def test_everything_missing_is_reported_at_once(there: There, tmp_path: Path):
+def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_path: Path):
     for key in [
         key
         for key in there.objects
@@ -328,8 +330,8 @@ def test_everything_missing_is_reported_at_once(there: There, tmp_path: Path):
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
 
 
-def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
-    """Return what is said of nodes for a job on two p5 nodes."""
+def judge_nodes(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
+    """Return the findings about nodes for a job on two p5 nodes."""
     wanted = JobNeeds(nodes=2, gpus_per_node=8, efa_per_node=32, instance_type="p5.48xlarge")
     return list(
         cluster_nodes.check_capacity(cluster_nodes.parse_nodes([*nodes], []), wanted, grows)
@@ -362,13 +364,13 @@ def judged(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     ],
 )
 def test_a_node_that_accepts_no_pods_is_a_warning(change: dict[str, Any], why: str):
-    found = judged(node("node-1"), node("node-2", **change))
+    found = judge_nodes(node("node-1"), node("node-2", **change))
     assert why in only(found, "nodes").text and "node-2" in only(found, "nodes").text
     assert only(found, "capacity").severity == "error"
     assert "1 of 2" in only(found, "capacity").text
 
 
-def test_an_autoscaler_may_add_nodes(there: There, tmp_path: Path):
+def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
     del there.objects["nodes", "", "node-2"]
     there.add(
         "customresourcedefinitions",
@@ -381,20 +383,20 @@ def test_an_autoscaler_may_add_nodes(there: There, tmp_path: Path):
 
 def test_the_taint_of_gpu_nodes_is_tolerated():
     tainted = node("node-2", spec={"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]})
-    assert only(judged(node("node-1"), tainted), "capacity").severity == "info"
+    assert only(judge_nodes(node("node-1"), tainted), "capacity").severity == "info"
 
 
 @pytest.mark.parametrize(
     ("lacking", "of"), [("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")]
 )
 def test_a_node_without_its_devices_is_named(lacking: str, of: str):
-    found = judged(node("node-1"), node("node-2", allocatable={lacking: ""}))
+    found = judge_nodes(node("node-1"), node("node-2", allocatable={lacking: ""}))
     assert only(found, of).severity == "error"
     assert "node-2" in only(found, of).text and "plugin" in only(found, of).remedy
 
 
 def test_missing_huge_pages_are_a_warning():
-    found = judged(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
+    found = judge_nodes(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
     assert only(found, "huge pages").severity == "warning"
 
 
@@ -409,7 +411,7 @@ def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]
     }
 
 
-def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: There, tmp_path: Path):
+def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: ReviewingCluster, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
     found, _ = check(tmp_path, *P5)
@@ -419,7 +421,7 @@ def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: There, tmp_path: P
     assert "not checked" in only(found, "GPUs in use").text
 
 
-def test_quota_storage_and_secret_are_checked(there: There, tmp_path: Path):
+def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path: Path):
     there.add(
         "resourcequotas",
         {
@@ -449,7 +451,9 @@ def test_quota_storage_and_secret_are_checked(there: There, tmp_path: Path):
     assert "c2VjcmV0" not in done.stdout + done.stderr + (tmp_path / "found.json").read_text()
 
 
-def test_an_operator_that_is_down_or_serves_another_version(there: There, tmp_path: Path):
+def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
+    there: ReviewingCluster, tmp_path: Path
+):
     there.add(
         "deployments",
         {"metadata": {"name": "training-operator"}, "status": {"availableReplicas": 0}},
@@ -468,7 +472,7 @@ def test_an_operator_that_is_down_or_serves_another_version(there: There, tmp_pa
     assert any("served as v2, not v1alpha1" in finding.text for finding in found)
 
 
-def test_a_driver_too_old_for_the_torch_of_the_image(there: There, tmp_path: Path):
+def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tmp_path: Path):
     there.add(
         "nodes",
         node(
@@ -485,7 +489,7 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: There, tmp_path: Pat
     assert "--driver-version 550.54.15" in only(found, "driver").remedy
 
 
-def test_forbidden_queries_are_not_checked(there: There, tmp_path: Path):
+def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Path):
     there.denied |= {"resourcequotas", "deployments", "nodes"}
     found, _ = check(tmp_path, *P5)
     assert {finding.check for finding in found if "not allowed" in finding.text} == {
@@ -495,7 +499,7 @@ def test_forbidden_queries_are_not_checked(there: There, tmp_path: Path):
     }
 
 
-def test_describe(there: There, tmp_path: Path):
+def test_describe_prints_nodes_storage_and_operators(there: ReviewingCluster, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     done = run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path)
     assert (
@@ -506,7 +510,7 @@ def test_describe(there: There, tmp_path: Path):
         assert shown in done.stdout
 
 
-def test_a_cluster_that_does_not_answer(there: There, tmp_path: Path):
+def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp_path: Path):
     kubeconfig = Path(os.environ["KUBECONFIG"])
     content = json.loads(kubeconfig.read_text())
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
@@ -560,8 +564,8 @@ esac
 
 
 @pytest.fixture
-def aws(there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put an AWS command line beside kubectl, and return the file with what it was asked."""
+def aws(there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an AWS command line beside kubectl, and return the file with its calls."""
     tool = tmp_path / "bin" / "aws"
     tool.write_text(AWS)
     tool.chmod(0o755)
@@ -578,7 +582,7 @@ def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     assert all("--region us-west-2" in line for line in aws.read_text().splitlines())
 
 
-def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: There, tmp_path: Path):
+def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
     found, _ = check(tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0)
     texts = [finding.text for finding in found if finding.check == "HyperPod"]
@@ -587,7 +591,9 @@ def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: There, tmp_path:
     assert any("1 of 2 ml.p5.48xlarge" in text for text in texts)
 
 
-def test_as_a_function(aws: Path, there: There, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_check_works_as_a_function(
+    aws: Path, there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     found = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
     assert "eks update-kubeconfig --name my-eks" in aws.read_text()
     assert "error" not in {finding.severity for finding in found}

@@ -1,4 +1,4 @@
-"""The calls and command lines of an automated EKS deployer, as its documentation has them."""
+"""Test the calls and command lines in the documentation of an automated EKS deployer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ TOKEN = "hf_abcdefghij"
 
 
 def gpu_node(name: str, kind: str = "ml.g5.8xlarge", gpus: int = 1, efa: int = 1) -> Object:
-    """Return a node of a cluster, with what its device plugins tell."""
+    """Return a node of a cluster with the devices that its plugins report."""
     return {
         "metadata": {"name": name, "labels": {"node.kubernetes.io/instance-type": kind}},
         "spec": {},
@@ -181,7 +181,7 @@ def test_a_token_is_only_in_a_secret_and_the_prepared_tokenizer_is_used(
     asked = command_line.parse_options(container["args"])
     assert (asked.from_scratch, asked.model_size, asked.model_name) == (True, "1B", None)
     assert asked.tokenizer == Path(".cache/models/meta-llama--Llama-3.2-1B")
-    assert item["template"]["spec"]["nodeSelector"] == {  # as the nodes of HyperPod bear it
+    assert item["template"]["spec"]["nodeSelector"] == {  # HyperPod's nodes have this label
         "node.kubernetes.io/instance-type": "ml.g5.8xlarge"
     }
     secret = eks.objects.pop(("secrets", "default", "j-hub-token"))
@@ -233,7 +233,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_its_command_lines_run(line: str, eks: Cluster, tmp_path: Path) -> None:
+def test_the_command_lines_of_the_deployer_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     image_docker.record_built_image(image_docker.BuiltImage(f"{ECR}/fsdp:1", is_pushed=True))
     command, *words = shlex.split(line)
     done = run_stage(
@@ -416,7 +416,7 @@ def test_a_cluster_accepts_the_preparation_job(tmp_path: Path) -> None:
 def steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Callable[..., list[str]]:
-    """Return a function that returns the commands which launch/prepare.py would run."""
+    """Return a function that returns the commands that launch/prepare.py would run."""
     monkeypatch.chdir(tmp_path)
 
     def of(*words: str) -> list[str]:
@@ -451,7 +451,7 @@ def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_pa
     assert len(steps("--", "-d", "c4", "-m", str(tmp_path))) == 1
     with pytest.raises(UsageError, match="hf_datasets/mine does not exist"):
         steps("--", "-d", "mine", "-m", "org/model")
-    for data in ("org/text", "allenai/c4"):  # all of it, unasked, may be terabytes
+    for data in ("org/text", "allenai/c4"):  # without --include this may fetch terabytes
         with pytest.raises(UsageError, match=f"--data {data} needs --include GLOB"):
             steps("--data", data, "--", "-d", "mine", "-m", "org/model")
     with pytest.raises(UsageError, match="2 datasets are missing"):
@@ -487,5 +487,5 @@ def test_a_run_is_prepared_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     assert [*(tmp_path / ".cache" / "tokens").glob("mine-*")]
     hub.requests.clear()
     again = run_stage("launch/prepare.py", *words, cwd=tmp_path).stdout
-    assert again.count("$ python") == 1 and "--prepare-only" in again  # what is there is kept
+    assert again.count("$ python") == 1 and "--prepare-only" in again  # existing artifacts are kept
     assert not hub.requests

@@ -1,4 +1,4 @@
-"""launch/build_image.py against a stand-in docker that records what it is told, and can fail."""
+"""Test launch/build_image.py with a stand-in docker that records its calls and can fail."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ECR = "123456789012.dkr.ecr.us-west-2.amazonaws.com"
 
 
 class Machine:
-    """A directory with docker and aws in it, what they were told, and how they fail."""
+    """A directory with stand-ins for docker and aws that record their calls and can fail."""
 
     def __init__(self, root: Path) -> None:
         self.bin = root / "bin"
@@ -63,7 +63,7 @@ class Machine:
         self.root = root
 
     def holds(self, said: str) -> None:
-        """Say what the built image says of its torch."""
+        """Set the torch that the built image prints."""
         (self.failures / "torch").write_text(said + "\n")
 
     def fail(self, when: str, said: str) -> None:
@@ -71,7 +71,7 @@ class Machine:
         (self.failures / when).write_text(said + "\n")
 
     def calls(self, verb: str = "") -> list[list[str]]:
-        """Return the command lines so far."""
+        """Return the recorded command lines."""
         lines = self.log.read_text().split("\n")[:-1] if self.log.exists() else []
         calls = [line.split("\037")[:-1] for line in lines]
         return [call for call in calls if not verb or call[0] == verb]
@@ -109,7 +109,7 @@ def test_dry_run_prints_the_commands_and_runs_nothing(machine: Machine):
     assert f"docker push {ECR}/llm:1" in done.stdout
 
 
-def test_builds_runs_once_and_pushes(machine: Machine):
+def test_the_image_is_built_run_once_and_pushed(machine: Machine):
     machine.build(
         "--push",
         f"{ECR}/llm",
@@ -209,7 +209,7 @@ OLD_DRIVER = (
 )
 
 
-def test_a_full_disk_is_exit_4_and_auto_fix_prunes(machine: Machine):
+def test_a_full_disk_exits_with_4_and_auto_fix_prunes_the_cache(machine: Machine):
     machine.fail("build-1", NO_SPACE)
     done = machine.build(expect=4)
     assert "docker's disk is full" in done.stderr and "no space left" in done.stderr
@@ -226,7 +226,7 @@ def test_a_full_disk_is_exit_4_and_auto_fix_prunes(machine: Machine):
     ]
 
 
-def test_it_gives_up_after_some_attempts(machine: Machine):
+def test_the_build_ends_after_max_attempts(machine: Machine):
     for n in range(1, 5):
         machine.fail(f"build-{n}", NO_NETWORK)
     done = machine.build("--auto-fix", "--max-attempts", 3, expect=2)
@@ -258,7 +258,7 @@ def test_torch_that_pip_cannot_find_falls_back_only_when_the_driver_allows(machi
     assert len(machine.calls("build")) == 1
 
 
-def test_the_driver_of_this_machine_counts_when_none_is_given(machine: Machine):
+def test_the_default_driver_is_that_of_this_machine(machine: Machine):
     smi = machine.bin / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 550.54.15\n")
     smi.chmod(0o755)
@@ -289,7 +289,7 @@ def test_a_missing_docker_or_daemon_is_reported(machine: Machine, tmp_path: Path
 
 
 def bundle(root: Path, *wheels: str) -> Path:
-    """Make what looks like an unpacked bundle, under a name with a space."""
+    """Make a directory like an unpacked bundle, with a space in its name."""
     project = root / "an unpacked bundle"
     (project / "wheelhouse").mkdir(parents=True)
     shutil.copy(ROOT / "requirements.txt", project)
@@ -330,7 +330,7 @@ def test_an_index_is_passed_as_a_secret(machine: Machine, tmp_path: Path):
     assert "no such file" in machine.build("--pip-conf", "nowhere", expect=2).stderr
 
 
-def test_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
+def test_building_works_as_a_function(machine: Machine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(machine.root)
     monkeypatch.setenv("PATH", f"{machine.bin}:{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(machine.log))
@@ -388,7 +388,7 @@ def test_the_dockerfile_accepts_all_build_arguments_and_runs_as_an_unprivileged_
 
 
 def wheel(folder: Path, name: str, version: str) -> None:
-    """Write the smallest wheel that pip installs."""
+    """Write a minimal wheel that pip installs."""
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
         file.writestr(f"{name}.py", f"version = {version!r}\n")
@@ -404,7 +404,7 @@ def wheel(folder: Path, name: str, version: str) -> None:
 
 @pytest.mark.long
 def test_the_dockerfile_installs_only_from_a_wheelhouse(tmp_path: Path):
-    """Runs the recipe of the Dockerfile itself, in other directories than an image's."""
+    """The commands of the Dockerfile run here, in other directories than in an image."""
     (tmp_path / "wheelhouse").mkdir()
     for version in ("2.13.0", "2.13.0+cu126", "2.13.0+cu132"):
         wheel(tmp_path / "wheelhouse", "torch", version)

@@ -1,4 +1,4 @@
-"""Why a job does not run: every cause, from what a cluster serves of its pods, events and logs."""
+"""Test that every cause of a failed job is found in its pods, events and logs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waiting(reason: str, message: str = "") -> dict[str, Any]:
 
 
 def unscheduled(message: str) -> dict[str, Any]:
-    """Return a pod that the scheduler finds no node for."""
+    """Return a pod for which the scheduler finds no node."""
     return make_pod(
         "exp",
         HEAD,
@@ -63,7 +63,7 @@ def find(
     log: str | None = None,
     pods: list[dict[str, Any]],
 ) -> Cause | None:
-    """Return the cause that is found with kubectl in a cluster with these pods."""
+    """Return the cause that kubectl finds in a cluster with these pods."""
     for item in pods:
         cluster.add("pods", item)
     for item in events or []:
@@ -129,13 +129,15 @@ LOGS = [
 
 
 @pytest.mark.parametrize(("name", "reason", "message"), STARTING)
-def test_a_container_that_does_not_start(kube: Cluster, name: str, reason: str, message: str):
+def test_the_cause_of_a_container_that_does_not_start_is_found(
+    kube: Cluster, name: str, reason: str, message: str
+):
     cause = find(kube, pods=[starting(reason, message)])
     assert (cause.name, cause.pod) == (name, HEAD) and cause.evidence == message
 
 
 @pytest.mark.parametrize(("name", "message"), SCHEDULING)
-def test_a_pod_without_a_node(kube: Cluster, name: str, message: str):
+def test_the_cause_of_a_pod_without_a_node_is_found(kube: Cluster, name: str, message: str):
     cause = find(kube, pods=[unscheduled(message)])
     assert cause.name == name and cause.evidence == message
 
@@ -171,23 +173,23 @@ def test_a_missing_token_differs_from_another_missing_secret(kube: Cluster):
     assert find(kube, pods=[item]).name == "missing token"
 
 
-def test_memory_of_the_node(kube: Cluster):
+def test_a_container_killed_for_memory_is_explained(kube: Cluster):
     cause = find(kube, pods=[failed(137, "OOMKilled")])
     assert (cause.name, cause.code) == ("out of memory", 2)
 
 
-def test_lost_and_short_nodes(kube: Cluster):
+def test_lost_nodes_and_nodes_short_of_resources_are_causes(kube: Cluster):
     lost = make_pod("exp", HEAD, "Failed", reason="NodeLost", message="Node n1 is not responding")
     assert find(kube, pods=[lost]).name == "node lost"
 
 
-def test_an_evicted_pod(kube: Cluster):
+def test_an_evicted_pod_is_a_cause(kube: Cluster):
     item = make_pod("exp", HEAD, "Failed", reason="Evicted", message="low on ephemeral-storage")
     cause = find(kube, pods=[item])
     assert cause.name == "evicted" and cause.passes
 
 
-def test_a_volume_that_cannot_be_mounted(kube: Cluster):
+def test_a_volume_that_cannot_be_mounted_is_a_cause(kube: Cluster):
     item = make_pod("exp", HEAD, "Pending", state=waiting("ContainerCreating"))
     cause = find(kube, pods=[item], events=[event(HEAD, "FailedMount", "MountVolume.SetUp: x")])
     assert cause.name == "storage" and "MountVolume" in cause.evidence
@@ -200,13 +202,13 @@ def test_a_volume_that_cannot_be_mounted(kube: Cluster):
         ("pods refused", "admission webhook denied the request: no such service account"),
     ],
 )
-def test_a_job_without_pods(kube: Cluster, name: str, message: str):
+def test_the_cause_of_a_job_without_pods_is_found(kube: Cluster, name: str, message: str):
     cause = find(kube, pods=[], events=[event("exp", "FailedCreatePod", message)])
     assert cause.name == name
 
 
 def test_the_cause_that_explains_the_others_comes_first(kube: Cluster):
-    """One pod waits for an image, the others for it: that is the cause, whatever NCCL says."""
+    """One pod waits for an image and the others for that pod, so NCCL's errors do not count."""
     kube.logs["exp-worker-0"] = ["NCCL WARN timeout"]
     cause = find(
         kube,
@@ -245,7 +247,7 @@ def test_pods_that_were_replaced_do_not_count(kube: Cluster):
     assert found["metadata"]["name"] == "exp-node-0-0-bbbbb"
 
 
-def test_nothing_is_wrong_with_pods_that_run(kube: Cluster):
+def test_running_pods_have_no_cause(kube: Cluster):
     running = make_pod(
         "exp", HEAD, state={"running": {}}, conditions=[{"type": "PodScheduled", "status": "True"}]
     )
@@ -276,5 +278,5 @@ def test_every_cause_has_a_remedy_and_a_test():
         "pods refused",
         "operator missing",
         "deleted",
-    }  # the last two: in the tests of deploy
+    }  # the last two are in the tests of deploy
     assert named == set(REMEDIES) and all(REMEDIES.values())

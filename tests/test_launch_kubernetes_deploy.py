@@ -1,4 +1,4 @@
-"""launch/kubernetes.py against a cluster: the real kubectl, each command, failures, remedies."""
+"""Test launch/kubernetes.py with the real kubectl: all commands, failures and remedies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_pods(
     nodes: int = 2,
     **how: Any,
 ) -> list[str]:
-    """Give a job pods, and return their names."""
+    """Add the pods of a job, and return their names."""
     name = item["metadata"]["name"]
     names = [NAMES[item["kind"]].format(name, number) for number in range(nodes)]
     for each in names:
@@ -74,7 +74,7 @@ def add_pods(
 
 
 def state(item: Object, type_: str, message: str = "") -> None:
-    """Let the operator say what the job has come to."""
+    """Set the condition of a job, as its operator would."""
     item.setdefault("status", {}).setdefault("conditions", []).append(
         make_condition(type_, message)
     )
@@ -113,7 +113,7 @@ def fail(cluster: Cluster, item: Object, code: int, *log: str) -> None:
 def one_after_the_other(
     *operators: Callable[[Cluster, Object], None],
 ) -> Callable[[Cluster, Object], None]:
-    """Return an operator that treats each submission differently, the last like those after it."""
+    """Return an operator with one behaviour per submission; the last one repeats."""
     left = list(operators)
 
     def run(cluster: Cluster, item: Object) -> None:
@@ -203,7 +203,7 @@ def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
 
 @pytest.mark.parametrize("kind", QUICK_KIND)
 def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
-    """What a quick one has printed is shown even if it is over before anybody looked."""
+    """The output of a quick job is shown even if it ends before the first poll."""
     kube.on_create = partial(complete, seconds=0.0 if kind == "pytorchjob" else 1.0)
     said = run_launcher("deploy", "--kind", kind, *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "job exp is complete" in said and "attempt 1 of 5" in said
@@ -258,7 +258,7 @@ def test_a_final_failure_ends_with_the_code_of_the_run(
     kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
     done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=code)
     assert f"failed at the first attempt: {says}" in done.stderr and log in done.stderr
-    assert submissions(kube) == 1 and len(jobs(kube)) == 1  # left to look at
+    assert submissions(kube) == 1 and len(jobs(kube)) == 1  # the job remains, to be examined
 
 
 def test_an_image_that_is_missing_ends_and_deletes_the_job(kube: Cluster) -> None:
@@ -347,7 +347,7 @@ def test_a_lost_node_is_retried_until_no_attempt_is_left(kube: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_no_capacity_is_waited_for(kube: Cluster) -> None:
+def test_deploy_waits_for_capacity(kube: Cluster) -> None:
     message = "0/2 nodes are available: 2 Insufficient nvidia.com/gpu."
 
     def operator(cluster: Cluster, item: Object) -> None:
@@ -372,7 +372,7 @@ def test_no_capacity_is_waited_for(kube: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
+def test_waiting_for_capacity_ends_after_the_limit(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         add_pods(
             cluster,
@@ -404,7 +404,7 @@ def test_no_capacity_ends_once_patience_does(kube: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_a_job_that_no_operator_sees(kube: Cluster) -> None:
+def test_a_job_without_an_operator_is_explained(kube: Cluster) -> None:
     done = run_launcher(
         "deploy", *JOB_OPTIONS, *QUICK, "--pending-minutes", 0.01, *TRAIN_OPTIONS, expect=1
     )
@@ -425,7 +425,7 @@ def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
 
 
 @pytest.mark.long
-def test_a_cluster_that_does_not_answer_for_a_while(kube: Cluster) -> None:
+def test_a_cluster_may_be_silent_for_a_while(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         complete(cluster, item, 6.0)
         later(cluster, 0.5, lambda: setattr(cluster, "failing", 3))
@@ -464,7 +464,7 @@ def test_everything_that_the_cluster_lacks_is_reported_at_once(
     assert not any(request.startswith("POST") for request in kube.requests)
 
 
-def test_a_cluster_that_is_out_of_reach(
+def test_a_cluster_out_of_reach_is_reported_once(
     kube: Cluster, kube_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = json.loads((tmp_path / "kubeconfig").read_text())
@@ -481,7 +481,7 @@ def test_a_cluster_that_is_out_of_reach(
     assert "refused" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_kubectl(tmp_path: Path) -> None:
+def test_a_missing_kubectl_is_an_error(tmp_path: Path) -> None:
     done = run_launcher("status", "--job-name", "exp", expect=2, env={"PATH": str(tmp_path)})
     assert "kubectl is not installed" in done.stderr
 
@@ -516,7 +516,7 @@ def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, 
         said += line
     time.sleep(0.5)
     process.send_signal(number)
-    said += process.communicate(timeout=60)[0]  # not before a kubectl that writes here has ended
+    said += process.communicate(timeout=60)[0]  # the output is complete once kubectl has ended
     assert process.returncode == code and "Traceback" not in said
     assert "the job continues" in said or number != signal.SIGINT
     assert len(jobs(kube)) == 1
@@ -549,10 +549,10 @@ def test_deploying_works_as_a_function(
     assert caught.value.code == 3
 
 
-def test_a_cluster_that_the_kubeconfig_does_not_have(
+def test_a_cluster_missing_in_the_kubeconfig_is_an_error(
     kube: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the AWS command line, the command to type is named."""
+    """Without the AWS command line, the error names the command to type."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "kubectl").symlink_to(shutil.which("kubectl") or "")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))

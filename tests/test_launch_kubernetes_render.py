@@ -1,4 +1,4 @@
-"""Manifests of launch/kubernetes.py: what a cluster accepts, and what was asked for."""
+"""Test the manifests of launch/kubernetes.py: clusters accept them, and options reach them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def asked(*arguments: object) -> Job:
 
 
 def manifests(*arguments: object) -> list[dict[str, Any]]:
-    """Return what would be submitted, read back from its YAML."""
+    """Return the manifests of a job, read back from their YAML."""
     return list(yaml.safe_load_all(job.render_manifests(asked(*arguments).manifests(), "test")))
 
 
@@ -77,7 +77,7 @@ def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def problems(documents: list[dict[str, Any]]) -> list[str]:
-    """Return what the schemas of the resources and that of pods say against manifests."""
+    """Return the problems of manifests by the schemas of the resources and of pods."""
     found = [problem for item in documents for problem in kube_schemas.find_problems(item)]
     template = pod_of(documents)
     pod = {
@@ -124,7 +124,7 @@ def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
     assert not problems(found)
 
 
-# What YAML as kubectl reads it takes for something else, or for its own signs.
+# Words that kubectl's YAML reads as another type, or as syntax.
 WORDS = (
     "2e-5",
     "1e3",
@@ -202,7 +202,7 @@ def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
-    """Return a word of a container as Kubernetes hands it on."""
+    """Return a word of a container as Kubernetes expands it."""
     return re.sub(
         r"\$(\$|\((\w+)\))",
         lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
@@ -302,7 +302,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every key in a manifest that a schema names."""
     if isinstance(value, dict):
         for key, item in value.items():
-            # Free names: labels, resources, selectors, and the kinds of replicas.
+            # Keys with free names: labels, resources, selectors, and kinds of replicas.
             if path[-1:] not in (
                 ("labels",),
                 ("nodeSelector",),
@@ -369,7 +369,7 @@ def test_gpus_and_efa_come_from_the_instance_type() -> None:
     assert resources("--instance-type", "own.type", "--gpus-per-node", 2) == {"nvidia.com/gpu": 2}
 
 
-def test_a_pod_has_everything_that_it_needs() -> None:
+def test_a_pod_has_devices_volumes_and_variables() -> None:
     spec = pod_of(manifests("render", *JOB_OPTIONS, "--pvc", "vol", *TRAIN_OPTIONS))["spec"]
     [container] = spec["containers"]
     assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in spec["volumes"]
@@ -383,7 +383,7 @@ def test_a_pod_has_everything_that_it_needs() -> None:
 
 
 def test_only_a_job_that_overwrites_is_marked() -> None:
-    """The pods that come back tell by the mark that they have begun the run already."""
+    """By the mark, restarted pods know that they have begun the run already."""
 
     def mark(*train: str) -> list[str]:
         env = pod_of(manifests("render", *JOB_OPTIONS, *TRAIN_OPTIONS, *train))["spec"][
@@ -655,9 +655,7 @@ def test_an_indivisible_batch_is_refused_with_all_other_problems() -> None:
     assert "multiple of 96" in caught.value.expected
     asked(*elastic, 2, *TRAIN_OPTIONS, "--global-batch-size", 96)
     with pytest.raises(UsageError, match=r"32 samples per step .* of 3 nodes"):
-        asked(
-            *elastic, 1, *TRAIN_OPTIONS
-        )  # a sample per rank, of all nodes: the run keeps its batch
+        asked(*elastic, 1, *TRAIN_OPTIONS)  # one sample per rank, so the run keeps its batch
 
 
 @pytest.mark.parametrize("verb", ["status", "stop", "logs"])
@@ -697,7 +695,7 @@ def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     pod = at(job, TEMPLATE_OF[job["kind"]])["spec"]["containers"][0]
     typed = next(item["value"] for item in pod["env"] if item["name"] == "LAUNCHED_AS")
     assert shlex.split(typed)[:3] == ["python", "launch/kubernetes.py", "render"]
-    assert "--out 'my job.yaml' -- -d" in typed  # as the messages of the run name the command
+    assert "--out 'my job.yaml' -- -d" in typed  # messages of the run name this command
     assert "next:" in done.stdout
     subprocess.run(
         [*command, "--out", "other.yaml", "--dry-run", *TRAIN_OPTIONS],
@@ -810,7 +808,7 @@ def test_the_template_for_envsubst_is_the_same_job(
 
 
 def test_pods_use_the_account_and_the_bucket_of_the_templates() -> None:
-    """What launch/kube/templates/ offers to apply is what a cluster takes and the options name."""
+    """A cluster accepts the templates to be applied by hand, and the options use their names."""
     [account] = yaml.safe_load_all((TEMPLATES / "service-account.yaml").read_text())
     volume, claim = yaml.safe_load_all((TEMPLATES / "bucket.yaml").read_text())
     for item in (account, volume, claim):

@@ -1,4 +1,4 @@
-"""Launch on several nodes: whatever dies, the run ends complete, with undisturbed losses."""
+"""Test launches on several nodes: after any failure the run completes with the same losses."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ TRAIN = (
     "--max-steps",
     STEPS,
 )
-LONG = 400.0  # on a machine that is busy; idle, a test takes half a minute
+LONG = 400.0  # for a busy machine; on an idle one a test takes half a minute
 
 
 @pytest.fixture(scope="module")
 def expected(
     prepared_once: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], dict[int, float]]:
-    """Return a function that gives the losses of an undisturbed run on so many ranks."""
+    """Return a function that returns the losses of an undisturbed run, by number of ranks."""
 
     @functools.cache
     def losses_of(ranks: int) -> dict[int, float]:
@@ -92,7 +92,7 @@ class Cluster:
         )
 
     def come_back(self, rank: int) -> None:
-        """Start a node that died again, with the same command."""
+        """Start a dead node again with the same command."""
         self.nodes[rank].mend()
         self.launchers[rank].wait()
         self.launchers[rank] = self.launch(self.nodes[rank])
@@ -115,7 +115,7 @@ class Cluster:
         self.wait_for(lambda: log.exists() and len(log.read_text().splitlines()) >= step)
 
     def end(self) -> list[int]:
-        """Return the exit codes of all launchers, which leave no process behind."""
+        """Wait for all launchers; return their exit codes, and assert that no process is left."""
         deadline = time.monotonic() + LONG
         codes = []
         for launcher in self.launchers:
@@ -138,7 +138,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
-    """Return a function that makes so many machines, on which the run has reached step 12."""
+    """Return a function that makes machines on which the run has reached step 12."""
     with ExitStack() as stack:
 
         def begin(number: int, *options: object) -> Cluster:
@@ -199,7 +199,7 @@ def test_a_signal_to_one_launcher_saves_and_ends_all_with_75(cluster: Callable) 
     assert "stopped by SIGUSR1" in two.said()
 
 
-@pytest.mark.long  # nodes that cannot agree to save have half a minute for it
+@pytest.mark.long  # nodes that cannot agree on a save get half a minute
 def test_a_signal_when_the_link_is_cut_ends_all_with_75_too(cluster: Callable) -> None:
     two = cluster(2)
     two.nodes[1].cut()
@@ -256,7 +256,7 @@ def test_a_stopped_run_on_one_machine_continues(project: Path, expected: Callabl
 def test_the_interface_is_that_of_the_route_to_the_head(
     tmp_path: Path, host: str, interface: str
 ) -> None:
-    """On node 0 its own name leads nowhere; there is no default route either."""
+    """On node 0 its own name is a loopback address, and there is no default route."""
     program = (
         "import sys; from launch.supervision import network; "
         "print(network.interface_variables(sys.argv[1], ''))"

@@ -1,4 +1,4 @@
-"""launch/pod.py as the operators start it: who it is, what it runs, how it ends."""
+"""Test launch/pod.py as the operators start it: its rank, its command, its exit codes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ PATIENCE = 240.0
 
 
 def test_a_pod_that_a_signal_has_ended_is_retried() -> None:
-    """A second SIGINT included: who wants the job to end deletes it."""
+    """Also after a second SIGINT, since only deleting the job ends the job."""
     text = (ROOT / "launch/kube/templates/trainjob.yaml").read_text()
     [final] = re.findall(r"onExitCodes: .*values: \[([\d, ]+)\]", text)
     assert max(map(int, final.split(","))) < 128 < min(pod.EXIT_INTERRUPTED, pod._EXIT_RETRY)
@@ -77,7 +77,7 @@ def wait_for(happened: Callable[[], bool], said: Callable[[], str]) -> None:
 
 
 def has_step(root: Path, step: int) -> Callable[[], bool]:
-    """Return a function that tells whether a run has logged a step."""
+    """Return a function that returns whether a run has logged a step."""
     metrics = root / "outputs" / "run" / "metrics.jsonl"
     return lambda: metrics.exists() and max(losses(root, "run"), default=0) >= step
 
@@ -119,7 +119,7 @@ def test_rank_and_head_come_from_the_operator(
     assert done.stdout.rstrip().endswith("-- -e run -d c") and str(tmp_path) in done.stdout
 
 
-def test_rank_is_the_number_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_the_number_in_the_name_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "node", lambda: "exp-worker-12")
     assert pod.find_node_rank({}, 13) == 12
     monkeypatch.setattr(platform, "node", lambda: "laptop")
@@ -146,7 +146,7 @@ def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
     assert "single_node.sh" in said("--kind", "trainjob", "--nnodes", "1", "--nproc-per-node", "8")
 
 
-def test_a_head_without_an_address_is_waited_for_and_signals_still_end_it() -> None:
+def test_a_pod_waits_for_the_address_of_the_head_until_a_signal() -> None:
     given = {**os.environ, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-host.invalid"}
     waiting = [*command("pytorchjob", 2), "--", "-e", "x"]
     done = subprocess.run(
@@ -203,7 +203,7 @@ def test_one_pod_saves_at_sigterm_and_continues(project: Path) -> None:
 
 @pytest.mark.long
 def test_two_pods_stop_and_continue_together(project: Path) -> None:
-    """Pods as machines, whose ranks are the numbers in their names."""
+    """The pods are simulated machines whose ranks are the numbers in their names."""
     environment = {
         **os.environ,
         **ENVIRONMENT,

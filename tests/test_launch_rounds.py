@@ -1,4 +1,4 @@
-"""Launchers of several nodes agree through the directory they share; a stand-in trains."""
+"""Test that launchers of several nodes agree through a shared directory; a stand-in trains."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def launch(
 
 
 def ends(*launchers: subprocess.Popen) -> tuple[list[int], str]:
-    """Return exit codes and output of all launchers."""
+    """Wait for all launchers, and return their exit codes and outputs."""
     outputs = [launcher.communicate(timeout=150)[0] for launcher in launchers]
     return [launcher.returncode for launcher in launchers], "\n".join(outputs)
 
@@ -50,7 +50,7 @@ def wait_until_up(*launchers: subprocess.Popen) -> None:
             assert line, launcher.poll()
 
 
-@pytest.mark.long  # the other node's part has 20 seconds to end by itself
+@pytest.mark.long  # the other node has 20 seconds to end by itself
 def test_all_nodes_end_with_the_code_of_the_failed_rank(tmp_path: Path) -> None:
     codes, output = ends(
         launch(tmp_path, 0, WAITS),
@@ -104,7 +104,7 @@ def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, 1, 2])
 def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, node: int) -> None:
-    """And one to each of two nodes is a stop as any other, which the ranks of the third heed."""
+    """A single SIGINT to each of two nodes is a normal stop, also for the ranks of the third."""
     saves = "signal.signal(signal.SIGINT, lambda *_: None); " + WAITS + "; " + WAITS
     nodes = [launch(tmp_path, each, saves, nodes=3) for each in range(3)]
     wait_until_up(*nodes)
@@ -121,7 +121,7 @@ def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, nod
     assert not find_processes(str(tmp_path / "04_train")) and "exit code 75" not in output
 
 
-def test_a_signal_while_nodes_are_waited_for(tmp_path: Path) -> None:
+def test_a_signal_ends_launchers_that_wait_for_nodes(tmp_path: Path) -> None:
     head = launch(tmp_path, 0, COMPLETE)
     head.stdout.readline()
     board = tmp_path / "outputs/.launch/run/node_00000.json"
@@ -165,7 +165,7 @@ def test_notes_of_a_killed_launch_are_harmless(tmp_path: Path) -> None:
     codes, output = ends(launch(tmp_path, 1, COMPLETE), launch(tmp_path, 0, COMPLETE))
     assert codes == [0, 0], output
     killed, new = read_attempts(tmp_path, 0)
-    assert killed != new  # in the mark: what the new launch is told to overwrite, it does
+    assert killed != new  # by the mark, the new launch overwrites the run as it was told
 
 
 @pytest.mark.parametrize("node", [0, 1])

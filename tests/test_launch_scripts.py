@@ -1,4 +1,4 @@
-"""The shell scripts of launch/: sound, and each answers --help without root or a cluster."""
+"""Test the shell scripts of launch/: shellcheck, --help, options and their errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def name_of(path: Path) -> str:
 
 
 def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str:
-    """Return all that a command printed; it has no root and no terminal."""
+    """Run a command without root or a terminal, and return its output."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
@@ -155,7 +155,7 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
         CUDA_VISIBLE_DEVICES=devices,
     )
     assert f"--nproc-per-node {count} " in text
-    if count > 1:  # and one where the CPU is meant
+    if count > 1:  # and one process for --device cpu
         for cpu in (("--device", "cpu"), ("--device=cpu",)):
             text = run(
                 "bash",

@@ -1,4 +1,4 @@
-"""Signals to every launcher: several save once, and only a second SIGINT gives up the save."""
+"""Test signals to all launchers: many signals cause one save, a second SIGINT none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import slurm_cluster
 from tests.conftest import ROOT, free_port
 from tests.slurm_cluster import wait_until
 
-# Stands in for stage 04: a stop by any signal, or by several, is a save and an exit with 75.
+# A stand-in for stage 04: after one or more signals it saves once and exits with 75.
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
@@ -70,7 +70,13 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
         *TRAIN[1:],
     ),
     "pod.py": (*POD, "1", *TRAIN),
-    "pod.py --min-nodes": (*POD, "2", "--min-nodes", "1", *TRAIN),  # half a minute for another pod
+    "pod.py --min-nodes": (
+        *POD,
+        "2",
+        "--min-nodes",
+        "1",
+        *TRAIN,
+    ),  # a pod waits half a minute for another one
 }
 CASES = [
     pytest.param(name, marks=[] if name in ("single_node.sh", "torchrun.py") else pytest.mark.slow)
@@ -110,7 +116,7 @@ def start(place: Path, name: str, save_seconds: float) -> subprocess.Popen:
 
 
 def saved_code(name: str, first: signal.Signals) -> int:
-    """Return a launcher's exit code after a save: torchrun cannot tell whether there was one."""
+    """Return a launcher's exit code after a save; torchrun's own is that of a signal."""
     if name == "torchrun.py":
         return 128 + first
     return 143 if name.startswith("pod.py") else 75
@@ -163,7 +169,7 @@ def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
 
 @pytest.mark.slow
 def test_one_ctrl_c_in_the_terminal_of_a_pod_saves(place: Path) -> None:
-    """It comes to all processes of the terminal, and pod.py passes it on as well."""
+    """All processes of the terminal receive it, and pod.py passes it on as well."""
     process = start(place, "pod.py", save_seconds=3)
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=60)[0]
@@ -172,7 +178,7 @@ def test_one_ctrl_c_in_the_terminal_of_a_pod_saves(place: Path) -> None:
 
 @pytest.mark.slow
 def test_signals_of_slurm_save_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the steps, the ranks among them, and to the batch script too."""
+    """Slurm signals the steps with their ranks, and also the batch script."""
     if reason := slurm_cluster.find_missing_tools():
         pytest.skip(reason)
     (place / "save_seconds").write_text("3")

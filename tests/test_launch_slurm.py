@@ -1,4 +1,4 @@
-"""The Slurm launchers in a real cluster: exit codes, preemption, node loss, time limit."""
+"""Test the Slurm launchers in a real cluster: exit codes, preemption, node loss, time limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARRAY = ROOT / "launch" / "slurm_array.sbatch"
 STEPS = 40
 RUN = (*SMALL_RUN, "-e", "exp", "-b", 2, "--lr", "1e-2", "--max-steps", STEPS, "--eval-freq", 0)
 
-# Stands in for a launcher whose run ends as the test wants it; tells what it was given.
+# A stand-in for a launcher whose run ends as a test asks for; prints its options.
 FAKE = """#!/usr/bin/env bash
 [[ " $* " != *" --dry-run "* ]] || exit 0
 start=${SLURM_RESTART_COUNT:-0}
@@ -46,7 +46,7 @@ def cluster_once() -> Iterator[SlurmCluster]:
 
 @pytest.fixture
 def cluster(cluster_once: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
-    """Yield that cluster without jobs; what the test set in the environment counts."""
+    """Yield the cluster without jobs and with the environment of the test."""
     guard = ("NETWORK_GUARD_REPORT", "PYTHONPATH")
     cluster_once.environment |= {name: os.environ[name] for name in guard}
     yield cluster_once
@@ -55,7 +55,7 @@ def cluster(cluster_once: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def faked(tmp_path: Path) -> Path:
-    """Return a project whose launcher does what the file `behaviour` beside it says."""
+    """Return a project whose launcher executes the file `behaviour` beside it."""
     launch = tmp_path / "the project" / "launch"
     launch.mkdir(parents=True)
     shutil.copy(BATCH, launch)
@@ -67,7 +67,7 @@ def faked(tmp_path: Path) -> Path:
 
 
 def run_script(*arguments: object, cwd: Path) -> subprocess.CompletedProcess:
-    """Run a launcher by bash, as on a machine without Slurm."""
+    """Run a launcher with bash, as on a machine without Slurm."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("SLURM")
     }
@@ -120,7 +120,7 @@ def test_a_container_is_chosen_by_the_environment(
 
 
 def test_hyperpod_resumes_within_the_step(tmp_path: Path) -> None:
-    """On a HyperPod cluster, which a directory tells; here one that only this command sees."""
+    """A directory marks a HyperPod cluster; here only this command sees it."""
     if reason := slurm_cluster.find_missing_tools():
         pytest.skip(reason)
     assert "--auto-resume" not in run_script(BATCH, "--dry-run", "-e", "exp", cwd=tmp_path).stdout
@@ -188,7 +188,7 @@ def test_each_node_gets_its_rank_and_the_options(
             "-d",
             "x*",
         ]
-    typed = shlex.split((cwd / "launched_as").read_text())  # as the messages of the run name it
+    typed = shlex.split((cwd / "launched_as").read_text())  # messages of the run use this name
     assert typed[:3] == ["sbatch", "-N", "2"]
     assert typed[-8:] == [
         str(faked / BATCH.name),
@@ -208,7 +208,7 @@ def test_each_node_gets_its_rank_and_the_options(
 def test_a_run_that_fails_fails_the_job_with_its_code(
     cluster: SlurmCluster, faked: Path, tmp_path: Path
 ) -> None:
-    """75 without a reason of Slurm's: somebody asked the run itself to stop."""
+    """Exit code 75 without a signal of Slurm means that the run itself was asked to stop."""
     (faked / "behaviour").write_text('echo this is why; exit "${!#}"')
     codes = 1, 2, 3, 4, 75
     jobs = [cluster.submit(faked / BATCH.name, "-e", code, cwd=tmp_path) for code in codes]
@@ -261,7 +261,7 @@ def test_a_warning_that_slurm_does_not_send_is_replaced_by_the_clock(
 def test_a_job_with_a_lost_node_is_requeued(
     cluster: SlurmCluster, faked: Path, tmp_path: Path
 ) -> None:
-    """Slurm may take many minutes to notice; the job does not fail for it."""
+    """Slurm may notice the loss only after minutes, but the job does not fail."""
     (faked / "behaviour").write_text("""
         [[ $start == 0 ]] || exit 0
         [[ $SLURM_NODEID == 1 ]] || until [[ -e lost ]]; do sleep 0.1; done
@@ -356,13 +356,13 @@ def send(entries: list[Path], number: signal.Signals) -> None:
 
 
 def metrics_of(project: Path) -> list[dict]:
-    """Return what the run has logged so far."""
+    """Return the rows that the run has logged so far."""
     is_there = (project / "outputs" / "exp" / "metrics.jsonl").exists()
     return metrics(project, "exp") if is_there else []
 
 
 def has_signal(entry: Path) -> bool:
-    """Tell whether a stopped process has a signal before it, or has ended."""
+    """Return whether a stopped process has a pending signal, or has ended."""
     try:
         status = dict(line.split(":\t", 1) for line in (entry / "status").read_text().splitlines())
     except OSError:
@@ -371,7 +371,7 @@ def has_signal(entry: Path) -> bool:
 
 
 def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
-    """Assert that the run was resumed and has learned the same in every step."""
+    """Assert that the run was resumed and has the undisturbed losses in every step."""
     events = [
         json.loads(line)["event"]
         for line in (project / "outputs" / "exp" / "events.jsonl").read_text().splitlines()
@@ -385,10 +385,10 @@ def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
 def test_a_preempted_job_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], partition: str
 ) -> None:
-    """With time to save, and where Slurm itself ends the job and queues it again."""
+    """Both with time to save, and if Slurm itself ends and requeues the job."""
     job = cluster.submit("-N", 2, "-p", partition, BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
-    send(ranks := trainers(project), signal.SIGSTOP)  # so that it cannot end before
+    send(ranks := trainers(project), signal.SIGSTOP)  # stopped, so it cannot end earlier
     try:
         other = cluster.submit("-N", 3, "-p", "high", "--exclusive", "--wrap", "true", cwd=project)
         wait_until(
@@ -409,7 +409,7 @@ def test_a_preempted_job_is_requeued_and_resumes(
 def test_a_job_at_its_time_limit_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float]
 ) -> None:
-    """The limit is cut short once the run is at work, however long it took to begin."""
+    """The limit is shortened once the run trains, however long its start took."""
 
     def limit(minutes: int) -> None:
         cluster.run("scontrol", "update", f"jobid={job}", f"TimeLimit={minutes}")
@@ -435,7 +435,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes(
 def test_a_job_with_a_dead_node_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], lost: str
 ) -> None:
-    """The node of the batch script, or another: the third one takes its place."""
+    """The dead node is that of the batch script, or another; the third node replaces it."""
     job = cluster.submit("-N", 2, BATCH, *RUN, "--ckpt-freq", 10, cwd=project)
     saved = project / "outputs" / "exp" / "checkpoints"
     wait_until(lambda: list(saved.glob("step_????????/COMMIT.json")), "a checkpoint")

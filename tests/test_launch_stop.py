@@ -1,5 +1,5 @@
 # covers: launch/stop.py launch/runs/run_files.py
-"""launch/stop.py stops a running run or its launcher, and nothing else."""
+"""Test that launch/stop.py stops a running run or its launcher, and nothing else."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_launcher_that_is_about_to_restart_the_run_ends(
 def test_a_launcher_that_prepares_the_run_again_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, status: str
 ) -> None:
-    """A stop file would not help: a launch that begins deletes older ones."""
+    """A stop file would not help, since a new launch deletes it."""
     monkeypatch.chdir(tmp_path)
     run = Path("outputs/run")
     process = start_launcher(tmp_path, "print('preparing', flush=True); time.sleep(600)")

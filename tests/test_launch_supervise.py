@@ -1,4 +1,4 @@
-"""What is tried again and what is not, and that nothing is left, with a stand-in for the trainer.
+"""Test which failures are retried, and that no process is left, with a stand-in for the trainer.
 
 The stand-in ends in the ways that stage 04 under torchrun does.
 """
@@ -31,7 +31,7 @@ from tests.trainer_stand_in import COMPLETE, KILLED, find_processes, run_launche
         (COMPLETE, 0),
     ],
 )
-def test_a_final_end_of_a_run_is_not_retried(tmp_path: Path, ending: str, code: int) -> None:
+def test_a_final_failure_is_not_retried(tmp_path: Path, ending: str, code: int) -> None:
     returned, output, attempts = run_launcher(tmp_path, ending)
     assert (returned, len(attempts)) == (code, 1), output
     assert f"exit code {code}" in output
@@ -70,7 +70,7 @@ def test_restarts_are_counted_since_the_newest_checkpoint(tmp_path: Path) -> Non
     assert (returned, len(attempts)) == (0, 6), output
 
 
-def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> None:
+def test_a_bug_at_the_same_step_twice_ends_the_run(tmp_path: Path) -> None:
     bug = "state('failed', {}); fail('KeyError', 1, 'Traceback\\nKeyError: x')"
     returned, output, attempts = run_launcher(
         tmp_path, bug.format(5), bug.format(6), bug.format(6), COMPLETE
@@ -81,7 +81,7 @@ def test_a_bug_that_comes_back_at_the_same_step_ends_the_run(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("error", ["", "sys.exit = id; fail('Preempted', 75, 'saved'); "])
 def test_a_killed_torchrun_does_not_stop_the_run(tmp_path: Path, error: str) -> None:
-    """Its ranks save and end, and the run says preempted."""
+    """Its ranks save and end, and state.json says preempted."""
     saves = "state('preempted', 5); " + error
     returned, output, attempts = run_launcher(tmp_path, saves + KILLED, COMPLETE)
     assert (returned, len(attempts)) == (0, 2), output
@@ -100,7 +100,7 @@ def test_restarts_have_the_mark_of_their_launch(tmp_path: Path) -> None:
     assert first == again != another
 
 
-def test_another_launch_that_still_holds_the_run_after_a_restart_is_waited_for(tmp_path: Path):
+def test_a_restart_waits_for_another_launch_that_still_holds_the_run(tmp_path: Path):
     held = "fail('ExperimentHeld', 2, 'error: another launch is training')"
     returned, output, attempts = run_launcher(tmp_path, KILLED, held, COMPLETE)
     assert (returned, len(attempts)) == (0, 3), output
@@ -122,14 +122,14 @@ def test_processes_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
-    process.send_signal(signal.SIGINT)  # the second one does not wait for the save
+    process.send_signal(signal.SIGINT)  # the second signal does not wait for the save
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130 and time.monotonic() - began < 20, output
     assert not find_processes(mark) and not find_processes(str(tmp_path / "04_train"))
 
 
-@pytest.mark.long  # they have 20 seconds
-def test_ranks_that_wait_for_one_that_failed_are_ended(tmp_path: Path) -> None:
+@pytest.mark.long  # the ranks have 20 seconds
+def test_ranks_that_wait_for_a_failed_rank_are_ended(tmp_path: Path) -> None:
     waits = (
         "sys.exit = lambda code: time.sleep(600); "
         "fail('StageError', 1, 'error: a collective timed out')"
@@ -169,7 +169,7 @@ def test_the_command_receives_sigterm_when_the_launcher_is_killed(tmp_path: Path
     while "up" not in process.stdout.readline():
         assert process.poll() is None
     process.kill()
-    process.communicate(timeout=60)  # returns once nobody holds the other end of the pipe
+    process.communicate(timeout=60)  # returns once no process has the other end of the pipe open
     assert json.loads((tmp_path / "outputs/run/state.json").read_text())["status"] == "preempted"
 
 

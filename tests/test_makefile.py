@@ -1,4 +1,4 @@
-"""The verbs of the Makefile, typed in a directory that has the code and a ready environment."""
+"""Test the targets of the Makefile in a directory with the code and an environment."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out what a `make test` above this one hands down."""
+    """Remove the variables that a surrounding `make test` passes on."""
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "VENV", "PYTHON", "VIRTUAL_ENV"):
         monkeypatch.delenv(name, raising=False)
 
 
 def make(place: Path, *arguments: str, expect: int = 0) -> str:
-    """Type `make …`, assert its exit code and return what it printed."""
+    """Run `make …`, assert its exit code and return its result."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
     done = subprocess.run(
         ["make", *arguments],
@@ -97,7 +97,7 @@ def test_every_target_exists_and_is_described_in_the_head(place: Path):
     for verb in VERBS:
         assert f"make {verb} " in head, verb
         assert make(place, "-n", verb), verb
-    # Where the hardware lacks a dtype, one that is forced takes many times as long.
+    # If the hardware lacks a dtype, forcing it takes many times as long.
     for recipe in ("Makefile", *(f"benchmarks/{path.name}" for path in BENCHMARKS.glob("*.py"))):
         assert "--precision" not in (ROOT / recipe).read_text(), recipe
     variables = set(re.findall(r"^(\w+) \?=", text, re.MULTILINE)) - {"LAUNCHER"}
@@ -221,14 +221,14 @@ def test_packages_come_from_a_wheelhouse(place: Path):
     assert "--no-index --find-links wheelhouse -r requirements.txt" in make(
         place, "-n", "demo", "-B"
     )
-    (place / "wheelhouse" / "requirements.txt").touch()  # which may name another build of torch
+    (place / "wheelhouse" / "requirements.txt").touch()  # this list may name another build of torch
     assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make(
         place, "-n", "demo", "-B"
     )
 
 
 def setup(place: Path, *options: str, expect: int) -> str:
-    """Run the check of what is prepared and return what it says."""
+    """Run the check of prepared artifacts and return its output."""
     done = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "check.py"), "setup", *options],
         cwd=place,
@@ -277,7 +277,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: py
     tool.write_text("#!/bin/sh\ncase $* in *=name*) echo NVIDIA A100;; *) echo 535.104.05;; esac\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where torch could
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also if torch could use them
     said = setup(tmp_path, expect=6)
     assert "torch cannot use the GPUs of this machine" in said and "which hides them" in said
     assert "1 GPU (NVIDIA A100), driver 535.104.05" in said
@@ -332,7 +332,7 @@ def test_validate_framework_checks_the_checkout(place: Path, tmp_path: Path):
 
 @pytest.mark.long
 def test_quick_run_from_raw_text_to_an_export(place: Path):
-    """Whatever an earlier one left. And validate-setup sees what this one leaves."""
+    """It ignores leftovers of an earlier run, and validate-setup checks its artifacts."""
     (place / "outputs" / "test-quick" / "checkpoints" / "step_00000500").mkdir(parents=True)
     write_corpus(place / "splits_test-quick")
     said = make(place, "test-quick")
@@ -346,7 +346,7 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
 def test_a_missing_package_is_an_error_only_if_it_is_required(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """docs/explanation/dependencies.md says of each what happens without it."""
+    """docs/explanation/dependencies.md says what happens without each package."""
 
     def absent(name: str) -> str:
         raise metadata.PackageNotFoundError(name)

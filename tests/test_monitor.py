@@ -1,5 +1,5 @@
 # covers: launch/monitor.py launch/runs/run_files.py launch/runs/collectives.py
-"""launch/monitor.py shows runs that train, end, hang, die, or have torn files."""
+"""Test that launch/monitor.py shows runs that train, end, hang, die, or have torn files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.training import SEQ_LENGTH
 MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
 
-def once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
-    """Return what `--once` prints."""
+def run_once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
+    """Return the output of `--once`."""
     done = run_stage(
         "launch/monitor.py", root, "--once", cwd=cwd or Path.cwd(), expect=expect, env=environment
     )
@@ -37,7 +37,7 @@ def once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environme
     return done.stdout if expect == 0 else done.stderr
 
 
-def row(step: int, **more: object) -> str:
+def make_row(step: int, **more: object) -> str:
     """Return a line of metrics.jsonl."""
     figures = {
         "step": step,
@@ -69,8 +69,8 @@ def row(step: int, **more: object) -> str:
 
 
 @contextmanager
-def held(run: Path) -> Iterator[None]:
-    """Hold a run as its rank 0 does."""
+def hold_run(run: Path) -> Iterator[None]:
+    """Hold the lock of a run, as its rank 0 does."""
     lease = Lease(run / "lock.json", lambda text: None)
     try:
         yield
@@ -84,7 +84,7 @@ def run(tmp_path: Path) -> Path:
     root = tmp_path / "outputs" / "exp"
     (root / "logs").mkdir(parents=True)
     (root / "config.yaml").touch()
-    (root / "metrics.jsonl").write_text("".join(row(step) for step in range(10, 101, 10)))
+    (root / "metrics.jsonl").write_text("".join(make_row(step) for step in range(10, 101, 10)))
     (root / "events.jsonl").write_text(
         '{"time": "2026-01-01T00:00:00Z", "event": "start", "step": 0, "ranks": 16}\n'
     )
@@ -98,8 +98,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_page_shows_the_figures_of_the_last_row(run: Path):
-    with held(run):
-        text = once("exp", cwd=run.parents[1])  # a name means the run of outputs/
+    with hold_run(run):
+        text = run_once("exp", cwd=run.parents[1])  # a name means a run in outputs/
     assert re.search(r"exp +running, 16 ranks\n", text)
     assert "25.0 %, step 100 of 400, 50 min 00 s left" in text
     assert "7.0500 on average since step 90, 7.0000 in step 100;" in text
@@ -111,12 +111,12 @@ def test_the_page_shows_the_figures_of_the_last_row(run: Path):
     assert "slowest" not in text and "warnings" not in text
     picture = [line for line in text.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
     assert len(picture) == 8 and "7.9500" in picture[0] and "7.0500" in picture[-1]
-    assert picture[0].count("█") == 1 and len(picture[-1].split()[-1]) == 10  # it falls
+    assert picture[0].count("█") == 1 and len(picture[-1].split()[-1]) == 10  # the curve falls
 
 
 def test_a_terminal_without_unicode_gets_ascii_only(run: Path):
-    with held(run):
-        text = once(run, PYTHONIOENCODING="ascii")
+    with hold_run(run):
+        text = run_once(run, PYTHONIOENCODING="ascii")
     assert text.isascii() and "\\u" not in text and "#####" in text and "@" in text
 
 
@@ -135,7 +135,7 @@ def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.
         ("broken", "Failed to initialize NVML: Driver/library version mismatch"),
     ):
         tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
-        with held(run):
+        with hold_run(run):
             shown[name] = "\n".join(monitor.render_page(files, 100))
     assert re.search(
         r"GPUs +on \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
@@ -145,22 +145,24 @@ def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.
     assert re.search("GPU 0 +no data", shown["silent"])
     assert re.search("GPU 0 +45 °C$", shown["some"], re.MULTILINE)
     tool.write_text("#!/bin/sh\necho 0, 9, 1, 2, 3, 4, 61\n")
-    with held(run):
-        plain = once(run, PYTHONIOENCODING="ascii")
+    with hold_run(run):
+        plain = run_once(run, PYTHONIOENCODING="ascii")
     assert "4 W, 61 C" in plain and plain.isascii() and "\\" not in plain
     assert "GPU" not in shown["broken"] + "\n".join(
         monitor.render_page(files, 100)
     )  # no process holds the run
     tool.unlink()
-    with held(run):
+    with hold_run(run):
         assert "GPU" not in "\n".join(monitor.render_page(files, 100))
 
 
 def test_the_page_names_a_straggler(run: Path):
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(110, 400, 10):
-            file.write(row(step, **{"perf/slowest_ratio": 1.62 if step % 20 else 1.3}))
-    assert re.search(r"slowest rank +3, in 20 of the last 20, up to 1.62 × the median", once(run))
+            file.write(make_row(step, **{"perf/slowest_ratio": 1.62 if step % 20 else 1.3}))
+    assert re.search(
+        r"slowest rank +3, in 20 of the last 20, up to 1.62 × the median", run_once(run)
+    )
 
 
 @pytest.mark.parametrize(
@@ -188,37 +190,37 @@ def test_rows_without_the_slowest_rank_or_its_ratio_are_ignored(
 def test_the_page_tolerates_torn_and_missing_files(run: Path):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'\xff\x00 no json\n[1]\n{"step": "x"}\n')
-        file.write(row(110, **{"train/loss": None}).encode())
-        file.write(row(120, **{"eval/loss": 6.5}).encode())
-        file.write(row(130).encode()[:40])
+        file.write(make_row(110, **{"train/loss": None}).encode())
+        file.write(make_row(120, **{"eval/loss": 6.5}).encode())
+        file.write(make_row(130).encode()[:40])
     (run / "state.json").write_text('{"status": "runn')
     (run / "events.jsonl").write_text('{"event": "sta')
-    text = once(run)
+    text = run_once(run)
     assert "step 120" in text and "6.5000 at step 120" in text
     for name in ("state.json", "events.jsonl", "metrics.jsonl"):
         (run / name).unlink()
-        assert once(run)
-    assert "stopped before its first step" in once(run)
+        assert run_once(run)
+    assert "stopped before its first step" in run_once(run)
     (run / "config.yaml").unlink()
-    assert "not begun" in once(run)
-    assert "there is no run" in once(run.parent / "other", expect=2)
-    assert "exp" in once(run.parent / "other", expect=2)
+    assert "not begun" in run_once(run)
+    assert "there is no run" in run_once(run.parent / "other", expect=2)
+    assert "exp" in run_once(run.parent / "other", expect=2)
 
 
 def test_only_new_lines_are_read_unless_the_file_was_replaced(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     lines = JsonLines(path)
     assert lines.update() == []
-    path.write_text(row(1) + row(2)[:30])
+    path.write_text(make_row(1) + make_row(2)[:30])
     assert [r["step"] for r in lines.update()] == [1]
     with path.open("a") as file:
-        file.write(row(2)[30:])
+        file.write(make_row(2)[30:])
     assert [r["step"] for r in lines.update()] == [1, 2]
     other = tmp_path / "new"
-    other.write_text(row(1) + row(5) + row(6))
+    other.write_text(make_row(1) + make_row(5) + make_row(6))
     other.replace(path)
     assert [r["step"] for r in lines.update()] == [1, 5, 6]
-    path.write_text(row(7))
+    path.write_text(make_row(7))
     assert [r["step"] for r in lines.update()] == [7]
 
 
@@ -229,7 +231,7 @@ def test_reading_continues_after_a_failed_read(tmp_path: Path):
     log = GrowingFile(path)
     assert log.read_new() == ([b"one"], True)
     path.rename(away)
-    path.mkdir()  # which cannot be opened as a file
+    path.mkdir()  # a directory cannot be read as a file
     assert log.read_new() == ([], False)
     path.rmdir()
     away.write_text("one\ntwo\n")
@@ -251,7 +253,7 @@ def test_the_page_shows_the_warnings_of_every_rank(run: Path):
             '{"time": "2026-01-01T09:00:00Z", "event": "quarantine", "step": 50, '
             '"reason": "a bit"}\n'
         )
-    text = once(run)
+    text = run_once(run)
     shown = text[text.index("warnings") :].splitlines()[1:]
     assert [line.strip() for line in shown] == [
         f"stacks of a rank that hung: {run}/logs/rank_00012.stacks.txt",
@@ -261,8 +263,8 @@ def test_the_page_shows_the_warnings_of_every_rank(run: Path):
     ]
 
 
-def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **more: object) -> str:
-    """Return the file of a rank that the watchdog ends. entries: group, number, pending."""
+def write_dump(rank: int, *entries: tuple[str, int, bool], members: int = 4, **more: object) -> str:
+    """Write the dump of a rank that the watchdog ended. entries: group, number, pending."""
     rows = [
         {
             "profiling_name": "nccl:all_gather",
@@ -288,34 +290,34 @@ def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **mor
 @pytest.mark.parametrize(
     ("dumps", "expected"),
     [
-        # Rank 2 is behind; rank 3 left nothing. Its neighbour waits for it elsewhere.
+        # Rank 2 is behind. Rank 3 left no dump, and its neighbour waits for it in another group.
         (
             [
-                recorded(0, ("0", 7, False), ("0", 8, True), ("1", 3, True)),
-                recorded(1, ("0", 8, True)),
-                recorded(2, ("0", 7, False), ("1", 4, True)),
+                write_dump(0, ("0", 7, False), ("0", 8, True), ("1", 3, True)),
+                write_dump(1, ("0", 8, True)),
+                write_dump(2, ("0", 7, False), ("1", 4, True)),
             ],
             "ranks 0, 1 hung in nccl:all_gather, number 8 of group mesh_0, "
             "and waited for ranks 2, 3",
         ),
         (
-            [recorded(rank, ("0", 8, True)) for rank in range(4)],
+            [write_dump(rank, ("0", 8, True)) for rank in range(4)],
             "ranks 0, 1, 2, 3 hung in nccl:all_gather, number 8 of group mesh_0, "
             "which all ranks have reached: check the network",
         ),
         (
-            [recorded(0, ("0", 8, True), members=2), recorded(1, ("0", 9, False), time=1.0)],
+            [write_dump(0, ("0", 8, True), members=2), write_dump(1, ("0", 9, False), time=1.0)],
             "rank 0 hung in nccl:all_gather, number 8 of group mesh_0, and waited for rank 1",
         ),
-        ([recorded(0, ("0", 8, False))], ""),
+        ([write_dump(0, ("0", 8, False))], ""),
         (
             [
                 "{",
                 "[]",
                 '{"rank": []}',
-                recorded(0, time="now"),
-                recorded(0, entries=[{}]),
-                recorded(0, groups=[1]),
+                write_dump(0, time="now"),
+                write_dump(0, entries=[{}]),
+                write_dump(0, groups=[1]),
             ],
             "",
         ),
@@ -325,34 +327,34 @@ def recorded(rank: int, *entries: tuple[str, int, bool], members: int = 4, **mor
 def test_a_hang_names_the_waiting_and_the_late_ranks(run: Path, dumps: list[str], expected: str):
     for number, text in enumerate(dumps):
         (run / "logs" / f"rank_{number:05d}.collectives.json").write_text(text)
-    shown = [line.strip() for line in once(run).splitlines() if "hung in" in line]
+    shown = [line.strip() for line in run_once(run).splitlines() if "hung in" in line]
     assert shown == ([expected] if expected else [])
     later = time.time() + 5
-    os.utime(run / "config.yaml", (later, later))  # a launch has begun since
-    assert "hung in" not in once(run)
+    os.utime(run / "config.yaml", (later, later))  # a new launch has begun
+    assert "hung in" not in run_once(run)
 
 
 def test_a_silent_run_and_a_dead_run_are_told_apart(run: Path):
     def age(path: Path, seconds: float) -> None:
         os.utime(path, (time.time() - seconds, time.time() - seconds))
 
-    assert "died: its process is gone" in once(run)
-    with held(run):
+    assert "died: its process is gone" in run_once(run)
+    with hold_run(run):
         for path in run.iterdir():
             age(path, 1000)
-        assert "silent for 17 min" in once(run)
+        assert "silent for 17 min" in run_once(run)
     elsewhere = run / "lock.json"
     elsewhere.write_text(json.dumps({"host": "n7", "pid": 1, "born": "1", "machine": "m"}))
-    assert "silent" in once(run) and "process 1 on n7" in once(run)
+    assert "silent" in run_once(run) and "process 1 on n7" in run_once(run)
     age(elsewhere, 100)
-    assert "died: process 1 on n7 is gone" in once(run)
+    assert "died: process 1 on n7 is gone" in run_once(run)
     (run / "state.json").write_text('{"status": "preempted", "total_steps": 400}')
-    text = once(run)
+    text = run_once(run)
     assert "preempted" in text and "left" not in text
 
 
 def test_the_curve_of_a_long_run_fits_a_narrow_terminal(run: Path, monkeypatch: pytest.MonkeyPatch):
-    (run / "metrics.jsonl").write_text("".join(row(step) for step in range(1, 5001)))
+    (run / "metrics.jsonl").write_text("".join(make_row(step) for step in range(1, 5001)))
     files = RunFiles(run)
     files.update()
     monkeypatch.setattr(monitor, "_is_unicode", lambda: True)
@@ -366,7 +368,7 @@ def test_the_curve_of_a_long_run_fits_a_narrow_terminal(run: Path, monkeypatch: 
 
 
 def test_a_real_run_is_shown_while_it_trains_and_after_it_was_killed(project: Path):
-    """Live in a terminal, and with --once."""
+    """It is shown live in a terminal, and with --once."""
     training = start_stage(
         "04_train_fsdp.py",
         "-e",
@@ -391,19 +393,19 @@ def test_a_real_run_is_shown_while_it_trains_and_after_it_was_killed(project: Pa
         while not list(root.glob("checkpoints/step_????????/COMMIT.json")):
             assert not training.poll() and time.monotonic() < deadline
             time.sleep(0.05)
-        text = once(root)
+        text = run_once(root)
         assert re.search(r"exp +running, 1 rank\n", text) and " left" in text
         assert "tok/s" in text and "MFU" in text and "step 20" in text
-        shown = watched(root)
+        shown = watch_live(root)
         assert shown.startswith("\x1b[?1049h") and "running" in shown
         assert "\x1b[?25h\x1b[?1049l" in shown
     finally:
         training.kill()
-    assert "died" in once(root)
+    assert "died" in run_once(root)
 
 
-def watched(root: Path) -> str:
-    """Return what the live page writes to a terminal until Ctrl-C."""
+def watch_live(root: Path) -> str:
+    """Return the output of the live page in a terminal until Ctrl-C."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [*MONITOR, str(root), "--every", "0.2"],
@@ -418,7 +420,7 @@ def watched(root: Path) -> str:
     while True:
         try:
             part = os.read(ours, 65536).decode("utf-8", "replace")
-        except OSError:  # the other side has closed it
+        except OSError:  # the other side has closed the terminal
             break
         shown += part
         if shown.count("\x1b[J") >= 2 and not is_ended:
@@ -452,7 +454,7 @@ HOSTILE = (
 
 
 def shown(root: Path) -> str:
-    """Return everything that the monitor and the stop command print about a run."""
+    """Return all output of the monitor and the stop command about a run."""
     run = RunFiles(root)
     run.update()
     text = "\n".join(monitor.render_page(run, 100))
@@ -468,7 +470,7 @@ def require_harmless(text: str) -> None:
     assert not found, text
 
 
-def hostile(record: dict[str, object]) -> Iterator[dict[str, object]]:
+def make_hostile_records(record: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yield a record with each of its values and names replaced by unexpected ones."""
     for key in record:
         yield {name: value for name, value in record.items() if name != key}
@@ -493,16 +495,16 @@ def test_no_file_of_a_run_can_break_or_control_the_terminal(tmp_path: Path) -> N
     base = {
         "state.json": json.dumps(state),
         "lock.json": json.dumps(lock),
-        "metrics.jsonl": row(10) + row(20, **{"eval/loss": 3.0}),
+        "metrics.jsonl": make_row(10) + make_row(20, **{"eval/loss": 3.0}),
         "events.jsonl": json.dumps(event) + "\n",
     }
     changed = {
-        "state.json": map(json.dumps, hostile(state)),
-        "lock.json": map(json.dumps, hostile(lock)),
-        "events.jsonl": (json.dumps(one) + "\n" for one in hostile(event)),
+        "state.json": map(json.dumps, make_hostile_records(state)),
+        "lock.json": map(json.dumps, make_hostile_records(lock)),
+        "events.jsonl": (json.dumps(one) + "\n" for one in make_hostile_records(event)),
         "metrics.jsonl": (
-            row(10) + json.dumps(one) + "\n"
-            for one in hostile(json.loads(row(20, **{"eval/loss": 3.0})))
+            make_row(10) + json.dumps(one) + "\n"
+            for one in make_hostile_records(json.loads(make_row(20, **{"eval/loss": 3.0})))
         ),
     }
     for name, contents in changed.items():
@@ -523,9 +525,9 @@ def test_no_file_of_a_run_can_break_or_control_the_terminal(tmp_path: Path) -> N
 def test_output_of_once_log_and_stop_is_harmless(tmp_path: Path) -> None:
     root = tmp_path / "outputs" / "run"
     (root / "logs").mkdir(parents=True)
-    (root / "metrics.jsonl").write_text(row(10) + row(20, **{"perf/eta_sec": None}))
+    (root / "metrics.jsonl").write_text(make_row(10) + make_row(20, **{"perf/eta_sec": None}))
     (root / "state.json").write_text(json.dumps({"status": "a\x1b[2J\n", "step": "x"}))
-    assert "a\\x1b[2J\\n" in once(root)
+    assert "a\\x1b[2J\\n" in run_once(root)
     (root / "state.json").write_text('{"status": "complete", "step": 20}')
     lines = [f"2026-01-01 00:00:00 INFO line {number} \x1b[2J" for number in range(100)]
     (root / "logs/rank_00000.log").write_text("\n".join(lines) + "\n")
