@@ -50,8 +50,8 @@ def main() -> None:
     )
     for part in args.only.split(","):
         with tempfile.TemporaryDirectory(dir=args.work) as folder:
-            results = processes.figures(
-                processes.command(
+            results = processes.run_and_read_figures(
+                processes.script_command(
                     "checkpoints.py",
                     args.ranks if args.ranks > 1 else 0,
                     part=part,

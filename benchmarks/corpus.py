@@ -185,7 +185,7 @@ def run_in_turns(contestants: dict[str, list[object]], out: Path, repeat: int) -
         delete_results(out, Path(f"{out}.cache"))
         return run_command(command, out.parent)
 
-    results = processes.in_turns(
+    results = processes.run_in_turns(
         {name: partial(run_alone, command) for name, command in contestants.items()}, repeat
     )
     delete_results(out, Path(f"{out}.cache"))
@@ -226,7 +226,7 @@ def print_comparison(
     if with_datasets:
         contestants["peer"] = datasets_command(builder, source, out, args.workers)
     results = run_in_turns(contestants, out, args.repeat)
-    limit_seconds = limits.seconds(paths, out_bytes, work, args.workers, builder == "json")
+    limit_seconds = limits.measure_limits(paths, out_bytes, work, args.workers, builder == "json")
     our_seconds, memory, cpu = results["ours"]
     cells = ["-"] * 3
     cpu_note = f"stage 02 {cpu:.1f} s"
@@ -248,7 +248,7 @@ def print_comparison(
         f"{seconds:.2f} s ({name})",
         f"{seconds / our_seconds:.2f}",
     )
-    own_cpu_seconds = limits.own_cpu(source, work, args.workers)
+    own_cpu_seconds = limits.measure_own_cpu(source, work, args.workers)
     limit_seconds["the stage's own CPU ÷ cores"] = own_cpu_seconds
     NOTES.append(
         f"{title}: "
@@ -274,7 +274,7 @@ def measure_stage_01(source: Path, work: Path, repeat: int) -> None:
         "--no-progress",
     ]
     seconds, memory, cpu = run_in_turns({"ours": command}, work / "out", repeat)["ours"]
-    mkdir_seconds, link_seconds = limits.kernel_seconds(source, work / "out", directories)
+    mkdir_seconds, link_seconds = limits.measure_kernel_calls(source, work / "out", directories)
     print(
         f"\nStage 01, hard links: {files:,} files in {seconds:.2f} s, "
         f"{files / seconds:,.0f} files/s, {cpu:.2f} s of CPU, {memory / _MB:,.0f} MB of memory; "

@@ -73,8 +73,8 @@ def main() -> None:
 
 def run_role(role: str, model: Path, ranks: int = 0, **options: Any) -> dict[str, Any]:
     """Run a role of parts/models.py in its own process or on ranks; return its measurements."""
-    return processes.figures(
-        processes.command(
+    return processes.run_and_read_figures(
+        processes.script_command(
             "models.py",
             ranks,
             role=role,
@@ -97,7 +97,7 @@ def run_fastest(
     """Run each method `repeat` times; return its fastest run."""
     return {
         name: min(runs, key=lambda run: run["seconds"])
-        for name, runs in processes.in_turns(ways, repeat).items()
+        for name, runs in processes.run_in_turns(ways, repeat).items()
     }
 
 
@@ -190,7 +190,9 @@ def print_download(models: dict[str, Path], repeat: int) -> None:
     size = weight_bytes(models["4×"])
     work = path.parent
     server = subprocess.Popen(
-        processes.command("models.py", role="serve", model=path), stdout=subprocess.PIPE, text=True
+        processes.script_command("models.py", role="serve", model=path),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         url = server.stdout.readline().strip()
@@ -254,7 +256,7 @@ def _time_command(
     """Delete `out`, and time a command that writes it."""
     shutil.rmtree(out, ignore_errors=True)
     began = time.perf_counter()
-    printed = processes.run(command, environment)
+    printed = processes.run_command(command, environment)
     return {"seconds": time.perf_counter() - began, "printed": printed}
 
 

@@ -157,7 +157,9 @@ def measure_start(args: argparse.Namespace) -> None:
     runs = []
     for number in range(args.rounds):
         single_seconds.append(_time_command([sys.executable, str(script)]))
-        torchrun_seconds.append(_time_command([*processes.torchrun(args.ranks), str(script)]))
+        torchrun_seconds.append(
+            _time_command([*processes.torchrun_command(args.ranks), str(script)])
+        )
         read_seconds.append(
             _time_command(read_command) - _time_command([sys.executable, "-c", "pass"])
         )
@@ -219,7 +221,7 @@ def run_contestant(name: str, args: argparse.Namespace, tag: str, **env: str) ->
     work = args.work
     if name == "stage 04":
         command = [
-            *processes.torchrun(args.ranks),
+            *processes.torchrun_command(args.ranks),
             ROOT / "04_train_fsdp.py",
             "-e",
             tag,
@@ -247,7 +249,7 @@ def run_contestant(name: str, args: argparse.Namespace, tag: str, **env: str) ->
             *shlex.split(args.ours),
         ]
     else:
-        command = processes.command(
+        command = processes.script_command(
             "trainer.py",
             args.ranks,
             work=work,

@@ -1,1 +1,1 @@
-"""Starts, watches and carries the stages: on single nodes, on clusters and across air gaps."""
+"""Start and watch the stages on single nodes and clusters, and carry them across air gaps."""

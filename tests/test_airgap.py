@@ -93,7 +93,7 @@ def run_python(
     *command: object, cwd: Path, expect: int = 0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess:
     """Run a Python script, assert its exit code and return its result."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
         capture_output=True,
@@ -101,9 +101,11 @@ def run_python(
         timeout=600,
         env={**os.environ, **(env or {})},
     )
-    assert done.returncode == expect, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert "Traceback" not in done.stderr
-    return done
+    assert result.returncode == expect, (
+        f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    )
+    assert "Traceback" not in result.stderr
+    return result
 
 
 @pytest.fixture
@@ -157,8 +159,8 @@ def test_unpacked_files_equal_the_packed_ones(
     carried = tmp_path / "elsewhere" / "odd name"
     shutil.copytree(bundle, carried)
     assert "every byte is intact" in run_on_far_side(carried, "verify").stdout
-    said = run_on_far_side(carried, "unpack", "--to", tmp_path / "a project").stdout
-    assert "-d hf_datasets/corpus -m .cache/models/model" in said
+    output = run_on_far_side(carried, "unpack", "--to", tmp_path / "a project").stdout
+    assert "-d hf_datasets/corpus -m .cache/models/model" in output
     expected = read_files(checkout)
     for source, to in (
         ("hf_datasets/corpus", "hf_datasets/corpus"),
@@ -234,10 +236,10 @@ def test_everything_that_stage_04_accepts_can_be_packed(
         for found in chosen:
             assert found.payloads and sum(p.bytes for p in found.payloads), (option, name)
     command = [checkout / "launch/airgap.py", "pack", "--out", "bundle", "--no-wheels"]
-    said = run_python(*command, "--dataset", "alone.arrow", "--model", "model", cwd=place).stdout
-    assert "hf_datasets/alone.arrow: 0 B" not in said
-    said = run_on_far_side(place / "bundle", "unpack", "--to", tmp_path / "project").stdout
-    assert "-d hf_datasets/alone.arrow -m .cache/models/model" in said
+    output = run_python(*command, "--dataset", "alone.arrow", "--model", "model", cwd=place).stdout
+    assert "hf_datasets/alone.arrow: 0 B" not in output
+    output = run_on_far_side(place / "bundle", "unpack", "--to", tmp_path / "project").stdout
+    assert "-d hf_datasets/alone.arrow -m .cache/models/model" in output
     assert (tmp_path / "project/hf_datasets/alone.arrow").read_bytes() == shard.read_bytes()
     (place / "empty").mkdir()
     with pytest.raises(ArtifactError, match="empty contains no file to pack"):
@@ -292,10 +294,10 @@ def test_a_killed_pack_continues_with_its_files(checkout: Path, artifacts: Path,
     partial = next(tmp_path.glob("bundle.partial-*"))
     kept = {path.name: path.stat().st_ino for path in partial.rglob("extra_0[0-2].bin")}
     assert len(kept) == 3
-    said = run_python(*command, cwd=tmp_path).stdout
-    assert "reused" in said
-    there = tmp_path / "bundle" / "volume_001" / ".cache" / "models" / "big"
-    assert {name: (there / name).stat().st_ino for name in kept} == kept
+    output = run_python(*command, cwd=tmp_path).stdout
+    assert "reused" in output
+    models = tmp_path / "bundle" / "volume_001" / ".cache" / "models" / "big"
+    assert {name: (models / name).stat().st_ino for name in kept} == kept
     run_on_far_side(tmp_path / "bundle", "verify")
 
 
@@ -322,7 +324,7 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
     part.write_bytes(b"")
     (bundle / "airgap.py").write_text((bundle / "airgap.py").read_text() + "\n")
     for action in (("verify",), ("unpack", "--to", tmp_path / "project")):
-        said = run_on_far_side(bundle, *action, expect=3).stderr
+        output = run_on_far_side(bundle, *action, expect=3).stderr
         for path, what in (
             (flipped, "has changed"),
             (cut, "has "),
@@ -333,8 +335,8 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
             (bundle / "stray" / "file", "is not part of"),
             (bundle / "airgap.py", "has "),
         ):
-            assert f"{path.relative_to(bundle).as_posix()} {what}" in said
-        assert "8 problems" in said
+            assert f"{path.relative_to(bundle).as_posix()} {what}" in output
+        assert "8 problems" in output
     assert not list(tmp_path.glob("project*"))
     shutil.rmtree(bundle / "volume_002")
     assert "volume_002/" in run_on_far_side(bundle, "verify", expect=3).stderr
@@ -362,12 +364,12 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
             content["files"], content["summary"]
         )
         path.write_text(json.dumps(content))
-        said = run_on_far_side(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
-        assert "manifest.json is damaged" in said and why in said, to
+        output = run_on_far_side(bundle, "unpack", "--to", tmp_path / "project", expect=3).stderr
+        assert "manifest.json is damaged" in output and why in output, to
     for deep in ('{"a":' * 100_000, json.dumps(content | {"files": -1})):
         path.write_text(deep)
-        said = run_on_far_side(bundle, "verify", expect=3).stderr
-        assert "manifest.json is damaged" in said and "Traceback" not in said
+        output = run_on_far_side(bundle, "verify", expect=3).stderr
+        assert "manifest.json is damaged" in output and "Traceback" not in output
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -386,8 +388,8 @@ def test_unpacking_refuses_existing_targets_and_full_disks(
     mine = tmp_path / f"project.partial-{digest}" / "mine"
     mine.parent.mkdir()
     mine.touch()
-    said = run_on_far_side(bundle, "unpack", "--to", project, expect=2).stderr
-    assert "is in the way" in said and mine.exists()
+    output = run_on_far_side(bundle, "unpack", "--to", project, expect=2).stderr
+    assert "is in the way" in output and mine.exists()
     mine.rename(tmp_path / "mine")
     run_on_far_side(bundle, "unpack", "--to", project)
     assert not mine.parent.exists()
@@ -436,15 +438,21 @@ def test_a_bundle_that_may_not_be_read_is_not_called_damaged(
 
         monkeypatch.setattr(Path, "open", forbidden)
         assert unpacking.main(["verify", str(bundle)], "") == 2
-        said = capfd.readouterr().err
-        assert f"Permission denied: {bundle}" in said and name in said and "damaged" not in said
+        output = capfd.readouterr().err
+        assert (
+            f"Permission denied: {bundle}" in output and name in output and "damaged" not in output
+        )
 
 
 def test_names_in_a_bundle_do_not_control_the_terminal(pack: Callable[..., Path]):
     bundle = pack()
     (bundle / "a\x1b[31mb\x9bc").touch()
-    said = run_on_far_side(bundle, "verify", expect=3).stderr
-    assert "a\\x1b[31mb\\x9bc is not part of" in said and "\x1b" not in said and "\x9b" not in said
+    output = run_on_far_side(bundle, "verify", expect=3).stderr
+    assert (
+        "a\\x1b[31mb\\x9bc is not part of" in output
+        and "\x1b" not in output
+        and "\x9b" not in output
+    )
 
 
 def test_changes_are_left_out_only_with_an_option(artifacts: Path, tmp_path: Path):
@@ -456,10 +464,10 @@ def test_changes_are_left_out_only_with_an_option(artifacts: Path, tmp_path: Pat
     run_python(*command, "--dry-run", cwd=artifacts)  # neither file is code
     (changed / "README.md").write_text("changed")
     (changed / "lib" / "new file.py").touch()
-    said = run_python(*command, cwd=artifacts, expect=2).stderr
-    assert "README.md" in said and "lib/new file.py" in said and not (changed / "out").exists()
-    said = run_python(*command, "--allow-dirty", cwd=artifacts).stdout
-    assert "not packed" in said
+    output = run_python(*command, cwd=artifacts, expect=2).stderr
+    assert "README.md" in output and "lib/new file.py" in output and not (changed / "out").exists()
+    output = run_python(*command, "--allow-dirty", cwd=artifacts).stdout
+    assert "not packed" in output
     assert (changed / "out" / "volume_001" / "README.md").read_bytes() == (
         ROOT / "README.md"
     ).read_bytes()
@@ -474,7 +482,7 @@ def test_damaged_or_missing_artifacts_are_not_packed(
     place = tmp_path / "artifacts"
     shutil.copytree(artifacts, place)
     command = [checkout / "launch" / "airgap.py", "pack", "--out", "bundle", "--no-wheels"]
-    said = run_python(
+    output = run_python(
         *command,
         "--dataset",
         "nothing",
@@ -485,15 +493,17 @@ def test_damaged_or_missing_artifacts_are_not_packed(
         cwd=place,
         expect=3,
     ).stderr
-    assert "3 problems" in said and "nothing" in said and "none" in said and "neither" in said
-    said = run_python(*command, "--tokens", "corpus", cwd=place).stdout
-    assert "stage 04 needs both (--dataset)" in said
+    assert (
+        "3 problems" in output and "nothing" in output and "none" in output and "neither" in output
+    )
+    output = run_python(*command, "--tokens", "corpus", cwd=place).stdout
+    assert "stage 04 needs both (--dataset)" in output
     shard = next((place / "hf_datasets" / "corpus" / "train").glob("*.arrow"))
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1
     shard.write_bytes(content)
-    said = run_python(*command, "--dataset", "corpus", "--overwrite", cwd=place, expect=3).stderr
-    assert f"{shard} has changed since it was written" in said
+    output = run_python(*command, "--dataset", "corpus", "--overwrite", cwd=place, expect=3).stderr
+    assert f"{shard} has changed since it was written" in output
     assert (place / "bundle" / "airgap.py").exists()  # the earlier bundle is unchanged
     assert not (place / "bundle" / "volume_001" / "hf_datasets").exists()
 
@@ -570,9 +580,9 @@ def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[st
     names = {path.name.partition("-")[0] for path in bundle.rglob("*.whl")}
     assert names == {"alpha", "before_eleven", "for_arm", "compiled", "pip"}
     assert list(bundle.rglob("compiled-1.0-*aarch64.whl"))
-    said = run_on_far_side(bundle, "unpack", "--to", tmp_path / "p", "--install", expect=2).stderr
-    assert "Python 3.10, aarch64" in said and not (tmp_path / "p").exists()
-    said = run_python(
+    output = run_on_far_side(bundle, "unpack", "--to", tmp_path / "p", "--install", expect=2).stderr
+    assert "Python 3.10, aarch64" in output and not (tmp_path / "p").exists()
+    output = run_python(
         *command,
         tmp_path / "none",
         "--platform",
@@ -581,13 +591,13 @@ def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[st
         env=index,
         expect=2,
     ).stderr
-    assert "no complete set of wheels" in said and "compiled" in said
+    assert "no complete set of wheels" in output and "compiled" in output
     assert not list(tmp_path.glob("none*"))
     run_python(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
-    said = run_python(
+    output = run_python(
         *command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts, expect=2
     ).stderr
-    assert "--cuda chooses wheels, but --no-wheels packs none" in said
+    assert "--cuda chooses wheels, but --no-wheels packs none" in output
 
 
 BACKEND = """
@@ -632,13 +642,13 @@ def test_torch_fits_the_driver_of_the_far_side(
     for name, value in index.items():
         monkeypatch.setenv(name, value)
     wheels = tmp_path / "index"
-    wanted = wheelhouse.parse_target("3.11", "manylinux_2_28_x86_64")
+    expected = wheelhouse.parse_target("3.11", "manylinux_2_28_x86_64")
     make_wheel(wheels, "torch", "2.12.1+cu126")
 
     def prepared(cuda: str, driver: str) -> tuple[str, str]:
         lists = {"requirements.txt": b"# pins\ntorch==2.13.0\n"}
         builds = wheelhouse.choose_builds(lists, cuda, driver)
-        place = wheelhouse.prepare_wheelhouse(tmp_path / "cache", lists, wanted, builds)
+        place = wheelhouse.prepare_wheelhouse(tmp_path / "cache", lists, expected, builds)
         return str(wheelhouse.find_torch(place)), (place / "requirements.txt").read_text()
 
     assert prepared("", "535") == ("2.12.1+cu126", "# pins\ntorch==2.12.1+cu126\n")
@@ -664,8 +674,8 @@ def test_torch_fits_the_driver_of_the_far_side(
 def fake_driver(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make nvidia-smi print a driver, or "" as on a machine without GPUs."""
     folder.mkdir(exist_ok=True)
-    said = f"echo {version}" if version else "echo No devices were found; exit 6"
-    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{said}\n")
+    output = f"echo {version}" if version else "echo No devices were found; exit 6"
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{output}\n")
     (folder / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
@@ -675,8 +685,8 @@ def test_a_build_without_code_for_blackwell_is_reported(
     cuda: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "pipeline")
-    told = bundle_module._describe_torch(Torch("2.11.0", cuda))
-    assert told == {
+    printed = bundle_module._describe_torch(Torch("2.11.0", cuda))
+    assert printed == {
         "version": f"2.11.0{Torch('2.11.0', cuda).local}",
         "cuda": cuda,
         "driver": {"": "", "13.0": "580"}.get(cuda, "525"),
@@ -703,7 +713,7 @@ def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
         },
     )
     bundle = tmp_path / "bundle"
-    done = run_python(
+    result = run_python(
         small / "launch" / "airgap.py",
         "pack",
         "--out",
@@ -716,8 +726,10 @@ def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
         cwd=artifacts,
         env=index,
     )
-    assert "torch 2.13.0+cu130, for NVIDIA driver 580 or newer on the far side (--dr" in done.stdout
-    assert "source-only==1.0 exists as source only; its wheel was built here" in done.stdout
+    assert (
+        "torch 2.13.0+cu130, for NVIDIA driver 580 or newer on the far side (--dr" in result.stdout
+    )
+    assert "source-only==1.0 exists as source only; its wheel was built here" in result.stdout
     for name in ("extra-*.whl", "source_only-1.0-py3-none-any.whl", "requirements-optional.txt"):
         assert list((bundle / "volume_001" / "wheelhouse").glob(name)), name
     assert json.loads((bundle / "manifest.json").read_text())["summary"]["torch"] == {
@@ -761,7 +773,7 @@ def test_wheels_are_installed_without_a_network(
     shutil.rmtree(tmp_path / "index")
     project = tmp_path / "project"
     run_on_far_side(bundle, "unpack", "--to", project, "--install")
-    done = subprocess.run(
+    result = subprocess.run(
         [
             project / ".venv" / "bin" / "python",
             "-c",
@@ -771,7 +783,7 @@ def test_wheels_are_installed_without_a_network(
         text=True,
         check=True,
     )
-    assert done.stdout.split() == ["1.0", "1.0"]
+    assert result.stdout.split() == ["1.0", "1.0"]
     assert (
         "installed already"
         in run_on_far_side(bundle, "unpack", "--to", project, "--install").stdout
@@ -811,7 +823,7 @@ def test_a_bundle_installs_and_trains_without_a_network(
 ):
     """This uses the real wheels of requirements.txt, a new directory, and no interface but lo."""
     alone = isolate_network()
-    done = subprocess.run(
+    result = subprocess.run(
         [
             sys.executable,
             checkout / "launch" / "airgap.py",
@@ -829,9 +841,9 @@ def test_a_bundle_installs_and_trains_without_a_network(
         timeout=900,
         env={**os.environ, "PYTHONPATH": ""},
     )  # the only step that may use a network
-    if "no complete set of wheels" in done.stderr:
-        pytest.skip(f"the wheels of requirements.txt cannot be had here:\n{done.stderr}")
-    assert done.returncode == 0, done.stderr
+    if "no complete set of wheels" in result.stderr:
+        pytest.skip(f"the wheels of requirements.txt cannot be had here:\n{result.stderr}")
+    assert result.returncode == 0, result.stderr
     shutil.move(tmp_path / "bundle", tmp_path / "carried")
     project = tmp_path / "project"
 

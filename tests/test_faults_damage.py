@@ -132,10 +132,10 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, how: str
 ):
     damage(step(outputs) / name, how)
-    done = server.run(*run_options(outputs))
-    assert find_start_step(outputs) == BEFORE and "moved to quarantine" in done.output
-    [told] = [e for e in read_events(outputs) if e["event"] == "quarantine"]
-    assert told["step"] == NEWEST and Path(name).name in told["reason"]
+    result = server.run(*run_options(outputs))
+    assert find_start_step(outputs) == BEFORE and "moved to quarantine" in result.output
+    [printed] = [e for e in read_events(outputs) if e["event"] == "quarantine"]
+    assert printed["step"] == NEWEST and Path(name).name in printed["reason"]
     assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == 1
     undisturbed().require_same(outputs)
 
@@ -161,8 +161,8 @@ def test_a_run_without_a_valid_checkpoint_does_not_train(server: Server, outputs
         damage(step(outputs, number) / FILES[0], "flipped bit")
     before = (outputs / "run" / "metrics.jsonl").read_bytes()
     for _ in range(2):  # a retry by a launcher has the same result
-        done = server.run(*run_options(outputs), expect=3)
-        assert "no valid checkpoint in" in done.output and "Traceback" not in done.output
+        result = server.run(*run_options(outputs), expect=3)
+        assert "no valid checkpoint in" in result.output and "Traceback" not in result.output
     assert (outputs / "run" / "metrics.jsonl").read_bytes() == before
     assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == 3
 
@@ -205,11 +205,11 @@ def test_a_malicious_pickle_runs_no_code(
         (tmp_path / "ran").unlink(missing_ok=True)  # saving may copy the object, which unpickles it
     if sealed:
         seal(step(outputs))
-    done = server.run(*run_options(outputs), expect=3 if sealed else 0)
+    result = server.run(*run_options(outputs), expect=3 if sealed else 0)
     assert not (tmp_path / "ran").exists()
     if sealed:
-        assert "only descriptions of tensors" in done.output
-        assert "Traceback" not in done.output and find_valid_steps(outputs)[0] == NEWEST
+        assert "only descriptions of tensors" in result.output
+        assert "Traceback" not in result.output and find_valid_steps(outputs)[0] == NEWEST
     else:
         undisturbed().require_same(outputs)
 
@@ -236,9 +236,9 @@ def test_a_run_survives_torn_bookkeeping_files(
     server.run(*run_options(outputs))
     undisturbed().require_same(outputs, since=NEWEST)
     assert json.loads((outputs / "run" / "state.json").read_text())["status"] == "complete"
-    told = (outputs / "run" / "events.jsonl").read_text(errors="replace").splitlines()
+    printed = (outputs / "run" / "events.jsonl").read_text(errors="replace").splitlines()
     is_torn = name == "events.jsonl" and content
-    rows = [json.loads(line) for line in (told[1:] if is_torn else told)]
+    rows = [json.loads(line) for line in (printed[1:] if is_torn else printed)]
     assert [row["event"] for row in rows[-2:]] == ["save", "complete"] or [
         row["event"] for row in rows[-3:]
     ] == ["save", "prune", "complete"]
@@ -298,14 +298,14 @@ def test_a_failing_disk_quarantines_nothing(server: Server, outputs: Path):
     fault = Fault(
         str(outputs), 1, "ESTALE", times=10**6, kinds=("read",), match="step_00000010/dcp"
     )
-    done = server.run(*run_options(outputs), ranks=2, faults={1: fault}, expect=1)
-    assert done.wait() == [1, 1] and "does not mean that it is damaged" in done.output
-    assert "Traceback" not in done.output
+    result = server.run(*run_options(outputs), ranks=2, faults={1: fault}, expect=1)
+    assert result.wait() == [1, 1] and "does not mean that it is damaged" in result.output
+    assert "Traceback" not in result.output
     assert sorted(p.name for p in step(outputs).parent.iterdir()) == names
     fault.act = "EIO"
     fault.times = 2
-    done = server.run(*run_options(outputs), ranks=2, faults={0: fault})
-    assert find_start_step(outputs) == NEWEST and "moved to quarantine" not in done.output
+    result = server.run(*run_options(outputs), ranks=2, faults={0: fault})
+    assert find_start_step(outputs) == NEWEST and "moved to quarantine" not in result.output
 
 
 def test_the_printed_command_restores_an_intact_checkpoint_from_quarantine(
@@ -329,9 +329,9 @@ def test_the_printed_command_restores_an_intact_checkpoint_from_quarantine(
             )
     [newest] = (checkpoints / "quarantine").glob(f"step_{NEWEST:08d}-*")
     damage(newest / FILES[0], "flipped bit")
-    done = server.run(*run_options(outputs), expect=3)
-    assert f"step {BEFORE} in quarantine is intact" in done.output
-    [move] = re.findall(r"^  run:(.*)$", done.output, re.M)
+    result = server.run(*run_options(outputs), expect=3)
+    assert f"step {BEFORE} in quarantine is intact" in result.output
+    [move] = re.findall(r"^  run:(.*)$", result.output, re.M)
     subprocess.run(move, shell=True, check=True, cwd=server.root)
     server.run(*run_options(outputs))
     assert find_start_step(outputs) == BEFORE

@@ -34,13 +34,13 @@ def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     def mount(kib: int) -> Path:
         (path := tmp_path / "disk").mkdir()
-        done = subprocess.run(
+        result = subprocess.run(
             ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "none", path],
             capture_output=True,
             text=True,
         )
-        if done.returncode:
-            pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
+        if result.returncode:
+            pytest.skip(f"needs to mount a tmpfs: {result.stderr.strip()}")
         mounted.append(path)
         return path
 
@@ -83,8 +83,8 @@ def test_a_small_disk_loses_no_checkpoint_that_must_be_kept(
         faults={0: Fault(str(outputs), 2, kinds=("write",), match="step_00000004.tmp-")},
     )
     [left] = [p.name for p in (outputs / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
-    done = server.run(*run_options(outputs, *keep), expect=4)
-    assert done.output.count("NOT SAVED") == 2 and "--ckpt-keep" in done.output
+    result = server.run(*run_options(outputs, *keep), expect=4)
+    assert result.output.count("NOT SAVED") == 2 and "--ckpt-keep" in result.output
     assert find_valid_steps(outputs) == [6, 4, 2]
     assert [(e["event"], e["step"]) for e in read_events(outputs)] == [
         ("start", 0),
@@ -128,8 +128,8 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
     ballast = outputs.parent / "ballast"
     free = os.statvfs(outputs).f_bavail * os.statvfs(outputs).f_bsize
     ballast.write_bytes(bytes(free - size * KIB // 2))
-    done = server.run(*options, expect=4)
-    assert done.output.count("NOT SAVED") >= 2 and "Traceback" not in done.output
+    result = server.run(*options, expect=4)
+    assert result.output.count("NOT SAVED") >= 2 and "Traceback" not in result.output
     assert [e["step"] for e in read_events(outputs) if e["event"] == "disk_full"] == [4, 6, 8]
     assert json.loads((outputs / "run" / "state.json").read_text())["status"] == "disk_full"
     assert find_valid_steps(outputs) == [2]
@@ -147,12 +147,12 @@ def test_if_one_rank_has_no_room_all_skip_the_save(
     """The other ranks skip the save too, no rank hangs, and later saves are complete."""
     outputs = tmp_path / "outputs"
     fault = Fault(str(outputs), 3, "ENOSPC", times=30, kinds=("write",), match="step_00000006")
-    done = server.run(
+    result = server.run(
         *run_options(outputs, "--ckpt-keep", 0, "--ckpt-async", asynchronous),
         ranks=2,
         faults={1: fault},
     )
-    assert done.wait() == [0, 0] and "step 6 is NOT SAVED" in done.output
+    assert result.wait() == [0, 0] and "step 6 is NOT SAVED" in result.output
     assert list_saved_steps(tmp_path, "run") == [2, 4, 8, 10, 12]
     undisturbed(ranks=2).require_same(outputs)
 
@@ -179,8 +179,8 @@ def test_a_disk_error_ends_the_run(
     outputs = tmp_path / "outputs"
     options = run_options(outputs, "--ckpt-async", asynchronous)
     fault = Fault(str(outputs), 2, "EIO", kinds=(kind,), match="step_00000006")
-    done = server.run(*options, expect=None, faults={0: fault})
-    assert done.wait() != [0] and "Input/output error" in done.output
+    result = server.run(*options, expect=None, faults={0: fault})
+    assert result.wait() != [0] and "Input/output error" in result.output
     assert [p.name for p in sorted((outputs / "run" / "checkpoints").iterdir())] == [
         "step_00000002",
         "step_00000004",
@@ -196,12 +196,12 @@ def test_a_read_only_disk_is_reported(
     """If it is read-only from the start, the launch is refused, otherwise the save fails."""
     outputs = disk(64 * KIB) / "outputs"
     fault = Fault(str(outputs), 1, "EROFS", times=10**6, match="step_00000006")
-    done = server.run(*run_options(outputs), expect=2, faults={0: fault})
-    assert "Read-only file system" in done.output and "Traceback" not in done.output
+    result = server.run(*run_options(outputs), expect=2, faults={0: fault})
+    assert "Read-only file system" in result.output and "Traceback" not in result.output
     assert find_valid_steps(outputs) == [4, 2]
     subprocess.run(["mount", "-o", "remount,ro", outputs.parent], check=True)
-    done = server.run(*run_options(outputs), expect=2)
-    assert "cannot be written" in done.output and "Traceback" not in done.output
+    result = server.run(*run_options(outputs), expect=2)
+    assert "cannot be written" in result.output and "Traceback" not in result.output
     subprocess.run(["mount", "-o", "remount,rw", outputs.parent], check=True)
     server.run(*run_options(outputs))
     assert find_start_step(outputs) == 4
@@ -214,7 +214,7 @@ def test_figures_and_logs_may_fail_at_any_time(
 ):
     """The disk is full for some steps: there is one warning, and no checkpoint is lost."""
     outputs = tmp_path / "outputs"
-    done = server.run(
+    result = server.run(
         *run_options(outputs, "--ckpt-freq", 6),
         faults={
             0: Fault(
@@ -234,8 +234,10 @@ def test_figures_and_logs_may_fail_at_any_time(
         "rank_00000.log",
         "TensorBoard's file",
     ):
-        [told] = [line for line in done.output.splitlines() if f"{name} cannot be written" in line]
-        assert "No space left" in told and f"{name} can be written again" in done.output
+        [printed] = [
+            line for line in result.output.splitlines() if f"{name} cannot be written" in line
+        ]
+        assert "No space left" in printed and f"{name} can be written again" in result.output
     undisturbed().require_same(outputs)
     assert [e["event"] for e in read_events(outputs)] == ["start", "save", "save", "complete"]
     log = (outputs / "run" / "logs" / "rank_00000.log").read_text()
@@ -243,7 +245,7 @@ def test_figures_and_logs_may_fail_at_any_time(
     board = EventAccumulator(str(outputs / "run" / "tb"))
     board.Reload()
     assert [scalar.step for scalar in board.Scalars("train/loss")] == list(range(1, STEPS + 1))
-    done = server.run(
+    result = server.run(
         *run_options(tmp_path / "never", "--profile", "3:3"),
         faults={
             0: Fault(
@@ -256,5 +258,5 @@ def test_figures_and_logs_may_fail_at_any_time(
             )
         },
     )
-    assert "run/profile cannot be written: Read-only file system" in done.output
+    assert "run/profile cannot be written: Read-only file system" in result.output
     assert find_valid_steps(tmp_path / "never")[0] == STEPS

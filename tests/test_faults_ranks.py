@@ -121,7 +121,7 @@ def test_a_rank_killed_during_a_save_ends_the_other(
 ):
     """The other rank ends by itself, without a checkpoint of half the shards."""
     outputs = tmp_path / "outputs"
-    done = server.run(
+    result = server.run(
         *run_options(outputs),
         ranks=2,
         expect=None,
@@ -129,7 +129,7 @@ def test_a_rank_killed_during_a_save_ends_the_other(
             rank: Fault(str(outputs), number, "torn", kinds=("write",), match="step_00000006.tmp-")
         },
     )
-    codes = done.wait()
+    codes = result.wait()
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] > 0
     assert find_valid_steps(outputs)[0] == 4
     server.run(*run_options(outputs), ranks=2)

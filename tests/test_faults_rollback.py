@@ -95,8 +95,8 @@ class Rollback:
         self.server.run(*options)
         Undisturbed.require_same(self.expected, outputs)
         assert find_valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
-        told = self._rollbacks(outputs)
-        assert told and all(one == self.told[0] for one in told)
+        printed = self._rollbacks(outputs)
+        assert printed and all(one == self.told[0] for one in printed)
         shutil.rmtree(outputs)
 
 

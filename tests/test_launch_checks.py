@@ -37,7 +37,7 @@ def join_findings(found: list[Finding], check: str) -> list[str]:
 
 def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
     began = time.monotonic()
-    done = run_stage(
+    result = run_stage(
         "launch/check.py",
         "network",
         "--json",
@@ -49,22 +49,22 @@ def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
     found, content = read_report(tmp_path / "a report.json")
     assert not join_findings(found, "network") and content["speed"]["world"]["all_reduce"] > 0
     assert len(content["nodes"]["0"]["compute"]) == 2
-    assert "2 ranks on 1 node" in done.stdout and "is ready" in done.stdout
+    assert "2 ranks on 1 node" in result.stdout and "is ready" in result.stdout
     assert {f.check for f in found if "not checked" in f.text} >= {"EFA"}
     assert [path.name for path in tmp_path.iterdir()] == ["a report.json"]  # no probe is left
     assert time.monotonic() - began < 180
 
 
 def test_one_machine_dry_run_and_bad_usage(tmp_path: Path):
-    done = run_stage("launch/check.py", "machine", "--dry-run", cwd=tmp_path)
-    assert "nvidia-smi" in done.stdout and not list(tmp_path.iterdir())
-    done = run_stage("launch/check.py", "machine", "--min-bandwith", "3", cwd=tmp_path, expect=2)
-    assert "--min-bandwidth" in done.stderr and "launch/check.py machine --help" in done.stderr
-    done = run_stage("launch/check.py", "network", cwd=tmp_path, expect=2)
-    assert "torchrun has not started this" in done.stderr and "check.py machine" in done.stderr
-    done = run_stage("launch/check.py", "netwrk", cwd=tmp_path, expect=2)
-    assert "'machine', 'network', 'framework', 'setup', 'cluster'" in done.stderr
-    done = run_stage(
+    result = run_stage("launch/check.py", "machine", "--dry-run", cwd=tmp_path)
+    assert "nvidia-smi" in result.stdout and not list(tmp_path.iterdir())
+    result = run_stage("launch/check.py", "machine", "--min-bandwith", "3", cwd=tmp_path, expect=2)
+    assert "--min-bandwidth" in result.stderr and "launch/check.py machine --help" in result.stderr
+    result = run_stage("launch/check.py", "network", cwd=tmp_path, expect=2)
+    assert "torchrun has not started this" in result.stderr and "check.py machine" in result.stderr
+    result = run_stage("launch/check.py", "netwrk", cwd=tmp_path, expect=2)
+    assert "'machine', 'network', 'framework', 'setup', 'cluster'" in result.stderr
+    result = run_stage(
         "launch/check.py",
         "machine",
         "--save-dir",
@@ -73,13 +73,13 @@ def test_one_machine_dry_run_and_bad_usage(tmp_path: Path):
         cwd=tmp_path,
         expect=findings.EXIT_ERROR,
     )
-    assert "disk: node 0" in done.stdout and "not ready: 1 error" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert "disk: node 0" in result.stdout and "not ready: 1 error" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.long
 def test_a_network_below_the_minimum_bandwidth_fails(tmp_path: Path):
-    done = run_stage(
+    result = run_stage(
         "launch/check.py",
         "network",
         "--min-bandwidth",
@@ -90,7 +90,7 @@ def test_a_network_below_the_minimum_bandwidth_fails(tmp_path: Path):
         expect=1,
         fresh=True,
     )  # torchrun returns 1 for any failure
-    assert "expected 1e+06" in done.stdout and "exitcode  : 6" in done.stderr
+    assert "expected 1e+06" in result.stdout and "exitcode  : 6" in result.stderr
 
 
 def start_agents(
@@ -480,10 +480,10 @@ def test_facts_that_a_tool_does_not_report_are_not_checked(smi: Path):
 
 def test_a_faulty_gpu_fails_the_command(smi: Path, tmp_path: Path):
     (smi / "ecc").write_text("0, 12\n1, 0\n")
-    done = run_stage(
+    result = run_stage(
         "launch/check.py", "machine", *PATIENT, cwd=tmp_path, expect=findings.EXIT_ERROR
     )
-    assert "12 uncorrected errors" in done.stdout and "nvidia-smi --gpu-reset" in done.stdout
+    assert "12 uncorrected errors" in result.stdout and "nvidia-smi --gpu-reset" in result.stdout
 
 
 def test_a_node_that_lost_a_gpu_is_named(smi: Path):
@@ -495,9 +495,9 @@ def test_a_node_that_lost_a_gpu_is_named(smi: Path):
 
 
 def test_different_versions_and_drivers_and_slow_gpus_are_found(smi: Path):
-    odd = make_node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
-    odd["gpu"]["gpus"][0]["driver"] = "570.1"
-    found = {f.check: f for f in judge_nodes([make_node_facts(), make_node_facts(), odd])}
+    slow_node = make_node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
+    slow_node["gpu"]["gpus"][0]["driver"] = "570.1"
+    found = {f.check: f for f in judge_nodes([make_node_facts(), make_node_facts(), slow_node])}
     assert found["version of torch"].text == "2.12.1 on node 2 (h2); 2.13.0 on the other 2"
     assert found["driver"].severity == "warning" and "node 2" in found["driver"].text
     assert found["compute"].severity == "warning" and "(71%)" in found["compute"].text

@@ -62,9 +62,11 @@ class _Answers(kube_server._Handler):
     def _answer(self, path: str, query: dict[str, str], body: bytes) -> dict[str, Any]:
         if self.command == "POST" and path.endswith("selfsubjectaccessreviews"):
             review = json.loads(body)
-            asked = review["spec"]["resourceAttributes"]
-            name = "/".join(filter(None, (asked["resource"], asked.get("subresource"))))
-            review["status"] = {"allowed": f"{asked['verb']} {name}" not in self.cluster.denied}
+            attributes = review["spec"]["resourceAttributes"]
+            name = "/".join(filter(None, (attributes["resource"], attributes.get("subresource"))))
+            review["status"] = {
+                "allowed": f"{attributes['verb']} {name}" not in self.cluster.denied
+            }
             return review
         if (plural := path.rpartition("/")[2]) in self.cluster.denied:
             raise RequestError(
@@ -183,20 +185,20 @@ def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Pa
         ("--cluster-name", "b", "--context", "prod", "belongs to my-eks"),
     ]
     for *words, says in refused:
-        done = run_stage("launch/check.py", "cluster", *P5, *words, cwd=tmp_path, expect=2)
-        assert says in done.stderr and "Traceback" not in done.stderr
+        result = run_stage("launch/check.py", "cluster", *P5, *words, cwd=tmp_path, expect=2)
+        assert says in result.stderr and "Traceback" not in result.stderr
     contexts(tmp_path, ("two", "arn:aws:eks:eu-west-1:1:cluster/my-eks"))
-    done = run_stage(
+    result = run_stage(
         "launch/check.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
     )
-    assert "several clusters called my-eks" in done.stderr and "two" in done.stderr
+    assert "several clusters called my-eks" in result.stderr and "two" in result.stderr
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert not [finding for finding in found if finding.severity == "error"]
     job = ("--job-name", "exp", "--image", "r/i:1")
-    done = run_stage(
+    result = run_stage(
         "launch/kubernetes.py", "stop", *job, "--cluster-name", "b", "--dry-run", cwd=tmp_path
     )
-    assert "--context b " in done.stdout
+    assert "--context b " in result.stdout
 
 
 def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
     for place in (str(tmp_path), no_aws(tmp_path)):
         env = {"PATH": place, "KUBECONFIG": str(tmp_path / "kubeconfig")}
         for command in ("render", "deploy"):
-            done = run_stage(
+            result = run_stage(
                 "launch/kubernetes.py",
                 command,
                 *job,
@@ -231,7 +233,7 @@ def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
                 cwd=tmp_path,
                 env=env,
             )
-            assert "kind: " in done.stdout and "cluster: far" in done.stderr
+            assert "kind: " in result.stdout and "cluster: far" in result.stderr
         run_stage("launch/kubernetes.py", "stop", *job, cwd=tmp_path, env=env, expect=2)
 
 
@@ -250,11 +252,11 @@ def test_make_checks_the_cluster(there: ReviewingCluster, tmp_path: Path) -> Non
         "--token-secret",
         "hub",
     )
-    done = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path)
-    assert "this cluster is ready" in done.stdout
+    result = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path)
+    assert "this cluster is ready" in result.stdout
     there.objects = {key: item for key, item in there.objects.items() if key[0] != "nodes"}
-    done = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path, expect=6)
-    assert "this cluster is not ready" in done.stdout + done.stderr
+    result = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path, expect=6)
+    assert "this cluster is not ready" in result.stdout + result.stderr
 
 
 def no_aws(root: Path) -> str:
@@ -272,10 +274,10 @@ def check(
 ) -> tuple[list[Finding], subprocess.CompletedProcess]:
     """Run `check.py cluster` and return its findings."""
     file = tmp_path / "found.json"
-    done = run_stage(
+    result = run_stage(
         "launch/check.py", "cluster", *arguments, "--json", file, cwd=tmp_path, expect=expect
     )
-    return [Finding(**f) for f in json.loads(file.read_text())["findings"]], done
+    return [Finding(**f) for f in json.loads(file.read_text())["findings"]], result
 
 
 def only(found: list[Finding], check: str) -> Finding:
@@ -299,11 +301,11 @@ def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, 
                     },
                 ),
             )
-    found, done = check(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
+    found, result = check(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
     assert {finding.severity for finding in found} == {"info"}
     assert {f.check for f in found if "not checked" in f.text} == {"EKS", "driver"}
     assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(found, "capacity").text
-    assert "this cluster is ready" in done.stdout
+    assert "this cluster is ready" in result.stdout
     assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
     assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
         "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -318,23 +320,25 @@ def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_pat
     ]:
         del there.objects[key]
     there.denied.add("create pytorchjobs")
-    found, done = check(
+    found, result = check(
         tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
     )
     errors = {finding.check for finding in found if finding.severity == "error"}
     assert errors == {"namespace", "rights", "operator", "capacity", "storage", "image pull secret"}
     assert all(finding.remedy for finding in found if finding.severity == "error")
     assert "fsx-sc" in only(found, "storage").text
-    assert "not ready: 6 errors" in done.stderr and "Traceback" not in done.stderr
-    severities = [line.split()[0] for line in done.stdout.splitlines() if not line.startswith(" ")]
+    assert "not ready: 6 errors" in result.stderr and "Traceback" not in result.stderr
+    severities = [
+        line.split()[0] for line in result.stdout.splitlines() if not line.startswith(" ")
+    ]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
 
 
 def judge_nodes(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     """Return the findings about nodes for a job on two p5 nodes."""
-    wanted = JobNeeds(nodes=2, gpus_per_node=8, efa_per_node=32, instance_type="p5.48xlarge")
+    expected = JobNeeds(nodes=2, gpus_per_node=8, efa_per_node=32, instance_type="p5.48xlarge")
     return list(
-        cluster_nodes.check_capacity(cluster_nodes.parse_nodes([*nodes], []), wanted, grows)
+        cluster_nodes.check_capacity(cluster_nodes.parse_nodes([*nodes], []), expected, grows)
     )
 
 
@@ -444,11 +448,11 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
         "secrets",
         {"metadata": {"name": "pull"}, "type": "Opaque", "data": {"x": "c2VjcmV0LXZhbHVl"}},
     )
-    found, done = check(tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6)
+    found, result = check(tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6)
     assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(found, "quota").text
     assert "ReadWriteOnce" in only(found, "storage").text
     assert "Opaque" in only(found, "image pull secret").text
-    assert "c2VjcmV0" not in done.stdout + done.stderr + (tmp_path / "found.json").read_text()
+    assert "c2VjcmV0" not in result.stdout + result.stderr + (tmp_path / "found.json").read_text()
 
 
 def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
@@ -501,13 +505,13 @@ def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Pa
 
 def test_describe_prints_nodes_storage_and_operators(there: ReviewingCluster, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
-    done = run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path)
+    result = run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path)
     assert (
         "p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
         "64 vpc.amazonaws.com/efa"
-    ) in done.stdout
+    ) in result.stdout
     for shown in ("pytorchjobs.kubeflow.org (v1)", "fsx-sc", "fsx-claim: Bound"):
-        assert shown in done.stdout
+        assert shown in result.stdout
 
 
 def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp_path: Path):
@@ -515,18 +519,18 @@ def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp
     content = json.loads(kubeconfig.read_text())
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     kubeconfig.write_text(json.dumps(content))
-    found, done = check(tmp_path, expect=6)
-    assert "refused" in only(found, "API server").text and "Traceback" not in done.stderr
+    found, result = check(tmp_path, expect=6)
+    assert "refused" in only(found, "API server").text and "Traceback" not in result.stderr
     run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
 
 def test_kubectl_is_needed_except_for_a_dry_run(tmp_path: Path):
-    done = run_stage(
+    result = run_stage(
         "launch/check.py", "cluster", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)}
     )
-    assert "kubectl is not installed" in done.stderr
+    assert "kubectl is not installed" in result.stderr
     run_stage("launch/check.py", "cluster", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
-    done = run_stage(
+    result = run_stage(
         "launch/check.py",
         "cluster",
         "--cluster-name",
@@ -537,9 +541,9 @@ def test_kubectl_is_needed_except_for_a_dry_run(tmp_path: Path):
         expect=2,
         env={"PATH": str(tmp_path)},
     )
-    assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
-    done = run_stage("launch/check.py", "cluster", "validat", cwd=tmp_path, expect=2)
-    assert "validate" in done.stderr
+    assert "kubectl is not installed" in result.stderr and "Traceback" not in result.stderr
+    result = run_stage("launch/check.py", "cluster", "validat", cwd=tmp_path, expect=2)
+    assert "validate" in result.stderr
 
 
 AWS = r"""#!/bin/sh

@@ -125,8 +125,13 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         container["resources"]["limits"].items()
         >= {"nvidia.com/gpu": 1, "vpc.amazonaws.com/efa": 1}.items()
     )
-    asked = command_line.parse_options(container["args"])
-    assert (asked.model_name, asked.dataset_name, asked.experiment_name, asked.batch_size) == (
+    config = command_line.parse_options(container["args"])
+    assert (
+        config.model_name,
+        config.dataset_name,
+        config.experiment_name,
+        config.batch_size,
+    ) == (
         "scratch-1B",
         ["c4"],
         "j",
@@ -178,9 +183,9 @@ def test_a_token_is_only_in_a_secret_and_the_prepared_tokenizer_is_used(
         instance_type="g5.8xlarge",
     )
     item, container = worker(eks)
-    asked = command_line.parse_options(container["args"])
-    assert (asked.from_scratch, asked.model_size, asked.model_name) == (True, "1B", None)
-    assert asked.tokenizer == Path(".cache/models/meta-llama--Llama-3.2-1B")
+    config = command_line.parse_options(container["args"])
+    assert (config.from_scratch, config.model_size, config.model_name) == (True, "1B", None)
+    assert config.tokenizer == Path(".cache/models/meta-llama--Llama-3.2-1B")
     assert item["template"]["spec"]["nodeSelector"] == {  # HyperPod's nodes have this label
         "node.kubernetes.io/instance-type": "ml.g5.8xlarge"
     }
@@ -236,19 +241,19 @@ LINES = (
 def test_the_command_lines_of_the_deployer_run(line: str, eks: Cluster, tmp_path: Path) -> None:
     image_docker.record_built_image(image_docker.BuiltImage(f"{ECR}/fsdp:1", is_pushed=True))
     command, *words = shlex.split(line)
-    done = run_stage(
+    result = run_stage(
         "launch/kubernetes.py", command, "--poll_seconds", "0.05", *words, cwd=tmp_path
     )
-    said = done.stdout + done.stderr
-    assert TOKEN not in said and "Traceback" not in said
+    output = result.stdout + result.stderr
+    assert TOKEN not in output and "Traceback" not in output
     if line.startswith("render"):
-        assert [item["metadata"]["name"] for item in yaml.safe_load_all(done.stdout)] == ["j"]
-        assert ("the last one built" in done.stderr) == ("--image" not in line)
+        assert [item["metadata"]["name"] for item in yaml.safe_load_all(result.stdout)] == ["j"]
+        assert ("the last one built" in result.stderr) == ("--image" not in line)
         return
-    assert "is complete" in said
+    assert "is complete" in output
     manifests = {key: item for key, item in eks.objects.items() if key[0] != "secrets"}
     assert TOKEN not in json.dumps([*manifests.values()])
-    assert bool(re.search(r"next: .*launch/kubernetes.py deploy", said)) == line.startswith(
+    assert bool(re.search(r"next: .*launch/kubernetes.py deploy", output)) == line.startswith(
         "prepare"
     )
     if "max_steps" in line:
@@ -365,7 +370,7 @@ def test_a_cluster_accepts_the_preparation_job(tmp_path: Path) -> None:
             expect=expect,
         )
 
-    done = prepared(
+    result = prepared(
         "--data",
         "/bucket/raw",
         "--bucket-pvc",
@@ -388,7 +393,7 @@ def test_a_cluster_accepts_the_preparation_job(tmp_path: Path) -> None:
         "-m",
         "org/model",
     )
-    item = yaml.safe_load(done.stdout)
+    item = yaml.safe_load(result.stdout)
     kubernetes_validate.validate(item, "1.34", strict=True)
     [container] = item["spec"]["template"]["spec"]["containers"]
     assert item["metadata"]["name"] == "j-prepare" and "resources" in container
@@ -486,6 +491,8 @@ def test_a_run_is_prepared_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
     assert (tmp_path / ".cache/models/org--tiny-llama/manifest.json").is_file()
     assert [*(tmp_path / ".cache" / "tokens").glob("mine-*")]
     hub.requests.clear()
-    again = run_stage("launch/prepare.py", *words, cwd=tmp_path).stdout
-    assert again.count("$ python") == 1 and "--prepare-only" in again  # existing artifacts are kept
+    second = run_stage("launch/prepare.py", *words, cwd=tmp_path).stdout
+    assert (
+        second.count("$ python") == 1 and "--prepare-only" in second
+    )  # existing artifacts are kept
     assert not hub.requests

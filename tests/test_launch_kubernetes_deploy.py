@@ -145,8 +145,8 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
         state(item, "Created")
         state(item, "Running", "all pods run")
         kube.following.add(names[0])
-    said = run_launcher("status", *how).stdout
-    assert "exp is active: Running" in said and names[1] in said and "cause" not in said
+    output = run_launcher("status", *how).stdout
+    assert "exp is active: Running" in output and names[1] in output and "cause" not in output
 
     def end_the_log() -> None:
         kube.logs[names[0]].append("step 2")
@@ -168,11 +168,11 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
 def test_the_status_of_a_failed_job_shows_the_cause(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
-    said = run_launcher("status", "--job-name", "exp").stdout
-    assert "exp is failed" in said and "cause: damaged artifact" in said
-    assert "c4 is not finished" in said and "exit code 3" in said
-    said = run_launcher("stop", "--job-name", "exp").stdout
-    assert "nothing to stop: exp is not running (Failed" in said and "kubectl" in said
+    output = run_launcher("status", "--job-name", "exp").stdout
+    assert "exp is failed" in output and "cause: damaged artifact" in output
+    assert "c4 is not finished" in output and "exit code 3" in output
+    output = run_launcher("stop", "--job-name", "exp").stdout
+    assert "nothing to stop: exp is not running (Failed" in output and "kubectl" in output
     assert jobs(kube), "its logs may still be wanted"
 
 
@@ -205,10 +205,10 @@ def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
 def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
     """The output of a quick job is shown even if it ends before the first poll."""
     kube.on_create = partial(complete, seconds=0.0 if kind == "pytorchjob" else 1.0)
-    said = run_launcher("deploy", "--kind", kind, *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "job exp is complete" in said and "attempt 1 of 5" in said
-    assert "[rank=0] {'global_step': 1}" in said and "done: 10 steps" in said
-    assert f"{SUCCESS[jobs(kube, kind)[0]['kind']]} since" in said
+    output = run_launcher("deploy", "--kind", kind, *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert "job exp is complete" in output and "attempt 1 of 5" in output
+    assert "[rank=0] {'global_step': 1}" in output and "done: 10 steps" in output
+    assert f"{SUCCESS[jobs(kube, kind)[0]['kind']]} since" in output
 
 
 def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
@@ -218,9 +218,9 @@ def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
         complete,
     )
     none = ("--activation-checkpointing", "none")
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, *none).stdout
-    assert "remedy: --activation-checkpointing selective instead of none" in said
-    assert "attempt 3 of 5" in said and "complete" in said
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, *none).stdout
+    assert "remedy: --activation-checkpointing selective instead of none" in output
+    assert "attempt 3 of 5" in output and "complete" in output
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     options = command_line.parse_options(worker["containers"][0]["args"])
@@ -230,7 +230,7 @@ def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
 @pytest.mark.long
 def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, 2, "CUDA out of memory")
-    done = run_launcher(
+    result = run_launcher(
         "deploy",
         *JOB_OPTIONS,
         *QUICK,
@@ -239,8 +239,8 @@ def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) ->
         "full",
         expect=2,
     )
-    assert "failed at the first attempt: out of GPU memory" in done.stderr
-    assert "--plan-gpus" in done.stderr and submissions(kube) == 1
+    assert "failed at the first attempt: out of GPU memory" in result.stderr
+    assert "--plan-gpus" in result.stderr and submissions(kube) == 1
 
 
 @pytest.mark.long
@@ -256,8 +256,8 @@ def test_a_final_failure_ends_with_the_code_of_the_run(
     kube: Cluster, code: int, log: str, says: str
 ) -> None:
     kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
-    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=code)
-    assert f"failed at the first attempt: {says}" in done.stderr and log in done.stderr
+    result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=code)
+    assert f"failed at the first attempt: {says}" in result.stderr and log in result.stderr
     assert submissions(kube) == 1 and len(jobs(kube)) == 1  # the job remains, to be examined
 
 
@@ -271,9 +271,9 @@ def test_an_image_that_is_missing_ends_and_deletes_the_job(kube: Cluster) -> Non
         )
 
     kube.on_create = operator
-    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
-    assert "image missing" in done.stderr and "build_image.py" in done.stderr
-    assert not jobs(kube) and "Traceback" not in done.stderr
+    result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
+    assert "image missing" in result.stderr and "build_image.py" in result.stderr
+    assert not jobs(kube) and "Traceback" not in result.stderr
 
 
 @pytest.mark.long
@@ -295,8 +295,8 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
             )
 
     kube.on_create = operator
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "remedy: the image is pulled with the secret ours" in said and "is complete" in said
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert "remedy: the image is pulled with the secret ours" in output and "is complete" in output
 
 
 @pytest.mark.long
@@ -325,9 +325,9 @@ def test_huge_pages_and_interfaces_are_dropped_if_they_fail(kube: Cluster) -> No
             complete(cluster, item)
 
     kube.on_create = operator
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "cause: no huge pages" in said and "cause: network interface" in said
-    assert "attempt 3 of 5" in said and "is complete" in said
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert "cause: no huge pages" in output and "cause: network interface" in output
+    assert "attempt 3 of 5" in output and "is complete" in output
 
 
 def lost(cluster: Cluster, item: Object) -> None:
@@ -338,12 +338,12 @@ def lost(cluster: Cluster, item: Object) -> None:
 @pytest.mark.long
 def test_a_lost_node_is_retried_until_no_attempt_is_left(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(lost, lost, complete)
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert said.count("cause: node lost") == 2 and "is complete" in said
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert output.count("cause: node lost") == 2 and "is complete" in output
     run_launcher("stop", "--job-name", "exp")
     kube.on_create = lost
-    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, "--attempts", 2, *TRAIN_OPTIONS, expect=1)
-    assert "failed after 2 attempts: node lost" in done.stderr
+    result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, "--attempts", 2, *TRAIN_OPTIONS, expect=1)
+    assert "failed after 2 attempts: node lost" in result.stderr
 
 
 @pytest.mark.long
@@ -365,9 +365,9 @@ def test_deploy_waits_for_capacity(kube: Cluster) -> None:
         later(cluster, 3.0, found)
 
     kube.on_create = operator
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert said.count("waits: no capacity") == 1 and "is complete" in said
-    assert said.count("has not reported") == 1
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert output.count("waits: no capacity") == 1 and "is complete" in output
+    assert output.count("has not reported") == 1
     assert submissions(kube) == 1
 
 
@@ -388,7 +388,7 @@ def test_waiting_for_capacity_ends_after_the_limit(kube: Cluster) -> None:
         )
 
     kube.on_create = operator
-    done = run_launcher(
+    result = run_launcher(
         "deploy",
         *JOB_OPTIONS,
         *QUICK,
@@ -399,26 +399,26 @@ def test_waiting_for_capacity_ends_after_the_limit(kube: Cluster) -> None:
         *TRAIN_OPTIONS,
         expect=1,
     )
-    assert "after 2 attempts: no capacity" in done.stderr and "--min-nodes" in done.stderr
+    assert "after 2 attempts: no capacity" in result.stderr and "--min-nodes" in result.stderr
     assert not jobs(kube) and submissions(kube) == 2
 
 
 @pytest.mark.long
 def test_a_job_without_an_operator_is_explained(kube: Cluster) -> None:
-    done = run_launcher(
+    result = run_launcher(
         "deploy", *JOB_OPTIONS, *QUICK, "--pending-minutes", 0.01, *TRAIN_OPTIONS, expect=1
     )
-    assert "operator missing" in done.stderr and "no pods" in done.stderr
+    assert "operator missing" in result.stderr and "no pods" in result.stderr
 
 
 def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
     kube.on_create = complete
-    done = run_launcher(
+    result = run_launcher(
         "deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, env={"HF_TOKEN": "hf_verysecret"}
     )
     secret = kube.objects["secrets", "default", "exp-hub-token"]
     assert secret["stringData"] == {"token": "hf_verysecret"}
-    assert "hf_verysecret" not in done.stdout + done.stderr
+    assert "hf_verysecret" not in result.stdout + result.stderr
     assert "annotations" not in secret["metadata"]
     [item] = jobs(kube)
     assert "hf_verysecret" not in json.dumps(item) and "exp-hub-token" in json.dumps(item)
@@ -431,8 +431,8 @@ def test_a_cluster_may_be_silent_for_a_while(kube: Cluster) -> None:
         later(cluster, 0.5, lambda: setattr(cluster, "failing", 3))
 
     kube.on_create = operator
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "the cluster does not answer" in said and "is complete" in said
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert "the cluster does not answer" in output and "is complete" in output
 
 
 @pytest.mark.long
@@ -446,8 +446,8 @@ def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None
         later(cluster, 1.0, stop)
 
     kube.on_create = operator
-    done = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
-    assert "deleted" in done.stderr and submissions(kube) == 1
+    result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
+    assert "deleted" in result.stderr and submissions(kube) == 1
 
 
 def test_everything_that_the_cluster_lacks_is_reported_at_once(
@@ -456,11 +456,11 @@ def test_everything_that_the_cluster_lacks_is_reported_at_once(
     monkeypatch.setenv("KUBECACHEDIR", str(kube_server.home / "without operators"))
     kube.types[:] = CORE_TYPES
     kube.objects.clear()
-    done = run_launcher(
+    result = run_launcher(
         "deploy", *JOB_OPTIONS, *QUICK, "--image-pull-secret", "none", *TRAIN_OPTIONS, expect=2
     )
-    assert "does not accept pytorchjobs.kubeflow.org" in done.stderr
-    assert "no claim fsx-claim" in done.stderr and "no secret none" in done.stderr
+    assert "does not accept pytorchjobs.kubeflow.org" in result.stderr
+    assert "no claim fsx-claim" in result.stderr and "no secret none" in result.stderr
     assert not any(request.startswith("POST") for request in kube.requests)
 
 
@@ -470,7 +470,7 @@ def test_a_cluster_out_of_reach_is_reported_once(
     config = json.loads((tmp_path / "kubeconfig").read_text())
     config["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     (tmp_path / "nowhere").write_text(json.dumps(config))
-    done = run_launcher(
+    result = run_launcher(
         "deploy",
         *JOB_OPTIONS,
         *QUICK,
@@ -478,23 +478,25 @@ def test_a_cluster_out_of_reach_is_reported_once(
         expect=1,
         env={"KUBECONFIG": str(tmp_path / "nowhere")},
     )
-    assert "refused" in done.stderr and "Traceback" not in done.stderr
+    assert "refused" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_missing_kubectl_is_an_error(tmp_path: Path) -> None:
-    done = run_launcher("status", "--job-name", "exp", expect=2, env={"PATH": str(tmp_path)})
-    assert "kubectl is not installed" in done.stderr
+    result = run_launcher("status", "--job-name", "exp", expect=2, env={"PATH": str(tmp_path)})
+    assert "kubectl is not installed" in result.stderr
 
 
 @pytest.mark.long
 def test_a_running_job_is_followed_and_a_finished_one_deleted(kube: Cluster) -> None:
     kube.on_create = lambda cluster, item: complete(cluster, item, 10.0)
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "is running" in said and "is complete" in said and submissions(kube) == 1
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert "is running" in output and "is complete" in output and submissions(kube) == 1
     kube.on_create = complete
-    said = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "deleting the finished job" in said and "is complete" in said and submissions(kube) == 2
+    output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
+    assert (
+        "deleting the finished job" in output and "is complete" in output and submissions(kube) == 2
+    )
 
 
 @pytest.mark.long
@@ -509,16 +511,16 @@ def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, 
         env=os.environ,
     )
     assert process.stdout
-    said = ""
-    while "Running since" not in said:
+    output = ""
+    while "Running since" not in output:
         line = process.stdout.readline()
-        assert line, said
-        said += line
+        assert line, output
+        output += line
     time.sleep(0.5)
     process.send_signal(number)
-    said += process.communicate(timeout=60)[0]  # the output is complete once kubectl has ended
-    assert process.returncode == code and "Traceback" not in said
-    assert "the job continues" in said or number != signal.SIGINT
+    output += process.communicate(timeout=60)[0]  # the output is complete once kubectl has ended
+    assert process.returncode == code and "Traceback" not in output
+    assert "the job continues" in output or number != signal.SIGINT
     assert len(jobs(kube)) == 1
 
 

@@ -188,13 +188,13 @@ def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
     found = []
     for number, document in enumerate(manifest.split("\n---\n")):
         (path := tmp_path / f"{number}.yaml").write_text(document)
-        done = subprocess.run(
+        result = subprocess.run(
             ["kubectl", "annotate", "--local", "-f", path, "-o", "json", "test="],
             capture_output=True,
             text=True,
         )
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads(done.stdout))
+        assert result.returncode == 0, result.stderr
+        found.append(json.loads(result.stdout))
         del found[-1]["metadata"]["annotations"]["test"]
         if not found[-1]["metadata"]["annotations"]:
             del found[-1]["metadata"]["annotations"]
@@ -277,9 +277,9 @@ def test_a_word_that_is_not_utf_8_is_refused(tmp_path: Path, output: tuple[str, 
         "--cache-dir",
         b"a\xff",
     ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True)
-    assert done.returncode == 2 and b"Traceback" not in done.stderr, done.stderr
-    assert b"UTF-8" in done.stderr and not done.stdout and not list(tmp_path.iterdir())
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    assert result.returncode == 2 and b"Traceback" not in result.stderr, result.stderr
+    assert b"UTF-8" in result.stderr and not result.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", sorted(TEMPLATES.glob("*.yaml")), ids=lambda path: path.stem)
@@ -341,10 +341,10 @@ def test_a_typo_in_a_template_is_found(tmp_path: Path, monkeypatch: pytest.Monke
     shutil.copytree(TEMPLATES, tmp_path / "templates")
     pod = tmp_path / "templates" / "pod.yaml"
     monkeypatch.setattr(job, "TEMPLATES", pod.parent)
-    whole = pod.read_text()
-    pod.write_text(whole.replace("mountPath: /dev/shm", "mountpath: /dev/shm"))
+    uninterrupted = pod.read_text()
+    pod.write_text(uninterrupted.replace("mountPath: /dev/shm", "mountpath: /dev/shm"))
     assert problems(manifests("render", *JOB_OPTIONS, *TRAIN_OPTIONS))
-    pod.write_text(whole.replace("${IMAGE_URI}", "${IMAGE_URL}"))
+    pod.write_text(uninterrupted.replace("${IMAGE_URI}", "${IMAGE_URL}"))
     with pytest.raises(UsageError, match="IMAGE_URL, which is not a setting"):
         manifests("render", *JOB_OPTIONS, *TRAIN_OPTIONS)
 
@@ -395,7 +395,7 @@ def test_only_a_job_that_overwrites_is_marked() -> None:
 
 
 def test_the_token_is_never_a_value() -> None:
-    done = run_launcher(
+    result = run_launcher(
         "render",
         *JOB_OPTIONS,
         "--token-secret",
@@ -403,8 +403,8 @@ def test_the_token_is_never_a_value() -> None:
         *TRAIN_OPTIONS,
         env={"HF_TOKEN": "hf_secret"},
     )
-    assert "hf_secret" not in done.stdout
-    container = pod_of(list(yaml.safe_load_all(done.stdout)))["spec"]["containers"][0]
+    assert "hf_secret" not in result.stdout
+    container = pod_of(list(yaml.safe_load_all(result.stdout)))["spec"]["containers"][0]
     assert {
         "name": "HF_TOKEN",
         "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
@@ -592,8 +592,8 @@ def test_bad_options_are_refused(
     arguments: tuple[str, ...], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run_launcher(*arguments, expect=2)
-    assert says in done.stderr and "Traceback" not in done.stderr and not done.stdout
+    result = run_launcher(*arguments, expect=2)
+    assert says in result.stderr and "Traceback" not in result.stderr and not result.stdout
 
 
 @pytest.mark.parametrize(
@@ -661,27 +661,31 @@ def test_an_indivisible_batch_is_refused_with_all_other_problems() -> None:
 @pytest.mark.parametrize("verb", ["status", "stop", "logs"])
 def test_a_missing_cluster_is_an_error_without_a_traceback(verb: str, tmp_path: Path) -> None:
     nowhere = {"KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
-    done = run_launcher(verb, "--job-name", "exp", env={**nowhere, "PATH": str(tmp_path)}, expect=2)
-    assert "kubectl is not installed" in done.stderr and "Traceback" not in done.stderr
+    result = run_launcher(
+        verb, "--job-name", "exp", env={**nowhere, "PATH": str(tmp_path)}, expect=2
+    )
+    assert "kubectl is not installed" in result.stderr and "Traceback" not in result.stderr
     if shutil.which("kubectl"):
-        done = run_launcher(verb, "--job-name", "exp", env=nowhere, expect=2)
-        assert "no cluster is configured" in done.stderr and len(done.stderr.splitlines()) == 2
-        done = run_launcher(verb, "--job-name", "exp", "--context", "there", env=nowhere, expect=2)
-        assert "the kubeconfig has no context there" in done.stderr
+        result = run_launcher(verb, "--job-name", "exp", env=nowhere, expect=2)
+        assert "no cluster is configured" in result.stderr and len(result.stderr.splitlines()) == 2
+        result = run_launcher(
+            verb, "--job-name", "exp", "--context", "there", env=nowhere, expect=2
+        )
+        assert "the kubeconfig has no context there" in result.stderr
 
 
 def test_an_unknown_key_in_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text("seq-lengh: 3\n")
-    done = run_launcher(
+    result = run_launcher(
         "render", *JOB_OPTIONS, "--", "--config", file, *TRAIN_OPTIONS[1:], expect=2
     )
-    assert "the nearest is --seq-length" in done.stderr and str(file) in done.stderr
+    assert "the nearest is --seq-length" in result.stderr and str(file) in result.stderr
 
 
 def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     command = [sys.executable, SCRIPT, "render", *JOB_OPTIONS]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, "--out", "my job.yaml", *TRAIN_OPTIONS],
         cwd=tmp_path,
         text=True,
@@ -696,7 +700,7 @@ def test_render_writes_a_file_from_any_directory(tmp_path: Path) -> None:
     typed = next(item["value"] for item in pod["env"] if item["name"] == "LAUNCHED_AS")
     assert shlex.split(typed)[:3] == ["python", "launch/kubernetes.py", "render"]
     assert "--out 'my job.yaml' -- -d" in typed  # messages of the run name this command
-    assert "next:" in done.stdout
+    assert "next:" in result.stdout
     subprocess.run(
         [*command, "--out", "other.yaml", "--dry-run", *TRAIN_OPTIONS],
         cwd=tmp_path,

@@ -107,7 +107,7 @@ def has_step(root: Path, step: int) -> Callable[[], bool]:
 def test_rank_and_head_come_from_the_operator(
     kind: str, given: dict[str, str], rank: int, head: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [*command(kind, 4, "--dry-run"), "--", "-e", "run", "-d", "c"],
         cwd=tmp_path,
         env={**os.environ, **given},
@@ -115,8 +115,8 @@ def test_rank_and_head_come_from_the_operator(
         text=True,
         check=True,
     )
-    assert f"--nnodes 4 --node-rank {rank} --head {head} --nproc-per-node 1" in done.stdout
-    assert done.stdout.rstrip().endswith("-- -e run -d c") and str(tmp_path) in done.stdout
+    assert f"--nnodes 4 --node-rank {rank} --head {head} --nproc-per-node 1" in result.stdout
+    assert result.stdout.rstrip().endswith("-- -e run -d c") and str(tmp_path) in result.stdout
 
 
 def test_the_rank_is_the_number_in_the_name_of_the_pod(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,10 +149,10 @@ def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
 def test_a_pod_waits_for_the_address_of_the_head_until_a_signal() -> None:
     given = {**os.environ, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-host.invalid"}
     waiting = [*command("pytorchjob", 2), "--", "-e", "x"]
-    done = subprocess.run(
+    result = subprocess.run(
         waiting, env={**given, "WAIT_SECONDS": "0.5"}, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 1 and "no-such-host.invalid has no address" in done.stderr
+    assert result.returncode == 1 and "no-such-host.invalid has no address" in result.stderr
     process = subprocess.Popen(waiting, env=given, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     while "waiting for" not in (line := process.stdout.readline()):
@@ -189,7 +189,7 @@ def test_one_pod_saves_at_sigterm_and_continues(project: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 143, said()
     stopped = max(losses(project, "run"))
-    again = subprocess.run(
+    second = subprocess.run(
         [*train, str(stopped + 2)],
         cwd=project,
         env=environment,
@@ -197,7 +197,7 @@ def test_one_pod_saves_at_sigterm_and_continues(project: Path) -> None:
         capture_output=True,
         timeout=PATIENCE,
     )
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
     assert sorted(losses(project, "run")) == list(range(1, stopped + 3))
 
 

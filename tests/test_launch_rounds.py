@@ -70,8 +70,8 @@ def test_a_lost_worker_begins_a_new_round_on_all_nodes(tmp_path: Path) -> None:
     )
     assert codes == [0, 0, 0], output
     for node in range(3):
-        first, again = read_attempts(tmp_path, node)
-        assert first == again and first.endswith("--overwrite")
+        first, second = read_attempts(tmp_path, node)
+        assert first == second and first.endswith("--overwrite")
 
 
 @pytest.mark.long

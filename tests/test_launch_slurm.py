@@ -169,8 +169,8 @@ def test_each_node_gets_its_rank_and_the_options(
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0")
     port = str(20000 + int(job) % 10000)
     for rank in ("0", "1"):
-        told = (cwd / f"told_{rank}_0").read_text().splitlines()
-        assert told == [
+        printed = (cwd / f"told_{rank}_0").read_text().splitlines()
+        assert printed == [
             str(cwd),
             "--node-rank",
             rank,
@@ -216,8 +216,8 @@ def test_a_run_that_fails_fails_the_job_with_its_code(
         facts = cluster.ended(job)
         assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", f"{code}:0")
         assert facts["Restarts"] == "0"
-        told = (tmp_path / f"slurm-{job}.out").read_text()
-        assert ("sbatch the same again" if code == 75 else "this is why") in told
+        printed = (tmp_path / f"slurm-{job}.out").read_text()
+        assert ("sbatch the same again" if code == 75 else "this is why") in printed
 
 
 def test_scancel_saves_and_ends(cluster: SlurmCluster, faked: Path, tmp_path: Path) -> None:
@@ -316,9 +316,9 @@ time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 600)""")
     job = cluster.submit(
         "--array=3", ARRAY, "--fields", "a", cwd=tmp_path, PROJECT_DIR=str(tmp_path)
     )
-    told = tmp_path / "told"
-    wait_until(lambda: told.exists() and told.read_text(), "the task is at work")
-    assert told.read_text() == "--num-workers 1 --fields a --only-splits 3"
+    printed = tmp_path / "told"
+    wait_until(lambda: printed.exists() and printed.read_text(), "the task is at work")
+    assert printed.read_text() == "--num-workers 1 --fields a --only-splits 3"
     cluster.run("scancel", "--batch", "--signal=USR1", f"{job}_3")
     facts = cluster.ended(f"{job}_3")
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
@@ -462,8 +462,8 @@ def test_a_cancelled_job_continues_when_submitted_again(
     assert cluster.ended(job)["JobState"] == "CANCELLED"
     state = json.loads((project / "outputs" / "exp" / "state.json").read_text())
     assert state["status"] == "preempted"
-    again = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
-    assert cluster.ended(again)["JobState"] == "COMPLETED"
+    second = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
+    assert cluster.ended(second)["JobState"] == "COMPLETED"
     assert_as_undisturbed(project, undisturbed)
 
 

@@ -95,9 +95,9 @@ def test_the_state_of_an_earlier_launch_is_ignored(tmp_path: Path) -> None:
 
 
 def test_restarts_have_the_mark_of_their_launch(tmp_path: Path) -> None:
-    _, _, (first, again) = run_launcher(tmp_path, KILLED, COMPLETE)
+    _, _, (first, second) = run_launcher(tmp_path, KILLED, COMPLETE)
     _, _, (another,) = run_launcher(tmp_path, COMPLETE)
-    assert first == again != another
+    assert first == second != another
 
 
 def test_a_restart_waits_for_another_launch_that_still_holds_the_run(tmp_path: Path):

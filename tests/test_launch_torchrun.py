@@ -46,10 +46,10 @@ def test_a_killed_rank_is_named_in_one_line(tmp_path: Path) -> None:
     import torch
 
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
-    assert done.returncode == 128 + signal.SIGKILL
-    assert done.stdout == f"threads {max(1, torch.get_num_threads() // 2)}\n"
-    [line] = done.stderr.splitlines()
+    result = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
+    assert result.returncode == 128 + signal.SIGKILL
+    assert result.stdout == f"threads {max(1, torch.get_num_threads() // 2)}\n"
+    [line] = result.stderr.splitlines()
     assert line.startswith("error: rank 1 (process ") and "SIGKILL" in line and "dmesg" in line
 
 
@@ -63,9 +63,9 @@ def test_a_rank_that_ends_without_an_error_is_named_in_one_line(tmp_path: Path) 
 
 @pytest.mark.parametrize("count", ["0", "many"])
 def test_a_number_of_ranks_below_one_is_refused(tmp_path: Path, count: str) -> None:
-    done = run_torchrun(tmp_path, "--nproc-per-node", count, "ranks.py")
-    assert done.returncode == 2 and f"--nproc-per-node {count} starts no rank" in done.stderr
-    assert "Traceback" not in done.stderr and "AssertionError" not in done.stderr
+    result = run_torchrun(tmp_path, "--nproc-per-node", count, "ranks.py")
+    assert result.returncode == 2 and f"--nproc-per-node {count} starts no rank" in result.stderr
+    assert "Traceback" not in result.stderr and "AssertionError" not in result.stderr
 
 
 def test_a_loopback_interface_that_is_down_is_reported_at_once(tmp_path: Path) -> None:
@@ -74,11 +74,11 @@ def test_a_loopback_interface_that_is_down_is_reported_at_once(tmp_path: Path) -
     if not shutil.which("unshare") or subprocess.run([*apart, "true"]).returncode:
         pytest.skip("needs network namespaces")
     program = [sys.executable, str(ROOT / "launch" / "torchrun.py"), "--standalone", "ranks.py"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*apart, *program], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 2 and "cannot reach each other at 127.0.0.1" in done.stderr
-    assert "ip link set lo up" in done.stderr and "Traceback" not in done.stderr
+    assert result.returncode == 2 and "cannot reach each other at 127.0.0.1" in result.stderr
+    assert "ip link set lo up" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_torchrun_without_a_shutdown_timeout_keeps_the_time_to_save(
@@ -132,8 +132,8 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(
     failures: dict, code: int, says: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert torchrun.report_failures(failures) == code
-    said = capsys.readouterr().err
-    assert says in said and bool(said) == bool(says)
+    output = capsys.readouterr().err
+    assert says in output and bool(output) == bool(says)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_report_of_a_plain_torchrun_contains_the_error_of_rank_0(
 def test_the_output_of_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> None:
     """Its report of 30 lines comes last, so the error must be repeated in it."""
     (tmp_path / "raw_text").mkdir()
-    done = subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", ROOT / "04_train_fsdp.py", "-e", "x", "-d", "none"),
@@ -178,10 +178,10 @@ def test_the_output_of_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> N
         text=True,
         timeout=120,
     )
-    end = done.stderr.rpartition("Root Cause")[2]
-    assert "dataset none does not exist" in end and "run:" in end, done.stderr
-    [printed] = re.findall(r"^error: .*?--save-dir none$", done.stderr, re.DOTALL | re.MULTILINE)
-    without_rank_1 = done.stderr.replace(f"[rank=1] {printed}", "")  # unless torchrun is faster
+    end = result.stderr.rpartition("Root Cause")[2]
+    assert "dataset none does not exist" in end and "run:" in end, result.stderr
+    [printed] = re.findall(r"^error: .*?--save-dir none$", result.stderr, re.DOTALL | re.MULTILINE)
+    without_rank_1 = result.stderr.replace(f"[rank=1] {printed}", "")  # unless torchrun is faster
     assert without_rank_1.count("02_build_hf_dataset.py") == 2  # where it happens, and at the end
 
 
@@ -227,6 +227,6 @@ layout.stop()
 def test_on_one_machine_all_sockets_listen_on_loopback(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "ranks.py").write_text(LISTENING)
     options = options or ["--master-port", str(free_port())]
-    done = run_torchrun(tmp_path, *options, "--nproc-per-node", "2", "ranks.py")
-    assert done.returncode == 0, done.stderr
-    assert "gloo lo\n" in done.stdout and "listens 0100007F\n" in done.stdout
+    result = run_torchrun(tmp_path, *options, "--nproc-per-node", "2", "ranks.py")
+    assert result.returncode == 0, result.stderr
+    assert "gloo lo\n" in result.stdout and "listens 0100007F\n" in result.stdout

@@ -78,7 +78,7 @@ def as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def make(place: Path, *arguments: str, expect: int = 0) -> str:
     """Run `make …`, assert its exit code and return its result."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    done = subprocess.run(
+    result = subprocess.run(
         ["make", *arguments],
         cwd=place,
         capture_output=True,
@@ -86,8 +86,10 @@ def make(place: Path, *arguments: str, expect: int = 0) -> str:
         timeout=580,
         env=environment,
     )
-    assert done.returncode == expect, f"{arguments}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
+    assert result.returncode == expect, (
+        f"{arguments}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
+    )
+    return result.stdout + result.stderr
 
 
 def test_every_target_exists_and_is_described_in_the_head(place: Path):
@@ -105,9 +107,9 @@ def test_every_target_exists_and_is_described_in_the_head(place: Path):
 
 
 def test_make_alone_prints_the_targets(place: Path):
-    said = make(place)
-    assert all(f"make {verb} " in said for verb in VERBS) and "EXP=exp" in said
-    assert "#" not in said and ":=" not in said
+    output = make(place)
+    assert all(f"make {verb} " in output for verb in VERBS) and "EXP=exp" in output
+    assert "#" not in output and ":=" not in output
 
 
 def test_a_run_is_a_name_or_its_directory(place: Path):
@@ -128,14 +130,14 @@ def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
     assert f"--nproc-per-node 2 -- {training} -m org/m" in make(
         place, *run, "NPROC=2", "MODEL=org/m"
     )
-    said = make(place, *run, "LAUNCHER=slurm", "NODES=4", "SBATCH=--partition=gpu")
-    assert f"sbatch -N 4 --job-name e --partition=gpu launch/slurm.sbatch {training}" in said
-    said = make(place, *run, "LAUNCHER=kubernetes", "NODES=2", "INSTANCE_TYPE=t")
+    output = make(place, *run, "LAUNCHER=slurm", "NODES=4", "SBATCH=--partition=gpu")
+    assert f"sbatch -N 4 --job-name e --partition=gpu launch/slurm.sbatch {training}" in output
+    output = make(place, *run, "LAUNCHER=kubernetes", "NODES=2", "INSTANCE_TYPE=t")
     assert (
         "launch/kubernetes.py apply --kind pytorchjob --job-name e --nodes 2 "
-        "--instance-type t" in " ".join(said.replace("\\\n", " ").split())
+        "--instance-type t" in " ".join(output.replace("\\\n", " ").split())
     )
-    assert f" -- {training}" in said
+    assert f" -- {training}" in output
     assert 'not "ssh"' in make(place, *run, "LAUNCHER=ssh", expect=2)
     for launcher in ("slurm", "kubernetes"):
         finish = make(place, "-n", "test-quick", f"LAUNCHER={launcher}")
@@ -149,10 +151,10 @@ def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
 def test_the_local_launcher_accepts_the_options_of_make(place: Path):
     command = make(place, "-n", "run", "NPROC=3", "ARGS=--max-steps 9").strip()
     command = command.replace(" -- ", " --dry-run -- ")
-    done = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--nproc-per-node 3" in done.stdout + done.stderr
-    assert "-e exp -d hf_datasets/corpus --max-steps 9" in done.stdout + done.stderr
+    result = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--nproc-per-node 3" in result.stdout + result.stderr
+    assert "-e exp -d hf_datasets/corpus --max-steps 9" in result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("verb", ["run", "status", "logs-follow", "stop"])
@@ -165,15 +167,15 @@ def test_pods_accept_the_options_of_make(place: Path, verb: str):
         "INSTANCE_TYPE=p5.48xlarge",
         "KUBERNETES=--image registry/train:1 --dry-run",
     ).strip()
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", command],
         cwd=place,
         capture_output=True,
         text=True,
         env={**os.environ, "KUBECONFIG": os.devnull},
     )
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 and said and "error" not in said, said
+    output = result.stdout + result.stderr
+    assert result.returncode == 0 and output and "error" not in output, output
 
 
 def test_make_shows_the_status_and_log_of_a_run_and_stops_it(place: Path):
@@ -209,10 +211,10 @@ def test_bench_runs_all_and_ends_at_the_first_failure(place: Path):
     (place / "benchmarks").mkdir()
     for name, code in (("a", "print('first')"), ("b", "raise SystemExit(4)"), ("c", "print('no')")):
         (place / "benchmarks" / f"{name}.py").write_text(code)
-    said = make(place, "bench", expect=2)
-    assert "first" in said and "b.py" in said and "no\n" not in said
+    output = make(place, "bench", expect=2)
+    assert "first" in output and "b.py" in output and "no\n" not in output
     (place / "benchmarks" / "b.py").unlink()
-    assert "first" in (said := make(place, "bench")) and "no\n" in said
+    assert "first" in (output := make(place, "bench")) and "no\n" in output
 
 
 def test_packages_come_from_a_wheelhouse(place: Path):
@@ -229,16 +231,16 @@ def test_packages_come_from_a_wheelhouse(place: Path):
 
 def setup(place: Path, *options: str, expect: int) -> str:
     """Run the check of prepared artifacts and return its output."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "check.py"), "setup", *options],
         cwd=place,
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.returncode == expect, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout + done.stderr
+    assert result.returncode == expect, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
 
 
 def test_prepared_artifacts_are_checked(project: Path):
@@ -255,17 +257,17 @@ def test_prepared_artifacts_are_checked(project: Path):
         "model",
         cwd=project,
     )
-    said = setup(project, "--deep", expect=0)
-    assert "hf_datasets/corpus: complete: train, validation" in said
-    assert ".cache/models/small: every byte is intact" in said
+    output = setup(project, "--deep", expect=0)
+    assert "hf_datasets/corpus: complete: train, validation" in output
+    assert ".cache/models/small: every byte is intact" in output
     config = project / ".cache" / "models" / "small" / "config.json"
     config.write_text(config.read_text().replace("0", "1", 1))
     setup(project, expect=0)  # the sizes are the same
-    said = setup(project, "--deep", "--json", "found.json", expect=6)
-    assert f"{config.relative_to(project)} has other content" in said and "--overwrite" in said
+    output = setup(project, "--deep", "--json", "found.json", expect=6)
+    assert f"{config.relative_to(project)} has other content" in output and "--overwrite" in output
     found = json.loads((project / "found.json").read_text())["findings"]
-    said = setup(project, "--deep", "--json", "found.json/x", expect=2)
-    assert "found.json is a file" in said and "other content" not in said  # before the work
+    output = setup(project, "--deep", "--json", "found.json/x", expect=2)
+    assert "found.json is a file" in output and "other content" not in output  # before the work
     assert [f["check"] for f in found if f["severity"] == "error"] == [".cache/models/small"]
     next((project / "hf_datasets" / "corpus" / "train").glob("*.arrow")).unlink()
     assert "hf_datasets/corpus" in setup(project, expect=6)
@@ -278,24 +280,24 @@ def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: py
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also if torch could use them
-    said = setup(tmp_path, expect=6)
-    assert "torch cannot use the GPUs of this machine" in said and "which hides them" in said
-    assert "1 GPU (NVIDIA A100), driver 535.104.05" in said
+    output = setup(tmp_path, expect=6)
+    assert "torch cannot use the GPUs of this machine" in output and "which hides them" in output
+    assert "1 GPU (NVIDIA A100), driver 535.104.05" in output
 
 
 def test_nothing_prepared_is_no_error(tmp_path: Path):
-    said = setup(tmp_path, expect=0)
-    assert "none under hf_datasets/" in said and "01" not in said
+    output = setup(tmp_path, expect=0)
+    assert "none under hf_datasets/" in output and "01" not in output
 
 
 def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
     real = setup_check.metadata.version
-    there = {"torch": "2.9.1", "tqdm": "4.0", "datasets": None}
+    versions = {"torch": "2.9.1", "tqdm": "4.0", "datasets": None}
 
     def version(name: str) -> str:
-        if there.get(name, "") is None:
+        if versions.get(name, "") is None:
             raise setup_check.metadata.PackageNotFoundError
-        return there.get(name) or real(name)
+        return versions.get(name) or real(name)
 
     monkeypatch.setattr(setup_check.metadata, "version", version)
     found = {f.check: f for f in setup_check._check_packages()}
@@ -306,7 +308,7 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.long
 def test_validate_framework_checks_the_checkout(place: Path, tmp_path: Path):
-    said = make(place, "validate-framework")
+    output = make(place, "validate-framework")
     for check in (
         "imports: works",
         "offline guard: works",
@@ -314,20 +316,20 @@ def test_validate_framework_checks_the_checkout(place: Path, tmp_path: Path):
         "04_train_fsdp.py: works",
         "the framework is ready",
     ):
-        assert check in said
+        assert check in output
     broken = tmp_path / "broken"
     shutil.copytree(ROOT / "lib", broken / "lib")
     shutil.copytree(ROOT / "launch", broken / "launch")
     shutil.copy(ROOT / "requirements.txt", broken)
     (broken / "lib" / "core" / "units.py").write_text("import nothing_of_this_name\n")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(broken / "launch" / "check.py"), "framework"],
         capture_output=True,
         text=True,
         cwd=tmp_path,
     )
-    assert done.returncode not in (0, 5)
-    assert "nothing_of_this_name" in done.stdout + done.stderr
+    assert result.returncode not in (0, 5)
+    assert "nothing_of_this_name" in result.stdout + result.stderr
 
 
 @pytest.mark.long
@@ -335,12 +337,12 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     """It ignores leftovers of an earlier run, and validate-setup checks its artifacts."""
     (place / "outputs" / "test-quick" / "checkpoints" / "step_00000500").mkdir(parents=True)
     write_corpus(place / "splits_test-quick")
-    said = make(place, "test-quick")
-    assert "test-quick    complete" in said and "raw text to an exported model" in said
+    output = make(place, "test-quick")
+    assert "test-quick    complete" in output and "raw text to an exported model" in output
     assert (place / "outputs" / "test-quick" / "export" / "final" / "config.json").exists()
     assert "step 20 of 20" in make(place, "status", "EXP=test-quick")
-    said = make(place, "validate-setup")
-    assert "hf_datasets/test-quick: whole" in said and ".cache/models/test-quick: whole" in said
+    output = make(place, "validate-setup")
+    assert "hf_datasets/test-quick: whole" in output and ".cache/models/test-quick: whole" in output
 
 
 def test_a_missing_package_is_an_error_only_if_it_is_required(

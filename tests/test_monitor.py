@@ -30,11 +30,11 @@ MONITOR = [sys.executable, str(ROOT / "launch" / "monitor.py")]
 
 def run_once(root: Path | str, expect: int = 0, cwd: Path | None = None, **environment: str) -> str:
     """Return the output of `--once`."""
-    done = run_stage(
+    result = run_stage(
         "launch/monitor.py", root, "--once", cwd=cwd or Path.cwd(), expect=expect, env=environment
     )
-    assert "Traceback" not in done.stderr
-    return done.stdout if expect == 0 else done.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout if expect == 0 else result.stderr
 
 
 def make_row(step: int, **more: object) -> str:
@@ -531,13 +531,13 @@ def test_output_of_once_log_and_stop_is_harmless(tmp_path: Path) -> None:
     (root / "state.json").write_text('{"status": "complete", "step": 20}')
     lines = [f"2026-01-01 00:00:00 INFO line {number} \x1b[2J" for number in range(100)]
     (root / "logs/rank_00000.log").write_text("\n".join(lines) + "\n")
-    done = run_stage("launch/monitor.py", root, "--log", cwd=tmp_path)
-    require_harmless(done.stdout)
-    assert "line 60 \\x1b[2J" in done.stdout and "line 59" not in done.stdout
-    assert "line 99" in done.stdout
+    result = run_stage("launch/monitor.py", root, "--log", cwd=tmp_path)
+    require_harmless(result.stdout)
+    assert "line 60 \\x1b[2J" in result.stdout and "line 59" not in result.stdout
+    assert "line 99" in result.stdout
     assert run_stage("launch/monitor.py", root / "no", "--log", cwd=tmp_path, expect=2)
-    done = run_stage("launch/stop.py", root, cwd=tmp_path)
-    require_harmless(done.stdout)
+    result = run_stage("launch/stop.py", root, cwd=tmp_path)
+    require_harmless(result.stdout)
 
 
 def test_the_log_is_followed_until_the_run_is_complete(tmp_path: Path) -> None:

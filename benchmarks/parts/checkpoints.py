@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints in several ways on each rank, for benchmarks/checkpoints.py."""
+"""Write and read checkpoints by several methods on each rank, for benchmarks/checkpoints.py."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _new_hasher = hashing.new_hasher
 
 
 def main() -> None:
-    """Measure one part together with the other ranks; rank 0 tells what they found."""
+    """Run one measurement on all ranks; rank 0 prints the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=("save", "load", "async"))
     parser.add_argument("--work", type=Path)
@@ -46,7 +46,7 @@ def main() -> None:
     bench = Bench(args := parser.parse_args())
     found = {"save": bench.save, "load": bench.load, "async": bench.background}[args.part]()
     bench.meet()
-    processes.end(found | {"bytes": bench.bytes} if bench.layout.rank == 0 else None)
+    processes.end_process(found | {"bytes": bench.bytes} if bench.layout.rank == 0 else None)
 
 
 class Bench:
@@ -76,11 +76,11 @@ class Bench:
         self.tensors = self.capture().tensors
         self.locals = {name: tensor.to_local().detach() for name, tensor in self.tensors.items()}
         for moment in list(self.locals.values())[len(self.locals) // 3 :]:
-            moment.normal_().abs_()  # zeros would be the easier content
+            moment.normal_().abs_()  # zeros would be easier to write
         self.bytes = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def capture(self, copies: Any = None) -> Any:
-        """Return the state to be written, as the trainer takes it."""
+        """Return a snapshot of the state, as the trainer captures it."""
         tensors = contents.name_tensors(
             self.model, registry.named_states(self.model, self.optimizer)
         )
@@ -93,7 +93,7 @@ class Bench:
         dist.barrier(self.layout.control)
 
     def seconds(self, action: Callable[[], Any]) -> float:
-        """Return how long all ranks together take."""
+        """Return the seconds until all ranks have done an action."""
         self.meet()
         began = time.perf_counter()
         action()
@@ -101,18 +101,20 @@ class Bench:
         return time.perf_counter() - began
 
     def in_turns(self, ways: Ways, after: Callable[[str], Any]) -> dict[str, list[float]]:
-        """Return the seconds of each way in each round; the first round is not counted."""
+        """Return the seconds of each method by round, without the first round."""
 
         def timed(name: str) -> float:
             seconds = self.seconds(ways[name])
             after(name)
             return seconds
 
-        found = processes.in_turns({name: partial(timed, name) for name in ways}, 1 + self.rounds)
+        found = processes.run_in_turns(
+            {name: partial(timed, name) for name in ways}, 1 + self.rounds
+        )
         return {name: seconds[1:] for name, seconds in found.items()}
 
     def clear(self) -> None:
-        """Delete what was written."""
+        """Delete all written files."""
         self.meet()
         if self.layout.rank == 0:
             for path in self.work.iterdir():
@@ -120,7 +122,7 @@ class Bench:
         self.meet()
 
     def save(self) -> dict[str, Any]:
-        """Measure how long it takes to make the state durable."""
+        """Measure the seconds that each method needs to write the state to the disk."""
         in_hash: list[float] = []
 
         def after(name: str) -> None:
@@ -142,7 +144,7 @@ class Bench:
         return {"seconds": seconds, "hashing": in_hash[1:]}
 
     def write_ours(self, hasher: Callable[..., Any] = _new_hasher) -> None:
-        """Write and commit."""
+        """Write and commit a checkpoint of the pipeline."""
         with mock.patch.object(hashing, "new_hasher", hasher):
             write_snapshot(self.work / "ours", self.capture(), self.layout.saving)
 
@@ -165,7 +167,7 @@ class Bench:
             os.fsync(file.fileno())
 
     def write_dcp(self) -> None:
-        """Write as DCP does by default, which syncs the files."""
+        """Write with the defaults of DCP, which syncs the files."""
         dcp.save(self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving)
 
     def load(self) -> dict[str, Any]:
@@ -193,19 +195,19 @@ class Bench:
         ]
 
     def drop(self) -> None:
-        """Have the kernel forget what it has read of the files."""
+        """Drop the files from the page cache."""
         self.meet()
         for path in self.files("."):
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def touch(self) -> None:
-        """Have the kernel keep all files in memory."""
+        """Read all files into the page cache."""
         for path in self.files("."):
             path.read_bytes()
 
     def read_raw(self) -> None:
-        """Read the files of our checkpoint into the same piece of memory."""
+        """Read the files of the pipeline's checkpoint into one buffer."""
         piece = bytearray(_PIECE)
         for path in self.files("ours"):
             with path.open("rb", buffering=0) as file:
@@ -220,17 +222,17 @@ class Bench:
         )
 
     def read_dcp(self) -> None:
-        """Load unverified."""
+        """Load the checkpoint of DCP, without verification."""
         dcp.load(self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving)
 
     def read_torch(self) -> None:
-        """Load unverified, and copy into the tensors."""
+        """Load the pickled shards without verification, and copy them into the tensors."""
         saved = torch.load(self.work / "torch" / f"{self.layout.rank}", weights_only=True)
         for name, tensor in self.locals.items():
             tensor.copy_(saved[name])
 
     def background(self) -> dict[str, Any]:
-        """Measure what saves in the background cost a training loop."""
+        """Measure how long asynchronous saves stall a training loop."""
         copies = TimedCopies(self.optimizer)
         thread = ThreadPoolExecutor(1)
 
@@ -249,7 +251,7 @@ class Bench:
                 self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving
             )
 
-        found = processes.in_turns(
+        found = processes.run_in_turns(
             {
                 "sync": sync,
                 "ours": partial(self.beside, ours, copies),
@@ -265,9 +267,9 @@ class Bench:
         }
 
     def beside(self, begin: Callable[[], Any], copies: TimedCopies) -> dict[str, float]:
-        """Return the seconds of one save: held up, added to the steps, and until it is whole.
+        """Return the seconds of one save: stall, increase of the steps, and until it is complete.
 
-        Held up: the call, and the optimizer's wait for copies of what it is about to change.
+        The stall is the call itself, and the optimizer's wait for copies of tensors it will change.
         """
         usual = statistics.median(self.step() for _ in range(2))
         self.meet()
@@ -296,7 +298,7 @@ class Bench:
 
 
 class TimedCopies(HostCopies):
-    """Adds up how long the optimizer waits for copies."""
+    """Sums up the seconds that the optimizer waits for copies."""
 
     waited = 0.0
 
@@ -307,7 +309,7 @@ class TimedCopies(HostCopies):
 
 
 class NoHasher:
-    """Takes no time; what is written with it could never be verified."""
+    """A hasher that takes no time, so its files cannot be verified."""
 
     def __init__(self, algorithm: str = "") -> None: ...
 
@@ -318,7 +320,7 @@ class NoHasher:
 
 
 class TimedHasher:
-    """Hashes, and adds up the seconds that all hashers of its kind take."""
+    """A hasher that sums up the seconds of all its instances."""
 
     seconds = 0.0
 

@@ -1,4 +1,4 @@
-"""Measures what this disk and these cores allow, for benchmarks/corpus.py."""
+"""Measure the limits of this disk and these cores, for benchmarks/corpus.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 _MB = 1_000_000
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    """Return the CPU seconds (user and system) of some work in this process."""
+def measure_cpu(work: Callable[[], object]) -> float:
+    """Return the CPU seconds (user and system) of an action in this process."""
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -25,8 +25,8 @@ def cpu_seconds(work: Callable[[], object]) -> float:
     return spent() - before
 
 
-def read_all(paths: list[Path]) -> int:
-    """Open and read files with as little as Python needs for it."""
+def read_files(paths: list[Path]) -> int:
+    """Read files with as few Python calls as possible; return their bytes."""
     total = 0
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
@@ -37,7 +37,7 @@ def read_all(paths: list[Path]) -> int:
 
 
 def parse_lines(paths: list[Path]) -> None:
-    """Parse JSON Lines and take the strings, with nothing around it."""
+    """Parse JSON Lines and extract their strings, without any other work."""
     import orjson
 
     from lib.corpus.text_documents import extract_strings
@@ -48,7 +48,7 @@ def parse_lines(paths: list[Path]) -> None:
                 "\n".join(extract_strings(orjson.loads(line))).encode()
 
 
-def write_rate(directory: Path, size: int) -> float:
+def measure_write_rate(directory: Path, size: int) -> float:
     """Return the bytes per second of a sequential write with fdatasync."""
     path = directory / "written"
     block = os.urandom(4 * _MB)
@@ -62,26 +62,26 @@ def write_rate(directory: Path, size: int) -> float:
     return max(1, size // len(block)) * len(block) / seconds
 
 
-def seconds(
-    paths: list[Path], out_bytes: int, directory: Path, workers: int, lines: bool
+def measure_limits(
+    paths: list[Path], out_bytes: int, directory: Path, workers: int, is_json_lines: bool
 ) -> dict[str, float]:
-    """Return the least seconds that each part of the machine needs."""
-    read_all(paths)  # warm, as the contestants find them
+    """Return the seconds that the machine needs at least for each part of the work."""
+    read_files(paths)  # warm the page cache, as for the contestants
     began = time.monotonic()
-    read_all(paths)
+    read_files(paths)
     reading = time.monotonic() - began
-    rate = statistics.median(write_rate(directory, out_bytes) for _ in range(3))
-    found = {"read": reading / (1 if lines else workers), "write": out_bytes / rate}
-    if lines:
-        found["parse"] = cpu_seconds(lambda: parse_lines(paths)) / workers
+    rate = statistics.median(measure_write_rate(directory, out_bytes) for _ in range(3))
+    limits = {"read": reading / (1 if is_json_lines else workers), "write": out_bytes / rate}
+    if is_json_lines:
+        limits["parse"] = measure_cpu(lambda: parse_lines(paths)) / workers
     else:
-        found["open"] = cpu_seconds(lambda: read_all(paths)) / workers
-    return found
+        limits["open"] = measure_cpu(lambda: read_files(paths)) / workers
+    return limits
 
 
-def own_cpu(source: Path, directory: Path, workers: int) -> float:
-    """Return the CPU seconds of the stage's units of work ÷ cores: what perfect scaling takes."""
-    import pyarrow  # noqa: F401  (its import is no work on the input)
+def measure_own_cpu(source: Path, directory: Path, workers: int) -> float:
+    """Return the CPU seconds of the stage's work units ÷ workers, the time with perfect scaling."""
+    import pyarrow  # noqa: F401  (its import is not part of the work)
 
     from lib.corpus import inputs, work_units
     from lib.corpus.row_options import RowOptions
@@ -96,11 +96,11 @@ def own_cpu(source: Path, directory: Path, workers: int) -> float:
                 part.unlink()
 
     process() if len(files) > 1000 else None  # warm
-    return cpu_seconds(process) / workers
+    return measure_cpu(process) / workers
 
 
-def kernel_seconds(source: Path, out: Path, directories: int) -> tuple[float, float]:
-    """Return the seconds that this file system takes to make a directory, and a hard link."""
+def measure_kernel_calls(source: Path, out: Path, directories: int) -> tuple[float, float]:
+    """Return the seconds to make a directory, and to make a hard link, on this file system."""
     out.mkdir()
     began = time.monotonic()
     for number in range(20 * directories):

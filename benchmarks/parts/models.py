@@ -1,4 +1,4 @@
-"""Makes, loads, exports and serves models in processes of their own, for benchmarks/models.py."""
+"""Make, load, export and serve models in child processes, for benchmarks/models.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lib.parallel.layout import ParallelLayout
 
 
 def main() -> None:
-    """Do what --role says, and tell how it went."""
+    """Run the role that --role names, and print its figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--role", choices=tuple(_ROLES))
     parser.add_argument("--model", type=Path)
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def make(arguments: argparse.Namespace) -> None:
-    """Save a Llama with random weights, bfloat16, with a tokenizer."""
+    """Save a Llama with random bfloat16 weights, and a tokenizer."""
     from tests.training import save_tokenizer, write_corpus
 
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def make(arguments: argparse.Namespace) -> None:
 
 
 def load(arguments: argparse.Namespace) -> None:
-    """Load on all ranks in the way of --role, and tell what that took."""
+    """Load the model on all ranks by the method of --role, and return the cost."""
     layout = ParallelLayout.start()
     torch.set_num_threads(1)
     dist.barrier()
@@ -82,7 +82,7 @@ def load(arguments: argparse.Namespace) -> None:
     mine = {"memory": _peak_memory() - before, "read": _read_bytes() - read}
     found: list[Any] = [None] * layout.ranks
     dist.all_gather_object(found, mine)
-    processes.end(
+    processes.end_process(
         {
             "seconds": seconds,
             "memory": [each["memory"] for each in found],
@@ -106,7 +106,7 @@ def _from_pretrained(path: Path) -> Any:
 
 
 def _broadcast(path: Path, layout: ParallelLayout) -> None:
-    """Fill the ranks as accelerate does with `cpu_ram_efficient_loading`.
+    """Load the ranks as accelerate does with `cpu_ram_efficient_loading`.
 
     The real thing: its own functions, called as `prepare_model` calls them.
     """
@@ -126,7 +126,7 @@ def _broadcast(path: Path, layout: ParallelLayout) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
-    """Run stage 05 in a process that has imported what it needs."""
+    """Run stage 05 in this process, after its imports."""
     import lib.export.full_model  # noqa: F401
 
     spec = importlib.util.spec_from_file_location("stage", ROOT / "05_export_checkpoint.py")
@@ -152,7 +152,7 @@ def export(arguments: argparse.Namespace) -> None:
 
 
 def merge(arguments: argparse.Namespace) -> None:
-    """Run accelerate's merge of a sharded state dict, in a process that has imported it."""
+    """Run accelerate's merge of a sharded state dict in this process, after its imports."""
     from accelerate.utils import merge_fsdp_weights
 
     root = arguments.model.with_name(f"{arguments.model.name}-run")
@@ -160,7 +160,7 @@ def merge(arguments: argparse.Namespace) -> None:
 
 
 def checkpoint(arguments: argparse.Namespace) -> None:
-    """Write the checkpoint that a run of the model leaves, and accelerate's of the same weights."""
+    """Write a run with a checkpoint of the model, and accelerate's checkpoint of its weights."""
     layout = ParallelLayout.start()
     model = _ours(arguments.model, layout)
     run = Experiment(arguments.model.parent, f"{arguments.model.name}-run")
@@ -179,11 +179,11 @@ def checkpoint(arguments: argparse.Namespace) -> None:
         ),
         layout.saving,
     )
-    processes.end()
+    processes.end_process()
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """Serve the model as the Hub does until terminated; the digests are made once, before."""
+    """Serve the model as the Hub does until terminated; digests are computed once at the start."""
     from tests.hub_server import HubServer, Repo
 
     class Known(Repo):
@@ -209,17 +209,19 @@ def _measure(action: Callable[[], Any]) -> None:
     before = _peak_memory()
     began = time.perf_counter()
     action()
-    processes.end({"seconds": time.perf_counter() - began, "memory": _peak_memory() - before})
+    processes.end_process(
+        {"seconds": time.perf_counter() - began, "memory": _peak_memory() - before}
+    )
 
 
 def _peak_memory() -> int:
-    """Return the largest resident memory of this process so far, in bytes."""
+    """Return the peak resident bytes of this process so far."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
 def _read_bytes() -> int:
-    """Return the bytes that this process has read through system calls, mapped files left out."""
+    """Return the bytes that this process has read by system calls, without mapped files."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -1,4 +1,4 @@
-"""Runs what is measured in processes of their own, and several ways to do the same in turns."""
+"""Run measurements in child processes, and several methods in turn."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _MARK = "RESULT "
 Result = TypeVar("Result")
 
 
-def torchrun(ranks: int) -> list[str]:
-    """Return what starts a script on so many ranks of this machine."""
+def torchrun_command(ranks: int) -> list[str]:
+    """Return the command prefix that starts a script on N ranks of this machine."""
     return [
         sys.executable,
         "-m",
@@ -26,18 +26,18 @@ def torchrun(ranks: int) -> list[str]:
     ]
 
 
-def command(script: str, ranks: int = 0, **options: object) -> list[str]:
-    """Return what starts a script of this folder: on ranks, or in one process without torchrun."""
+def script_command(script: str, ranks: int = 0, **options: object) -> list[str]:
+    """Return the command of a script in this directory. ranks: 0 for a process without torchrun."""
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     return [
-        *(torchrun(ranks) if ranks else [sys.executable]),
+        *(torchrun_command(ranks) if ranks else [sys.executable]),
         str(Path(__file__).with_name(script)),
         *words,
     ]
 
 
-def run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Return what a command prints; exits where it fails."""
+def run_command(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Return the output of a command; exits if it fails."""
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **(environment or {})}
     )
@@ -46,26 +46,26 @@ def run(command: Sequence[str], environment: Mapping[str, str] | None = None) ->
     return done.stdout
 
 
-def figures(command: Sequence[str]) -> dict[str, Any]:
-    """Return what a command hands to `end`, empty when that is nothing."""
-    found = [line for line in run(command).splitlines() if line.startswith(_MARK)]
-    return json.loads(found[-1].removeprefix(_MARK)) if found else {}
+def run_and_read_figures(command: Sequence[str]) -> dict[str, Any]:
+    """Run a command; return the figures that it passes to `end_process`, {} if none."""
+    lines = [line for line in run_command(command).splitlines() if line.startswith(_MARK)]
+    return json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
 
 
-def end(figures: dict[str, Any] | None = None) -> NoReturn:
-    """End this process at once, and print what its caller reads by `figures`."""
+def end_process(figures: dict[str, Any] | None = None) -> NoReturn:
+    """Print figures for `run_and_read_figures`, and end this process at once."""
     if figures is not None:
         print(_MARK + json.dumps(figures))
     sys.stdout.flush()
     os._exit(0)
 
 
-def in_turns(ways: Mapping[str, Callable[[], Result]], rounds: int) -> dict[str, list[Result]]:
-    """Return what each way returns in each round; every round begins with another way."""
-    found: dict[str, list[Result]] = {name: [] for name in ways}
+def run_in_turns(ways: Mapping[str, Callable[[], Result]], rounds: int) -> dict[str, list[Result]]:
+    """Run all methods in each round, in rotating order; return the results by method."""
+    results: dict[str, list[Result]] = {name: [] for name in ways}
     names = list(ways)
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            found[name].append(ways[name]())
-    return found
+            results[name].append(ways[name]())
+    return results

@@ -1,4 +1,4 @@
-"""Trains with `transformers.Trainer` on each rank, for benchmarks/train.py."""
+"""Train with `transformers.Trainer` on each rank, for benchmarks/train.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lib.tokens.samples import Windows
 
 
 def main() -> None:
-    """Be one rank of the Trainer: the same model, tokens and optimizer as stage 04."""
+    """Run one rank of the Trainer, with the model, tokens and optimizer of stage 04."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path)
     for name in ("batch", "length", "steps"):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Create .venv from wheelhouse/, both beside the code, without a network and without a compiler.
+"""Create .venv from wheelhouse/ in this checkout, without a network and without a compiler.
 
   python3.11 launch/bundles/install_wheels.py
 
