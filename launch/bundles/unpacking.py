@@ -321,10 +321,7 @@ def _write_files(bundle: Path, content: dict[str, Any], target: Path) -> None:
 
 @contextmanager
 def _lock_partial(partial: Path, target: Path) -> Iterator[None]:
-    """Lock a partial directory, and delete it at the end.
-
-    Raises BundleError (2) if this program has not created it, or another process has locked it.
-    """
+    """Lock a partial directory, then delete it. Raises BundleError (2) if in use or not ours."""
     mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
     if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
         problem = f"{partial} is in the way, and this program did not create it"
