@@ -1,4 +1,4 @@
-"""Stage 04 on conversations: the loss of a plain loop, labels alone, resumed, mixed and refused."""
+"""Train on conversations: losses of trained tokens, resumes, mixtures and refusals."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(trained: Path, tmp_path: Path) -> Path:
-    """Return a copy of it that a test may change."""
+    """Return a copy of that project, which a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "project"))
 
 
@@ -108,7 +108,7 @@ def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "trai
 
 
 def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) -> torch.Tensor:
-    """Return the mean loss over the labels, each document passed through the model by itself."""
+    """Return the mean loss over the labels, with a forward pass for each document."""
     total = torch.zeros(())
     count = 0
     for number in numbers:
@@ -128,7 +128,7 @@ def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) ->
 def reference(
     model_dir: Path, samples: Samples, steps: int, held_out: Samples | None = None
 ) -> tuple[list[float], float]:
-    """Return the loss of each step of a loop that a person would write, and of held-out samples."""
+    """Return the loss of each step of a plain training loop, and of the validation samples."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -166,7 +166,7 @@ def test_the_loss_equals_that_of_a_plain_loop_over_trained_tokens(trained: Path)
 
 
 def test_the_store_equals_the_result_of_one_encoder(trained: Path) -> None:
-    """Two processes made it."""
+    """Two processes wrote the store."""
     dataset = open_dataset(trained / "hf_datasets/talks")
     encoder = ChatEncoder(
         ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH), Encoder(trained / "model", 1)
@@ -227,7 +227,7 @@ def test_options_that_decide_labels_are_part_of_a_run(project: Path) -> None:
     )
     done = run_stage(*RUN, *changes, "--max-steps", 9, cwd=project, expect=2)
     assert "was begun with other settings" in done.stderr
-    assert all(told in done.stderr for told in (*changes[:6:2], "chat template"))
+    assert all(change in done.stderr for change in (*changes[:6:2], "chat template"))
     assert len(list((project / ".cache/tokens").iterdir())) == 2, "nothing was prepared for it"
     done = run_stage(
         *RUN, "--train-on", "last", "--max-steps", 9, "--resume-with-changes", cwd=project
@@ -236,19 +236,19 @@ def test_options_that_decide_labels_are_part_of_a_run(project: Path) -> None:
     assert len(losses(project)) == 9
 
 
-def remedy(said: str) -> list[str]:
+def read_remedy(printed: str) -> list[str]:
     """Return the words of the command that an error prints."""
-    return shlex.split(said.partition("  run:      ")[2].splitlines()[0])
+    return shlex.split(printed.partition("  run:      ")[2].splitlines()[0])
 
 
 @pytest.mark.slow
 def test_a_run_keeps_the_chat_template_it_started_with(project: Path) -> None:
-    """Whatever became of the model's, and whatever the error about another one says to type."""
+    """The model may lose its template; the command in the error keeps that of the run."""
     (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
     more = (*RUN, "--max-steps", 9)
     for changes in ((), ("--train-on", "last")):
         done = run_stage(*more, "--chat-template", "other.jinja", *changes, cwd=project, expect=2)
-        script, *words = remedy(done.stderr)[1:]
+        script, *words = read_remedy(done.stderr)[1:]
         done = run_stage(Path(script).name, *words, "--dry-run", cwd=project)
         assert "other settings" not in done.stderr
     template = project / "model/chat_template.jinja"

@@ -1,4 +1,4 @@
-"""Stage 04 with a model of its own: made as stage 03 makes it, resumed, exported."""
+"""Train from scratch with `--model-size`, without stage 03: start, resume, export."""
 
 from __future__ import annotations
 
@@ -38,9 +38,11 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
     ):
-        made = project / ".cache" / "models" / "scratch-tiny" / name
-        assert (project / "outputs" / "own" / "model" / name).read_bytes() == made.read_bytes()
-    assert json.loads(made.with_name("config.json").read_text())["vocab_size"] == 512
+        from_stage_03 = project / ".cache" / "models" / "scratch-tiny" / name
+        kept = project / "outputs" / "own" / "model" / name
+        assert kept.read_bytes() == from_stage_03.read_bytes()
+    config = json.loads(from_stage_03.with_name("config.json").read_text())
+    assert config["vocab_size"] == 512
     shutil.rmtree(project / ".cache" / "models")
 
     done = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 4, cwd=project).stdout
@@ -102,17 +104,17 @@ def test_contradictory_options_of_a_run_from_scratch_are_refused(
     assert "Traceback" not in done.stderr and not (project / ".cache").exists()
 
 
-def found(*given: object) -> tuple[float, bool]:
-    """Return the learning rate of a launch, and whether it draws its weights."""
+def find_start(*words: object) -> tuple[float, bool]:
+    """Return the learning rate of a launch, and whether it initialises its weights."""
     parser = options.Parser("")
     add_options(parser)
-    config = read_options(parser, [*map(str, given)])
+    config = read_options(parser, [*map(str, words)])
     inputs = find_inputs(config, paths.experiment(config.experiment_name), None, {})
     return settle_from_files(config, inputs).lr, inputs.scratch
 
 
-def prepared_as(model: Path, target: Path) -> None:
-    """Copy a model to where stage 03 would have prepared it."""
+def prepare_model(model: Path, target: Path) -> None:
+    """Copy a model, with a manifest as stage 03 writes it."""
     shutil.copytree(model, target)
     files = [manifest.file_entry(target, path, "sha256") for path in sorted(target.iterdir())]
     manifest.write_manifest(
@@ -132,7 +134,7 @@ def test_missing_weights_are_not_initialised_unless_asked_for(
     monkeypatch.chdir(project)
     run = (*RUN[:4], "-m", "model")
     model = project / "model"
-    assert found(*run) == (3e-5, False)
+    assert find_start(*run) == (3e-5, False)
     weights = model / "model.safetensors"
     weights.rename(model / "consolidated.safetensors")
     done = run_stage(STAGE, *run, cwd=project, expect=3)
@@ -142,32 +144,32 @@ def test_missing_weights_are_not_initialised_unless_asked_for(
     assert not (project / "outputs").exists() and not (project / ".cache").exists()
     (model / "consolidated.safetensors").unlink()
     with pytest.raises(ArtifactError, match="has no weights") as caught:
-        found(*run)
+        find_start(*run)
     assert "without any .safetensors file" in caught.value.found
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(ArtifactError, match="incomplete") as caught:
-        found(*run)
+        find_start(*run)
     assert "model-1.safetensors is missing" in caught.value.found
     index.unlink()
 
-    assert found(*run, "--from-scratch") == (3e-4, True)
+    assert find_start(*run, "--from-scratch") == (3e-4, True)
     with pytest.raises(ArtifactError, match="has no weights"):
-        found(*run, "--dry-run")  # what the run itself would say
+        find_start(*run, "--dry-run")  # as the run itself
     log.setup()
     for plan in (("--dry-run", "--plan-gpus", 8), ("--prepare-only",)):
-        assert found(*run, *plan) == (3e-5, False)
+        assert find_start(*run, *plan) == (3e-5, False)
         assert (
             "warning: training would end here: the model model has no weights"
             in capsys.readouterr().out
         )
-    prepared_as(model, project / ".cache/models/org--own")
+    prepare_model(model, project / ".cache/models/org--own")
     with pytest.raises(UsageError, match="--from-scratch does not say which model") as caught:
-        found(*RUN[:4], "--from-scratch")
+        find_start(*RUN[:4], "--from-scratch")
     assert "--model-size 1M|tiny|" in caught.value.expected
     assert "-m org--own for the shape of that model" in caught.value.hint
-    assert found(*RUN[:4], "--from-scratch", "-m", "org/own") == (3e-4, True)
+    assert find_start(*RUN[:4], "--from-scratch", "-m", "org/own") == (3e-4, True)
     shutil.rmtree(project / ".cache/models")
     run_stage("03_download_model.py", *TINY, cwd=project)
-    assert found(*RUN[:4]) == (3e-4, True)  # the only model, made from scratch
-    assert found(*RUN[:4], "--from-scratch") == (3e-4, True)
+    assert find_start(*RUN[:4]) == (3e-4, True)  # the only model, made from scratch
+    assert find_start(*RUN[:4], "--from-scratch") == (3e-4, True)

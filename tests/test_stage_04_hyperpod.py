@@ -42,13 +42,13 @@ Slots = dict[tuple[int, int], bytes]  # by rank and step
 
 
 def events(project: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the rows of events.jsonl that are of a kind."""
+    """Return the events of one kind in events.jsonl."""
     path = project / "outputs/run/events.jsonl"
     rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return [row for row in rows if row["event"] == kind]
 
 
-def in_memory(project: Path) -> list[int]:
+def steps_in_memory(project: Path) -> list[int]:
     """Return the steps that the run has saved in the cluster's memory."""
     return [row["step"] for row in events(project, "save") if row["path"].startswith("hyperpod/")]
 
@@ -63,7 +63,7 @@ def client_of(project: Path, address: str) -> InMemoryCheckpointClient:
 
 @pytest.fixture(scope="module")
 def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Slots]:
-    """Return a project with an undisturbed run and one that was killed, and what is in memory."""
+    """Return a project with an undisturbed run and a killed one, and the content of the service."""
     root = tmp_path_factory.mktemp("hyperpod")
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=RANKS)
@@ -71,7 +71,7 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         launch = start_stage(
             "04_train_fsdp.py", *IN_MEMORY, address, cwd=root, ranks=RANKS, output=root / "printed"
         )
-        while max([0, *in_memory(root)]) <= 20:
+        while max([0, *steps_in_memory(root)]) <= 20:
             assert not launch.poll(), (root / "printed").read_text()
             time.sleep(0.01)
         launch.kill()
@@ -86,13 +86,13 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 @pytest.fixture
 def slots(once: tuple[Path, Slots]) -> Slots:
-    """Return what the killed run has left in memory."""
+    """Return the checkpoints that the killed run has left in the service."""
     return dict(once[1])
 
 
 @pytest.fixture
 def run(once: tuple[Path, Slots], tmp_path: Path) -> Path:
-    """Return a project of its own with the killed run."""
+    """Return a copy of the project with the killed run."""
     shutil.copytree(once[0], tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -105,7 +105,7 @@ def address() -> Iterator[str]:
 
 
 def fill(project: Path, address: str, slots: Slots) -> InMemoryCheckpointClient:
-    """Give the service what a killed run has left."""
+    """Put the checkpoints of the killed run into the service."""
     client = client_of(project, address)
     client.get_or_create_namespace()
     for (rank, step), content in sorted(slots.items(), key=lambda item: item[0][1]):
@@ -113,12 +113,12 @@ def fill(project: Path, address: str, slots: Slots) -> InMemoryCheckpointClient:
     return client
 
 
-def newest_whole(slots: Slots) -> int:
-    return max(step for rank, step in slots if rank == RANKS)  # that has a COMMIT
+def find_newest_committed(slots: Slots) -> int:
+    return max(step for rank, step in slots if rank == RANKS)  # the slot of COMMIT
 
 
 def resumed_from(project: Path) -> tuple[str, int]:
-    """Return where the last launch found its checkpoint, and its step."""
+    """Return the place and the step of the checkpoint of the last resume."""
     event = events(project, "resume")[-1]
     return event["path"].partition("/")[0], event["step"]
 
@@ -129,12 +129,12 @@ def test_a_killed_run_resumes_from_memory_with_the_same_losses(
 ) -> None:
     client = fill(run, address, slots)
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
-    assert resumed_from(run) == ("hyperpod", newest_whole(slots))
+    assert resumed_from(run) == ("hyperpod", find_newest_committed(slots))
     assert "resumed from hyperpod/run-" in printed
     assert losses(run, "run") == losses(run, "plain")
     assert list_saved_steps(run, "run") == [16, 32, STEPS]
-    assert max(in_memory(run)) == STEPS - 2
-    assert client.get_namespace_config() == {}, "a complete run needs them no more"
+    assert max(steps_in_memory(run)) == STEPS - 2
+    assert client.get_namespace_config() == {}, "a complete run does not need them any more"
 
 
 @pytest.mark.long
@@ -159,7 +159,7 @@ def test_another_number_of_ranks_uses_the_shared_checkpoint(
     fill(run, address, slots)
     run_stage("04_train_fsdp.py", *IN_MEMORY, address, "-b", 4, cwd=run)
     assert resumed_from(run) == ("outputs", 16)
-    assert max(in_memory(run)) == STEPS - 2
+    assert max(steps_in_memory(run)) == STEPS - 2
 
 
 @pytest.mark.long

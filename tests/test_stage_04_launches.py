@@ -1,4 +1,4 @@
-"""What acts once in a launch, however often a launcher starts it again."""
+"""Options and stop requests that act once per launch, however often it is restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRAIN = (
 SCRIPT = "04_train_fsdp.py"
 
 
-def runs(project: Path) -> list[str]:
+def list_runs(project: Path) -> list[str]:
     return sorted(path.name.split("-")[0] for path in (project / "outputs").iterdir())
 
 
@@ -63,39 +63,41 @@ def test_a_launch_overwrites_refuses_and_stops_only_once(
     stop = project / "outputs" / "run" / "stop"
     run({}, "--max-steps", 1)
     run(first, "--overwrite", "--max-steps", 2)
-    assert runs(project) == ["run", "run.replaced"]
-    said = run(again, "--overwrite", "--max-steps", 3)
-    assert "--overwrite acted when this launch began" in said and "resumed from" in said
-    assert runs(project) == ["run", "run.replaced"] and max(list_saved_steps(project, "run")) == 3
-    stop.touch()  # while its launcher waits before it starts the run again
+    assert list_runs(project) == ["run", "run.replaced"]
+    printed = run(again, "--overwrite", "--max-steps", 3)
+    assert "--overwrite acted when this launch began" in printed and "resumed from" in printed
+    assert (
+        list_runs(project) == ["run", "run.replaced"] and max(list_saved_steps(project, "run")) == 3
+    )
+    stop.touch()  # while the launcher waits before a restart
     assert "stopped by the stop file after step 4" in run(again, "--max-steps", 9, expect=75)
     stop.touch()
-    said = run(another, "--max-steps", 6)
-    assert f"{stop.relative_to(project)} was for an earlier launch" in said
+    printed = run(another, "--max-steps", 6)
+    assert f"{stop.relative_to(project)} was for an earlier launch" in printed
     assert not stop.exists() and "is never" in run({}, "--resume", "never", expect=2)
     run({}, "--overwrite", "--max-steps", 1)
-    assert runs(project) == ["run", "run.replaced", "run.replaced"]
+    assert list_runs(project) == ["run", "run.replaced", "run.replaced"]
     assert list_saved_steps(project, "run") == [1]
 
 
 def ask_while_preparing(rank: int) -> None:
-    """Ask for the end before the run has begun, as a person may while text is tokenised."""
+    """Request a stop before the run starts, as a person may while text is tokenised."""
     from lib.train import data
 
     prepare = data.prepare_data
 
-    def asked(*arguments: object) -> object:
+    def stop_and_prepare(*arguments: object) -> object:
         Path("outputs/run/stop").touch()
         return prepare(*arguments)
 
-    data.prepare_data = asked
+    data.prepare_data = stop_and_prepare
 
 
 def test_a_stop_file_written_during_preparation_ends_the_launch(project: Path):
-    """And what others keep beside the files of the run stays."""
+    """Files of users in the directory of the run stay; our own leftovers are deleted."""
     run_stage(SCRIPT, "-e", "run", *TRAIN, "--max-steps", 1, cwd=project)
-    (theirs := project / "outputs" / "run" / "notes.tmp-1").touch()
-    (left := theirs.with_name("state.json.tmp-1")).touch()
+    (notes := project / "outputs" / "run" / "notes.tmp-1").touch()
+    (leftover := notes.with_name("state.json.tmp-1")).touch()
     done = run_stage(
         SCRIPT,
         "-e",
@@ -108,7 +110,7 @@ def test_a_stop_file_written_during_preparation_ends_the_launch(project: Path):
         before=f"{__name__}:ask_while_preparing",
     )
     assert "stopped by the stop file after step 2" in done.stdout + done.stderr
-    assert theirs.exists() and not left.exists()
+    assert notes.exists() and not leftover.exists()
 
 
 def test_a_launch_with_resume_never_resumes_after_a_restart(project: Path, stage: StageRunner):
@@ -194,12 +196,12 @@ def test_an_open_batch_is_chosen_once_per_run(project: Path) -> None:
         (project / "outputs/open/checkpoints/step_00000001/COMMIT.json").read_text()
     )
     assert commit["identity"]["options"]["global_batch_size"] == 128
-    again = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
+    second = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
     assert (
         "64 per process, 2,048 tokens in a pass, the largest that divides the 128 samples of "
         "a step over 1 rank"
-        in again.stdout
-        and "step 1 of 2" in again.stdout
+        in second.stdout
+        and "step 1 of 2" in second.stdout
     )
     done = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
     assert "already done" in done.stdout

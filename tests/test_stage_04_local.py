@@ -1,4 +1,4 @@
-"""`--ckpt-local-dir`: frequent checkpoints on each node's own disk, beside the shared ones."""
+"""`--ckpt-local-dir`: frequent checkpoints on each node's own disk, besides the shared ones."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def start(project: Path) -> list[forks.Launch]:
     ]
 
 
-def go_on(project: Path, expect: int = 0) -> str:
-    """Run both nodes to their end and return what they print."""
+def resume(project: Path, expect: int = 0) -> str:
+    """Run both nodes to their end and return their output."""
     (project / "printed").unlink(missing_ok=True)
     codes = [node.wait(300)[0] for node in start(project)]
     assert codes == [expect, expect], (project / "printed").read_text()
@@ -71,7 +71,7 @@ def local_steps(project: Path, node: int) -> list[int]:
     )
 
 
-def on_both(project: Path) -> list[int]:
+def steps_on_both(project: Path) -> list[int]:
     return sorted(set(local_steps(project, 0)) & set(local_steps(project, 1)), reverse=True)
 
 
@@ -82,7 +82,7 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=2)
     nodes = start(root)
-    while max([0, *on_both(root)]) <= 20:
+    while max([0, *steps_on_both(root)]) <= 20:
         assert not any(node.poll() for node in nodes), (root / "printed").read_text()
         time.sleep(0.01)
     for node in nodes:
@@ -97,21 +97,23 @@ def run(once: Path, tmp_path: Path) -> Path:
 
 
 def test_a_resume_uses_the_newest_checkpoint_and_gives_the_same_losses(run: Path) -> None:
-    newest = on_both(run)[0]
+    newest = steps_on_both(run)[0]
     verify = [sys.executable, "-m", "lib.checkpoints", "verify", next(run.glob("disk_1/run-*"))]
     done = subprocess.run(verify, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert " valid\n" in done.stdout
-    go_on(run)
+    resume(run)
     assert resumed_from(run) == ("disk_0", newest)
     assert losses(run, "run") == losses(run, "plain")
     assert list_saved_steps(run, "run") == [16, 32, STEPS]
-    assert not local_steps(run, 0) + local_steps(run, 1), "a complete run needs them no more"
+    assert not local_steps(run, 0) + local_steps(run, 1), (
+        "a complete run does not need them any more"
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("harm", ["a bit", "a missing file", "a node's disk", "another run"])
 def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: str) -> None:
-    newest, *older = on_both(run)
+    newest, *older = steps_on_both(run)
     step = next(run.glob(f"disk_1/run-*/step_{newest:08d}"))
     expected = ("disk_0", older[0]) if older else ("outputs", 16)
     if harm == "a bit":
@@ -128,7 +130,7 @@ def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: 
         config = run / "outputs/run/config.yaml"
         config.write_text(config.read_text().replace("\nrun: ", "\nrun: x"))
         expected = ("outputs", 16)
-    go_on(run)
+    resume(run)
     assert resumed_from(run) == expected
     assert losses(run, "run") == losses(run, "plain")
 
@@ -142,8 +144,8 @@ def test_another_number_of_ranks_uses_the_shared_checkpoint(run: Path) -> None:
 @pytest.mark.long
 def test_a_local_checkpoint_is_used_if_no_shared_one_is_valid(run: Path) -> None:
     (run / "outputs/run/checkpoints/step_00000016/COMMIT.json").unlink()
-    newest = on_both(run)[0]
-    go_on(run)
+    newest = steps_on_both(run)[0]
+    resume(run)
     assert resumed_from(run) == ("disk_0", newest)
     assert losses(run, "run") == losses(run, "plain")
 
@@ -151,5 +153,5 @@ def test_a_local_checkpoint_is_used_if_no_shared_one_is_valid(run: Path) -> None
 def test_a_disk_that_cannot_be_written_is_refused(run: Path) -> None:
     shutil.rmtree(run / "disk_1")
     (run / "disk_1").touch()
-    printed = go_on(run, expect=2)
+    printed = resume(run, expect=2)
     assert "--ckpt-local-dir: disk_1/run-" in printed and "cannot be written" in printed

@@ -1,4 +1,4 @@
-"""Stage 04 against a plain loop of transformers and torch, or peft, on the same samples."""
+"""Compare stage 04 with a plain loop of transformers and torch, or peft, on the same samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MIXTRAL = MixtralConfig(
 def reference(
     model_dir: Path, samples: Samples, lora: Lora | None = None
 ) -> list[dict[str, float]]:
-    """Return loss and gradient norm of each step of a loop that a person would write."""
+    """Return loss and gradient norm of each step of a plain training loop."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     if lora:
         model = by_peft(model, lora)
@@ -75,7 +75,7 @@ def reference(
 
 
 def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
-    """Return a model with the adapters of peft, which begin with the same numbers as ours."""
+    """Return a model with adapters of peft, which are initialised like ours."""
     from peft import LoraConfig, get_peft_model
 
     names = choose_linears(model, lora.targets)
@@ -124,7 +124,7 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
 def test_twenty_steps_with_adapters_equal_the_reference(
     project: Path, family: str, options: tuple[object, ...], ranks: int
 ) -> None:
-    """Against those of peft."""
+    """The reference is a loop with the adapters of peft."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     dropouts = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
@@ -238,7 +238,7 @@ def samples_of(root: Path, packing_: str, length: int) -> Samples:
 
 
 def check(root: Path, expected: list[dict[str, float]], fall: float) -> None:
-    """Compare a run with what was expected of it. fall: of the loss, at least."""
+    """Compare the rows of a run with the reference. fall: the least decrease of the loss."""
     rows = metrics(root, "run")
     assert len(rows) == STEPS and expected[-1]["train/loss"] < expected[0]["train/loss"] - fall
     for key, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-3)):

@@ -1,4 +1,4 @@
-"""`--streaming` as its user runs it: raw shards and a Hub on this machine, kill and resume."""
+"""Run `--streaming` as a user does: raw shards and a Hub on this machine, kills and resumes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def lines(texts: list[str], field: str = "text") -> bytes:
 
 
 def write_shards(root: Path) -> None:
-    """Write shards of three kinds; the test's run is through with them before it ends."""
+    """Write shards of three formats, less data than a run reads."""
     (root / "more").mkdir(parents=True)
     (root / "a.jsonl").write_bytes(lines(documents(20, 0)) + b"{broken\n{broken too\n")
     (root / "b.jsonl.gz").write_bytes(gzip.compress(lines(documents(20, 1))))
@@ -67,7 +67,7 @@ def write_shards(root: Path) -> None:
     (root / "more/d.json").write_bytes(lines(documents(20, 3)))
 
 
-def same(root: Path, one: str, other: str) -> bool:
+def has_same_rows(root: Path, one: str, other: str) -> bool:
     rows = [
         [{key: row[key] for key in EXACT} for row in metrics(root, name)] for name in (one, other)
     ]
@@ -80,7 +80,7 @@ def refused(root: Path, *arguments: object, code: int, says: str, **how: object)
     assert "Traceback" not in done.stderr + done.stdout
 
 
-def until_saved(launch: Launch, experiment: Path) -> None:
+def wait_for_save(launch: Launch, experiment: Path) -> None:
     """Wait for the first checkpoint of a run."""
     deadline = time.monotonic() + 200
     while not list(experiment.glob("checkpoints/step_????????/COMMIT.json")):
@@ -88,18 +88,18 @@ def until_saved(launch: Launch, experiment: Path) -> None:
         time.sleep(0.02)
 
 
-def children(directory: Path) -> list[str]:
+def list_workers(directory: Path) -> list[str]:
     """Return the worker processes that run in a directory."""
-    found = []
+    workers = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if (entry / "cwd").readlink() == directory and b"spawn_main" in (
                 entry / "cmdline"
             ).read_bytes():
-                found.append(entry.name)
+                workers.append(entry.name)
         except OSError:
             pass  # it has just ended
-    return found
+    return workers
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ def streamed(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.mark.slow
 def test_two_ranks_learn_and_the_log_shows_the_source(streamed: Path):
-    found = losses(streamed, "whole")
-    assert len(found) == STEPS and found[STEPS] < found[1] - 0.5
+    measured = losses(streamed, "whole")
+    assert len(measured) == STEPS and measured[STEPS] < measured[1] - 0.5
     log = (streamed / "whole.log").read_text()
     assert "1 worker process per rank" in log and "none with --streaming" in log
     other = (streamed / "outputs/whole/logs/rank_00001.log").read_text()
@@ -143,22 +143,22 @@ def test_two_ranks_learn_and_the_log_shows_the_source(streamed: Path):
     cursors = state["cursors"]
     assert [set(cursor) for cursor in cursors] == [{"epoch", "piece", "place", "token"}] * 2
     assert min(cursor["epoch"] for cursor in cursors) > 0
-    assert not children(streamed)
+    assert not list_workers(streamed)
 
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(streamed: Path, tmp_path: Path):
     project = shutil.copytree(streamed, tmp_path, dirs_exist_ok=True)
     launch = start_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
-    until_saved(launch, project / "outputs/cut")
+    wait_for_save(launch, project / "outputs/cut")
     launch.kill()
     deadline = time.monotonic() + 20
-    while children(project.resolve()):
+    while list_workers(project.resolve()):
         assert time.monotonic() < deadline, "worker processes outlive their rank"
         time.sleep(0.1)
     assert not list(project.glob(f"outputs/cut/checkpoints/*{STEPS}/COMMIT.json"))
     done = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
-    assert "resumed from" in done.stdout and same(project, "cut", "whole")
+    assert "resumed from" in done.stdout and has_same_rows(project, "cut", "whole")
     again = run_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, expect=2)
     assert "ranks: 2 there, 1 now" in again.stderr
     (project / "shards/more/d.json").write_bytes(lines(documents(20, 4)))
@@ -235,7 +235,7 @@ def test_a_dry_run_writes_nothing(project: Path):
 
 @pytest.fixture
 def repo(hub: HubServer) -> Repo:
-    """Serve a dataset as C4 is."""
+    """Serve a dataset with the layout of C4."""
     hub.repos["org/text"] = Repo(
         {
             **{
@@ -264,9 +264,9 @@ def test_a_dataset_on_the_hub_is_streamed(repo: Repo, hub: HubServer, project: P
     run_stage("04_train_fsdp.py", "-e", "whole", *arguments, cwd=project, ranks=2)
     assert not hub.paths("README.md")
     assert all("/datasets/org/text" in request.path for request in hub.requests)
-    kept = project / ".cache/streaming/org--text/en"
+    downloaded = project / ".cache/streaming/org--text/en"
     assert all(
-        path.read_bytes() == repo.files[f"en/{path.name}"] for path in kept.glob("train.*.gz")
+        path.read_bytes() == repo.files[f"en/{path.name}"] for path in downloaded.glob("train.*.gz")
     )
     shutil.copytree(project / "outputs/whole", project / "outputs/cut")
     shutil.rmtree(project / "outputs/cut/checkpoints/step_00000009")
@@ -284,8 +284,10 @@ def test_a_dataset_on_the_hub_is_streamed(repo: Repo, hub: HubServer, project: P
         ranks=2,
         env={"HF_HUB_OFFLINE": "1"},
     )
-    assert same(project, "cut", "whole")
-    assert all("/resolve/" not in request.path for request in hub.requests)  # all is there
+    assert has_same_rows(project, "cut", "whole")
+    assert all(
+        "/resolve/" not in request.path for request in hub.requests
+    )  # all files are in the cache
 
 
 def test_without_online_no_request_is_sent_to_the_hub(repo: Repo, hub: HubServer, project: Path):
@@ -337,8 +339,8 @@ def test_a_dead_worker_ends_the_run_without_a_traceback(project: Path):
         cwd=project,
         output=project / "printed",
     )
-    until_saved(launch, project / "outputs/x")
-    workers = children(project.resolve())
+    wait_for_save(launch, project / "outputs/x")
+    workers = list_workers(project.resolve())
     assert len(workers) == 2
     os.kill(int(workers[0]), 9)
     codes = launch.wait(60)

@@ -275,7 +275,9 @@ def test_an_export_during_training_is_of_a_committed_step(project: Path):
     assert not list(project.glob("out*.partial-*"))
 
 
-def still(project: Path, name: str, config: PretrainedConfig, ranks: int) -> str:
+def train_and_export_unchanged(
+    project: Path, name: str, config: PretrainedConfig, ranks: int
+) -> str:
     """Train a model at learning rate 0 and export it; return what training printed."""
     (project / "model" / "model.safetensors").unlink()
     save_model(project / "model", config, torch.bfloat16)
@@ -317,8 +319,8 @@ def test_every_family_is_trained_and_exported_unchanged(
     from transformers import AutoModelForCausalLM
 
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
-    said = still(tmp_path, family, FAMILIES[family](VOCABULARY), ranks=2)
-    assert re.search(r"sharded: 2 × \w+(Layer|Block),", said)  # each of the two layers
+    printed = train_and_export_unchanged(tmp_path, family, FAMILIES[family](VOCABULARY), ranks=2)
+    assert re.search(r"sharded: 2 × \w+(Layer|Block),", printed)  # each of the two layers
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
@@ -330,7 +332,7 @@ def test_ranks_without_an_expert_export_all_experts(
     """Mixtral with two experts on more ranks trains and exports the right weights."""
     shutil.copytree(prepared_once, tmp_path, dirs_exist_ok=True)
     config = FAMILIES["mixtral"](VOCABULARY, num_local_experts=2)
-    still(tmp_path, "experts", config, ranks)
+    train_and_export_unchanged(tmp_path, "experts", config, ranks)
     train = (*SMALL_RUN, "-b", 1, "--lr", "1e-2", "--max-steps", 4)
     run_stage("04_train_fsdp.py", "-e", "many", *train, cwd=tmp_path, ranks=ranks)
     run_stage("04_train_fsdp.py", "-e", "one", *train, "--global-batch-size", ranks, cwd=tmp_path)

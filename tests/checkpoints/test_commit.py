@@ -135,7 +135,7 @@ def test_directories_of_users_named_like_leftovers_are_kept(tmp_path: Path):
 
 
 def test_a_kill_during_a_deletion_leaves_no_damaged_checkpoint(tmp_path: Path):
-    """It remains complete, or it does not count and the next launch deletes it."""
+    """A checkpoint remains complete, or it does not count and the next launch deletes it."""
     at = 0
     killed = True
     while killed:
@@ -163,7 +163,7 @@ def test_saving_a_damaged_step_again_quarantines_the_damaged_one(tmp_path: Path)
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch, number: int):
-    """Nor as a missing file or directory, and nothing is deleted because of it."""
+    """It is not reported as a missing file either, and nothing is deleted."""
     checkpoints = [make(tmp_path, step) for step in (1, 2, 3)]
     failing = {checkpoints[1].path / commit.COMMIT, tmp_path}
 

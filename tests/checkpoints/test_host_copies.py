@@ -23,7 +23,7 @@ SLOWNESS = 0.5  # seconds for a copy
 
 @pytest.fixture
 def trained() -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
-    """Return tensors with an optimizer that changes one of them, and gradients to do it with."""
+    """Return tensors and an optimizer that changes one of them; gradients are set."""
     weight = nn.Parameter(torch.arange(12.0).view(3, 4))
     weight.grad = torch.ones_like(weight)
     tensors = {
@@ -150,8 +150,8 @@ def test_without_memory_for_copies_a_save_blocks_training(
         assert (
             next(c.step for c in commit.list_checkpoints(tmp_path)) == step
         )  # without another `poll`
-    said = caplog.text
-    assert re.search(why, said) and said.count("written before the next step") == 1
+    warnings = caplog.text
+    assert re.search(why, warnings) and warnings.count("written before the next step") == 1
 
 
 def test_copies_are_freed_if_another_rank_lacks_memory(

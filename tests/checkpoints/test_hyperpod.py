@@ -1,4 +1,4 @@
-"""Checkpoints in the memory of a HyperPod cluster: what is read back, and what is left."""
+"""Checkpoints in the memory of a HyperPod cluster: saved, read back, refused, deleted."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def address() -> Iterator[str]:
 
 
 def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
-    """Return the tier as a launch of the run makes it."""
+    """Return the tier as a launch of the run creates it."""
     return HyperPodTier(address, "an experiment", run, dist.group.WORLD, dist.group.WORLD)
 
 
 def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a model and its optimizer, all of whose tensors hold a value."""
+    """Return a model and its optimizer, with one value in all tensors."""
     model = nn.Linear(4, 3, dtype=torch.bfloat16)
     optimizer = registry.build_optimizer(
         "adamw", model, 1e-3, registry.AdamWOptions(weight_decay=0.0)
@@ -63,7 +63,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def save(tier: HyperPodTier, *steps: int) -> None:
-    """Save steps, each with all that is saved set by its number."""
+    """Save steps; all values in a checkpoint depend on the number of the step."""
     for step in steps:
         model, optimizer = state_of(step)
         torch.manual_seed(step)

@@ -17,7 +17,7 @@ QUESTION = [{"role": "user", "content": "Hi"}]
 
 
 def read(directory: Path) -> dict[str, Any]:
-    """Return the logits of the model in a directory, and what its tokenizer makes of texts."""
+    """Return the logits of the model in a directory, and the token IDs of some texts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
     )

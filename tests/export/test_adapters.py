@@ -62,8 +62,8 @@ def test_every_precision_passes(
     for dtype in ("bf16", "fp16", "fp32"):
         caplog.clear()
         export(tmp_path, "--dtype", dtype, "--overwrite")
-        said = caplog.text
-        assert said.count("at most") == 3 and "of lora_B had a gradient, and none" in said
+        logged = caplog.text
+        assert logged.count("at most") == 3 and "of lora_B had a gradient, and none" in logged
 
 
 def test_the_probe_uses_the_rope_frequencies_of_the_run(

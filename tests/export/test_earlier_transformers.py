@@ -1,4 +1,4 @@
-"""Exports as programs read them that do not know the keys of transformers 5."""
+"""Exports are read by programs that do not know the keys of transformers 5."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _ROUNDED = {"qwen2_moe": 1e-6, "stablelm": 1e-6}
 
 @pytest.fixture(scope="module")
 def earlier_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment with transformers 4 beside our other packages."""
+    """Return the interpreter of an environment with transformers 4 and our other packages."""
     place = tmp_path_factory.mktemp("transformers-4")
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"

@@ -1,4 +1,4 @@
-"""What a run keeps of its model."""
+"""The files of its model that a run keeps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_run_keeps_a_config_that_other_programs_read(model: Path, tmp_path: Pa
 
 
 def test_a_run_of_an_earlier_version_keeps_its_bytes(model: Path, tmp_path: Path) -> None:
-    """Its checkpoints hold their digest, and stage 05 looks for it."""
+    """Its checkpoints contain their digest, which stage 05 checks."""
     place = Experiment(tmp_path, "exp").model
     place.mkdir(parents=True)
     earlier = (model / "config.json").read_bytes()
@@ -59,7 +59,7 @@ def test_a_run_of_an_earlier_version_keeps_its_bytes(model: Path, tmp_path: Path
 
 
 def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
-    """As where the cache was deleted: an earlier version had not written the earlier keys."""
+    """The cache may have been deleted, and an earlier version wrote fewer keys."""
     config = Config(
         experiment_name="exp",
         dataset_name=(),
@@ -82,7 +82,7 @@ def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
 
 
 def test_a_run_keeps_every_file_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
-    """Stage 05 exports the copies, so a template that is left out here is lost."""
+    """Stage 05 exports the copies, so a template that is not copied would be lost."""
     for name in artifacts.TOKENIZER_FILES:
         (model / name).write_text("{}")
     _keep(model, tmp_path)

@@ -1,4 +1,4 @@
-"""The model that a run begins with: damaged, replaced while it is read, or of another kind."""
+"""The model of a run: damaged, replaced while it is read, or with digests in a cache."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
 
 
 def flip(path: Path) -> None:
-    """Change one bit in the middle, and give the file the time it had."""
+    """Change one bit in the middle, and restore the times of the file."""
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
