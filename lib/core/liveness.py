@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether only its exit code is left."""
+        """Return whether the process has ended and only its exit code is left."""
         return self.state in _ENDED
 
 

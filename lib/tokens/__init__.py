@@ -1,1 +1,1 @@
-"""From text to numbered samples of token ids."""
+"""Turn the text of a dataset into token ids, and into numbered samples and batches of them."""

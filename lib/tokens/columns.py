@@ -181,7 +181,7 @@ def read_column_types(shard: Path) -> dict[str, str]:
 
 
 def describe_text_problem(kinds: Mapping[str, str]) -> str:
-    """Return what a file contains instead of a string column `text`, "" if it has one."""
+    """Return a phrase for the columns of a file without strings in `text`, "" if it has them."""
     if "text" not in kinds:
         return f"columns {', '.join(kinds) or 'none'}"
     if kinds["text"] == "null":

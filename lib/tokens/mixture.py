@@ -132,7 +132,7 @@ def _scale_to_integers(weights: Sequence[Fraction]) -> list[int]:
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Holds the validation split of a corpus. weight: of its loss in the mean over all corpora."""
+    """Holds the validation split of a corpus. weight: of its loss in the mean of all corpora."""
 
     name: str
     weight: int

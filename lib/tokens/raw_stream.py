@@ -2,7 +2,7 @@
 
 1. Seed and epoch decide the order of the spans. dp rank r of W reads the spans at r, r + W, … in
    that order, so an epoch of all ranks contains every document once.
-2. Worker processes tokenise the blocks of a span, one block ahead each. Results keep their order.
+2. Worker processes tokenise the blocks of a span; each has one block in work. The order is kept.
 3. The documents of a rank are concatenated and cut into windows, across document boundaries.
 Each rank starts its next epoch at the end of its own part. So the position is one cursor per rank,
 and is valid for that number of ranks only.
