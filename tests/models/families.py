@@ -1,4 +1,4 @@
-"""Tiny models of many families, made on the spot: configs, and checkpoints with random weights."""
+"""Tiny models of many families: configs, and checkpoints with random weights."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 def make_checkpoint(
     directory: Path, config: PretrainedConfig, *, dtype: torch.dtype = torch.float32, **saving: Any
 ) -> PreTrainedModel:
-    """Save a model with weights that are random everywhere (norms and biases too); return it.
+    """Save a model with random weights, norms and biases included, and return it.
 
-    saving: passed on to `save_pretrained`.
+    saving: arguments for `save_pretrained`.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Reading configs and building models without memory."""
+"""Configs are read and checked, and models are built without memory."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _directory(tmp_path: Path, content: Any) -> Path:
         {**_LLAMA, "hidden_size": 33},
     ],
 )
-def test_broken_config_is_told_in_words(tmp_path: Path, content: Any) -> None:
+def test_a_damaged_config_is_an_artifact_error(tmp_path: Path, content: Any) -> None:
     with pytest.raises(ArtifactError, match="config"):
         read_config(_directory(tmp_path, content))
 
 
-def test_missing_config_is_an_artifact_error(tmp_path: Path) -> None:
+def test_a_missing_config_is_an_artifact_error(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="no config"):
         read_config(tmp_path)
 
@@ -55,7 +55,7 @@ def test_unknown_type_is_a_usage_error_that_names_it(tmp_path: Path) -> None:
         read_config(_directory(tmp_path, {"model_type": "brand_new"}))
 
 
-def test_code_that_comes_with_a_known_type_is_not_run(tmp_path: Path) -> None:
+def test_the_code_of_a_known_type_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
     model = build_on_meta(_directory(tmp_path, {**_LLAMA, "auto_map": auto_map}))
@@ -67,7 +67,7 @@ def test_code_that_comes_with_a_known_type_is_not_run(tmp_path: Path) -> None:
     "content",
     [{"model_type": "bert"}, {"model_type": "t5"}, {"model_type": "bart"}, {"model_type": "vit"}],
 )
-def test_what_is_no_causal_language_model_is_refused(tmp_path: Path, content: Any) -> None:
+def test_a_model_of_another_kind_is_refused(tmp_path: Path, content: Any) -> None:
     with pytest.raises(UsageError, match="no causal language model"):
         build_on_meta(_directory(tmp_path, content))
 

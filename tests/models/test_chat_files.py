@@ -1,4 +1,4 @@
-"""What a run on conversations adds to the files of its model."""
+"""A run on conversations writes the chat template and the stop tokens to its model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lib.models import chat_files
         (None, {"bos_token_id": 1, "eos_token_id": [7, 9, 2]}),
     ],
 )
-def test_generation_ends_where_answers_were_trained_to(
+def test_generation_stops_at_the_trained_end_of_an_answer(
     tmp_path: Path, before: dict | None, expected: dict
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
@@ -53,7 +53,7 @@ def test_generation_ends_where_answers_were_trained_to(
         ("generation_config.json", b"{", "generation_config.json: "),
     ],
 )
-def test_configs_that_say_wrongly_where_a_text_ends(
+def test_invalid_stop_tokens_in_configs_are_reported(
     tmp_path: Path, name: str, content: object, says: str
 ) -> None:
     assert chat_files.find_faults(tmp_path) == []
@@ -70,7 +70,7 @@ def test_configs_that_say_wrongly_where_a_text_ends(
             chat_files.write_chat_files(tmp_path, "x", [7])
 
 
-def test_an_export_has_no_ids_that_are_none(
+def test_an_export_contains_no_invalid_token_ids(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""What the check of a finished model directory notices."""
+"""The check of a model directory finds missing and contradictory files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_config(directory: Path, size: str, vocabulary: int) -> None:
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    """Write a tiny model with random bf16 weights and a tokenizer of bytes."""
+    """Write a tiny model with random bf16 weights and a byte tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     write_config(tmp_path, "tiny", 300)
@@ -51,7 +51,7 @@ def problems(model_dir: Path, weights: bool = True) -> str:
     return caught.value.found
 
 
-def test_a_whole_model(model_dir):
+def test_a_complete_model_has_no_problems(model_dir):
     facts = check.check_model(model_dir, weights=True)
     assert facts == check.ModelFacts(
         scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048
@@ -65,7 +65,7 @@ def test_a_model_from_scratch_has_no_weights(model_dir):
     assert check.check_model(model_dir, weights=False).dtype == "float32"
 
 
-def test_all_that_does_not_fit_is_told_at_once(model_dir):
+def test_all_problems_are_reported_at_once(model_dir):
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["model.layers.0.mlp.up_proj.weight"]
         tensors[Q_PROJ] = tensors[Q_PROJ][:5].clone()
@@ -85,13 +85,13 @@ def test_all_that_does_not_fit_is_told_at_once(model_dir):
 
 
 @pytest.mark.parametrize("cut", [-1, -1000, 5000, 100, 4, 0])
-def test_a_truncated_file(model_dir, cut):
+def test_a_truncated_file_is_reported(model_dir, cut):
     content = (model_dir / WEIGHTS).read_bytes()
     (model_dir / WEIGHTS).write_bytes(content[:cut])
     assert WEIGHTS in problems(model_dir)
 
 
-def test_trailing_bytes_and_a_header_that_lies(model_dir):
+def test_trailing_bytes_and_a_wrong_header_are_reported(model_dir):
     path = model_dir / WEIGHTS
     content = path.read_bytes()
     path.write_bytes(content + b"x")
@@ -106,7 +106,7 @@ def test_trailing_bytes_and_a_header_that_lies(model_dir):
     assert "header would have" in problems(model_dir)
 
 
-def test_an_index_that_does_not_fit_its_shards(model_dir):
+def test_an_index_that_contradicts_its_shards_is_reported(model_dir):
     (model_dir / WEIGHTS).unlink()
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir)).bfloat16()
     model.save_pretrained(model_dir, max_shard_size="4MB")
@@ -118,7 +118,7 @@ def test_an_index_that_does_not_fit_its_shards(model_dir):
     assert "model.norm.weight is not in model-00001-of-00002.safetensors" in problems(model_dir)
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(model_dir):
+def test_a_tokenizer_larger_than_the_vocabulary_is_reported(model_dir):
     (model_dir / WEIGHTS).unlink()
     write_config(model_dir, "tiny", 64)
     assert "only 64 rows" in problems(model_dir, weights=False)
@@ -130,7 +130,7 @@ def test_nothing_is_allocated_for_a_large_model(model_dir):
     assert check.check_model(model_dir, weights=False).parameters > 68e9
 
 
-def test_headers_alone_tell_what_does_not_fit(model_dir):
+def test_headers_alone_are_enough_to_find_problems(model_dir):
     path = model_dir / WEIGHTS
     content = path.read_bytes()
     path.write_bytes(content[: 8 + struct.unpack("<Q", content[:8])[0]])

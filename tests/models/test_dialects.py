@@ -1,4 +1,4 @@
-"""The keys that other programs read beside those of transformers 5."""
+"""Configs contain the keys of older programs beside those of transformers 5."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_each_family_gets_its_earlier_keys(
 
 
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"phi3"}))
-def test_transformers_5_reads_the_same_with_them(tmp_path: Path, family: str) -> None:
+def test_transformers_5_reads_the_same_with_earlier_keys(tmp_path: Path, family: str) -> None:
     before = _written(FAMILIES[family](), tmp_path)
     after = dialects.add_earlier_keys(before)
     assert _read(after, tmp_path / "after") == _read(before, tmp_path / "before")
 
 
-def test_phi3_reads_the_same_and_the_names_of_its_earlier_fields(tmp_path: Path) -> None:
+def test_phi3_accepts_the_names_of_its_earlier_fields(tmp_path: Path) -> None:
     before = _written(FAMILIES["phi3"](), tmp_path)
     read = _read(dialects.add_earlier_keys(before), tmp_path / "after")
     assert read.pop("partial_rotary_factor") == 1.0  # what stands in rope_parameters, too
@@ -113,7 +113,7 @@ def test_phi3_reads_the_same_and_the_names_of_its_earlier_fields(tmp_path: Path)
     assert read == _read(before, tmp_path / "before")
 
 
-def test_the_text_part_of_a_model_has_them_too() -> None:
+def test_the_text_part_of_a_model_gets_earlier_keys_too() -> None:
     before = {
         "model_type": "gemma3",
         "text_config": {
@@ -128,7 +128,7 @@ def test_the_text_part_of_a_model_has_them_too() -> None:
     assert dialects.remove_keys(after, added) == before
 
 
-def test_a_config_with_earlier_keys_is_not_contradicted() -> None:
+def test_existing_earlier_keys_are_not_contradicted() -> None:
     earlier = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": _YARN}
     assert dialects.add_earlier_keys(earlier) == earlier
     stale = {"model_type": "llama", "rope_theta": 1e4, "rope_parameters": _base(5e5)}
@@ -140,7 +140,7 @@ def test_a_config_with_earlier_keys_is_not_contradicted() -> None:
 def test_the_base_of_each_scaled_config_is_the_one_that_transformers_5_reads(
     tmp_path: Path,
 ) -> None:
-    """Its classes replace rope_parameters by rope_scaling, or add this to the layers it is for."""
+    """transformers 5 replaces rope_parameters by rope_scaling, or extends those of some layers."""
     linear = {"rope_type": "linear", "factor": 8.0}
     by_layer = {"full_attention": _base(5e5), "sliding_attention": _base(3e3)}
     configs = {
@@ -160,7 +160,7 @@ def test_the_base_of_each_scaled_config_is_the_one_that_transformers_5_reads(
         assert _read(after, tmp_path / f"{name} after")["rope_parameters"] == read
 
 
-def test_a_dtype_is_that_of_the_text_part_too() -> None:
+def test_the_dtype_of_the_text_part_is_set_too() -> None:
     before = {
         "dtype": "bfloat16",
         "text_config": {"torch_dtype": "bfloat16"},
@@ -178,18 +178,18 @@ def test_a_dtype_is_that_of_the_text_part_too() -> None:
     }
 
 
-def test_an_unscaled_model_says_so_where_the_family_scales_by_default(tmp_path: Path) -> None:
+def test_an_unscaled_model_of_a_family_that_scales_by_default_says_so(tmp_path: Path) -> None:
     config = GptOssConfig(rope_parameters=_base(5e5), num_hidden_layers=2)
     after = dialects.add_earlier_keys(_written(config, tmp_path))
     assert after["rope_scaling"] is None and after["rope_theta"] == 5e5
 
 
-def test_a_model_with_them_is_the_one_that_it_was_without(tmp_path: Path) -> None:
+def test_earlier_keys_do_not_change_the_fingerprint(tmp_path: Path) -> None:
     content = _written(FAMILIES["qwen3_moe"](), tmp_path)
     entry = {"kind": "model/1", "identity": {}, "options": {}}
 
     def publish(config: dict[str, Any], summary: dict[str, Any]) -> str:
-        """Write config and manifest as a stage does; return the fingerprint."""
+        """Write config and manifest as a stage does, and return the fingerprint."""
         manifest.write_json(tmp_path / "config.json", config)
         files = [manifest.file_entry(tmp_path, tmp_path / "config.json", "sha256")]
         noted = {**entry, "files": files, "summary": summary}
@@ -209,7 +209,7 @@ def test_a_model_with_them_is_the_one_that_it_was_without(tmp_path: Path) -> Non
     assert read_config(tmp_path).hidden_size == 64
 
 
-def test_a_tokenizer_of_transformers_5_becomes_one_for_all() -> None:
+def test_a_tokenizer_config_of_transformers_5_works_with_version_4() -> None:
     saved = {
         "tokenizer_class": "TokenizersBackend",
         "backend": "tokenizers",
@@ -238,7 +238,7 @@ def test_a_tokenizer_of_transformers_5_becomes_one_for_all() -> None:
 @pytest.mark.parametrize(
     ("stops", "expected"), [([7, 2], [7, 2]), (2, 2), (None, 2), (7, 2)], ids=repr
 )
-def test_a_list_of_stops_stands_in_the_config_too(
+def test_a_list_of_stop_tokens_is_copied_to_the_config(
     tmp_path: Path, stops: object, expected: object
 ) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 2, "text_config": {"eos_token_id": 2}}')

@@ -1,4 +1,4 @@
-"""A model's name to its directory."""
+"""Models are found by name or path, and incomplete ones are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lib.models.lookup import find_model
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a cache directory with two prepared models, `org--first` the older."""
+    """Return a cache directory with two prepared models; `org--first` is the older one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "none"))
     for name, day in (("org--first", 1), ("scratch-tiny", 2)):
@@ -35,11 +35,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", ["org/first", "org--first", ".cache/models/org--first"])
-def test_every_spelling_of_a_prepared_model(cache, name):
+def test_a_prepared_model_is_found_by_each_spelling_of_its_name(cache, name):
     assert find_model(name, cache) == cache / "models/org--first"
 
 
-def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, capsys):
+def test_without_a_name_the_only_model_is_used_and_logged(cache, capsys):
     log.setup()
     with pytest.raises(UsageError, match="2 models are prepared") as caught:
         find_model(None, cache)
@@ -62,7 +62,7 @@ def test_without_a_name_the_only_model_is_taken_and_the_log_says_which(cache, ca
     assert find_model("demo", cache) == cache / "models/demo"
 
 
-def test_a_directory_made_elsewhere_is_welcome(cache, capsys):
+def test_a_directory_without_a_manifest_is_accepted(cache, capsys):
     log.setup()
     Path("saved").mkdir()
     Path("saved/config.json").write_text("{}")
@@ -70,7 +70,7 @@ def test_a_directory_made_elsewhere_is_welcome(cache, capsys):
     assert "made elsewhere" in capsys.readouterr().out
 
 
-def test_an_unknown_name_lists_what_there_is(cache):
+def test_the_error_for_an_unknown_name_lists_the_models(cache):
     with pytest.raises(ArtifactError) as caught:
         find_model("org/second", cache)
     told = caught.value.render()
@@ -78,7 +78,7 @@ def test_an_unknown_name_lists_what_there_is(cache):
     assert "03_download_model.py --model-name org/second" in told
 
 
-def test_an_unfinished_model_does_not_exist(cache):
+def test_an_unfinished_model_is_not_found(cache):
     (cache / "models/org--third.partial-12345678").mkdir()
     (cache / "models/org--third.partial-12345678/config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no finished model") as caught:
@@ -99,13 +99,13 @@ def test_a_model_that_lost_a_file_is_damaged(cache):
         find_model("org/first", cache)
 
 
-def test_nothing_prepared_tells_what_to_run(tmp_path):
+def test_without_models_the_error_names_a_command(tmp_path):
     with pytest.raises(ArtifactError) as caught:
         find_model(None, tmp_path)
     assert "--from-scratch" in caught.value.hint
 
 
-def test_a_snapshot_in_a_hugging_face_cache(cache, monkeypatch, capsys):
+def test_a_complete_snapshot_in_the_hugging_face_cache_is_found(cache, monkeypatch, capsys):
     log.setup()
     monkeypatch.setenv("HF_HUB_CACHE", str(cache / "hub"))
     home = cache / "hub/models--org--cached"
@@ -125,7 +125,7 @@ def test_a_snapshot_in_a_hugging_face_cache(cache, monkeypatch, capsys):
     assert f"complete in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
 
 
-def test_pickles_are_not_taken_for_a_model_without_weights(cache):
+def test_a_model_with_pickles_does_not_count_as_one_without_weights(cache):
     Path("old").mkdir()
     Path("old/config.json").write_text("{}")
     Path("old/pytorch_model.bin").write_bytes(b"")
@@ -156,7 +156,7 @@ def test_pickles_are_not_taken_for_a_model_without_weights(cache):
         ),
     ],
 )
-def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
+def test_the_error_for_a_damaged_model_names_the_command_that_made_it(cache, used, told):
     path = cache / "models/org--first/manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "options": used}))
     (cache / "models/org--first/config.json").unlink()
@@ -167,7 +167,7 @@ def test_a_damaged_model_tells_the_command_that_made_it(cache, used, told):
     assert bool(caught.value.run) == ("my data" not in told)
 
 
-def test_it_imports_nothing_heavy():
+def test_finding_a_model_imports_neither_torch_nor_transformers():
     code = (
         "import sys, lib.models.directory; print([m for m in sys.modules if m in "
         "('torch', 'transformers', 'huggingface_hub', 'datasets', 'tokenizers')])"
@@ -188,7 +188,7 @@ def test_it_imports_nothing_heavy():
     "stray",
     ["model.safetensors", "modeling.py", "trusted_code.json", "model.safetensors.index.json"],
 )
-def test_weights_or_code_that_the_manifest_does_not_name_are_not_used(cache, stray):
+def test_weights_or_code_that_are_not_in_the_manifest_are_refused(cache, stray):
     directory = cache / "models/org--first"
     (directory / "._model.safetensors").write_text("what a Mac leaves")
     find_model("org/first", cache)

@@ -1,4 +1,4 @@
-"""Linears in 8-bit floats, their products emulated: losses, names, what is left alone."""
+"""Linear layers compute in emulated 8-bit floats with similar losses and the same names."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def on_meta(config: PretrainedConfig) -> nn.Module:
 def sharded(
     config: PretrainedConfig, recipe: str = "", compiled: bool = False, shard_size: int = 2
 ) -> nn.Module:
-    """Return a model with weights; recipe: of fp8, "" for bf16.
+    """Return a model with weights. recipe: of fp8, or "" for bf16.
 
-    shard_size: the ranks that the linears are converted for; there is one here.
+    shard_size: the number of ranks that the layers are converted for; this process is one rank.
     """
     model = on_meta(config)
     if recipe:
@@ -66,7 +66,7 @@ def sharded(
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
-    """Return the losses of so many steps on sentences of a small made-up language."""
+    """Return the losses of some steps on sentences of a small artificial language."""
     adamw = registry.build_optimizer("adamw", model, 1e-2)
     float8.update_scales_with(adamw, model)
     generator = torch.Generator().manual_seed(0)
@@ -85,7 +85,7 @@ def train(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def test_scales_are_those_of_the_weights_after_each_step(group: dist.ProcessGroup) -> None:
+def test_scales_are_updated_after_each_step(group: dist.ProcessGroup) -> None:
     model = sharded(SMALL, "tensorwise")
     weight = model.model.layers[1].mlp.up_proj.weight
     assert type(local_tensor(weight)) is torch.Tensor
@@ -126,10 +126,10 @@ def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> N
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-def test_a_rank_that_holds_all_weights_casts_them_in_its_blocks(
+def test_a_rank_with_all_weights_casts_them_in_its_blocks(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP hands on bf16, with no operation of its own on 8-bit floats, and the losses agree."""
+    """FSDP passes bf16 on and runs no operation on 8-bit floats, and the losses agree."""
     alone, gathered = (sharded(SMALL, "tensorwise", shard_size=size) for size in (1, 2))
     assert not [p for p in alone.parameters() if is_gathered_in_8_bits(p)]
     assert len([p for p in gathered.parameters() if is_gathered_in_8_bits(p)]) == 14
@@ -150,7 +150,7 @@ def test_a_rank_that_holds_all_weights_casts_them_in_its_blocks(
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> None:
+def test_the_names_of_each_family_stay(name: str, group: dist.ProcessGroup) -> None:
     config = FAMILIES[name]()
     model = on_meta(config)
     before = on_meta(config)
@@ -174,7 +174,9 @@ def test_each_family_keeps_its_names(name: str, group: dist.ProcessGroup) -> Non
     ), said
 
 
-def test_what_cannot_be_gathered_in_8_bits_is_gathered_in_bf16(group: dist.ProcessGroup) -> None:
+def test_weights_that_cannot_be_gathered_in_8_bits_are_gathered_in_bf16(
+    group: dist.ProcessGroup,
+) -> None:
     for recipe, shard_size, offload, says, wrapped in (
         ("tensorwise", 1, False, "scaled tensorwise; the rest in bf16", 0),
         ("tensorwise", 1, True, "scaled tensorwise; the rest in bf16", 0),

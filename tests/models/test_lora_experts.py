@@ -1,4 +1,4 @@
-"""Adapters of experts that are one parameter: by a regular expression alone, or a run says so."""
+"""Fused experts get adapters only by a regular expression; otherwise the log mentions them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def on_meta(family: str) -> PreTrainedModel:
     ],
 )
 @pytest.mark.parametrize("family", [*MIXTURES, "gpt_oss"])
-def test_what_is_added_is_as_if_it_were_in_the_weights(family: str, targets: str) -> None:
-    """Also where weights are transposed and have biases, as in gpt-oss."""
+def test_adapters_of_experts_act_like_merged_weights(family: str, targets: str) -> None:
+    """This includes weights that are transposed and have biases, as in gpt-oss."""
     torch.manual_seed(0)
     config = (
         FAMILIES[family]()
@@ -71,7 +71,7 @@ def test_what_is_added_is_as_if_it_were_in_the_weights(family: str, targets: str
     torch.testing.assert_close(model(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_weight_is_back_in_its_place_whatever_happens() -> None:
+def test_a_weight_is_restored_after_each_forward_pass() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"](), dtype=torch.float32)
     before = dict(model.named_parameters())
     added = Lora(3, 6.0, targets="gate_up_proj").attach(model)
@@ -101,7 +101,7 @@ def test_a_run_says_how_many_parameters_of_experts_have_no_adapter(family: str) 
     assert held and not any(".experts." in name for name in added)
 
 
-def test_linears_are_no_experts() -> None:
+def test_linear_layers_are_not_experts() -> None:
     for family in ("llama", "gpt2"):
         _, said = Lora(4, 8.0).convert(on_meta(family), Placement())
         assert "experts" not in said

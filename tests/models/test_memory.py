@@ -1,4 +1,4 @@
-"""What loading and exporting cost in memory and bytes, measured on processes of their own."""
+"""Loading and exporting need little memory and read few bytes, measured in separate processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MARGIN = 60 << 20
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Return the figures of models with 2 and 8 layers, by layers."""
+    """Return the figures of models with 2 and 8 layers, by number of layers."""
     found = {}
     for layers in (2, 8):
         root = tmp_path_factory.mktemp(f"layers{layers}")
@@ -36,7 +36,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, An
 
 
 @pytest.mark.parametrize("layers", [2, 8])
-def test_each_rank_reads_and_holds_its_shard_alone(
+def test_each_rank_reads_and_stores_only_its_shard(
     measured: dict[int, dict[str, Any]], layers: int
 ) -> None:
     found = measured[layers]
@@ -45,7 +45,7 @@ def test_each_rank_reads_and_holds_its_shard_alone(
     assert max(found["load"]["memory"]) < shard + EMBEDDING / 2 / benchmark.RANKS + MARGIN
 
 
-def test_an_export_holds_no_more_than_three_tensors(measured: dict[int, dict[str, Any]]) -> None:
+def test_an_export_has_at_most_three_tensors_in_memory(measured: dict[int, dict[str, Any]]) -> None:
     memory = {layers: found["export"]["memory"] for layers, found in measured.items()}
     assert max(memory.values()) < 3 * EMBEDDING
     assert abs(memory[8] - memory[2]) < 32 << 20  # whatever the size of the model

@@ -1,4 +1,4 @@
-"""A model change keeps all names and is folded away in an export; unknown names are errors."""
+"""A model change keeps all names, an export folds it, and unknown names are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that PEFT wrote: taken as they are, or refused in words."""
+"""Adapters of PEFT are read as they are, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def adapter(tmp_path: Path) -> Path:
         ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
     ],
 )
-def test_it_computes_what_peft_does(
+def test_an_adapter_gives_the_logits_of_peft(
     tmp_path: Path, family: str, settings: dict[str, object]
 ) -> None:
     model = build(family)
@@ -81,7 +81,7 @@ def test_it_computes_what_peft_does(
     torch.testing.assert_close(model(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_pattern_matches_the_names_and_no_others() -> None:
+def test_a_pattern_matches_exactly_the_names() -> None:
     names = [f"model.layers.{i}.attn.{part}" for i in (0, 3, 12) for part in ("q", "k.x")]
     names += ["model.layers.3.mlp.experts.4.w1", "model.top"]
     pattern = peft_adapter.build_pattern(names)
@@ -162,7 +162,7 @@ def test_damage_is_reported(adapter: Path) -> None:
 
 
 def change_header(path: Path, change: object) -> None:
-    """Change the header of a safetensors file in place: its tensors in order, and its text."""
+    """Change the header of a safetensors file in place, by its tensors in order or by its text."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -196,13 +196,13 @@ def change_header(path: Path, change: object) -> None:
         ),
     ],
 )
-def test_a_header_that_lies_is_damage(adapter: Path, change: object) -> None:
+def test_a_wrong_header_counts_as_damage(adapter: Path, change: object) -> None:
     change_header(adapter / peft_adapter.WEIGHTS, change)
     with pytest.raises(ArtifactError, match="is damaged"):
         peft_adapter.read_adapter(adapter)
 
 
-def test_what_safetensors_alone_refuses_is_damage(adapter: Path) -> None:
+def test_files_that_safetensors_refuses_count_as_damaged(adapter: Path) -> None:
     change_header(
         adapter / peft_adapter.WEIGHTS, lambda _, header: header.update(__metadata__={"format": 5})
     )
@@ -213,7 +213,7 @@ def test_what_safetensors_alone_refuses_is_damage(adapter: Path) -> None:
         lora.load_adapter(model, found)
 
 
-def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) -> None:
+def test_numbers_too_large_for_the_dtype_count_as_damage(adapter: Path) -> None:
     weights = adapter / peft_adapter.WEIGHTS
     tensors = {key: tensor.double() for key, tensor in load_file(weights).items()}
     save_file(
@@ -235,7 +235,7 @@ def test_numbers_beyond_the_dtype_of_the_parameters_are_damage(adapter: Path) ->
 
 
 @pytest.mark.parametrize("alpha", [1e300, 10**400, 1e-300, 2e6])
-def test_an_alpha_that_no_dtype_can_hold_is_refused(adapter: Path, alpha: float) -> None:
+def test_an_alpha_outside_of_the_range_of_dtypes_is_refused(adapter: Path, alpha: float) -> None:
     path = adapter / peft_adapter.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": alpha}))
     with pytest.raises(UsageError) as refused:
@@ -255,7 +255,7 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
+def test_all_linear_means_the_same_layers_as_in_peft(family: str) -> None:
     model = build(family)
     mine = set(lora_targets.choose_linears(model, lora_targets.ALL))
     attention = set(lora_targets.choose_linears(model, lora_targets.ATTENTION))
@@ -290,7 +290,7 @@ def test_all_linears_are_those_of_peft_within_the_blocks(family: str) -> None:
         )
 
 
-def test_an_adapter_without_a_part_in_the_model_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_adapter_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = build("llama")
     Lora(2, 4.0).attach(model)
     for module in model.modules():
@@ -310,7 +310,7 @@ def test_an_adapter_without_a_part_in_the_model_is_told(caplog: pytest.LogCaptur
     ]
 
 
-def test_an_adapter_that_lacks_layers_is_damage(adapter: Path) -> None:
+def test_an_adapter_without_some_layers_counts_as_damaged(adapter: Path) -> None:
     model = build("llama")
     weights = {
         name: tensor

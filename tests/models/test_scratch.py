@@ -1,4 +1,4 @@
-"""The sizes on offer, counted on the meta device."""
+"""The sizes of models from scratch, counted on the meta device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("size", scratch.SIZES)
-def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
+def test_the_formula_counts_parameters_close_to_the_name_of_the_size(size, tmp_path):
     vocabulary = scratch.SIZES[size].vocabulary
     scratch.make_config(size, vocabulary, 0, 1).save_pretrained(tmp_path)
     model = architecture.build_on_meta(tmp_path)
@@ -34,7 +34,7 @@ def test_parameters_are_near_the_name_and_as_the_formula_says(size, tmp_path):
 
 
 def test_some_sizes_are_those_of_llama_2() -> None:
-    """As counted in its safetensors on the Hub."""
+    """The numbers of parameters are those of its safetensors on the Hub."""
     assert scratch.SIZES["7B"].parameters(32_000) == 6_738_415_616
     assert scratch.SIZES["13B"].parameters(32_000) == 13_015_864_320
     assert "the shapes of Llama 2 7B" in scratch.describe_size("7B", 32_000)["size"]
@@ -49,7 +49,7 @@ def test_the_vocabulary_is_padded(tmp_path):
     assert scratch.make_config("tiny", 4097, None, None).vocab_size == 4160
 
 
-def test_same_size_same_bytes(tmp_path):
+def test_the_same_size_gives_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Design("tiny", None, None, (), None).write(tmp_path / name, 4096, None)

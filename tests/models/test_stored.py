@@ -15,13 +15,13 @@ from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 
 
-def in_memory(model: PreTrainedModel) -> int:
-    """Return how many of a model's numbers are there."""
+def count_in_memory(model: PreTrainedModel) -> int:
+    """Return the number of a model's parameters that are not on meta."""
     return sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_the_whole_model(tmp_path: Path, family: str) -> None:
+def test_streamed_parts_give_the_logits_of_the_full_model(tmp_path: Path, family: str) -> None:
     make_checkpoint(tmp_path, FAMILIES[family](num_hidden_layers=3))
     expected = AutoModelForCausalLM.from_pretrained(tmp_path).eval()(input_ids=TOKENS).logits
     model = build_on_meta(tmp_path)
@@ -31,7 +31,7 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, family: str) -> Non
 
         def read(name: str) -> Tensor:
             nonlocal most
-            most = max(most, in_memory(model))
+            most = max(most, count_in_memory(model))
             return stored.read(name)
 
         with stream_parts(model, read):
@@ -40,7 +40,7 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, family: str) -> Non
     blocks = [
         sum(p.numel() for p in block.parameters()) for block in decoder_layers(model).values()
     ]
-    assert 0 < most < 1.5 * max(blocks) and in_memory(model) == 0 and model.training
+    assert 0 < most < 1.5 * max(blocks) and count_in_memory(model) == 0 and model.training
     assert all(
         model.get_parameter(name) is model.get_parameter(source) for name, source in tied.items()
     )
@@ -58,7 +58,7 @@ def test_a_part_that_fails_leaves_nothing_in_memory(tmp_path: Path) -> None:
 
         with pytest.raises(OSError, match="Input"), stream_parts(model, fail):
             model(input_ids=TOKENS)
-        assert in_memory(model) == 0
+        assert count_in_memory(model) == 0
         with stream_parts(model, stored.read):
             assert model(input_ids=TOKENS).logits.isfinite().all()
-    assert in_memory(model) == 0
+    assert count_in_memory(model) == 0

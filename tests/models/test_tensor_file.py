@@ -1,4 +1,4 @@
-"""Files in the safetensors format: any length, any kind of tensor, and what the library writes."""
+"""Files in the safetensors format have the content that the library itself writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lib.models.tensor_file import Entry, TensorFile, encode_tensors, write_tens
 
 @pytest.mark.parametrize("count", [0, 1, 5, 1 << 21, (1 << 21) + 3, 5 << 20])
 def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
-    """Pieces of 8 MiB: none, a part of one, exactly one, several; odd sizes and empty tensors."""
+    """Files have none, a part, one or several pieces of 8 MiB, odd sizes and empty tensors."""
     torch.manual_seed(0)
     tensors = {"first": torch.randn(3), "large": torch.randn(count), "scalar": torch.tensor(7.0)}
     entries = [Entry(key, tuple(t.shape), torch.float32) for key, t in tensors.items()]
@@ -36,7 +36,9 @@ def test_a_file_of_any_length_reads_back(tmp_path: Path, count: int) -> None:
     assert not file.reads_back()
 
 
-def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_direct_io_is_supported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lib.models.tensor_file._DIRECT", 0)
     test_a_file_of_any_length_reads_back(tmp_path, (1 << 21) + 3)
 

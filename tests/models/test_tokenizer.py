@@ -1,4 +1,4 @@
-"""The tokenizer that stage 03 trains."""
+"""Stage 03 trains, copies and checks tokenizers."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def train(corpus: Path, into: Path, vocabulary: int = 600, **more) -> tuple[int,
 
 @pytest.fixture(scope="module")
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train one, beside the config of a model as it will stand."""
+    """Train a tokenizer beside the config of its model."""
     into = tmp_path_factory.mktemp("tokenizer") / "it"
     assert train(corpus, into)[0] == 600
     scratch.make_config("tiny", 600, 0, 1).save_pretrained(into)
     return into
 
 
-def test_every_string_survives(trained):
+def test_every_string_is_decoded_unchanged(trained):
     loaded = AutoTokenizer.from_pretrained(trained, local_files_only=True)
     draw = random.Random(1)
     strange = [
@@ -92,7 +92,7 @@ def test_text_cannot_forge_a_special_token(trained):
     assert loaded.eos_token_id not in fast
 
 
-def test_what_a_trainer_reads_of_it(trained):
+def test_transformers_reads_the_special_tokens_and_the_context(trained):
     loaded = tokenizer.load_tokenizer(trained)
     assert (len(loaded), loaded.model_max_length) == (600, 128)
     special = (loaded.bos_token, loaded.eos_token, loaded.pad_token)
@@ -100,7 +100,7 @@ def test_what_a_trainer_reads_of_it(trained):
     assert len(set(loaded.convert_tokens_to_ids(list(special)))) == 3
 
 
-def test_a_batch_is_padded_with_a_token_that_no_text_has(trained):
+def test_a_batch_is_padded_with_a_token_that_occurs_in_no_text(trained):
     loaded = tokenizer.load_tokenizer(trained)
     batch = loaded(["a b c d e f", f"a{tokenizer.PAD}"], padding=True)
     assert [sum(mask) for mask in batch["attention_mask"]] == [
@@ -116,7 +116,7 @@ def test_the_smallest_vocabulary_has_no_room_for_padding(corpus, tmp_path):
 
 
 def test_ollama_knows_how_words_are_split(trained):
-    """Ollama takes a pre-tokenizer for llama-bpe by the SHA-256 of its expression."""
+    """Ollama recognises the pre-tokenizer llama-bpe by the SHA-256 of its expression."""
     content = json.loads((trained / "tokenizer.json").read_text())
     steps = content["pre_tokenizer"]["pretokenizers"]
     words = "".join(step["pattern"]["Regex"] for step in steps if step["type"] == "Split")
@@ -125,13 +125,13 @@ def test_ollama_knows_how_words_are_split(trained):
     )
 
 
-def test_same_text_same_bytes(corpus, trained, tmp_path):
+def test_the_same_text_gives_the_same_bytes(corpus, trained, tmp_path):
     train(corpus, tmp_path / "again")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / file).read_bytes() == (trained / file).read_bytes()
 
 
-def test_a_small_corpus_gives_fewer_tokens(corpus, tmp_path):
+def test_a_small_corpus_leaves_tokens_unused(corpus, tmp_path):
     made, sample = train(corpus, tmp_path / "it", vocabulary=50_000)
     assert 600 < made < 50_000 == len(tokenizer.load_tokenizer(tmp_path / "it"))
     assert sample.documents_used == 402 and str(sample).startswith("all 402 documents")
@@ -144,13 +144,13 @@ def test_the_sample_is_bounded_and_spread(corpus, tmp_path):
     assert 40 < sample.documents_used < 60 and "evenly spread" in str(sample)
 
 
-def test_one_long_document_is_cut(tmp_path):
+def test_one_long_document_is_truncated(tmp_path):
     datasets.Dataset.from_dict({"text": ["é" * 10_000]}).save_to_disk(tmp_path / "long")
     made, sample = train(tmp_path / "long", tmp_path / "it", vocabulary=259, limit=1001)
     assert made == 259 and sample.bytes_used == 1001
 
 
-def test_a_dataset_is_known_by_its_content(corpus, tmp_path):
+def test_the_fingerprint_of_a_dataset_depends_on_its_content(corpus, tmp_path):
     moved = tmp_path / "moved"
     datasets.load_from_disk(str(corpus)).save_to_disk(moved)
     assert training_text.fingerprint([corpus]) == training_text.fingerprint([corpus])
@@ -164,7 +164,7 @@ def test_a_dataset_is_known_by_its_content(corpus, tmp_path):
         training_text.fingerprint([tmp_path / "far.partial-1"])
 
 
-def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_is_trained_on_several_datasets_or_none(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "both").mkdir()
     datasets.Dataset.from_dict({"text": ["zyzzyva " * 500]}).save_to_disk(tmp_path / "other")
     how = {"workers": 1, "show_progress": False}
@@ -188,20 +188,20 @@ def test_several_datasets_and_none(corpus: Path, tmp_path: Path) -> None:
     assert not tokenizer.find_losses(loaded, tmp_path / "bytes")
 
 
-def test_copy_takes_tokenizer_files_only_and_sets_the_context(trained, tmp_path):
+def test_only_tokenizer_files_are_copied_and_the_context_is_set(trained, tmp_path):
     tokenizer.copy_tokenizer(trained, 64, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == 64
 
 
-def test_a_broken_tokenizer_is_told_in_a_sentence(tmp_path):
+def test_a_tokenizer_that_does_not_load_is_a_usage_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
     with pytest.raises(UsageError, match="does not load"):
         tokenizer.load_tokenizer(tmp_path)
 
 
-def made_of(into: Path, change) -> Path:
-    """Save a byte-level tokenizer without merges, changed."""
+def save_changed_tokenizer(into: Path, change) -> Path:
+    """Save a byte-level tokenizer without merges, with some changes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -214,7 +214,7 @@ def made_of(into: Path, change) -> Path:
     return into
 
 
-def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tmp_path):
+def test_normalising_text_is_reported_and_garbling_it_is_an_error(trained, tmp_path):
     from tokenizers import decoders, normalizers
 
     assert tokenizer.find_losses(tokenizer.load_tokenizer(trained), trained) == []
@@ -223,16 +223,18 @@ def test_one_that_normalises_is_lossy_and_one_that_garbles_is_broken(trained, tm
         ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3),
     ):
         (tmp_path / name).mkdir()
-        where = made_of(tmp_path / name, change)
+        where = save_changed_tokenizer(tmp_path / name, change)
         assert len(tokenizer.find_losses(tokenizer.load_tokenizer(where), where)) >= words
     (tmp_path / "broken").mkdir()
-    where = made_of(tmp_path / "broken", lambda made: setattr(made, "decoder", decoders.Fuse()))
+    where = save_changed_tokenizer(
+        tmp_path / "broken", lambda made: setattr(made, "decoder", decoders.Fuse())
+    )
     with pytest.raises(UsageError, match="decodes its own tokens") as caught:
         tokenizer.find_losses(tokenizer.load_tokenizer(where), where)
     assert "ĠquickĠ" in caught.value.found
 
 
-def test_conversations_give_their_words_and_a_template(tmp_path: Path, corpus: Path) -> None:
+def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpus: Path) -> None:
     said = ["Where does the heron stand?", "In the reeds by the water."]
     turns = [
         {"role": role, "content": text}

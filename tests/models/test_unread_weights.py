@@ -1,4 +1,4 @@
-"""Directories whose weights are not read: the error says what to type, and that works."""
+"""For weights in other formats, the error contains commands that convert them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refused(path: Path) -> StageError:
     return caught.value
 
 
-def test_pickled_weights_are_converted_by_what_the_error_says(model: Path) -> None:
+def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     torch.save(weights, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
@@ -52,7 +52,7 @@ def test_pickled_weights_are_converted_by_what_the_error_says(model: Path) -> No
 
 @pytest.mark.parametrize("inner", [".", "pytorch_model_fsdp_0", "a/b"])
 @pytest.mark.parametrize("has_config", [True, False])
-def test_shards_of_fsdp_are_named_with_what_merges_them(
+def test_the_error_for_shards_of_fsdp_names_the_command_that_merges_them(
     model: Path, inner: str, has_config: bool
 ) -> None:
     shards = model / inner
@@ -71,7 +71,7 @@ def test_shards_of_fsdp_are_named_with_what_merges_them(
 @pytest.mark.parametrize(
     "part", ["", "checkpoints", "checkpoints/step_00000002", "checkpoints/step_00000002/dcp"]
 )
-def test_a_run_is_exported(model: Path, part: str) -> None:
+def test_the_printed_command_exports_a_run(model: Path, part: str) -> None:
     step = model / "checkpoints/step_00000002"
     (step / "dcp").mkdir(parents=True)
     (step / "dcp/__0_0.distcp").touch()
@@ -83,7 +83,7 @@ def test_a_run_is_exported(model: Path, part: str) -> None:
     assert words == ["-e", "a model", *expected, "--out", "a model/export/model"]
 
 
-def test_a_model_that_is_whole_is_taken_whatever_lies_beside_it(model: Path) -> None:
+def test_a_complete_model_is_accepted_beside_other_formats(model: Path) -> None:
     (model / "pytorch_model.bin").touch()
     (model / "global_step5").mkdir()
     (model / "global_step5" / "__0_0.distcp").touch()

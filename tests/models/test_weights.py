@@ -1,4 +1,4 @@
-"""Weights end up where they belong: loaded or drawn, whole or sharded."""
+"""Weights are loaded or initialised correctly, in full and sharded models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
 
 @pytest.fixture
 def rewrite(tmp_path: Path) -> Callable[[Callable[[Tensors], Any]], Path]:
-    """Return a function that saves a tiny Llama whose tensors went through a change."""
+    """Return a function that saves a tiny Llama with changed tensors."""
 
     def rewritten(change: Callable[[Tensors], Any], family: str = "llama") -> Path:
         make_checkpoint(tmp_path, FAMILIES[family]())
@@ -69,7 +69,9 @@ def rewrite(tmp_path: Path) -> Callable[[Callable[[Tensors], Any]], Path]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_loads_what_from_pretrained_loads(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_weights_are_loaded_as_by_from_pretrained(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
     make_checkpoint(tmp_path, FAMILIES[name](), dtype=dtype)
     model = _loaded(tmp_path)
     reference = _reference(tmp_path)
@@ -83,7 +85,7 @@ def test_loads_what_from_pretrained_loads(tmp_path: Path, name: str, dtype: torc
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "mixtral", "gpt_neox"])
-def test_loads_several_files_through_an_index(tmp_path: Path, name: str) -> None:
+def test_several_files_are_loaded_through_an_index(tmp_path: Path, name: str) -> None:
     assert not has_weights(tmp_path)
     make_checkpoint(tmp_path, FAMILIES[name](), max_shard_size="20KB")
     assert (tmp_path / INDEX).exists() and has_weights(tmp_path)
@@ -91,20 +93,20 @@ def test_loads_several_files_through_an_index(tmp_path: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen2"])
-def test_loads_names_of_the_base_model(tmp_path: Path, name: str) -> None:
+def test_names_of_the_base_model_are_accepted(tmp_path: Path, name: str) -> None:
     model = make_checkpoint(tmp_path, FAMILIES[name](tie_word_embeddings=True))
     model.base_model.save_pretrained(tmp_path / "base")
     _assert_same(_loaded(tmp_path / "base"), _reference(tmp_path))
 
 
-def test_loads_a_checkpoint_with_fused_experts(tmp_path: Path) -> None:
+def test_fused_experts_are_loaded(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, FAMILIES["mixtral"](), save_original_format=False)
     assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / WEIGHTS)
     _assert_same(_loaded(tmp_path), _reference(tmp_path))
 
 
 @pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING, reason="this transformers has no hrm_text")
-def test_loads_a_tensor_that_becomes_several_parameters(tmp_path: Path) -> None:
+def test_a_tensor_may_become_several_parameters(tmp_path: Path) -> None:
     make_checkpoint(
         tmp_path,
         CONFIG_MAPPING["hrm_text"](
@@ -120,13 +122,13 @@ def test_loads_a_tensor_that_becomes_several_parameters(tmp_path: Path) -> None:
     _assert_same(_loaded(tmp_path), _reference(tmp_path))
 
 
-def test_ignores_what_old_checkpoints_hold(rewrite: Callable[..., Path]) -> None:
+def test_buffers_of_old_checkpoints_are_ignored(rewrite: Callable[..., Path]) -> None:
     old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     directory = rewrite(lambda tensors: tensors.update(old))
     _assert_same(_loaded(directory), _reference(directory))
 
 
-def test_takes_a_tied_weight_under_both_names(rewrite: Callable[..., Path]) -> None:
+def test_a_tied_weight_may_have_both_names(rewrite: Callable[..., Path]) -> None:
     directory = rewrite(
         lambda tensors: tensors.update(
             {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -136,7 +138,7 @@ def test_takes_a_tied_weight_under_both_names(rewrite: Callable[..., Path]) -> N
     _assert_same(_loaded(directory), _reference(directory))
 
 
-def test_takes_a_tied_weight_under_the_other_name(rewrite: Callable[..., Path]) -> None:
+def test_a_tied_weight_may_have_the_other_name(rewrite: Callable[..., Path]) -> None:
     directory = rewrite(
         lambda tensors: tensors.update(
             {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
@@ -158,7 +160,7 @@ def test_tied_weights_that_differ_are_refused(rewrite: Callable[..., Path]) -> N
     assert "tie_word_embeddings" in error.value.render()
 
 
-def test_all_misfits_are_told_at_once(rewrite: Callable[..., Path]) -> None:
+def test_all_problems_are_reported_at_once(rewrite: Callable[..., Path]) -> None:
     def change(tensors: Tensors) -> None:
         del tensors["model.norm.weight"]
         tensors["lm_head.weight"] = torch.zeros(96, 32)
@@ -184,7 +186,7 @@ def test_a_missing_expert_is_named(rewrite: Callable[..., Path]) -> None:
     assert error.value.found == f"missing: {lost}"
 
 
-def test_missing_and_damaged_files_are_told(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_reported(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, FAMILIES["llama"](), max_shard_size="20KB")
     files = sorted(tmp_path.glob("model-*.safetensors"))
     files[0].unlink()
@@ -195,7 +197,7 @@ def test_missing_and_damaged_files_are_told(tmp_path: Path) -> None:
     assert f"damaged: the file {files[1].name}" in error.value.found
 
 
-def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
+def test_a_wrong_index_is_reported(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, FAMILIES["llama"](), max_shard_size="20KB")
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["ghost"] = next(iter(index["weight_map"].values()))
@@ -208,7 +210,7 @@ def test_an_index_that_lies_is_told(tmp_path: Path) -> None:
         _loaded(tmp_path)
 
 
-def test_no_weights_at_all(tmp_path: Path) -> None:
+def test_a_directory_without_weights_is_reported(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     assert not has_weights(tmp_path)
     with pytest.raises(ArtifactError):
@@ -216,7 +218,7 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_draws_by_the_rules_of_the_family(tmp_path: Path, name: str) -> None:
+def test_weights_are_initialised_by_the_rules_of_the_family(tmp_path: Path, name: str) -> None:
     # Wide enough that the spread of each matrix is known to a few percent.
     FAMILIES[name](
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8
@@ -245,7 +247,7 @@ def test_gpt2_scales_the_residual_projections_by_depth(tmp_path: Path) -> None:
     assert model.transformer.h[3].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
 
-def test_the_seed_decides_and_leaves_the_generator_alone(tmp_path: Path) -> None:
+def test_only_the_seed_decides_and_the_global_random_state_stays(tmp_path: Path) -> None:
     FAMILIES["llama"]().save_pretrained(tmp_path)
     before = torch.get_rng_state()
     draws = []
@@ -295,7 +297,7 @@ def test_parameters_without_a_rule_get_what_their_constructor_gives(tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Return config and sharding of each case: all families, and shards of every kind."""
+    """Return config and sharding of each case: all families, and all kinds of shards."""
     usual = {"placement": None, "mesh": [2]}
     found = {name: (config(), usual) for name, config in FAMILIES.items()}
     mixtral = FAMILIES["mixtral"]
@@ -309,7 +311,7 @@ def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_hold_what_one_process_holds(
+def test_two_ranks_get_the_weights_of_one_process(
     tmp_path: Path, stage: Callable[..., Any], cases: dict[str, tuple[Any, dict[str, Any]]]
 ) -> None:
     for name, (config, _) in cases.items():

@@ -1,7 +1,8 @@
-"""Run by torchrun: fills sharded models, and leaves logits, weights and bytes read for the test.
+"""Fill sharded models, and write logits, weights and the bytes that were read; torchrun runs this.
 
 argv: a directory with one model directory per case, named `<case>` and listed in cases.json as
 {case: {"placement": dimension to shard or null for FSDP's own, "mesh": shape}}.
+
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
 
 
 def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) -> None:
-    """Shard as the trainer does: layers, then norm and head (and a tied embedding), then root."""
+    """Shard as the trainer does: blocks, then norm and head (or tied embedding), then the root."""
     names = ("replicate", "shard") if len(mesh_shape) == 2 else ("shard",)
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)}
     for layer in decoder_layers(model).values():
@@ -48,7 +49,7 @@ def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) 
 
 
 def spoil(model: nn.Module) -> None:
-    """Put NaN (or a wrong number) wherever `to_empty` may have left anything."""
+    """Fill all memory that `to_empty` may have left uninitialised with NaN or wrong numbers."""
     for tensor in [*model.parameters(), *model.buffers()]:
         local_tensor(tensor).fill_(torch.nan if tensor.is_floating_point() else 7)
 
@@ -70,7 +71,7 @@ def check_slices(model: nn.Module) -> None:
 
 
 def exported(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return what an export writes, and assert that it was foretold. All ranks must call this."""
+    """Return the content of an export, and assert its names. All ranks must call this."""
     state = model.state_dict()
     tensors = {
         key: tensor.clone()

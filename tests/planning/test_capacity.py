@@ -1,4 +1,4 @@
-"""Memory: what is reported of it."""
+"""The memory of this process is reported, and its peak since the last report."""
 
 from __future__ import annotations
 

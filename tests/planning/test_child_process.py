@@ -1,4 +1,4 @@
-"""A trace that fails, or that takes too long, costs neither a download nor the start of a run."""
+"""A trace that fails or takes too long prevents neither a download nor a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LARGE = LlamaConfig(
 
 
 class Endless:
-    """Estimates as of a family that goes through a sample token by token."""
+    """Estimates that take as long as for a family that computes a sample token by token."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -100,7 +100,7 @@ def test_stage_04_takes_safe_settings_after_one_failure(
 
 @pytest.mark.parametrize("in_use", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_process_that_traces_sees_no_gpu(monkeypatch: pytest.MonkeyPatch, in_use: bool) -> None:
-    """Neither a fork nor, beside a GPU in use, another interpreter."""
+    """This holds for a fork and, if a GPU is in use, for a new interpreter."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
     assert in_child_process(os.getenv, "CUDA_VISIBLE_DEVICES", patience_s=60) == ""

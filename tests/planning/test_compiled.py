@@ -1,4 +1,4 @@
-"""What the plan counts of compiled blocks, against what torch's partitioner saves of real ones."""
+"""The activations of compiled blocks are estimated as torch's partitioner saves them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make(config: PretrainedConfig, device: str, lora: int = 0) -> PreTrainedMode
 
 
 def saved_bytes(model: PreTrainedModel) -> int:
-    """Return what autograd saves of real tensors up to the output layer, but for weights."""
+    """Return the bytes, without weights, that autograd saves before the output layer."""
     excluded = {
         tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
     }
@@ -99,10 +99,10 @@ def case(**changes: Any) -> StepConfig:
         ),
     ],
 )
-def test_the_estimate_is_no_lower_than_what_the_partitioner_saves(
+def test_the_estimate_is_no_lower_than_the_real_activations(
     monkeypatch: pytest.MonkeyPatch, family: str, lora: int
 ) -> None:
-    """And not much more: as the trainer compiles its blocks, by the backend that only divides."""
+    """It is not much higher either. The partitioner alone compiles the blocks."""
     monkeypatch.setattr(
         torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     )

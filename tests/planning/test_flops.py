@@ -1,4 +1,4 @@
-"""Operations of a model per token, and the peak of the device that they are compared with."""
+"""The operations per token follow the formula, and the peak of a GPU its data sheet."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_peak_of_a_gpu_is_found_by_its_whole_name(name: str, peak: float | N
     assert flops.find_listed_peak(name) == pytest.approx(peak)
 
 
-def test_attention_is_counted_whole_and_half() -> None:
+def test_attention_counts_all_pairs_of_tokens_or_the_causal_half() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             LlamaConfig(
@@ -88,7 +88,7 @@ def test_frozen_weights_have_no_gradients() -> None:
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
-    """Of the products that are counted the first block leaves out the gradient of its input."""
+    """Of the products that count, the first block omits the gradient of its input."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             LlamaConfig(

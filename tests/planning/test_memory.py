@@ -1,4 +1,4 @@
-"""Memory ahead of time: traces against arithmetic, against each other, and against real steps."""
+"""Memory estimates agree with arithmetic, with each other and with real steps."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_each_option_changes_memory_in_the_expected_direction() -> None:
 
 
 def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
-    """The gradient of the queries: 128 rows of float32 more for each, of all heads."""
+    """The gradient of the queries has 128 more rows of float32 per document, in all heads."""
     model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": 1}))
     few, many = (traced(model, case(ranks=1, documents=count)) for count in (65, 665))
     more = 2 * 600 * (128 * 64 * 4) + 2 * 600 * 4  # and the boundaries themselves
@@ -181,7 +181,7 @@ def test_the_estimate_uses_the_attention_of_the_run(
 
 
 def test_documents_are_estimated_before_they_are_packed() -> None:
-    """As many as a pack holds without being divided, and its padding."""
+    """The estimate uses the most documents that a pack may contain, and its padding."""
     given = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
     assert plan.make_step_config(given, on_meta(), 1, True).documents == 8192 // 32 + 1
 
@@ -208,7 +208,7 @@ def test_blocks_that_differ_are_all_traced() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_lora_adds_a_gigabyte_to_base_model_and_activations(recompute: str) -> None:
-    """Of Llama 3.1 8B, on one GPU, and with them nothing that is computed to be forgotten."""
+    """This is Llama 3.1 8B on one GPU, and recomputation of the adapters costs nothing more."""
     shape = LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
@@ -242,7 +242,7 @@ def test_frozen_weights_that_are_not_sharded_are_not_gathered() -> None:
 
 
 def test_selective_checkpointing_keeps_no_output_of_an_adapter() -> None:
-    """Else it would keep what the linear gives, and once more what its adapter adds to that."""
+    """Otherwise it would keep the output of a linear layer with and without its adapter."""
     model = on_meta(
         LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")
     )
@@ -273,7 +273,7 @@ def test_a_trace_leaves_model_and_process_unchanged() -> None:
 
 
 @contextmanager
-def alone() -> Iterator[DeviceMesh]:
+def mesh_of_one_rank() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
@@ -297,7 +297,7 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
     lora = Lora(rank, 2.0 * rank, precision=wanted.precision) if rank else None
     estimated = Estimates(on_meta(lora=lora)).step(wanted)
     model = on_meta(lora=lora)
-    with alone() as mesh:
+    with mesh_of_one_rank() as mesh:
         parallelize.parallelize(
             model, mesh, wanted.precision, wanted.recompute, keep_gathered=wanted.keep_gathered
         )
@@ -339,7 +339,7 @@ def test_a_failed_estimate_is_one_line_of_the_log(
 def test_on_a_gpu_a_child_process_without_gpus_makes_the_estimate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fork of a process that uses CUDA cannot compute; one that imports all takes its place."""
+    """A fork of a process that uses CUDA cannot compute, so a new interpreter does."""
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found = []
@@ -415,7 +415,7 @@ def test_the_least_costly_setting_that_fits_is_printed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], usable_gib: float, expected: str
 ) -> None:
     class Known:
-        """Four GiB of states on 8 GPUs, and activations of 3, 2.5 or 0.5 GiB per sample."""
+        """Four GiB of states on 8 GPUs, and 3, 2.5 or 0.5 GiB of activations per sample."""
 
         def __init__(self, *_: object) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Whether a run fits: what is refused and with which way out, and what there is of memory."""
+"""A run that cannot fit is refused, with the least costly setting that fits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 
 class Known:
-    """A step of the model: its states, and activations of 8, 6 or 2 MiB per 1,024 tokens."""
+    """Estimates with the states of the model, and 8, 6 or 2 MiB of activations per 1,024 tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.parameters = sum(p.numel() for p in model.parameters())
@@ -44,7 +44,7 @@ class Known:
 
 
 def inputs(begun: dict[str, Any] | None = None) -> Inputs:
-    """Return inputs without files. begun: what an earlier launch recorded."""
+    """Return inputs without files. begun: the record of an earlier launch."""
     return Inputs(Path("model"), [], {}, begun or {}, None, scratch=False)
 
 
@@ -67,7 +67,7 @@ def refused(
     seq_length: int = 1024,
     **changes: Any,
 ) -> UsageError | None:
-    """Return the refusal of a run whose ranks have so much memory of the host, and on a GPU."""
+    """Return the error for a run on ranks with this much host and GPU memory, None if it fits."""
     monkeypatch.setattr(memory_check, "Estimates", Known)
     monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
     monkeypatch.setitem(
@@ -131,7 +131,7 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
 
 
 def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan says that steps wait for checkpoints if host memory cannot hold a second copy."""
+    """The log also says that steps wait if host memory has no room for copies of a checkpoint."""
     told: list[str] = []
     monkeypatch.setattr(memory_check.log, "warn", told.append)
     monkeypatch.setattr(memory_check.log, "info", told.append)
@@ -149,7 +149,7 @@ def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.Mon
 
 
 def test_steps_are_traced_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here, the shards of a trace's rank 0 would be remembered as those of each rank."""
+    """In this process, torch would cache the shards of the trace's rank 0 for every rank."""
     warned = []
     here = os.getpid()
     monkeypatch.setattr(memory_check.log, "warn", warned.append)
@@ -167,8 +167,7 @@ def test_steps_are_traced_in_a_child_process(monkeypatch: pytest.MonkeyPatch) ->
 def test_states_that_do_not_fit_need_no_trace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No trace is needed to see it; the ways out are smaller states, if the run is new, or more
-    ranks."""
+    """The remedies are smaller states, if the run is new, or more ranks."""
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     few = {"seq_length": 64, "batch_size": 1}
     error = refused(monkeypatch, states - 0.1, **few)
@@ -181,7 +180,7 @@ def test_states_that_do_not_fit_need_no_trace(
 
 
 def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does a checkpoint hold it, of which host memory takes a copy."""
+    """They are not in checkpoints either, nor in their copies in host memory."""
     model = on_meta(lora=Lora(4, 8.0, precision="bf16"))
     base, trained = (
         sum(p.numel() for p in model.parameters() if p.requires_grad == is_trained)
@@ -263,8 +262,8 @@ def test_control_groups_limit_the_memory(
     assert 0 < capacity.count_free(torch.device("cpu")) < 1 << 50
 
 
-def test_a_run_that_cannot_fit_ends_before_the_tokens_are_made(project: Path) -> None:
-    """On all ranks, none of which waits for the others."""
+def test_a_run_that_cannot_fit_ends_before_text_is_tokenised(project: Path) -> None:
+    """All ranks end, and none waits for another."""
     huge = (
         "-e",
         "huge",

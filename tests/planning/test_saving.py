@@ -1,4 +1,4 @@
-"""How often to save: the best interval, the useful share of time, and what the plan says."""
+"""The best interval between saves has the largest useful share of time, and the plan prints it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def test_failures_too_frequent_for_any_save_leave_no_useful_time():
 
 
 def test_the_failure_rate_equals_the_published_one():
-    """466 interruptions in 54 days on 16,384 GPUs: one every 2 hours and 47 minutes."""
+    """466 interruptions in 54 days on 16,384 GPUs are one every 2 hours and 47 minutes."""
     hours = saving.GPU_HOURS_PER_FAILURE / 16384
     assert hours == pytest.approx(54 * 24 / 466, rel=1e-3)
 
 
 @pytest.mark.parametrize(("on", "every"), [(True, 20.0), (False, math.sqrt(2 * 480 * 2 * HOUR))])
 def test_the_plan_names_the_best_interval(on: bool, every: float):
-    """512 GPUs that fail every 2 hours in all, and 960 GB: 8 minutes at 2 GB/s."""
+    """512 GPUs fail every 2 hours in all, and a checkpoint has 960 GB: 8 minutes at 2 GB/s."""
     said = saving.describe(960 * 10**9, 512, 1024.0, 2.0, on, 4.0)
     steps = int(re.search(r"--ckpt-freq (\d+) at 4 s per step", said)[1])
     assert steps == (120 if on else pytest.approx(every / 4, rel=0.15))
