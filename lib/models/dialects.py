@@ -127,7 +127,7 @@ def remove_keys(config: Mapping[str, Any], keys: object) -> dict[str, Any]:
 
 
 def _is_earlier(key: str) -> bool:
-    """Return whether a key is one that this module adds."""
+    """Return whether this module adds a key to configs."""
     rows = [row for row in (_USUAL, *ROPE_KEYS.values()) if row]
     known = {name for row in rows for name in (row.base, row.share, row.sliding_base) if name}
     known |= {earlier for names in RENAMED.values() for earlier in names.values()}

@@ -93,7 +93,7 @@ class LoadPlan:
 
 
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
-    """Return the plan for loading a checkpoint. shapes: of its tensors, by Hub name.
+    """Return the plan for loading a checkpoint. shapes: the shapes of its tensors, by Hub name.
 
     Accepts all names that `from_pretrained` accepts: without the prefix of the base model, legacy
     names, and tied weights under one or both names.
@@ -118,7 +118,7 @@ def list_wrong_dtypes(
 ) -> list[str]:
     """Return a message for each tensor that has integers instead of floats, or vice versa.
 
-    dtypes: of the checkpoint's tensors, as its files name them.
+    dtypes: dtypes of the checkpoint's tensors, by the names in its files.
     """
     tensors = _list_tensors(model)
     return sorted(

@@ -407,7 +407,7 @@ def warn_about_unused_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def select_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Lora` for a run. options: from the identity of the run."""
+    """Return the arguments of `Lora` for a run. options: those in the identity of the run."""
     return {
         "rank": options["lora_rank"],
         "alpha": options["lora_alpha"],

@@ -60,7 +60,7 @@ MODEL_CHANGES: dict[str, Callable[..., ModelChange]] = {"lora": Lora, "float8": 
 def select_settings(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of each change that a run uses, by name in MODEL_CHANGES.
 
-    options: from the identity of the run.
+    options: those in the identity of the run.
     """
     settings = {}
     if options.get("lora_rank"):

@@ -57,9 +57,9 @@ _INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 class PeftAdapter(NamedTuple):
     """The settings and shapes of an adapter.
 
-    shapes: by name of the linear layer and `A` or `B`. fingerprint: of config and weights,
-    independent of the path. modules: the names, or last parts of names, of the linear layers in
-    its config; empty if the config selects layers in another way.
+    shapes: (name of the linear layer, `A` or `B`) → shape. fingerprint: a digest of config and
+    weights that does not depend on the path. modules: the names, or last parts of names, of the
+    linear layers in its config; empty if the config selects layers in another way.
     """
 
     directory: Path

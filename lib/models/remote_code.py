@@ -32,7 +32,7 @@ FetchFiles = Callable[[str, list[str]], Path]
 def is_needed(content: dict[str, Any]) -> bool:
     """Return whether a model needs its own code, because transformers does not know its type.
 
-    content: of config.json.
+    content: the JSON object in config.json.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

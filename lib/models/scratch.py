@@ -51,7 +51,7 @@ class Size:
     like: str = ""
 
     def parameters(self, vocabulary: int) -> int:
-        """Return the number of parameters for a vocabulary, which is padded."""
+        """Return the number of parameters. vocabulary: padded rows of the embedding."""
         kv_features = self.hidden // self.heads * self.kv_heads
         attention = 2 * self.hidden**2 + 2 * self.hidden * kv_features
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden

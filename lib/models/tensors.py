@@ -180,7 +180,7 @@ class HubTensors(Headers):
         return tensor
 
     def _read(self, key: str, offset: int, shape: Shape) -> Tensor:
-        """Return a tensor of a shape from the data of `key`. offset: in bytes."""
+        """Return a tensor of a shape from the data of `key`. offset: bytes before it in this data."""
         tensor = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]])
         file = self.files[key]
         read_into(
@@ -194,7 +194,7 @@ class HubTensors(Headers):
 
 
 def read_into(tensor: Tensor, descriptor: int, offset: int, path: Path, **remedy: str) -> None:
-    """Fill a contiguous tensor with bytes of a file. offset: in bytes.
+    """Fill a contiguous tensor with bytes of a file. offset: the first of these bytes.
 
     Raises ArtifactError, with `path` and `remedy`, if the file is too short.
     """

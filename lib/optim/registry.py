@@ -70,14 +70,14 @@ class OptimizerSpec:
 
     options: a frozen dataclass of declared options (`lib/core/declared.py`) with a method
     `find_problems`. They become options of stage 04; another optimizer refuses those that it does
-    not declare. A new option needs `quiet=True`, so that older runs can be resumed.
-    state_bytes: (name, shape) → bytes of the state of a parameter, without the step count.
-    build: (groups, lr, options, wrap) → the optimizer. make_groups: (named trainable parameters,
-    options) → parameter groups, which may have settings of their own; empty groups are dropped.
-    largest_lr: the learning rate above which training cannot work. summary: for --help, empty for
-    the default. smaller: the optimizer to suggest if the states take too much memory. block: the
-    numbers of a row that must be on the same rank. is_compiled: `build` uses `wrap`. as_on_gpu: a
-    context in which a step on the CPU allocates as much as one on a GPU, for memory estimates.
+    not declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes:
+    (name, shape) → bytes of the state of a parameter, without the step count. build: (groups, lr,
+    options, wrap) → the optimizer. make_groups: (named trainable parameters, options) → parameter
+    groups, which may have settings of their own; empty groups are dropped. largest_lr: the learning
+    rate above which training cannot work. summary: a text for --help, empty for the default.
+    smaller: the optimizer to suggest if the states take too much memory. block: the numbers of a
+    row that must be on the same rank. is_compiled: `build` uses `wrap`. as_on_gpu: a context in
+    which a step on the CPU allocates as much as one on a GPU, for memory estimates.
 
     An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
     the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
@@ -173,7 +173,7 @@ def list_without_blocks() -> str:
 
 
 def read_options(kind: str, config: Any) -> Any:
-    """Return the options of an optimizer. config: has them all as attributes."""
+    """Return the options of an optimizer. config: an object that has all of them as attributes."""
     return declared.read_options(OPTIMIZERS[kind].options, config)
 
 
@@ -241,7 +241,7 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def count_steps(optimizer: Optimizer) -> int:
-    """Return the number of optimizer steps, which is below the run's if steps were skipped."""
+    """Return the number of optimizer steps; skipped steps of the run do not count."""
     return max((int(states["step"]) for states in optimizer.state.values()), default=0)
 
 

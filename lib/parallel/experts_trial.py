@@ -27,8 +27,8 @@ _Forward = Callable[..., Tensor]
 def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> str:
     """Keep our function if it agrees with transformers' own; return the choice for the log.
 
-    Returns an empty string for a model whose experts, if any, do not use transformers' interface.
-    All ranks must call this: it runs a forward pass over a row of 16 tokens, computes each layer's
+    Returns "" for a model without experts that use transformers' interface. All ranks must call
+    this: it runs a forward pass over a row of 16 tokens, computes each layer's
     experts with both functions, and compares results and gradients of the inputs. A failure on one
     rank decides for all ranks.
     """

@@ -195,7 +195,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """upstream: float32 scalar, 1 if `backward` is called on the loss itself."""
+        """Return the saved gradients. upstream: float32 scalar, their factor."""
         return (
             *(
                 None if gradient is None else gradient.mul_(upstream.to(gradient.dtype))

@@ -216,7 +216,7 @@ def shard(
 def _place_parameters(model: nn.Module, ranks: int) -> dict[nn.Parameter, ParameterPlacement]:
     """Pad the parameters if necessary and return how ranks share each.
 
-    ranks: of the default mesh that share a parameter.
+    ranks: number of ranks of the default mesh that share a parameter.
     """
     sizes = placement.shard_sizes(ranks)
     placement.pad_parameters(model, sizes)

@@ -59,14 +59,15 @@ def shard_sizes(shard_size: int) -> dict[str, int]:
 
 
 def choose_mesh(name: str) -> str:
-    """Return the name of the mesh of a parameter. name: of the parameter in the model."""
+    """Return the name of the mesh of a parameter. name: its name in the model."""
     return FSDP
 
 
 def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> ParameterPlacement:
     """Return how ranks share a parameter.
 
-    shape: of the full parameter, with or without padding. sizes: the result of `shard_sizes`.
+    shape: the shape of the full parameter, with or without padding. sizes: the result of
+    `shard_sizes`.
     """
     mesh = choose_mesh(name)
     ranks = sizes[mesh]

@@ -261,9 +261,9 @@ class LoadFigures(NamedTuple):
 class RouterLoad:
     """Counts the tokens that each expert gets, and balances the experts if a method is given.
 
-    method: LOSS, BIAS or "" to count only. coefficient: of the loss, or the change of a bias in a
-    step. The loss of a step is the mean over layers and over the rows of the step, weighted by
-    their tokens. So it does not depend on how ranks and micro-batches divide the step.
+    method: LOSS, BIAS or "" to count only. coefficient: the factor of the loss, or the change of a
+    bias in a step. The loss of a step is the mean over layers and over the rows of the step,
+    weighted by their tokens. So it does not depend on how ranks and micro-batches divide the step.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class RouterLoad:
         self._window.zero_()
 
     def begin_step(self, step: Step, scale: float) -> None:
-        """Set the factor of the gradient of the loss. scale: of the loss sum, see LossScale."""
+        """Set the factor of the gradient of the loss. scale: `LossScale.loss`."""
         self._tokens = step.tokens
         label_share = max(1, step.label_tokens) / max(1, step.tokens)
         self._factor.fill_(scale * label_share * self._coefficient / max(1, len(self._routers)))

@@ -202,7 +202,7 @@ class MemoryCheck:
     ) -> UsageError:
         """Return the error with the nearest settings that fit: on these ranks, and on more.
 
-        global_batch: samples of a step, which does not change. has_begun: leave out settings that
+        global_batch: samples per step, which stay the same. has_begun: leave out settings that
         a run cannot change once it has begun. auto: recomputation is left open, so that no command
         needs to name it.
         """
@@ -301,7 +301,7 @@ def _least_recomputed(
 
 
 def _largest_batch(check: MemoryCheck, cases: Sequence[StepConfig]) -> StepConfig | None:
-    """Return the step with the largest batch that fits, with as few checks as possible, or None."""
+    """Return the step with the largest batch that fits, or None, by a binary search."""
     if check.fits(cases[-1]):
         return cases[-1]
     low = -1  # the last case known to fit

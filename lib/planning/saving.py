@@ -75,8 +75,8 @@ def describe(
     """Return a sentence on how often to save a checkpoint.
 
     size: bytes of a checkpoint. mtbf_hours: mean time between failures of one GPU. write_gbps: GB/s
-    that all GPUs write together. in_background: from copies in host memory. known_s, estimated_s:
-    seconds per step.
+    that all GPUs write together. in_background: the save is written from copies in host memory.
+    known_s, estimated_s: seconds per step.
     """
     mtbf = mtbf_hours * 3600 / gpus
     written = size / write_gbps / 1e9

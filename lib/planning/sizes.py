@@ -47,7 +47,7 @@ def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Byt
 def count_checkpoint(model: PreTrainedModel, optimizer: str, shard_size: int = 1) -> int:
     """Return the bytes of a checkpoint: float32 masters and states of the trained parameters.
 
-    shard_size: of the ranks that write it, for the mean share of a rank; 1 for all of it.
+    shard_size: ranks that share a parameter, for the mean share of a rank; 1 for all bytes.
     """
     states = count_states(model, optimizer, shard_size)
     return states["gradients"] + states["optimizer"]  # masters are as large as gradients
@@ -69,7 +69,7 @@ def count_gathered(model: PreTrainedModel, shard_size: int, precision: str) -> i
 def estimate_activations(model: PreTrainedModel, tokens: int, precision: str) -> tuple[int, int]:
     """Estimate the bytes of activations and of gathered weights from the shape of a model.
 
-    tokens: of a micro-batch on a device.
+    tokens: number of tokens in a micro-batch on a device.
     """
     blocks = list(decoder_layers(model).values())
     largest = max(map(_count_parameters, blocks), default=0)

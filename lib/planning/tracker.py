@@ -82,7 +82,7 @@ class Tracker(TorchDispatchMode):
         self.begin_phase(new_kind)
 
     def begin_phase(self, new_kind: str = "") -> None:
-        """Begin the next phase. new_kind: as above, empty to leave it unchanged."""
+        """Begin the next phase. new_kind: empty to leave it unchanged."""
         self.new_kind = new_kind or self.new_kind
         self.phases.append(dict(self._live))
         self._peak = 0

@@ -89,11 +89,11 @@ def test_stage_04_takes_safe_settings_after_one_failure(
     for name in ("count_free", "count_total"):
         monkeypatch.setattr(capacity, name, lambda device: round(1.2 * states))
     monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
-    given = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
+    options = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
     began = time.monotonic()
-    config, found = fit(given, model)
+    config, check = fit(options, model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
-    assert found.excess(memory_fit.make_local_step_config(config, model)) == {}
+    assert check.excess(memory_fit.make_local_step_config(config, model)) == {}
     assert time.monotonic() - began < 10
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
 

@@ -75,9 +75,9 @@ def case(**changes: Any) -> StepConfig:
     )
 
 
-def traced(model: PreTrainedModel, wanted: StepConfig) -> trace.StepMemory:
-    with trace.fake_mesh(wanted.ranks, wanted.shard_size) as mesh:
-        return trace.trace_step(model, wanted, mesh)
+def traced(model: PreTrainedModel, step_config: StepConfig) -> trace.StepMemory:
+    with trace.fake_mesh(step_config.ranks, step_config.shard_size) as mesh:
+        return trace.trace_step(model, step_config, mesh)
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def traced(model: PreTrainedModel, wanted: StepConfig) -> trace.StepMemory:
 )
 def test_a_few_blocks_are_traced_for_all(config: PretrainedConfig, recompute: str) -> None:
     model = on_meta(config)
-    wanted = case(recompute=recompute)
-    assert Estimates(model).step(wanted) == traced(model, wanted)
+    step_config = case(recompute=recompute)
+    assert Estimates(model).step(step_config) == traced(model, step_config)
 
 
 @pytest.mark.parametrize("lora", [None, Lora(4, 8.0, precision="bf16")], ids=["full", "lora"])
@@ -160,7 +160,7 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "precision", "on_gpu", "told"),
+    ("options", "precision", "on_gpu", "expected"),
     [
         ({}, "bf16", True, (False, 65)),
         ({"attention": "varlen"}, "bf16", True, (False, 65)),
@@ -173,24 +173,24 @@ def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
     ids=str,
 )
 def test_the_estimate_uses_the_attention_of_the_run(
-    options: dict[str, Any], precision: str, on_gpu: bool, told: tuple[bool, int]
+    options: dict[str, Any], precision: str, on_gpu: bool, expected: tuple[bool, int]
 ) -> None:
-    given = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
-    planned = plan.make_step_config(given, on_meta(), 1, on_gpu, 65)
-    assert (planned.masked, planned.documents) == told
+    config = replace(ASKED, **{"packing": "documents", "precision": precision, **options})
+    planned = plan.make_step_config(config, on_meta(), 1, on_gpu, 65)
+    assert (planned.masked, planned.documents) == expected
 
 
 def test_documents_are_estimated_before_they_are_packed() -> None:
     """The estimate uses the most documents that a pack may contain, and its padding."""
-    given = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
-    assert plan.make_step_config(given, on_meta(), 1, True).documents == 8192 // 32 + 1
+    config = replace(ASKED, packing="documents", precision="bf16", seq_length=8192)
+    assert plan.make_step_config(config, on_meta(), 1, True).documents == 8192 // 32 + 1
 
 
 def test_a_mask_is_estimated_if_no_kernel_takes_packed_documents() -> None:
-    given = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
+    config = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
     for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
         model = on_meta(LlamaConfig(**SMALL, **other))
-        planned = plan.make_step_config(given, model, 8, True)
+        planned = plan.make_step_config(config, model, 8, True)
         assert planned.masked and not planned.documents
 
 
@@ -256,8 +256,8 @@ def test_selective_checkpointing_keeps_no_output_of_an_adapter() -> None:
 def test_layers_before_the_first_adapter_have_no_backward_pass() -> None:
     model = on_meta(lora=Lora(4, 8.0, targets=r".*layers\.[56]\..*", precision="bf16"))
     step = traced(model, case(ranks=1))
-    whole = traced(on_meta(), case(ranks=1))
-    assert step.largest["activations"] < 0.6 * whole.largest["activations"]
+    trained = traced(on_meta(), case(ranks=1))
+    assert step.largest["activations"] < 0.6 * trained.largest["activations"]
     assert step.largest["gradients"] == 4 * model.num_parameters(only_trainable=True)
 
 
@@ -293,13 +293,17 @@ def mesh_of_one_rank() -> Iterator[DeviceMesh]:
     ids=str,
 )
 def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], rank: int) -> None:
-    wanted = case(ranks=1, seq_length=128, **changes)
-    lora = Lora(rank, 2.0 * rank, precision=wanted.precision) if rank else None
-    estimated = Estimates(on_meta(lora=lora)).step(wanted)
+    step_config = case(ranks=1, seq_length=128, **changes)
+    lora = Lora(rank, 2.0 * rank, precision=step_config.precision) if rank else None
+    estimated = Estimates(on_meta(lora=lora)).step(step_config)
     model = on_meta(lora=lora)
     with mesh_of_one_rank() as mesh:
         parallelize.parallelize(
-            model, mesh, wanted.precision, wanted.recompute, keep_gathered=wanted.keep_gathered
+            model,
+            mesh,
+            step_config.precision,
+            step_config.recompute,
+            keep_gathered=step_config.keep_gathered,
         )
         with Tracker() as tracker:
             parallelize.materialise(model, torch.device("cpu"), offload=False)
@@ -307,7 +311,7 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
                 local_tensor(parameter).zero_()
             head = model.get_output_embeddings()
             head.forward = loss.LossHead(head, loss.CHUNK_LOGITS["cuda"])
-            real = trace.record_step(model, wanted, tracker)
+            real = trace.record_step(model, step_config, tracker)
     assert estimated.total == pytest.approx(real.total, rel=0.02)
     for kind, size in real.largest.items():
         assert estimated.largest[kind] == pytest.approx(size, rel=0.05), kind
@@ -328,11 +332,11 @@ def test_a_failed_estimate_is_one_line_of_the_log(
     assert "estimated" not in small.describe_peak(1.0, 0.5)
     small.close()
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
-    told = memory.MemoryEstimate(model, "fp32")
-    told.begin(plan.make_step_config(ASKED, model, 1, False))
-    assert "it was not estimated" in told.describe_peak(1.0, 0.5)  # which waits for the answer
+    estimate = memory.MemoryEstimate(model, "fp32")
+    estimate.begin(plan.make_step_config(ASKED, model, 1, False))
+    assert "it was not estimated" in estimate.describe_peak(1.0, 0.5)  # which waits for the answer
     assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
-    told.close()
+    estimate.close()
 
 
 @pytest.mark.slow
@@ -342,20 +346,20 @@ def test_on_a_gpu_a_child_process_without_gpus_makes_the_estimate(
     """A fork of a process that uses CUDA cannot compute, so a new interpreter does."""
     monkeypatch.setattr(memory, "ESTIMATED_FROM", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    found = []
+    peaks = []
     model = on_meta(lora=Lora(4, 8.0, 0.1))
     for in_use in (False, True):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda in_use=in_use: in_use)
-        told = memory.MemoryEstimate(model, "fp32")
-        told.begin(plan.make_step_config(ASKED, model, 1, False))
-        environ = Path(f"/proc/{told._process.pid}/environ")
+        estimate = memory.MemoryEstimate(model, "fp32")
+        estimate.begin(plan.make_step_config(ASKED, model, 1, False))
+        environ = Path(f"/proc/{estimate._process.pid}/environ")
         while not (sees := environ.read_bytes().split(b"\0"))[0]:  # it has not begun yet
             time.sleep(0.001)
         assert not in_use or b"CUDA_VISIBLE_DEVICES=" in sees
-        told.report(300.0)
-        found.append(told.gib)
-        told.close()
-    assert found[0] and found[0] == found[1]
+        estimate.report(300.0)
+        peaks.append(estimate.gib)
+        estimate.close()
+    assert peaks[0] and peaks[0] == peaks[1]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
 
 
@@ -383,7 +387,7 @@ def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
         )
         assert re.search(rf"  {ranks} GPUs{replicas}: .* KiB parameters.*; in MiB:", done.stdout)
     assert " 0.00 " not in done.stdout
-    told = re.search(
+    match = re.search(
         r"not prepared yet .* ([\d.]+)K tokens are an estimate from a sample", done.stdout
     )
     assert done.stdout.count("  steps  ") == 2
@@ -394,7 +398,7 @@ def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
         json.loads(path.read_text())["summary"]["splits"]["train"]["tokens"]
         for path in project.glob(".cache/tokens/*/manifest.json")
     )
-    assert float(told[1]) * 1000 == pytest.approx(tokens, rel=0.1)
+    assert float(match[1]) * 1000 == pytest.approx(tokens, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -431,23 +435,23 @@ def test_the_least_costly_setting_that_fits_is_printed(
     lines: list[str] = []
     monkeypatch.setattr(memory, "Estimates", Known)
     monkeypatch.setattr(memory.log, "info", lines.append)
-    given = replace(ASKED, seq_length=1024, compile=False, **options)
+    config = replace(ASKED, seq_length=1024, compile=False, **options)
     gib = usable_gib / 0.9
     memory.print_memory_table(
-        on_meta(), [plan.make_step_config(given, on_meta(), 8, True)], gib, shown=False
+        on_meta(), [plan.make_step_config(config, on_meta(), 8, True)], gib, shown=False
     )
     assert expected in [line for line in lines if line.startswith("    →")][-1], lines
 
 
 def test_contradictory_options_of_a_plan_are_refused(project: Path) -> None:
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--plan-gpus")
-    for arguments, says in (
+    for arguments, message in (
         ((8,), "--plan-gpus only plans"),
         (("8,12", "--shard-size", 8, "--dry-run"), "divide the 12 ranks"),
         (("8;64", "--dry-run"), "a whole number above 0"),
     ):
         done = run_stage(*command, *arguments, cwd=project, expect=2)
-        assert says in done.stderr and "Traceback" not in done.stderr
+        assert message in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
@@ -502,7 +506,7 @@ def test_a_run_takes_the_estimated_memory(project: Path, ranks: int) -> None:
         env={"MALLOC_MMAP_THRESHOLD_": "1000000"},
         fresh=True,
     )
-    found = re.search(r"([\d.]+) GiB without .*; ([\d.]+) GiB were estimated", done.stdout)
-    assert found, done.stdout
-    measured, estimated = map(float, found.groups())
+    match = re.search(r"([\d.]+) GiB without .*; ([\d.]+) GiB were estimated", done.stdout)
+    assert match, done.stdout
+    measured, estimated = map(float, match.groups())
     assert estimated == pytest.approx(measured, rel=0.15)

@@ -80,15 +80,15 @@ def refused(
     monkeypatch.setattr(capacity, "count_total", lambda device: rooms[device.type])
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", ["04_train_fsdp.py", "-e", "x"])
-    given = replace(
+    config = replace(
         ASKED,
         seq_length=seq_length,
         **{"compile": False, "activation_checkpointing": "none", **changes},
     )
     earlier = {"identity": {}} if begun else {}
     try:
-        given, check = fit(given, on_meta(), earlier)
-        memory_fit.require_memory(given, inputs(earlier), check)
+        config, check = fit(config, on_meta(), earlier)
+        memory_fit.require_memory(config, inputs(earlier), check)
     except UsageError as error:
         return error
     return None
@@ -132,20 +132,20 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
 
 def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """The log also says that steps wait if host memory has no room for copies of a checkpoint."""
-    told: list[str] = []
-    monkeypatch.setattr(memory_check.log, "warn", told.append)
-    monkeypatch.setattr(memory_check.log, "info", told.append)
+    lines: list[str] = []
+    monkeypatch.setattr(memory_check.log, "warn", lines.append)
+    monkeypatch.setattr(memory_check.log, "info", lines.append)
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     assert refused(monkeypatch, states + 2, plan_only_warn=True) is None
-    assert "this run does not fit: a rank needs" in told[0] and "--activation-" in told[0]
-    told.clear()
+    assert "this run does not fit: a rank needs" in lines[0] and "--activation-" in lines[0]
+    lines.clear()
     assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1) is None
-    [line] = told
+    [line] = lines
     assert "host memory: the copy of a checkpoint" in line and "--ckpt-async off" in line
-    told.clear()
+    lines.clear()
     for fits in ({"ckpt_async": False}, {"optimizer": "adamw8bit"}):
         assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1, **fits) is None
-    assert not told
+    assert not lines
 
 
 def test_steps_are_traced_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,13 +195,13 @@ def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.Monk
     fitted.unanswered = "not asked"
     error = fitted.refusal(case(ranks=2), fitted.count_states(case(ranks=2)), 4, False, False)
     assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
-    told: list[str] = []
-    monkeypatch.setattr(memory_check.log, "info", told.append)
+    lines: list[str] = []
+    monkeypatch.setattr(memory_check.log, "info", lines.append)
     monkeypatch.setattr(memory_fit, "make_local_step_config", lambda config, model: case(ranks=1))
     for copies in (11.9, 13.5):  # of which a tenth stays free
         fitted.host = copies * trained
         memory_fit._report_copies(ASKED, fitted)
-    assert len(told) == 1 and "host memory: the copy of a checkpoint" in told[0]
+    assert len(lines) == 1 and "host memory: the copy of a checkpoint" in lines[0]
 
 
 def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,6 +276,6 @@ def test_a_run_that_cannot_fit_ends_before_text_is_tokenised(project: Path) -> N
         "model",
     )
     done = run_stage("04_train_fsdp.py", *huge, cwd=project, ranks=2, expect=1, timeout=120)
-    said = done.stdout + done.stderr
-    assert "this run does not fit: a rank needs 510.0 GiB" in said
+    output = done.stdout + done.stderr
+    assert "this run does not fit: a rank needs 510.0 GiB" in output
     assert not (project / ".cache" / "tokens").exists() and not (project / "outputs").exists()

@@ -37,7 +37,7 @@ def test_both_stages_estimate_the_same(tmp_path: Path, config: PretrainedConfig)
     model = architecture.build_on_meta(tmp_path)
     planned = Estimates(model)
     for gpus, needed in memory.per_gpu.items():
-        given = replace(
+        options = replace(
             ASKED,
             batch_size=1,
             seq_length=memory.tokens,
@@ -45,7 +45,7 @@ def test_both_stages_estimate_the_same(tmp_path: Path, config: PretrainedConfig)
             activation_checkpointing="none",
             plan_gpus=[gpus],
         )
-        case = plan.make_step_config(given, model, gpus, True)
+        case = plan.make_step_config(options, model, gpus, True)
         assert needed == pytest.approx(planned.step(case).total, rel=0.1)
     assert memory.per_gpu[1] > 3 * memory.per_gpu[8] and set(memory.per_gpu) == {1, 8, 64}
 
@@ -55,7 +55,7 @@ def test_experts_are_shared_by_more_ranks_than_experts(tmp_path: Path) -> None:
     MixtralConfig().save_pretrained(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     planned = Estimates(model)
-    given = replace(
+    options = replace(
         ASKED,
         batch_size=1,
         seq_length=1024,
@@ -64,7 +64,7 @@ def test_experts_are_shared_by_more_ranks_than_experts(tmp_path: Path) -> None:
         plan_gpus=[16, 24, 32],
     )
     needed = [
-        planned.step(plan.make_step_config(given, model, gpus, True)).total / 2**30
-        for gpus in given.plan_gpus
+        planned.step(plan.make_step_config(options, model, gpus, True)).total / 2**30
+        for gpus in options.plan_gpus
     ]
     assert needed[0] < 0.9 * 80e9 / 2**30 and needed[0] > needed[1] > needed[2]
