@@ -66,7 +66,7 @@ _MODES = {  # the options that each mode accepts
 
 @dataclass(frozen=True)
 class DownloadOptions(CommonOptions):
-    """Contain the options of this stage."""
+    """The options of this stage."""
 
     model_name: str | None = option(
         None,
@@ -290,11 +290,11 @@ def download_dataset(opts: DownloadOptions) -> None:
     began = time.monotonic()
     target = raw_text.locate_record(root := opts.dst_root or Path("raw_text"), name)
     globs, is_more = raw_text.merge_globs(target, revision, opts.include, opts.overwrite)
-    chosen = {"dataset_name": name, "revision": revision, "include": globs}
-    identity = {"options": chosen, "inputs": {}}
-    then = commands.script("01_organize_data.py", "--src-dir", root)
+    names = {"dataset_name": name, "revision": revision, "include": globs}
+    identity = {"options": names, "inputs": {}}
+    next_stage = commands.script("01_organize_data.py", "--src-dir", root)
     with raw_text.rename_paths_in_errors(target):
-        if not is_more and already_done(target, raw_text.KIND, identity, opts, then):
+        if not is_more and already_done(target, raw_text.KIND, identity, opts, next_stage):
             return
 
     # Plan.
@@ -342,7 +342,7 @@ def download_dataset(opts: DownloadOptions) -> None:
         f"done in {units.duration(time.monotonic() - began)}: {dataset.describe_source()} in "
         f"{target.parent}; {dataset.describe_checks()}"
     )
-    log.info(f"next: {then}")
+    log.info(f"next: {next_stage}")
 
 
 def create_from_scratch(opts: DownloadOptions) -> None:
@@ -420,12 +420,12 @@ def verify_all(opts: DownloadOptions) -> None:
     log.info(f"done in {units.duration(time.monotonic() - began)}: {summary}, no damage found")
 
 
-def already_done(target: Path, kind: str, identity: dict, opts: DownloadOptions, then: str) -> bool:
-    """Return whether the artifact is complete; if so, print the next command."""
+def already_done(target: Path, kind: str, identity: dict, opts: DownloadOptions, hint: str) -> bool:
+    """Return whether the artifact is complete; if so, print that and the next command (hint)."""
     if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
-    place = target.parent if kind == raw_text.KIND else target
-    log.info(f"already done: {place} (--overwrite repeats it)\nnext: {then}")
+    path = target.parent if kind == raw_text.KIND else target
+    log.info(f"already done: {path} (--overwrite repeats it)\nnext: {hint}")
     return True
 
 

@@ -180,7 +180,7 @@ class HubTensors(Headers):
         return tensor
 
     def _read(self, key: str, offset: int, shape: Shape) -> Tensor:
-        """Return a tensor of a shape from the data of `key`. offset: bytes before it in this data."""
+        """Return a tensor of a shape from the data of `key`, from byte `offset` on."""
         tensor = torch.empty(shape, dtype=_BY_NAME[self.dtypes[key]])
         file = self.files[key]
         read_into(

@@ -195,7 +195,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows and weights. upstream: [N, H], in the wider of their dtypes."""
+        """Return the gradients of rows and weights. upstream: [N, H], in the wider dtype."""
         rows, weights, order, inverse, tokens = ctx.saved_tensors
         per_row = upstream.index_select(0, tokens)
         rows_gradient = None
