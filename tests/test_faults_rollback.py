@@ -12,7 +12,14 @@ import pytest
 
 from tests.fault_points import Fault, install_fault, read_operations
 from tests.faults import Server, Undisturbed, find_valid_steps, read_events, run_undisturbed
-from tests.test_stage_04_nan import ROLLBACK, STEPS, expected, poison, tokens_of_steps, windows
+from tests.test_stage_04_nan import (
+    ROLLBACK,
+    STEPS,
+    list_step_tokens,
+    poison_token,
+    predict_rollbacks,
+    read_windows,
+)
 
 
 def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
@@ -34,16 +41,19 @@ class Rollback:
     """A run with one rollback that skips checkpoints of bad steps."""
 
     def __init__(self, project: Path) -> None:
-        held = tokens_of_steps(windows(project))
+        tokens_by_step = list_step_tokens(read_windows(project))
         token, (self.told, _, _) = next(
             (t, found)
-            for t in sorted(set.union(*held))
-            if t not in held[0]
-            and len((found := expected([t in tokens for tokens in held], freq=1))[0]) == 1
+            for t in sorted(set.union(*tokens_by_step))
+            if t not in tokens_by_step[0]
+            and len(
+                (found := predict_rollbacks([t in tokens for tokens in tokens_by_step], freq=1))[0]
+            )
+            == 1
             and found[0][0]["step"] > 4
             and found[0][0]["diverged_at"] < STEPS - 4
         )
-        poison(project, token)
+        poison_token(project, token)
         self.server = Server(project)
         self.expected = run_undisturbed(
             self.server, self._options(project / "outputs"), project / "outputs", STEPS
