@@ -863,7 +863,9 @@ def test_the_policies_allow_exactly_the_calls_and_are_documented() -> None:
     for part in re.split(r"query_\w+ = partial\(query_json, ", text)[1:]:
         calls |= {
             (re.match(r'"(\w+)"', part)[1], verb)
-            for verb in re.findall(r'query_(?:eks|sagemaker)\("([\w-]+)"', part.split("\ndef ")[0])
+            for verb in re.findall(
+                r'query_(?:eks|sagemaker)\(\s*"([\w-]+)"', part.split("\ndef ")[0]
+            )
         }
     assert len(calls) > 8
     renamed = {
