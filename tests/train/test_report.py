@@ -125,7 +125,7 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
     journal = SimpleNamespace(write_state=lambda *_, **__: None, add_event=lambda *_, **__: None)
     stream = SimpleNamespace(epoch=lambda position: 0.5)
     meters = SimpleNamespace(memory_peak=1.0, memory_before=0.0)
-    estimate = SimpleNamespace(compared=lambda *_: "1 GiB")
+    estimate = SimpleNamespace(describe_peak=lambda *_: "1 GiB")
     reporter = Report(experiment, journal, state, stream, meters, estimate)
     row = {
         "step": 1000,
