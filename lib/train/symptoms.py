@@ -121,7 +121,7 @@ def _memory_error(text: str, config: Config, experiment: Experiment) -> UsageErr
     return UsageError(
         "out of memory",
         found=text.splitlines()[0],
-        expected="\n".join([f"in this order ({_SEE_PAGE}):", *list_remedies(step)]),
+        hint="\n".join([f"try these settings in this order ({_SEE_PAGE}):", *list_remedies(step)]),
         run=commands.as_typed("--dry-run", "--plan-gpus", get_world_size()),
     )
 

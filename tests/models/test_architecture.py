@@ -86,11 +86,11 @@ def test_unknown_attention_is_refused(tmp_path: Path) -> None:
 def test_family_without_sdpa_gets_eager_and_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("lib.core.log.warn", told.append)
+    warnings: list[str] = []
+    monkeypatch.setattr("lib.core.log.warn", warnings.append)
     model = build_on_meta(_directory(tmp_path, {"model_type": "bloom"}))
     assert model.config._attn_implementation == "eager"
-    assert len(told) == 1 and "eager" in told[0]
+    assert len(warnings) == 1 and "eager" in warnings[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

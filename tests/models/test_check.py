@@ -74,14 +74,14 @@ def test_all_problems_are_reported_at_once(model_dir):
 
     change(model_dir, spoil)
     found = problems(model_dir)
-    for said in (
+    for problem in (
         "model.layers.0.mlp.up_proj.weight",
         Q_PROJ,
         "(5, 256)",
         "model.layers.9.extra",
         "model.norm.weight: expected floating-point numbers, found I64",
     ):
-        assert said in found
+        assert problem in found
 
 
 @pytest.mark.parametrize("cut", [-1, -1000, 5000, 100, 4, 0])

@@ -91,8 +91,8 @@ def test_each_family_gets_its_earlier_keys(
 ) -> None:
     before = _written(FAMILIES[family](rope_parameters=rope, dtype="bfloat16"), tmp_path)
     after = dialects.add_earlier_keys(before, tied=False)
-    wanted = {**expected, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
-    assert {key: after.get(key, "absent") for key in wanted} == wanted
+    all_expected = {**expected, "dtype": "bfloat16", "torch_dtype": "bfloat16"}
+    assert {key: after.get(key, "absent") for key in all_expected} == all_expected
     assert "tie_word_embeddings" in after
     assert dialects.add_earlier_keys(after, tied=True) == after
     assert dialects.remove_keys(after, dialects.list_added_keys(before, after)) == before

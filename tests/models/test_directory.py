@@ -43,8 +43,8 @@ def test_without_a_name_the_only_model_is_used_and_logged(cache, capsys):
     log.setup()
     with pytest.raises(UsageError, match="2 models are prepared") as caught:
         find_model(None, cache)
-    told, *lines = caught.value.expected.splitlines()
-    assert told == "one of these commands"
+    heading, *lines = caught.value.expected.splitlines()
+    assert heading == "one of these commands"
     assert [line.split()[-2:] for line in lines] == [["-m", "scratch-tiny"], ["-m", "org--first"]]
     # Those of the Makefile never count, whenever they were made and whatever they are called now.
     made = cache / "models/scratch-tiny/manifest.json"
@@ -73,9 +73,9 @@ def test_a_directory_without_a_manifest_is_accepted(cache, capsys):
 def test_the_error_for_an_unknown_name_lists_the_models(cache):
     with pytest.raises(ArtifactError) as caught:
         find_model("org/second", cache)
-    told = caught.value.render()
-    assert "scratch-tiny, org--first" in told
-    assert "03_download_model.py --model-name org/second" in told
+    message = caught.value.render()
+    assert "scratch-tiny, org--first" in message
+    assert "03_download_model.py --model-name org/second" in message
 
 
 def test_an_unfinished_model_is_not_found(cache):
@@ -137,7 +137,7 @@ def test_a_model_with_pickles_does_not_count_as_one_without_weights(cache):
 
 
 @pytest.mark.parametrize(
-    "used, told",
+    "used, words",
     [
         (
             {
@@ -156,15 +156,15 @@ def test_a_model_with_pickles_does_not_count_as_one_without_weights(cache):
         ),
     ],
 )
-def test_the_error_for_a_damaged_model_names_the_command_that_made_it(cache, used, told):
+def test_the_error_for_a_damaged_model_names_the_command_that_made_it(cache, used, words):
     path = cache / "models/org--first/manifest.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "options": used}))
     (cache / "models/org--first/config.json").unlink()
     with pytest.raises(ArtifactError) as caught:
         find_model("org/first", cache)
     command = caught.value.run or caught.value.hint  # words where `my data/c` is not there
-    assert f"03_download_model.py {told} --cache-dir {cache} --overwrite" in command
-    assert bool(caught.value.run) == ("my data" not in told)
+    assert f"03_download_model.py {words} --cache-dir {cache} --overwrite" in command
+    assert bool(caught.value.run) == ("my data" not in words)
 
 
 def test_finding_a_model_imports_neither_torch_nor_transformers():

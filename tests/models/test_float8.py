@@ -158,20 +158,22 @@ def test_the_names_of_each_family_stay(name: str, group: dist.ProcessGroup) -> N
         with pytest.raises(UsageError, match="changes nothing in a gpt2 model"):
             Float8("tensorwise").convert(model, Placement())
         return
-    added, said = Float8("tensorwise").convert(model, Placement())
+    added, description = Float8("tensorwise").convert(model, Placement())
     assert not added
     assert {n: p.shape for n, p in model.named_parameters()} == {
         n: p.shape for n, p in before.named_parameters()
     }
     assert model.state_dict().keys() == before.state_dict().keys()
     converted = [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
-    assert said.startswith(f"fp8: {len(converted)} linear layers of the blocks in 8-bit floats")
+    assert description.startswith(
+        f"fp8: {len(converted)} linear layers of the blocks in 8-bit floats"
+    )
     assert all(n.startswith(tuple(decoder_layers(model))) for n in converted)
     assert not [n for n in converted if "experts" in n or n.endswith(".gate")]
-    assert ("weights of experts in bf16" in said) == ("moe" in name or name == "mixtral")
-    assert ("1 linear layer" in said or "2 linear layers with sizes" in said) == (
+    assert ("weights of experts in bf16" in description) == ("moe" in name or name == "mixtral")
+    assert ("1 linear layer" in description or "2 linear layers with sizes" in description) == (
         name == "qwen2_moe"
-    ), said
+    ), description
 
 
 def test_weights_that_cannot_be_gathered_in_8_bits_are_gathered_in_bf16(

@@ -94,8 +94,8 @@ def test_a_run_says_how_many_parameters_of_experts_have_no_adapter(family: str) 
     held = sum(
         parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
     )
-    added, said = Lora(4, 8.0).convert(model, Placement())
-    assert said.endswith(
+    added, description = Lora(4, 8.0).convert(model, Placement())
+    assert description.endswith(
         f"; {units.count(held)} parameters are of fused experts, which have no adapters"
     )
     assert held and not any(".experts." in name for name in added)
@@ -103,8 +103,8 @@ def test_a_run_says_how_many_parameters_of_experts_have_no_adapter(family: str) 
 
 def test_linear_layers_are_not_experts() -> None:
     for family in ("llama", "gpt2"):
-        _, said = Lora(4, 8.0).convert(on_meta(family), Placement())
-        assert "experts" not in said
+        _, description = Lora(4, 8.0).convert(on_meta(family), Placement())
+        assert "experts" not in description
     added, _ = Lora(4, 8.0, targets=r".*shared_expert\.down_proj").convert(
         on_meta("qwen2_moe"), Placement()
     )

@@ -302,9 +302,9 @@ def test_an_unused_adapter_causes_a_warning(caplog: pytest.LogCaptureFixture) ->
             model.model.layers[0].mlp.__dict__["up_proj"] = lambda x: x @ past.weight.t()
         with lora.warn_about_unused_adapters(model):
             model(input_ids=TOKENS)
-        told = [record.getMessage() for record in caplog.records]
-        assert bool(told) is (forward is None)
-    assert told == [
+        messages = [record.getMessage() for record in caplog.records]
+        assert bool(messages) is (forward is None)
+    assert messages == [
         "a trial pass of the model did not use 1 adapter, which may learn nothing: "
         "model.layers.0.mlp.up_proj"
     ]

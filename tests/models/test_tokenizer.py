@@ -235,10 +235,10 @@ def test_normalising_text_is_reported_and_garbling_it_is_an_error(trained, tmp_p
 
 
 def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpus: Path) -> None:
-    said = ["Where does the heron stand?", "In the reeds by the water."]
+    contents = ["Where does the heron stand?", "In the reeds by the water."]
     turns = [
         {"role": role, "content": text}
-        for role, text in zip(("user", "assistant"), said, strict=True)
+        for role, text in zip(("user", "assistant"), contents, strict=True)
     ]
     calls = {
         "role": "assistant",
@@ -254,7 +254,7 @@ def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpu
     assert "Ġheron" in loaded.get_vocab()
     ids = loaded.apply_chat_template(turns)["input_ids"]
     assert ids.count(loaded.convert_tokens_to_ids("<|im_end|>")) == 2
-    assert tokenizer.TURN[0] + "assistant\n" + said[1] in loaded.decode(ids)
+    assert tokenizer.TURN[0] + "assistant\n" + contents[1] in loaded.decode(ids)
 
     found = training_text.read_texts([corpus, tmp_path / "chat"])  # strings, and large strings
     assert found.is_chat and len(found.texts) == 402 + 150

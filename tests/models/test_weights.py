@@ -169,14 +169,15 @@ def test_all_problems_are_reported_at_once(rewrite: Callable[..., Path]) -> None
 
     with pytest.raises(ArtifactError) as error:
         _loaded(rewrite(change))
-    told = error.value.found
-    assert "missing: model.norm.weight" in told
-    assert "lm_head.weight: expected shape (97, 32), found (96, 32)" in told
-    assert "unexpected: model.layers.9.extra" in told
+    problems = error.value.found
+    assert "missing: model.norm.weight" in problems
+    assert "lm_head.weight: expected shape (97, 32), found (96, 32)" in problems
+    assert "unexpected: model.layers.9.extra" in problems
     assert (
-        "model.layers.1.input_layernorm.weight: expected floating-point numbers, found I8" in told
+        "model.layers.1.input_layernorm.weight: expected floating-point numbers, found I8"
+        in problems
     )
-    assert len(told.splitlines()) == 4
+    assert len(problems.splitlines()) == 4
 
 
 def test_a_missing_expert_is_named(rewrite: Callable[..., Path]) -> None:

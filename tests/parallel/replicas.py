@@ -42,7 +42,7 @@ def main() -> None:
                     divisor=parallelize.gradient_divisor(mesh),
                 )
                 found[precision].append(train(layout, mesh, precision, guard))
-                found[precision][-1]["told"] = summing.call_count
+                found[precision][-1]["sum_calls"] = summing.call_count
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     layout.stop()

@@ -437,7 +437,7 @@ def failing(*_: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("combine", "said"),
+    ("combine", "reason"),
     [
         (double_result, "differ by"),
         (wrong_gradient, "differ by"),
@@ -446,7 +446,7 @@ def failing(*_: Tensor) -> Tensor:
     ],
 )
 def test_transformers_computes_experts_if_our_results_differ(
-    monkeypatch: pytest.MonkeyPatch, combine: Any, said: str, layout_of_one_rank: SimpleNamespace
+    monkeypatch: pytest.MonkeyPatch, combine: Any, reason: str, layout_of_one_rank: SimpleNamespace
 ) -> None:
     """This includes blocks that are already wrapped for selective checkpointing."""
     model = make_model("gpt_oss")
@@ -456,7 +456,7 @@ def test_transformers_computes_experts_if_our_results_differ(
     monkeypatch.setattr(experts, "combine", combine)
     line = experts_trial.choose_experts_function(model, layout_of_one_rank)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
-    assert said in line and "\n" not in line
+    assert reason in line and "\n" not in line
     (ours, found) = gradients(model)
     (theirs, expected) = gradients(plain)
     assert ours == theirs

@@ -235,7 +235,7 @@ def test_the_limit_of_graphs_is_reported_once(
     for size in range(2, 14):
         assert torch.equal(wrapped(torch.ones(size)), torch.full((size,), float(size)))
     assert len(compiled) == 16
-    [told] = caplog.messages
-    assert "reached its limit of graphs" in told and "recompile_limit (8)" in told
-    assert "function: 'inner'" in told and "\n" not in told
+    [message] = caplog.messages
+    assert "reached its limit of graphs" in message and "recompile_limit (8)" in message
+    assert "function: 'inner'" in message and "\n" not in message
     assert "torch._dynamo hit" not in capfd.readouterr().err

@@ -113,8 +113,8 @@ def test_a_thousand_ranks_start_in_replicas_of_eight(
     layout = ParallelLayout.start(Degrees(8), patience=60.0)
     assert layout.fsdp.shape == (128, 8) and layout.ranks == 1024
     model = tiny()
-    said = parallelize.shard(model, layout.fsdp, "bf16")
-    assert "over 8 ranks, 128 replicas" in said
+    description = parallelize.shard(model, layout.fsdp, "bf16")
+    assert "over 8 ranks, 128 replicas" in description
     tokens = torch.zeros(1, 16, dtype=torch.int64)
     loss.token_loss_sum(model, MicroBatch(tokens, tokens)).backward()
     assert all(p.grad is not None for p in model.parameters())

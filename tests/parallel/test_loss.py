@@ -125,8 +125,8 @@ def test_each_family_has_the_loss_of_its_logits(config, in_layer: bool) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     expected = [with_gradients(model, ignored) for ignored in (False, True)]
-    said = loss.chunk_loss(model, HERE)
-    assert said.startswith("in the output layer") == in_layer, said
+    description = loss.chunk_loss(model, HERE)
+    assert description.startswith("in the output layer") == in_layer, description
     found = [with_gradients(model, ignored) for ignored in (False, True)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)

@@ -52,8 +52,8 @@ def launch(tmp_path: Path):
     def start(*seconds: float) -> list[tuple[forks.Launch, Path]]:
         life = []
         for rank, prepares_s in enumerate(seconds):
-            said = tmp_path / f"said_{len(launches)}"
-            with said.open("ab") as file:
+            log = tmp_path / f"log_{len(launches)}"
+            with log.open("ab") as file:
                 one = forks.Launch(
                     forks.get_server("stages").start(
                         "",
@@ -67,7 +67,7 @@ def launch(tmp_path: Path):
                     )
                 )
             launches.append(one)
-            life.append((one, said))
+            life.append((one, log))
         return life
 
     yield start
@@ -78,17 +78,17 @@ def launch(tmp_path: Path):
 
 def wait_for(word: str, *logs: Path) -> None:
     deadline = time.monotonic() + 60
-    while any(word not in said.read_text() for said in logs):
-        assert time.monotonic() < deadline, [said.read_text() for said in logs]
+    while any(word not in log.read_text() for log in logs):
+        assert time.monotonic() < deadline, [log.read_text() for log in logs]
         time.sleep(0.02)
 
 
 def test_an_attempt_joins_in_a_store_that_an_earlier_one_used(launch):
     for _ in range(3):
         life = launch(0, 0)
-        wait_for("alive", *(said for _, said in life))
-        for one, said in life:
-            assert "nobody's" in said.read_text() and "alive True" in said.read_text()
+        wait_for("alive", *(log for _, log in life))
+        for one, log in life:
+            assert "nobody's" in log.read_text() and "alive True" in log.read_text()
             one.kill()
 
 
@@ -102,6 +102,6 @@ def test_a_rank_lost_while_preparing_is_named(launch, lost: int):
     life = launch(*(30 if rank == lost else 0.1 for rank in range(2)))
     wait_for("begun", life[lost][1])
     life[lost][0].signal(signal.SIGSTOP)
-    other, said = life[1 - lost]
+    other, log = life[1 - lost]
     assert other.wait()[0] > 0
-    assert f"rank {lost} has shown no sign of life" in said.read_text()
+    assert f"rank {lost} has shown no sign of life" in log.read_text()

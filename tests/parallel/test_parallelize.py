@@ -167,9 +167,9 @@ def test_parts_that_cannot_be_compiled_run_uncompiled(
     loss.token_loss_sum(plain, batch, 2.0).backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    said = [text for text in caplog.messages if text.startswith("compile: off for the ")]
-    assert [text.split()[4].strip(",") for text in said] == failing
-    assert all("no compiler is here" in text and "\n" not in text for text in said)
+    warnings = [text for text in caplog.messages if text.startswith("compile: off for the ")]
+    assert [text.split()[4].strip(",") for text in warnings] == failing
+    assert all("no compiler is here" in text and "\n" not in text for text in warnings)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks
         run_stage("tests/parallel/replicas.py", tmp_path / "found.json", cwd=tmp_path, ranks=count)
         found[count] = json.loads((tmp_path / "found.json").read_text())
     for precision, (summed, averaged) in found[ranks].items():
-        assert (summed["told"], averaged["told"]) == (1, 0)
+        assert (summed["sum_calls"], averaged["sum_calls"]) == (1, 0)
         close = 1e-6 if precision == "fp32" else 1e-3
         for alone, one, other in zip(
             found[1][precision][0]["steps"], summed["steps"], averaged["steps"], strict=True

@@ -27,10 +27,10 @@ def test_an_allocation_that_fails_names_the_remedies_in_order() -> None:
         torch.empty(1 << 50)
     first = explain(caught.value)
     assert first.code == 2 and "allocate" in first.found
-    _, *remedies = first.expected.splitlines()
+    _, *remedies = first.hint.splitlines()
     assert "--activation-checkpointing selective" in remedies[0] and "-b" in remedies[1]
     later = explain(caught.value, activation_checkpointing="full", batch_size=1)
-    _, *remedies = later.expected.splitlines()
+    _, *remedies = later.hint.splitlines()
     assert "more ranks" in remedies[0] and "-s" in remedies[-1]
 
 
