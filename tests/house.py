@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import fnmatch
 import io
-import re
+import itertools
 import statistics
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +23,7 @@ from pathlib import Path
 from tests import form
 
 ROOT = Path(__file__).resolve().parent.parent
+_COVERS = "# covers: "
 _SHORT_MODULE = 60
 _LONG_MODULE = 450
 _LONG_FUNCTION = 60
@@ -107,7 +108,7 @@ def describe_tree(root: Path, package: Path) -> dict[str, str]:
     }
     for rule in (*form.RULES, form.BACKSLASHES):
         rows[rule] = f"{code.broken[rule]:,}"
-    rows["modules that no test names"] = str(len(list(_find_untested(root)))) if is_ours else ""
+    rows["modules that no test covers"] = str(len(find_untested(root))) if is_ours else ""
     rows["lines of README.md"] = (
         str(len(readme.read_text(encoding="utf-8").splitlines())) if readme.is_file() else ""
     )
@@ -134,34 +135,33 @@ def _format_spread(lines: Sequence[int]) -> str:
     return f"{statistics.median(lines):.0f}, {statistics.quantiles(lines, n=10)[-1]:.0f}"
 
 
-def _find_untested(root: Path) -> Iterator[str]:
-    """Yield the modules of lib/ that no file in tests/ imports or names by its path."""
-    named = {name for path in (root / "tests").rglob("*.py") for name in _find_module_names(path)}
-    for path in sorted((root / "lib").rglob("*.py")):
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        if path.name != "__init__.py" and module not in named:
-            yield module
+def list_covered(test_file: Path) -> list[str]:
+    """Return the paths and patterns in the `# covers:` lines at the head of a test file."""
+    head = itertools.takewhile(
+        lambda line: line.startswith(_COVERS), test_file.read_text(encoding="utf-8").splitlines()
+    )
+    return [name for line in head for name in line.removeprefix(_COVERS).split(", ")]
 
 
-def find_tests(root: Path, module: Path) -> list[Path]:
-    """Return the test files that import a module or name it by its path."""
-    name = ".".join(module.with_suffix("").parts)
-    files = sorted((root / "tests").rglob("test_*.py"))
-    return [path.relative_to(root) for path in files if name in _find_module_names(path)]
+def find_tests(root: Path, path: Path) -> list[Path]:
+    """Return the test files that cover a file. path: below root."""
+    return [
+        test_file.relative_to(root)
+        for test_file in sorted((root / "tests").rglob("test_*.py"))
+        if any(fnmatch.fnmatchcase(path.as_posix(), name) for name in list_covered(test_file))
+    ]
 
 
-def _find_module_names(path: Path) -> set[str]:
-    """Return the dotted names below lib and launch in a file, with their packages."""
-    text = path.read_text(encoding="utf-8")
-    named = {
-        name.removesuffix(".py").replace("/", ".")
-        for name in re.findall(r"\b(?:lib|launch)(?:[./]\w+)+", text)
-    }
-    imports = r"from ((?:lib|launch)[\w.]*) import (\([^)]*\)|[^\n]*)"
-    for package, names in re.findall(imports, text):
-        for name in re.findall(r"\w+", re.sub(r"\bas \w+", "", names)):
-            named.add(f"{package}.{name}")
-    return {".".join(name.split(".")[:count]) for name in named for count in range(2, 6)}
+def find_untested(root: Path) -> list[Path]:
+    """Return the stages and the modules of lib/ and launch/ that no test file covers."""
+    names = {name for test in (root / "tests").rglob("test_*.py") for name in list_covered(test)}
+    modules = [path for room in ("lib", "launch") for path in (root / room).rglob("*.py")]
+    return [
+        path.relative_to(root)
+        for path in sorted([*root.glob("0[1-5]_*.py"), *modules])
+        if path.name != "__init__.py"
+        and not any(fnmatch.fnmatchcase(path.relative_to(root).as_posix(), name) for name in names)
+    ]
 
 
 def main() -> None:
@@ -186,29 +186,17 @@ def main() -> None:
         "(default: none)",
     )
     parser.add_argument(
-        "--untested", action="store_true", help="name the modules of lib/ that no test names"
-    )
-    parser.add_argument(
         "--tests-of",
         type=Path,
-        metavar="MODULE",
-        help="name the files of tests that name a module, such as lib/optim/guard.py "
-        "(default: measure)",
+        metavar="FILE",
+        help="list the test files that cover a file, such as lib/optim/guard.py, by their "
+        "`# covers:` lines (default: measure)",
     )
     args = parser.parse_args()
     if args.tests_of:
         if not (ROOT / args.tests_of).is_file():
             parser.error(f"there is no {args.tests_of}")
-        files = find_tests(ROOT, args.tests_of)
-        print("\n".join(map(str, files)))
-        if not files:
-            print(
-                "no test file names this module; tests of the stages that use it cover it",
-                file=sys.stderr,
-            )
-        return
-    if args.untested:
-        print("\n".join(_find_untested(ROOT)))
+        print("\n".join(map(str, find_tests(ROOT, args.tests_of))))
         return
     columns = {
         **{root.name: describe_tree(root, root / "lib") for root in args.at},

@@ -1,3 +1,4 @@
+# covers: launch/airgap.py, launch/bundles/*.py
 """Test bundles: pack, cut, damage, kill, unpack, install, and train with their contents."""
 
 from __future__ import annotations

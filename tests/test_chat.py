@@ -1,3 +1,4 @@
+# covers: 02_build_hf_dataset.py, 04_train_fsdp.py, 05_export_checkpoint.py
 """From conversations to an exported model that answers, and ends its answers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/aliases.py, lib/train/config.py, lib/train/command_line.py
 """What people who come from other systems type: it is taken, or they are told what to type."""
 
 from __future__ import annotations

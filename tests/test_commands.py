@@ -1,3 +1,4 @@
+# covers: lib/core/help_text.py, lib/core/declared.py, lib/core/options.py
 """What every command says of its options, and that it reads each of them."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/corpus/selection.py, lib/optim/registry.py, lib/parallel/placement.py
+# covers: lib/train/settle.py
 """The recipes of docs/explanation/design.md, followed on a throw-away copy of the code.
 
 That of a kind of job: test_launch_kubernetes_render.py.

@@ -1,3 +1,4 @@
+# covers: lib/train/previous_run.py, lib/checkpoints/search.py
 """What an earlier version made opens, and goes on, in this one."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/core/reading.py, lib/checkpoints/commit.py, lib/checkpoints/search.py
+# covers: lib/checkpoints/storage.py
 """Test that damaged, missing and malicious files are never loaded, and always reported."""
 
 from __future__ import annotations

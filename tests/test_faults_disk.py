@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/checkpointer.py, lib/checkpoints/commit.py
 """Test full and failing disks, and directories that cannot be written."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/checkpoints/checkpointer.py
 """Test kill -9 at random moments: at most the steps since the last save are repeated."""
 
 from __future__ import annotations

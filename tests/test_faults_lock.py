@@ -1,3 +1,4 @@
+# covers: lib/core/lease.py, lib/train/experiment.py
 """Test several launches of one experiment, and the lock of a killed one."""
 
 from __future__ import annotations

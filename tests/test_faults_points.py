@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/commit.py, lib/checkpoints/storage.py
 """Kill a process at each file operation of a save, and cut a machine's power there."""
 
 from __future__ import annotations

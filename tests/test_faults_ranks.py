@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/checkpointer.py, lib/parallel/meeting.py
 """Test killed and stopped ranks, and other numbers of ranks: same state, same samples, no hang."""
 
 from __future__ import annotations

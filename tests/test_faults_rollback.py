@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/search.py, lib/train/resume.py
 """Test kills while stage 04 rolls back past bad steps: the same command gives the same result."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/stop_request.py, lib/checkpoints/checkpointer.py
 """Test signals during a save, repeated signals, signals to torchrun, and very slow saves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/publish.py, lib/core/partial_dirs.py
 """Test kills of stages 01, 02, 03 and 05 at their file operations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/planning/saving.py
 """The simulated share of useful time: against the closed form, with two tiers, at its limits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/records.py, lib/core/run_records.py, lib/core/manifest.py
 """Records of others with values of any type: told in words, and never by a traceback."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: tests/house.py, tests/form.py
 """The figures that tests/house.py prints, of a tree that can be counted by hand."""
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def tree(tmp_path: Path) -> Path:
         "lib/core/second.py": "x = 1\n" * 451,
         "lib/train/third.py": "y = 1\n",
         "lib/train/fourth.py": "y = 1\n",
-        "tests/test_all.py": "from lib.core import (\n  first,\n)\n# covers: lib/train/third.py\n",
+        "tests/test_all.py": "# covers: lib/core/f*.py\n# covers: lib/train/third.py, README.md\n",
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -65,13 +66,27 @@ def test_figures_of_a_tree(tree: Path) -> None:
     assert rows["comments per 100 lines"] == f"{100 / not_blank:.1f}"
     assert rows["assignments of unrelated values"] == "2"  # that of the stage, too
     assert rows["nested conditional expressions"] == "1" and rows["backslashes"] == "1"
-    assert rows["modules that no test names"] == "2"
-    assert [*house._find_untested(tree)] == ["lib.core.second", "lib.train.fourth"]
+    assert rows["modules that no test covers"] == "3"
     assert rows["lines of README.md"] == "3"
-    tests = [Path("tests/test_all.py")]
-    assert house.find_tests(tree, Path("lib/core/first.py")) == tests
-    assert house.find_tests(tree, Path("lib/train/third.py")) == tests
+
+
+def test_lines_at_the_head_of_a_test_file_name_what_it_covers(tree: Path) -> None:
+    assert house.find_untested(tree) == [
+        Path("04_train_fsdp.py"),
+        Path("lib/core/second.py"),
+        Path("lib/train/fourth.py"),
+    ]
+    for path in ("lib/core/first.py", "lib/train/third.py", "README.md"):
+        assert house.find_tests(tree, Path(path)) == [Path("tests/test_all.py")]
     assert house.find_tests(tree, Path("lib/core/second.py")) == []
+
+
+def test_every_module_is_covered_by_a_test() -> None:
+    assert not house.find_untested(house.ROOT)
+    for path in sorted((house.ROOT / "tests").rglob("test_*.py")):
+        names = house.list_covered(path)
+        assert names, f"{path} begins with no `# covers:` line"
+        assert not [name for name in names if not any(house.ROOT.glob(name))], path
 
 
 def test_the_table_has_a_column_per_tree(

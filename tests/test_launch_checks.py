@@ -1,3 +1,4 @@
+# covers: launch/check.py, launch/checks/*.py
 """Test launch/check.py under torchrun on CPU ranks, with namespaces as nodes, and its findings."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: launch/kube/cluster.py, launch/kube/cluster_checks.py, launch/kube/aws.py
 """Test check.py cluster with the real kubectl, a small API server, and a stand-in for AWS."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: launch/kubernetes.py, launch/prepare.py, launch/kube/raw_text.py
+# covers: launch/kube/preparation.py
 """Test the calls and command lines in the documentation of an automated EKS deployer."""
 
 from __future__ import annotations

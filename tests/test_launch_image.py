@@ -1,3 +1,4 @@
+# covers: launch/build_image.py, launch/images/*.py
 """Test launch/build_image.py with a stand-in docker that records its calls and can fail."""
 
 from __future__ import annotations

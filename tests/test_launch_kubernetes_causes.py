@@ -1,3 +1,4 @@
+# covers: launch/kube/failure_causes.py, launch/kube/cluster_state.py, launch/kube/kubectl.py
 """Test that every cause of a failed job is found in its pods, events and logs."""
 
 from __future__ import annotations

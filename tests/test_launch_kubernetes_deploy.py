@@ -1,3 +1,4 @@
+# covers: launch/kubernetes.py, launch/kube/deploy.py, launch/kube/kubectl.py
 """Test launch/kubernetes.py with the real kubectl: all commands, failures and remedies."""
 
 from __future__ import annotations

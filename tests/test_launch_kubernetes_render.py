@@ -1,3 +1,4 @@
+# covers: launch/kube/job.py, launch/kube/job_options.py, launch/kube/kinds.py, launch/kube/nodes.py
 """Test the manifests of launch/kubernetes.py: clusters accept them, and options reach them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: launch/supervise.py, launch/supervision/*.py
 """Test launches on several nodes: after any failure the run completes with the same losses."""
 
 from __future__ import annotations

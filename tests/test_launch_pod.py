@@ -1,3 +1,4 @@
+# covers: launch/pod.py
 """Test launch/pod.py as the operators start it: its rank, its command, its exit codes."""
 
 from __future__ import annotations

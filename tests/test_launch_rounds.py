@@ -1,3 +1,4 @@
+# covers: launch/supervision/*.py
 """Test that launchers of several nodes agree through a shared directory; a stand-in trains."""
 
 from __future__ import annotations

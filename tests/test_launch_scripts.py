@@ -1,3 +1,5 @@
+# covers: launch/single_node.sh, launch/multi_node.sh, launch/slurm.sbatch
+# covers: launch/slurm_array.sbatch
 """Test the shell scripts of launch/: shellcheck, --help, options and their errors."""
 
 from __future__ import annotations

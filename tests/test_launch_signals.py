@@ -1,3 +1,4 @@
+# covers: launch/torchrun.py, launch/supervise.py, launch/pod.py
 """Test signals to all launchers: many signals cause one save, a second SIGINT none."""
 
 from __future__ import annotations

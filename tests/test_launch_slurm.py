@@ -1,3 +1,4 @@
+# covers: launch/slurm.sbatch, launch/slurm_array.sbatch
 """Test the Slurm launchers in a real cluster: exit codes, preemption, node loss, time limit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: launch/supervise.py, launch/supervision/*.py
 """Test which failures are retried, and that no process is left, with a stand-in for the trainer.
 
 The stand-in ends in the ways that stage 04 under torchrun does.

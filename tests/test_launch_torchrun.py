@@ -1,3 +1,4 @@
+# covers: launch/torchrun.py, lib/core/launcher.py
 """Test torchrun without its banners: only the ranks' own errors are printed."""
 
 from __future__ import annotations

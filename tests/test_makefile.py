@@ -1,3 +1,4 @@
+# covers: Makefile
 """Test the targets of the Makefile in a directory with the code and an environment."""
 
 from __future__ import annotations

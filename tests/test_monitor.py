@@ -1,4 +1,4 @@
-# covers: launch/monitor.py launch/runs/run_files.py launch/runs/collectives.py
+# covers: launch/monitor.py, launch/runs/*.py
 """Test that launch/monitor.py shows runs that train, end, hang, die, or have torn files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/streams.py
 """Commands whose reader leaves: no line about broken pipes, and work that matters goes on."""
 
 from __future__ import annotations

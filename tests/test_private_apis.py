@@ -1,3 +1,4 @@
+# covers: docs/explanation/private-apis.md, tests/private_apis.py
 """docs/explanation/private-apis.md names every undocumented API that is used, and each exists."""
 
 from __future__ import annotations

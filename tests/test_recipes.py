@@ -1,3 +1,4 @@
+# covers: recipes/*.yaml
 """The recipes: what stage 04 takes as they stand, and what their own comments promise."""
 
 from __future__ import annotations

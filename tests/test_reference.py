@@ -1,4 +1,4 @@
-# covers: lib/core/events.py lib/core/figures.py
+# covers: docs/reference/*.md, lib/core/events.py, lib/core/figures.py
 """Check docs/reference/ against the code, and the code against the tables behind it."""
 
 from __future__ import annotations

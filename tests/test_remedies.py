@@ -1,3 +1,4 @@
+# covers: lib/core/commands.py, lib/core/errors.py
 """Remedies: every `run:` line that the code can print is printed here, typed, and cures.
 
 A situation is made, a command is typed in it, and what its error says after `run:` is run as it

@@ -1,3 +1,4 @@
+# covers: lib/models/remote_code.py
 """Code that comes with a model runs only where the command that was typed says so."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: README.md, CONTRIBUTING.md, docs/*/*.md, tests/form.py
 """The rules of the house: rooms, sizes, options, documentation, requirements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: docs/how-to/speed.md
 """The tables of memory and learning rates in docs/how-to/speed.md agree with the code."""
 
 from __future__ import annotations

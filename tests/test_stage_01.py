@@ -1,3 +1,4 @@
+# covers: 01_organize_data.py
 """Run stage 01 from the command line."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: 02_build_hf_dataset.py, lib/corpus/documents.py, lib/corpus/text_documents.py
+# covers: lib/corpus/encoding.py, lib/corpus/dedup.py, lib/corpus/pool.py, lib/corpus/readers.py
 """Run stage 02 from the command line."""
 
 from __future__ import annotations

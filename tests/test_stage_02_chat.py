@@ -1,3 +1,5 @@
+# covers: 02_build_hf_dataset.py, lib/corpus/chat_documents.py, lib/corpus/tool_calls.py
+# covers: lib/corpus/conversations.py
 """Run stage 02 with --format chat from the command line."""
 
 from __future__ import annotations

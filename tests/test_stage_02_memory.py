@@ -1,3 +1,4 @@
+# covers: 02_build_hf_dataset.py, lib/corpus/raw_file.py, lib/corpus/pool.py
 """The memory of stage 02 does not depend on the size of the input or of a document."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: 03_download_model.py, lib/core/offline.py, lib/hub/fetch.py, lib/hub/cache.py
+# covers: lib/core/artifact_checks.py
 """Stage 03 as a person runs it, against a Hub on this machine."""
 
 from __future__ import annotations

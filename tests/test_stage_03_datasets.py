@@ -1,3 +1,4 @@
+# covers: 03_download_model.py, lib/hub/raw_text.py
 """Raw files of a dataset, from a local Hub server to the corpus of stages 01 and 02."""
 
 from __future__ import annotations

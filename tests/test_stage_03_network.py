@@ -1,3 +1,4 @@
+# covers: 03_download_model.py, lib/hub/client.py, lib/hub/transfer.py
 """Stage 03 with a slow, busy, proxied or missing network."""
 
 from __future__ import annotations

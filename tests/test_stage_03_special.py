@@ -1,3 +1,5 @@
+# covers: 03_download_model.py, lib/models/pickles.py, lib/models/hf_cache.py
+# covers: lib/models/recipes.py, lib/core/artifact_checks.py
 """What stage 03 does only when asked to: pickles, code, caches, other architectures, --verify."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/train/overview.py
 """Run stage 04 as a user does: losses, resumes, refusals, and the files of a run."""
 
 from __future__ import annotations

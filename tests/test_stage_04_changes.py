@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/train/previous_run.py
 """Resume a run with other options: with `--resume-with-changes`, or refused."""
 
 from __future__ import annotations

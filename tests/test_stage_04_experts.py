@@ -1,4 +1,5 @@
-# covers: lib/train/settle.py, lib/train/model.py
+# covers: 04_train_fsdp.py, lib/parallel/experts.py, lib/parallel/routers.py, lib/train/settle.py
+# covers: lib/train/model.py
 """Train mixture-of-experts models with stage 04: the load of the experts and its balancing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/models/float8.py
 """Train in 8-bit floats (emulated), resume bit for bit, and export."""
 
 from __future__ import annotations

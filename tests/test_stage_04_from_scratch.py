@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/models/scratch.py
 """Train from scratch with `--model-size`, without stage 03: start, resume, export."""
 
 from __future__ import annotations

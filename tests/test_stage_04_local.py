@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/checkpoints/tier.py
 """`--ckpt-local-dir`: frequent checkpoints on each node's own disk, besides the shared ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/models/lora.py
 """Train LoRA adapters with stage 04: base models, resumes, and adapters to start from."""
 
 from __future__ import annotations

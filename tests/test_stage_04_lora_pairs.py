@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/models/lora.py, lib/export/adapter_checks.py, lib/export/lora_run.py
 """Combine LoRA with other options, and compare two ranks with a run of one process."""
 
 from __future__ import annotations

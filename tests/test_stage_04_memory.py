@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/train/memory_fit.py, lib/planning/knobs.py
 """Run stage 04 in a control group with little memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/optim/guard.py
 """Steps with a NaN or infinite gradient: skipped, counted, rolled back, or the end of the run."""
 
 from __future__ import annotations

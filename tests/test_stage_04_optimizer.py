@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/optim/adamw8bit.py
 """Train with 8-bit moments: losses, bytes of the checkpoints, resumes."""
 
 from __future__ import annotations

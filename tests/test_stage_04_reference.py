@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/optim/adamw.py, lib/parallel/loss.py, lib/models/lora.py
 """Compare stage 04 with a plain loop of transformers and torch, or peft, on the same samples."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# covers: lib/train/rows.py lib/train/report.py
+# covers: 04_train_fsdp.py, lib/train/rows.py, lib/train/report.py
 """A row is written one step later, or at once before a save, a validation or a stop."""
 
 from __future__ import annotations

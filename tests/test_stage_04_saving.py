@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/checkpoints/checkpointer.py, lib/checkpoints/host_copies.py
 """Save checkpoints in the background, delete old ones, and survive a full disk."""
 
 from __future__ import annotations

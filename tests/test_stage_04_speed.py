@@ -1,3 +1,4 @@
+# covers: 04_train_fsdp.py, lib/parallel/parallelize.py, lib/parallel/compiling.py
 """Options for speed and memory, which must not change the losses."""
 
 from __future__ import annotations

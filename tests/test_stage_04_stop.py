@@ -1,4 +1,5 @@
-# covers: lib/parallel/stop_request.py lib/core/watchdog.py
+# covers: 04_train_fsdp.py, lib/parallel/stop_request.py, lib/core/watchdog.py
+# covers: lib/parallel/flight_recorder.py
 """A run stops after a complete step for each reason, and a run that hangs is ended."""
 
 from __future__ import annotations

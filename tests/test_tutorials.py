@@ -1,3 +1,4 @@
+# covers: docs/tutorials/*.md
 """Run every `bash` block of docs/tutorials/ as a reader would type it.
 
 A local server stands for the Hub, with a tiny model under the name that a tutorial uses.

@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/commit.py, lib/checkpoints/checkpointer.py
 """Work after a save does not delay a step."""
 
 from __future__ import annotations

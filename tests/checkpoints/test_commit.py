@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/commit.py
 """A checkpoint is complete or does not count: COMMIT, manifest, sizes, retention."""
 
 from __future__ import annotations

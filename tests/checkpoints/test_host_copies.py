@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/host_copies.py, lib/checkpoints/checkpointer.py, lib/checkpoints/commit.py
 """Copies made during training are complete, consistent, and ready in time."""
 
 from __future__ import annotations

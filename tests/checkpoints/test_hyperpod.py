@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/hyperpod.py, lib/checkpoints/snapshot.py, lib/checkpoints/contents.py
 """Checkpoints in the memory of a HyperPod cluster: saved, read back, refused, deleted."""
 
 from __future__ import annotations

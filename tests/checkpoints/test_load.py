@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/storage.py, lib/checkpoints/snapshot.py
 """Names, shapes and dtypes of a checkpoint must match the model; DCP does not check this."""
 
 from __future__ import annotations

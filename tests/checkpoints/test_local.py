@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/commit.py, lib/checkpoints/snapshot.py, lib/checkpoints/tier.py
 """The tier on a node's own disk records deletions and keeps unreadable checkpoints."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/checkpoints/commit.py, lib/checkpoints/contents.py, lib/checkpoints/hyperpod.py
+# covers: lib/checkpoints/checkpointer.py, lib/checkpoints/search.py, lib/checkpoints/snapshot.py
 """The wording of the errors of lib/checkpoints; behaviour tests look for one keyword only."""
 
 from __future__ import annotations

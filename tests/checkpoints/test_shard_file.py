@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/storage.py
 """Parts of shards, read into tensors of any layout."""
 
 from __future__ import annotations

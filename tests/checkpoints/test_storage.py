@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/storage.py
 """Files read from disk are verified, and cannot run code."""
 
 from __future__ import annotations

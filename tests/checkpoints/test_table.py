@@ -1,3 +1,4 @@
+# covers: lib/checkpoints/__main__.py, lib/checkpoints/commit.py
 """`python -m lib.checkpoints`: the table of checkpoints and their problems."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/artifacts.py, lib/core/artifact_checks.py
 """Find and fingerprint the files of a tokenizer."""
 
 from __future__ import annotations

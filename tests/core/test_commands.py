@@ -1,3 +1,4 @@
+# covers: lib/core/commands.py
 """Printed commands run when they are pasted in the current directory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/declared.py
 """Options of a declared dataclass, from a command line or from a Python call."""
 
 from __future__ import annotations

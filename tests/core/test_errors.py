@@ -1,3 +1,4 @@
+# covers: lib/core/errors.py
 """Render and combine errors, and check their exit codes."""
 
 from __future__ import annotations

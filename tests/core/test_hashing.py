@@ -1,3 +1,4 @@
+# covers: lib/core/hashing.py
 """Digests with known values, of hashed files, and without xxhash."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/launcher.py
 """The error file of a rank, read by torchrun's own code."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/lease.py
 """One process holds a lease; others are refused, or take it over from a dead holder."""
 
 from __future__ import annotations

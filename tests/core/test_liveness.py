@@ -1,3 +1,4 @@
+# covers: lib/core/liveness.py
 """Find out which processes are alive, by the kernel or by values that they keep changing."""
 
 from __future__ import annotations

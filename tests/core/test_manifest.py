@@ -1,3 +1,4 @@
+# covers: lib/core/manifest.py
 """Write, read and check manifest.json."""
 
 from __future__ import annotations

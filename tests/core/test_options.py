@@ -1,3 +1,4 @@
+# covers: lib/core/options.py
 """Options: spellings, aliases, YAML and its precedence, errors, and secrets."""
 
 from __future__ import annotations

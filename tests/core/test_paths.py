@@ -1,3 +1,4 @@
+# covers: lib/core/paths.py
 """Find the experiment that a name or a path means."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/patterns.py
 """Regular expressions that backtrack for long are refused, usual ones are accepted."""
 
 from __future__ import annotations

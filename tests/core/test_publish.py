@@ -1,3 +1,4 @@
+# covers: lib/core/publish.py, lib/core/partial_dirs.py, lib/core/identity.py
 """Artifacts appear under their final name complete, or not at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/publish.py, lib/core/lease.py
 """Publish artifacts with killed processes, races and full disks."""
 
 from __future__ import annotations

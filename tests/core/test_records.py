@@ -1,3 +1,4 @@
+# covers: lib/core/records.py, lib/core/config_file.py
 """Records of others are read within limits, and their paths stay inside a directory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/retry.py
 """Polling and retrying: when they continue, when they end, and how long they wait."""
 
 from __future__ import annotations

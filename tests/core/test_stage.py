@@ -1,3 +1,4 @@
+# covers: lib/core/stage.py, lib/core/progress.py, lib/core/log.py, lib/core/streams.py
 """The start and end of a stage: offline guard, exit codes, log and progress lines."""
 
 from __future__ import annotations

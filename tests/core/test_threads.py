@@ -1,3 +1,4 @@
+# covers: lib/core/workers.py
 """Threads use the GPU of the thread that created them, here with a fake torch.cuda."""
 
 from __future__ import annotations

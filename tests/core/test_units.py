@@ -1,3 +1,4 @@
+# covers: lib/core/units.py
 """Format and parse sizes, counts and durations."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/core/workers.py
 """Worker processes answer tasks, and report their errors and their death."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/corpus/chat_rows.py
 """Conversations survive the round trip through Arrow columns."""
 
 from __future__ import annotations

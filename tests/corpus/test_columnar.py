@@ -1,3 +1,4 @@
+# covers: lib/corpus/work_units.py, lib/corpus/columnar_reader.py
 """Parquet and Arrow: rows, nested values, damage, and large files in spans."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/corpus/conversations.py, lib/corpus/json_data.py, lib/corpus/tool_calls.py
+# covers: lib/core/conversation.py
 """Conversations of all formats become rows; other records are refused with a reason."""
 
 from __future__ import annotations

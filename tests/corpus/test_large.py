@@ -1,3 +1,6 @@
+# covers: lib/corpus/raw_file.py, lib/corpus/json_reader.py, lib/corpus/work_units.py
+# covers: lib/corpus/yaml_reader.py, lib/corpus/table_reader.py, lib/corpus/inputs.py
+# covers: lib/corpus/row_options.py
 """Documents too large for memory are read in pieces, or dropped and listed."""
 
 from __future__ import annotations

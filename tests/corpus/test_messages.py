@@ -1,3 +1,6 @@
+# covers: lib/corpus/work_units.py, lib/corpus/tally.py, lib/corpus/row_options.py
+# covers: lib/corpus/conversations.py, lib/corpus/inputs.py, lib/corpus/scan.py
+# covers: lib/corpus/split_parts.py, lib/corpus/saved.py, lib/corpus/report.py
 """The wording of the messages of lib/corpus; other tests look for one keyword only."""
 
 from __future__ import annotations

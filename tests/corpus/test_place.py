@@ -1,3 +1,4 @@
+# covers: lib/corpus/place.py
 """Files are assigned to splits in equal numbers and with even sizes."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/corpus/row_options.py, lib/corpus/report.py, lib/corpus/json_reader.py
+# covers: lib/corpus/work_units.py, lib/corpus/raw_file.py, lib/corpus/inputs.py
 """Read each format: its rows, and its lines of errors.jsonl."""
 
 from __future__ import annotations

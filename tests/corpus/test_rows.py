@@ -1,3 +1,5 @@
+# covers: lib/corpus/parts.py, lib/corpus/work_units.py, lib/corpus/shards.py
+# covers: lib/corpus/row_options.py, lib/corpus/raw_file.py, lib/corpus/inputs.py
 """From documents to rows: fields, strings, filters, splits, order, batches."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/corpus/scan.py, lib/corpus/saved.py
 """Directories that `save_to_disk` wrote, as input of stages 01 and 02."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/corpus/scan.py, lib/corpus/place.py, lib/corpus/kinds.py
 """The files that a scan takes, and the reasons to skip others."""
 
 from __future__ import annotations

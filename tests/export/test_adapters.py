@@ -1,3 +1,4 @@
+# covers: lib/export/adapter_files.py, lib/export/adapter_checks.py
 """LoRA runs are exported as a merged model or as an adapter, and no broken export is published."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/export/card.py
 """The model card of an export has correct sentences, and code that loads the export."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/export/full_model.py, lib/export/companions.py
 """Exports are read by programs that do not know the keys of transformers 5."""
 
 from __future__ import annotations

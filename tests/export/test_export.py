@@ -1,3 +1,4 @@
+# covers: lib/export/full_model.py, lib/export/tensor_reader.py, lib/export/card.py
 """An exported model equals the files of `save_pretrained`, for every model family."""
 
 from __future__ import annotations

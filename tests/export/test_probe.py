@@ -1,3 +1,4 @@
+# covers: lib/export/probe.py
 """Probe logits are recorded without any effect on training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: tests/gpu/items.py, benchmarks/gpu.py
 """Run the items of benchmarks/gpu.py: in tiny sizes on the CPU, in full on a GPU."""
 
 from __future__ import annotations

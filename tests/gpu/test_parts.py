@@ -1,3 +1,4 @@
+# covers: tests/gpu/*.py
 """Test the parts of the kit whose errors a rehearsal on a CPU would not show."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/hub/client.py, lib/hub/cache.py
 """Check the URL of the Hub, and read the delay that it requests."""
 
 from __future__ import annotations

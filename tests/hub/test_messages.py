@@ -1,3 +1,4 @@
+# covers: lib/hub/repository.py, lib/hub/client.py, lib/hub/raw_text.py
 """The wording of the errors of lib/hub; behaviour tests elsewhere look for one keyword only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/hub/repository.py, lib/hub/transfer.py, lib/hub/partial.py
 """Download files in pieces, from a stand-in for the Hub in this process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/architecture.py
 """Configs are read and checked, and models are built without memory."""
 
 from __future__ import annotations

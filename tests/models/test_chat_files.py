@@ -1,3 +1,4 @@
+# covers: lib/models/chat_files.py
 """A run on conversations writes the chat template and the stop tokens to its model."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/check.py, lib/models/scratch.py
 """The check of a model directory finds missing and contradictory files."""
 
 from __future__ import annotations

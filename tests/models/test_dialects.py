@@ -1,3 +1,5 @@
+# covers: lib/models/dialects.py, lib/models/directory.py, lib/models/chat_files.py
+# covers: lib/models/architecture.py
 """Configs contain the keys of older programs beside those of transformers 5."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/lookup.py
 """Models are found by name or path, and incomplete ones are refused."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/models/sharded.py, lib/models/float8.py, lib/models/weights.py
+# covers: lib/models/architecture.py
 """Linear layers compute in emulated 8-bit floats with similar losses and the same names."""
 
 from __future__ import annotations

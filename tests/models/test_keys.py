@@ -1,3 +1,4 @@
+# covers: lib/models/keys.py, lib/models/architecture.py
 """The names and shapes of an export are those that transformers itself writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/lora.py, lib/models/sharded.py
 """Fused experts get adapters only by a regular expression; otherwise the log mentions them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/weights.py, lib/export/full_model.py
 """Loading and exporting need little memory and read few bytes, measured in separate processes."""
 
 from __future__ import annotations

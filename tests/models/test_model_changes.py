@@ -1,3 +1,4 @@
+# covers: lib/models/model_changes.py, lib/models/sharded.py, lib/models/architecture.py
 """A model change keeps all names, an export folds it, and unknown names are errors."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/models/peft_adapter.py, lib/models/lora.py, lib/models/lora_targets.py
+# covers: lib/models/architecture.py
 """Adapters of PEFT are read as they are, or refused with a reason."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/scratch.py, lib/models/architecture.py
 """The sizes of models from scratch, counted on the meta device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/stored.py, lib/models/architecture.py
 """A model computes from its files, with one of its parts in memory at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/tensor_file.py
 """Files in the safetensors format have the content that the library itself writes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/tokenizer.py, lib/models/training_text.py, lib/models/scratch.py
 """Stage 03 trains, copies and checks tokenizers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/models/unread_weights.py, lib/models/lookup.py, lib/models/pickles.py
 """For weights in other formats, the error contains commands that convert them."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/models/directory.py, lib/models/weights.py, lib/models/tensors.py
+# covers: lib/models/architecture.py
 """Weights are loaded or initialised correctly, in full and sharded models."""
 
 from __future__ import annotations

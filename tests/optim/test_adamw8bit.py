@@ -1,3 +1,4 @@
+# covers: lib/optim/adamw8bit.py, lib/optim/registry.py, lib/optim/guard.py
 """8-bit moments train as well as float32 ones, in a quarter of the memory and on any shards."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/optim/e4m3.py, lib/optim/adamw8bit.py
 """Integer arithmetic gives the same bits as torch's casts to and from e4m3."""
 
 from __future__ import annotations

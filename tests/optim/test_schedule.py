@@ -1,3 +1,4 @@
+# covers: lib/optim/schedule.py
 """The learning rate has the shape and the ends of its schedule, also after the total is raised."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/attention.py
 """The right implementation of attention is picked and gets the right inputs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/attention_kernel.py
 """The fastest attention kernel that gives the right results is chosen. The GPU is a fake."""
 
 from __future__ import annotations

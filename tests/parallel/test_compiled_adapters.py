@@ -1,3 +1,4 @@
+# covers: lib/parallel/parallelize.py, lib/parallel/compiling.py, lib/parallel/loss.py
 """The compiler fuses the sums of adapters with other operations, and the results stay the same."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/compiling.py
 """A part of the step that fails to compile leaves the other parts compiled."""
 
 from __future__ import annotations

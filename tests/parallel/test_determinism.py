@@ -1,3 +1,4 @@
+# covers: lib/parallel/experts.py, lib/parallel/attention.py, lib/parallel/determinism.py
 """With --deterministic on, a run gives the same bits each time."""
 
 from __future__ import annotations

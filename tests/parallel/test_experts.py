@@ -1,3 +1,5 @@
+# covers: lib/parallel/experts.py, lib/parallel/parallelize.py, lib/parallel/experts_trial.py
+# covers: lib/parallel/loss.py, lib/parallel/compiling.py
 """Our function for experts gives the same numbers as transformers, without a sort in backward."""
 
 from __future__ import annotations

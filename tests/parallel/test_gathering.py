@@ -1,3 +1,4 @@
+# covers: lib/parallel/parallelize.py
 """Weights are gathered only when necessary, counted on real ranks, with the same results."""
 
 from __future__ import annotations

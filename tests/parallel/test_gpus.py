@@ -1,3 +1,4 @@
+# covers: lib/parallel/gpus.py, lib/parallel/nvidia.py
 """The error names the reasons why torch cannot use GPUs. All tools are fakes."""
 
 from __future__ import annotations

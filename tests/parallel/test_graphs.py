@@ -1,3 +1,5 @@
+# covers: lib/parallel/compiling.py, lib/parallel/loss.py, lib/parallel/trial.py
+# covers: lib/parallel/attention.py, lib/parallel/parallelize.py
 """One graph serves all kinds of packed documents, and the limit of graphs causes one warning."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/attention.py, lib/parallel/trial.py
 """Packed documents do not see each other, for each family."""
 
 from __future__ import annotations

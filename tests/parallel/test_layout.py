@@ -1,3 +1,4 @@
+# covers: lib/parallel/layout.py, lib/parallel/degrees.py
 """Ranks join their groups with the right timeouts, sockets and cores, up to a thousand ranks."""
 
 from __future__ import annotations

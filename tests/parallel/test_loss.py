@@ -1,3 +1,4 @@
+# covers: lib/parallel/loss.py
 """The loss of the output layer has the value and the gradients of the loss of the logits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/meeting.py
 """Ranks join late, ranks are lost, and keys of an earlier attempt are ignored."""
 
 from __future__ import annotations

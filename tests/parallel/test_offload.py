@@ -1,3 +1,4 @@
+# covers: lib/parallel/parallelize.py, lib/parallel/offload.py
 """Offloaded parameters are copied ahead of their use on one rank, with the same results."""
 
 from __future__ import annotations

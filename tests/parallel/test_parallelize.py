@@ -1,3 +1,5 @@
+# covers: lib/parallel/loss.py, lib/parallel/compiling.py, lib/parallel/parallelize.py
+# covers: lib/parallel/trial.py
 """Recomputation, compilation and sharding do not change the gradients."""
 
 from __future__ import annotations

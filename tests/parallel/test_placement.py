@@ -1,3 +1,4 @@
+# covers: lib/parallel/placement.py, lib/parallel/parallelize.py
 """Any number of ranks shares the experts of a model evenly, with the same results."""
 
 from __future__ import annotations

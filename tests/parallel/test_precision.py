@@ -1,3 +1,4 @@
+# covers: lib/parallel/precision.py
 """The default precision is one that the device computes in, and emulation causes a warning."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-# covers: lib/parallel/routers.py
+# covers: lib/parallel/routers.py, lib/parallel/loss.py, lib/parallel/parallelize.py
+# covers: lib/parallel/compiling.py, lib/parallel/trial.py
 """The load of experts is counted once, and balanced by the loss or by biases."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/torch_builds.py
 """The table of torch, CUDA and drivers gives the right builds."""
 
 from __future__ import annotations

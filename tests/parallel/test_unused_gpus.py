@@ -1,3 +1,4 @@
+# covers: lib/parallel/gpus.py
 """Unused GPUs are reported once, with the command that uses all of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/planning/capacity.py
 """The memory of this process is reported, and its peak since the last report."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/planning/child_process.py, lib/planning/training_memory.py
+# covers: lib/planning/memory_check.py, lib/planning/capacity.py, lib/planning/trace.py
 """A trace that fails or takes too long prevents neither a download nor a run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/planning/trace.py, lib/planning/memory.py, lib/planning/compiled.py
 """The activations of compiled blocks are estimated as torch's partitioner saves them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/planning/flops.py
 """The operations per token follow the formula, and the peak of a GPU its data sheet."""
 
 from __future__ import annotations

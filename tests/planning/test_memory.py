@@ -1,3 +1,5 @@
+# covers: lib/planning/memory.py, lib/planning/trace.py, lib/planning/tracker.py
+# covers: lib/planning/sizes.py, lib/train/plan.py
 """Memory estimates agree with arithmetic, with each other and with real steps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/planning/memory_check.py, lib/planning/knobs.py
 """A run that cannot fit is refused, with the least costly setting that fits."""
 
 from __future__ import annotations

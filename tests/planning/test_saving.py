@@ -1,3 +1,4 @@
+# covers: lib/planning/saving.py
 """The best interval between saves has the largest useful share of time, and the plan prints it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/planning/memory.py, lib/planning/training_memory.py
 """Stage 03 and stage 04 estimate the same memory."""
 
 from __future__ import annotations

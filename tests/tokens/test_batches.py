@@ -1,3 +1,5 @@
+# covers: lib/tokens/order.py, lib/tokens/batches.py, lib/tokens/samples.py, lib/tokens/packing.py
+# covers: lib/tokens/store.py, lib/tokens/mixture.py
 """Windows and batches: any number of ranks reads the same samples in a step."""
 
 from __future__ import annotations

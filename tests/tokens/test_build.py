@@ -1,3 +1,5 @@
+# covers: lib/tokens/store.py, lib/tokens/dataset.py, lib/tokens/build.py
+# covers: lib/tokens/split_writer.py, lib/tokens/samples.py
 """The token store: its content, the process that builds it, and its state after a kill."""
 
 from __future__ import annotations

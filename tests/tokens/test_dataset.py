@@ -1,3 +1,4 @@
+# covers: lib/tokens/dataset.py, lib/tokens/dataset_errors.py, lib/tokens/columns.py
 """Datasets of stage 02 and of other programs, intact or damaged."""
 
 from __future__ import annotations

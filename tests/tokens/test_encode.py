@@ -1,3 +1,4 @@
+# covers: lib/tokens/encode.py
 """Encode documents, with BOS and EOS whatever the tokenizer adds itself."""
 
 from __future__ import annotations

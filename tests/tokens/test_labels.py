@@ -1,3 +1,4 @@
+# covers: lib/tokens/samples.py, lib/tokens/store.py, lib/tokens/packing.py, lib/tokens/mixture.py
 """Samples of a store with a label mask: windows, packs, and mixtures with text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/tokens/mixture.py, lib/tokens/samples.py, lib/tokens/order.py, lib/tokens/dataset.py
 """Several corpora in one stream: exact shares in every prefix, every sample once, O(1) state."""
 
 from __future__ import annotations

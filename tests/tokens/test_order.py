@@ -1,3 +1,4 @@
+# covers: lib/tokens/order.py
 """The order of samples: a bijection, different in each epoch, the same for any ranges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/tokens/packing.py, lib/tokens/store.py, lib/tokens/samples.py
 """Packs of whole documents: best fit, every token once, no label across a boundary."""
 
 from __future__ import annotations

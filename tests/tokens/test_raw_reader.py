@@ -1,3 +1,4 @@
+# covers: lib/tokens/raw_reader.py, lib/tokens/raw_shards.py
 """Spans of raw shards, read from any document on."""
 
 from __future__ import annotations

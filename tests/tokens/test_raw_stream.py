@@ -1,3 +1,5 @@
+# covers: lib/tokens/raw_stream.py, lib/tokens/raw_shards.py, lib/tokens/batches.py
+# covers: lib/tokens/raw_reader.py, lib/tokens/order.py
 """Raw shards as a stream: every document once per epoch, and a cursor exact to the token."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/tokens/readable.py, lib/tokens/store.py
 """Samples as readable text."""
 
 from __future__ import annotations

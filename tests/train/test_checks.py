@@ -1,3 +1,4 @@
+# covers: lib/train/checks.py
 """Checks of options against each other and against the length of a run."""
 
 from __future__ import annotations

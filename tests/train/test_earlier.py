@@ -1,3 +1,4 @@
+# covers: lib/train/previous_run.py
 """Directories in which a run may start or resume."""
 
 from __future__ import annotations

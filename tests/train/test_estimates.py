@@ -1,3 +1,4 @@
+# covers: lib/train/estimates.py, lib/train/plan.py
 """Estimates before a run starts: time, checkpoints, tokens per step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/train/experiment.py
 """The files of its model that a run keeps."""
 
 from __future__ import annotations

@@ -1,3 +1,5 @@
+# covers: lib/train/inputs.py, lib/train/model_files.py, lib/train/model.py, lib/core/verified.py
+# covers: lib/core/file_identity.py
 """The model of a run: damaged, replaced while it is read, or with digests in a cache."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/train/experiment.py
 """The chat template that a run keeps: at inference, texts begin as samples did in training."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/train/memory_fit.py, lib/train/settle.py, lib/train/plan.py
 """Options that depend on memory: batch, recomputation, gathered weights, shard size."""
 
 from __future__ import annotations

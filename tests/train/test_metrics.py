@@ -1,4 +1,4 @@
-# covers: lib/train/metrics.py lib/train/journal.py lib/core/append_only.py
+# covers: lib/train/metrics.py, lib/train/journal.py, lib/core/append_only.py
 """metrics.jsonl, TensorBoard, wandb and loss.png, on disks and in packages that may fail."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/train/inputs.py, lib/train/model_files.py
 """The model of a run without -m: the question to the user, the log, and a resume."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/parallel/attention.py, lib/parallel/loss.py, lib/optim/guard.py
 """Between two rows the host reads no number from the device, so it never waits for it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/train/plan.py, lib/train/previous_run.py
 """The plan of a run: steps, division of the batch, and the identity that a resume must share."""
 
 from __future__ import annotations

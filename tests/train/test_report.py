@@ -1,4 +1,4 @@
-# covers: lib/train/report.py lib/train/meters.py
+# covers: lib/train/report.py, lib/train/meters.py
 """The speed of a launch, the status of a run that fails, and the plot in the summary."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# covers: lib/train/rows.py lib/train/meters.py
+# covers: lib/train/rows.py, lib/train/meters.py
 """A row is captured without waiting for a GPU, and read after the GPU has reached its end."""
 
 from __future__ import annotations

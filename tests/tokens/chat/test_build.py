@@ -1,3 +1,5 @@
+# covers: lib/tokens/chat/counts.py, lib/tokens/chat/policy.py, lib/tokens/chat/write.py
+# covers: lib/tokens/chat/encode.py
 """The token store of a chat dataset: labels, refused datasets, kills and damage."""
 
 from __future__ import annotations

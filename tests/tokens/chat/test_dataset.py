@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/conversations.py
 """Open and read chat datasets; foreign ones are refused with the commands that convert them."""
 
 from __future__ import annotations

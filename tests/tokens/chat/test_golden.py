@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/encode.py, lib/tokens/chat/render.py
 """The loss masks of well-known families: trained text stands between ⟦ and ⟧."""
 
 from __future__ import annotations

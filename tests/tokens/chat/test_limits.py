@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/render.py, lib/tokens/chat/encode.py, lib/tokens/chat/policy.py
 """A hostile or faulty template can drop a conversation, and do nothing else."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/answers.py, lib/tokens/chat/boundaries.py
 """Templates that look ahead: each answer is trained after the text that precedes it at inference.
 
 The reference is rendered by transformers, a prefix of the conversation at a time.

@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/encode.py, lib/tokens/chat/answers.py, lib/tokens/chat/boundaries.py
 """The trained tokens of conversations, for random words, all tokenizers and known faults."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/policy.py
 """Find the source of a chat template."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# covers: lib/tokens/chat/encode.py, lib/tokens/encode.py
 """Conversations longer than a sample are dropped, or cut between turns."""
 
 from __future__ import annotations
