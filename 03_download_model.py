@@ -109,8 +109,8 @@ class DownloadOptions(CommonOptions):
     include: list[str] = option(
         [],
         metavar="GLOB",
-        help="files of the dataset, by path; `*` also matches `/`; may be repeated; added to "
-        "files of earlier runs unless --overwrite is given (default: none; '*' matches all files)",
+        help="files of the dataset to download, by path; `*` also matches `/`; may be repeated. "
+        "Downloaded files stay, unless --overwrite is given (required; '*' matches all files)",
     )
     dst_root: Path | None = option(
         None, parse=Path, help="write the files to DIR/ORG--NAME/ (default: raw_text)"
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
     """Return the options of this stage. Raises UsageError if they contradict each other."""
     parser = options.Parser(__doc__)
     declared.add_options(parser, DownloadOptions)
-    parser.add_common("download (at most 8, by threads), hash (threads) or train a tokenizer")
+    parser.add_common("train a tokenizer; threads that hash, or download (at most 8)")
     opts = declared.read_options(DownloadOptions, parser.parse(argv))
     check_combination(opts)
     return opts

@@ -75,7 +75,7 @@ class Config:
         first="name of the run; files go to outputs/NAME",
         metavar="NAME",
         help="name of the run, which is a directory under --save-dir; or the path of that "
-        "directory (required)",
+        "directory; not needed with --checkpoint-dir (required)",
     )
     dataset_name: list[str] = option(
         [],
@@ -92,8 +92,8 @@ class Config:
         role=LOCAL,
         first="prepared model",
         metavar="NAME|DIR",
-        help="model that stage 03 prepared, or any model directory (default: the run's, else the "
-        "only one)",
+        help="model that stage 03 prepared, or any model directory; on resume, the default is the "
+        "model of the run (default: the only one in --cache-dir)",
     )
     save_dir: Path = option(
         None,
@@ -105,7 +105,7 @@ class Config:
         None,
         role=LOCAL,
         parse=Path,
-        help="alias of --save-dir. If -e is omitted, DIR is the directory of the run itself, with "
+        help="with -e, the same as --save-dir; without -e, the directory of the run itself, with "
         "checkpoints in DIR/checkpoints (default: none)",
     )
     cache_dir: Path = option(
@@ -310,8 +310,8 @@ class Config:
         first="micro-batch size",
         metavar="N|auto",
         help="samples per process in a micro-batch. auto: as many as fit in memory, at most "
-        "32,768 tokens (2,048 on a CPU). If --global-batch-size is set, the default is 1 on "
-        "GPUs too (default: auto on a GPU, else 1)",
+        "32,768 tokens (2,048 on a CPU). With --global-batch-size, the default is 1 on a GPU as "
+        "well (default: auto on a GPU, 1 on a CPU)",
     )
     global_batch_size: int | None = option(
         None,
@@ -451,8 +451,8 @@ class Config:
         const="full",
         choices=(AUTO, *RECOMPUTATIONS),
         help="activations to recompute in the backward pass: none, selective (cheap operations) or "
-        "full (whole blocks; also without a value). auto: the least that fits in memory; a "
-        "resumed run does not go below its earlier value",
+        "full (whole blocks). auto: the least that fits in memory; a resumed run does not go below "
+        "its earlier value. The option without a value means full",
     )
     compile: bool | None = option(
         None,
@@ -487,8 +487,8 @@ class Config:
         None,
         role=ALIKE,
         parse=auto_on_off,
-        help="keep the weights of all blocks gathered from forward to backward and between the "
-        "micro-batches of a step, instead of repeating the all-gather; not with --cpu-offload "
+        help="do not reshard the weights of the blocks after the forward pass or between the "
+        "micro-batches of a step: fewer all-gathers, but more memory; not with --cpu-offload "
         "(default: auto, on if there is enough memory)",
     )
     shard_size: int | None = option(
@@ -502,19 +502,18 @@ class Config:
 
     plan_only_warn: bool = option(
         False,
-        group="planning (with --dry-run, on any machine)",
+        group="planning (on any machine)",
         role=LOCAL,
-        help="without --dry-run: start the run with a warning even if it does not fit by the "
-        "memory estimate",
+        help="start the run even if the memory estimate says that it does not fit, and only warn",
     )
     plan_gpus: list[int] | None = option(
         None,
         role=LOCAL,
         parse=options.parse_counts,
         metavar="N,N,…",
-        help="print the memory per GPU on N GPUs, for each kind of activation checkpointing and "
-        "several batch sizes (default: the memory of weights and optimizer state on the ranks of "
-        "this launch)",
+        help="with --dry-run: print the memory per GPU on N GPUs, for each kind of activation "
+        "checkpointing and several batch sizes (default: print only the memory of weights and "
+        "optimizer state, for the ranks of this launch)",
     )
     plan_gpu_memory: float = option(
         80.0,
@@ -535,9 +534,9 @@ class Config:
         role=LOCAL,
         parse=positive,
         metavar="HOURS",
-        help="mean time between failures of one GPU, in hours (that of a job, multiplied by its "
-        "number of GPUs), to suggest the interval of checkpoints (default: 45566, as published for "
-        "Llama 3 405B on 16,384 GPUs)",
+        help="mean time between failures of one GPU, in hours, to suggest the interval of "
+        "checkpoints; if you know that time for a job, multiply it by the job's number of GPUs "
+        "(default: 45566, as published for Llama 3 405B on 16,384 GPUs)",
     )
     plan_write_gbps: float = option(
         2.0,
@@ -567,8 +566,8 @@ class Config:
         "line",
         role=LOCAL,
         choices=("line", "dict"),
-        help="console format of a log step: an aligned line, or the dict with timers that is also "
-        "in the log of each rank",
+        help="console format of a log step: an aligned line, or a Python dict with timers, as in "
+        "the log file of each rank",
     )
     ckpt_freq: int = option(
         500,
@@ -600,8 +599,9 @@ class Config:
         None,
         role=LOCAL,
         parse=Path,
-        help="directory on each node's own disk for additional, more frequent checkpoints; a "
-        "resume on the same ranks uses the newer of the two kinds (default: none)",
+        help="directory on each node's own disk for additional, more frequent checkpoints. If the "
+        "run resumes on the same nodes with as many ranks, it uses the newest checkpoint, from "
+        "here or from the run's directory (default: none)",
     )
     ckpt_hyperpod: str | None = option(
         None,
@@ -655,8 +655,8 @@ class Config:
         role=LOCAL,
         parse=options.span,
         metavar="START:END",
-        help="steps to profile: writes a trace and a table of operations per rank, on GPUs also "
-        "of memory, to the run's profile/ directory (default: none)",
+        help="steps to profile. Each rank writes a trace and a table of operations to the run's "
+        "profile/ directory, and on GPUs also a memory snapshot (default: none)",
     )
 
     config: Path | None = option(None, role=LOCAL)  # this one and those below: as in every stage
