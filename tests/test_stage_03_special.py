@@ -267,7 +267,7 @@ def test_a_tokenizer_with_code_is_refused_before_weights_are_downloaded(
         {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokens.T", None]}}
     ).encode()
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
-    assert "it needs code of its own" in error and not hub.paths("-of-")
+    assert "it needs its own code" in error and not hub.paths("-of-")
     assert not list_model_dirs(tmp_path)
 
 
