@@ -151,7 +151,7 @@ test-long: $(VENV)/installed-dev
 	$(PY) -m pytest -m long
 
 test-slow: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 3 --dist worksteal -m slow
+	$(PY) -m pytest -q -n 3 --dist worksteal -m 'slow and not long'
 
 test-faults: $(VENV)/installed-dev
 	$(PY) -m tests.random_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))

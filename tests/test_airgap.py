@@ -633,6 +633,7 @@ def make_source(place: Path) -> None:
             archive.addfile(member, io.BytesIO(text.encode()))
 
 
+@pytest.mark.slow
 def test_torch_fits_the_driver_of_the_far_side(
     tmp_path: Path,
     index: dict[str, str],
@@ -695,6 +696,7 @@ def test_a_build_without_code_for_blackwell_is_reported(
     assert ("Blackwell GPUs (B200, RTX 50); --cuda cu128" in caplog.text) == (cuda == "12.6")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(unpacking.platform.libc_ver()[0] != "glibc", reason="wheels for glibc")
 def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
     artifacts: Path,

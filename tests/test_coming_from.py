@@ -164,6 +164,7 @@ def test_an_offline_pipeline_is_typed_as_before(project: Path) -> None:
     assert "already done" in done.stdout  # the directory holds the same text under the same name
 
 
+@pytest.mark.slow
 def test_a_7b_from_scratch_is_planned_as_it_is_typed(project: Path) -> None:
     plan = run_stage(
         "04_train_fsdp.py",

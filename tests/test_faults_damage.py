@@ -294,6 +294,7 @@ def test_other_directories_are_not_taken_for_checkpoints(
     }
 
 
+@pytest.mark.slow
 def test_a_failing_disk_quarantines_nothing(server: Server, outputs: Path):
     """If it keeps failing on one rank, all ranks stop; if it recovers, the read is retried."""
     names = sorted(p.name for p in step(outputs).parent.iterdir())

@@ -61,7 +61,7 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
 @pytest.mark.parametrize(
     "keep",
     [
-        ("--ckpt-keep", 0),
+        pytest.param(("--ckpt-keep", 0), marks=pytest.mark.slow),
         pytest.param(("--ckpt-keep", 50), marks=pytest.mark.long),
         pytest.param(("--ckpt-keep", 2, "--ckpt-keep-every", 2), marks=pytest.mark.long),
     ],

@@ -113,9 +113,13 @@ def test_the_number_of_ranks_changes_no_sample_and_no_state(server: Server, tmp_
         assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "number", [2, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100))]
+    "number",
+    [
+        pytest.param(2, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.long) for n in (1, 20, 60, 100)),
+    ],
 )
 def test_a_rank_killed_during_a_save_ends_the_other(
     server: Server, tmp_path: Path, rank: int, number: int, undisturbed: Callable[..., Undisturbed]

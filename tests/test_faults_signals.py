@@ -83,6 +83,7 @@ def test_a_signal_during_a_save_saves_the_current_step(
     undisturbed(ranks=2).require_same(outputs)
 
 
+@pytest.mark.slow
 def test_a_signal_during_an_evaluation_waits_for_its_end(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):

@@ -174,6 +174,7 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
     path.write_text(yaml.safe_dump(config))
 
 
+@pytest.mark.slow
 def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Path) -> None:
     """The nodes of the current context do not appear beside AWS's facts about the named one."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))

@@ -68,6 +68,7 @@ def evil(project: Path) -> Path:  # noqa: F811
     return model
 
 
+@pytest.mark.slow
 def test_no_directory_makes_its_own_code_run(evil: Path, stage: StageRunner, tmp_path: Path):
     """Neither a model, nor a Hugging Face cache, a run, its config.yaml, nor an export."""
     ran = tmp_path / "ran"

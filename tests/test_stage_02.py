@@ -356,6 +356,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(stage, raw, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["raw_text"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_ends_with_code_4_and_the_next_run_continues(stage, tmp_path):
     mixed(tmp_path / "data", 200)
     limited = (

@@ -135,6 +135,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
     assert "--format: chat there, not given now" in refused.stderr
 
 
+@pytest.mark.slow
 def test_inputs_without_conversations_are_refused(stage, tmp_path):
     raw = tmp_path / "raw"
     fill(raw)

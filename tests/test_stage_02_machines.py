@@ -59,6 +59,7 @@ def splits(stage, tmp_path: Path) -> Path:
     return tmp_path / "splits"
 
 
+@pytest.mark.slow
 def test_several_machines_and_any_workers_give_the_same_bytes(stage, splits, tmp_path):
     stage(SCRIPT, *OPTIONS, "--save-dir", "one", "--num-workers", 1)
     one = content(tmp_path / "one")

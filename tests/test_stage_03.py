@@ -402,6 +402,7 @@ def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
     assert "--vocab-size: 500 there, 4096 now" in differs
 
 
+@pytest.mark.slow
 def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path, corpus):
     done = stage(*scratch("--train-tokenizer", corpus, "--model-name", "small"))
     assert "warning: too little text for 4,096 tokens" in done.stdout

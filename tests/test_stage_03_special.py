@@ -73,6 +73,7 @@ def test_a_pickle_is_converted_when_allowed(hub, weights, stage: StageRunner, tm
     stage(SCRIPT, "--verify")
 
 
+@pytest.mark.slow
 def test_shards_of_pickles_become_shards(hub, weights, stage: StageRunner, tmp_path):
     files = hub.repos[NAME].files
     keys = sorted(weights)
@@ -198,6 +199,7 @@ def test_code_is_downloaded_only_when_trusted(hub, novel, stage: StageRunner, tm
         build_on_meta(target, trust_code=True)
 
 
+@pytest.mark.slow
 def test_code_of_another_repository_is_downloaded_too(hub, novel, stage: StageRunner, tmp_path):
     change_config(
         novel,

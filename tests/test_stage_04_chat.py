@@ -214,6 +214,7 @@ def test_ranks_and_a_resume_do_not_change_the_losses(project: Path, trained: Pat
     )
 
 
+@pytest.mark.slow
 def test_options_that_decide_labels_are_part_of_a_run(project: Path) -> None:
     (project / "other.jinja").write_text("{# another one #}" + chats.CHATML)
     changes = (
@@ -300,6 +301,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
     assert labels < tokens and metrics(project, "mixed")[-1]["train/tokens_seen"] == tokens
 
 
+@pytest.mark.slow
 def test_chat_options_need_a_chat_dataset(project: Path) -> None:
     choices = {field.name: field.metadata["more"].get("choices") for field in list_fields(Config)}
     assert (choices["train_on"], choices["too_long"]) == (TRAIN_ON, TOO_LONG)

@@ -325,6 +325,7 @@ def read_biases(project: Path, run: str) -> dict[int, torch.Tensor]:
     return biases
 
 
+@pytest.mark.slow
 def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
     """Compare three steps with one and two on other ranks and in another division."""
     save(project, DEEPSEEK)

@@ -41,7 +41,11 @@ def list_runs(project: Path) -> list[str]:
     "first, again, another",
     [
         pytest.param(
-            {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "a"}, {"LAUNCH_MARK": "b"}, id="a launcher"
+            {"LAUNCH_MARK": "a"},
+            {"LAUNCH_MARK": "a"},
+            {"LAUNCH_MARK": "b"},
+            marks=pytest.mark.slow,
+            id="a launcher",
         ),
         pytest.param(
             {"SLURM_JOB_ID": "7"},

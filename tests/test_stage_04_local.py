@@ -97,6 +97,7 @@ def run(once: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_resume_uses_the_newest_checkpoint_and_gives_the_same_losses(run: Path) -> None:
     newest = steps_on_both(run)[0]
     verify = [sys.executable, "-m", "lib.checkpoints", "verify", next(run.glob("disk_1/run-*"))]

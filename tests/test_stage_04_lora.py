@@ -200,6 +200,7 @@ def test_an_adapter_with_dropout_resumes_bit_for_bit(
     )
 
 
+@pytest.mark.slow
 def test_an_adapter_resumes_on_another_number_of_ranks(root: Path) -> None:
     options = ("-m", "model", "--global-batch-size", 4, "-b", 1)
     for steps, ranks in ((2, 2), (4, 0), (8, 2)):
@@ -282,6 +283,7 @@ def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
     assert "adapter contains no adapter" in gone
 
 
+@pytest.mark.slow
 def test_named_experts_get_adapters(root: Path) -> None:
     """Three ranks share four experts, by their rows."""
     shutil.copytree(root / "model", root / "mixture")

@@ -157,10 +157,12 @@ def test_adapters_on_two_ranks_equal_the_reference(
     [
         pytest.param(("--packing", "documents"), 1e-6, id="documents"),
         pytest.param(("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture"),
-        pytest.param(("-d", "talks", "-m", "chatty", "-s", 256), 1e-6, id="chat"),
-        pytest.param(("--optimizer", "adamw8bit"), 1e-6, id="adamw8bit"),
+        pytest.param(
+            ("-d", "talks", "-m", "chatty", "-s", 256), 1e-6, id="chat", marks=pytest.mark.slow
+        ),
+        pytest.param(("--optimizer", "adamw8bit"), 1e-6, id="adamw8bit", marks=pytest.mark.slow),
         pytest.param(("--precision", "bf16"), 1e-3, id="bf16"),
-        pytest.param(("--precision", "fp16"), 1e-3, id="fp16"),
+        pytest.param(("--precision", "fp16"), 1e-3, id="fp16", marks=pytest.mark.slow),
     ],
 )
 def test_adapters_equal_those_of_one_process(

@@ -106,14 +106,20 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
 @pytest.mark.parametrize(
     ("family", "options", "ranks"),
     [
-        pytest.param("llama_tied", (), 2, id="llama"),
+        pytest.param("llama_tied", (), 2, id="llama", marks=pytest.mark.slow),
         pytest.param(
             "llama",
             ("--lora-rslora", "on", "--packing", "documents"),
             0,
             id="llama, rslora, documents, one process",
         ),
-        pytest.param("mixtral", ("--lora-targets", "attention"), 2, id="mixtral, attention"),
+        pytest.param(
+            "mixtral",
+            ("--lora-targets", "attention"),
+            2,
+            id="mixtral, attention",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("gpt2", ("--lora-alpha", 5), 0, id="gpt2, one process"),
         pytest.param("gpt2", ("--lora-alpha", 5), 2, id="gpt2"),
         pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp"),

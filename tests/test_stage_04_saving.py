@@ -85,7 +85,7 @@ def test_retention_keeps_the_documented_checkpoints(project: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "ends_at", "failures"),
     [
-        pytest.param(20, 9, 3, id="three in a row"),
+        pytest.param(20, 9, 3, id="three in a row", marks=pytest.mark.slow),
         pytest.param(4, 4, 2, id="the last", marks=pytest.mark.slow),
     ],
 )

@@ -60,7 +60,7 @@ def figures(root: Path, experiment: str) -> list[float]:
 @pytest.mark.parametrize(
     "options",
     [
-        ("--activation-checkpointing", "full"),
+        pytest.param(("--activation-checkpointing", "full"), marks=pytest.mark.slow),
         ("--activation-checkpointing", "selective"),
         ("--shard-size", 1),
         pytest.param(

@@ -127,6 +127,7 @@ def test_unchanged_weights_are_exported_bit_for_bit(project: Path):
         assert says in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_weights_are_bfloat16_and_sharded_by_default(project: Path):
     from transformers import AutoModelForCausalLM
 

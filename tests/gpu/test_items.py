@@ -209,6 +209,7 @@ def run_odd_items(kind: str, out: Path, *options: object, expect: int) -> str:
     ).stdout
 
 
+@pytest.mark.slow
 def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     printed = run_odd_items("ends", tmp_path, expect=1)
     by_item = read_results(tmp_path)
@@ -234,6 +235,7 @@ def test_an_item_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_items_run_at_the_same_time_unless_they_must_run_alone(tmp_path: Path) -> None:
     run_odd_items("together", tmp_path, "--jobs", 2, expect=0)
     spans = {

@@ -37,6 +37,7 @@ def refused(path: Path) -> StageError:
     return caught.value
 
 
+@pytest.mark.slow
 def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     torch.save(weights, model / "pytorch_model.bin")

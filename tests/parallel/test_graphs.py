@@ -154,6 +154,7 @@ def test_one_graph_serves_packed_documents_of_any_number_and_length(
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_a_sharded_model_has_one_graph_for_training_and_one_for_evaluation(
     compiled: list[torch.fx.GraphModule], kernel: None, group: dist.ProcessGroup
 ) -> None:
@@ -212,6 +213,7 @@ def run(blocks: list[nn.Module]) -> None:
     found.sum().backward()
 
 
+@pytest.mark.slow
 def test_all_layers_are_compiled_even_if_all_differ(
     compiled: list[torch.fx.GraphModule], caplog
 ) -> None:

@@ -84,6 +84,7 @@ def wait_for(word: str, *logs: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_an_attempt_joins_in_a_store_that_an_earlier_one_used(launch):
     for _ in range(3):
         life = launch(0, 0)

@@ -236,7 +236,7 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4))]
+    "ranks", [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 3, 4)]
 )
 def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -> None:
     """With a power of two of ranks every bit is the same, in each precision and with replicas."""
@@ -249,7 +249,8 @@ def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -
             assert one == pytest.approx(other, rel=2e-7 if "fp32" in case else 1e-3), case
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks: int) -> None:
     """FSDP2 gets no factor, and the guard multiplies by the number of ranks."""
     found = {}

@@ -21,6 +21,7 @@ from tests.conftest import ROOT
 AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "CUDA_VISIBLE_DEVICES": "-1"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the environment is of x86 processors")
 def test_a_processor_without_bf16_uses_fp32_and_warns_about_emulation():
     code = (

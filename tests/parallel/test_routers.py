@@ -267,10 +267,10 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
     ("family", "backend"),
     [
         ("mixtral", ""),
-        ("mixtral", "aot_eager_decomp_partition"),
+        pytest.param("mixtral", "aot_eager_decomp_partition", marks=pytest.mark.slow),
         pytest.param("mixtral", "inductor", marks=pytest.mark.slow),
         ("deepseek_v3", ""),
-        ("deepseek_v3", "aot_eager_decomp_partition"),
+        pytest.param("deepseek_v3", "aot_eager_decomp_partition", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

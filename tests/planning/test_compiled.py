@@ -121,6 +121,7 @@ def test_the_estimate_is_no_lower_than_the_real_activations(
     assert planned < 0.9 * eager
 
 
+@pytest.mark.slow
 def test_blocks_that_cannot_be_traced_count_as_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,6 +134,7 @@ def test_blocks_that_cannot_be_traced_count_as_uncompiled(
     assert trace.estimate_kept_share(model, case()) == 1.0
 
 
+@pytest.mark.slow
 def test_only_blocks_that_keep_activations_keep_fewer() -> None:
     estimates = Estimates(make(FAMILIES["llama"], "meta"))
     for kind in ("selective", "full"):

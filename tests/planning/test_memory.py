@@ -98,7 +98,13 @@ def test_a_few_blocks_are_traced_for_all(config: PretrainedConfig, recompute: st
     assert Estimates(model).step(step_config) == traced(model, step_config)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(4, 8.0, precision="bf16")], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        pytest.param(None, id="full"),
+        pytest.param(Lora(4, 8.0, precision="bf16"), id="lora", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_with_more_ranks_needs_no_second_trace(lora: Lora | None) -> None:
     model = on_meta(lora=lora)
     estimates = Estimates(model)
@@ -208,6 +214,7 @@ def test_blocks_that_differ_are_all_traced() -> None:
     assert step.largest["loss"] >= 2 * 256 * 1024 * (2 + 4)  # logits, and once more in float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_lora_adds_a_gigabyte_to_base_model_and_activations(recompute: str) -> None:
     """This is Llama 3.1 8B on one GPU, and recomputation of the adapters costs nothing more."""
@@ -286,11 +293,16 @@ def mesh_of_one_rank() -> Iterator[DeviceMesh]:
 @pytest.mark.parametrize(
     ("changes", "rank"),
     [
-        ({"precision": "fp32", "accumulates": True}, 0),
         ({"recompute": "selective"}, 0),
-        ({"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}, 0),
         ({"accumulates": True}, 8),
-        ({"precision": "fp32", "recompute": "selective"}, 4),
+        *(
+            pytest.param(changes, rank, marks=pytest.mark.slow)
+            for changes, rank in (
+                ({"precision": "fp32", "accumulates": True}, 0),
+                ({"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}, 0),
+                ({"precision": "fp32", "recompute": "selective"}, 4),
+            )
+        ),
     ],
     ids=str,
 )

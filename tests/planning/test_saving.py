@@ -50,6 +50,7 @@ def test_the_plan_names_the_best_interval(on: bool, every: float):
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_prints_the_best_interval(project: Path):
     before = sorted(project.rglob("*"))
     command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--dry-run")

@@ -189,7 +189,12 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(
 
 
 @pytest.mark.parametrize(
-    "writes", [1, 6, *(pytest.param(writes, marks=pytest.mark.long) for writes in (2, 3, 9))]
+    "writes",
+    [
+        1,
+        pytest.param(6, marks=pytest.mark.slow),
+        *(pytest.param(writes, marks=pytest.mark.long) for writes in (2, 3, 9)),
+    ],
 )
 def test_a_killed_build_continues_to_the_same_bytes(
     tmp_path: Path,
