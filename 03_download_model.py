@@ -110,7 +110,7 @@ class DownloadOptions(CommonOptions):
         [],
         metavar="GLOB",
         help="files of the dataset to download, by path; `*` also matches `/`; may be repeated. "
-        "Downloaded files stay, unless --overwrite is given (required; '*' matches all files)",
+        "Without --overwrite, files of earlier downloads are kept (default: none; '*' matches all)",
     )
     dst_root: Path | None = option(
         None, parse=Path, help="write the files to DIR/ORG--NAME/ (default: raw_text)"

@@ -60,8 +60,8 @@ class RunProcess(NamedTuple):
 def find_process(root: Path) -> RunProcess | None:
     """Return the process of this machine that prepares or trains the run in `root`, if any.
 
-    If that process has started others for the run, the first one is returned, a launcher if there
-    is one.
+    If several processes belong to the run, the one that started the others is returned: the
+    launcher, if there is one.
     """
     processes: dict[int, RunProcess] = {}
     for process in liveness.list_processes():

@@ -42,7 +42,10 @@ def launch_marks() -> list[str]:
 
 
 def job_marks() -> list[str]:
-    """Return the mark of a Slurm job, in which a person may start several launches by hand."""
+    """Return the name of the current Slurm job as a list, empty outside of a job.
+
+    It does not identify a launch: a person may start several launches by hand in one job.
+    """
     job = os.environ.get("SLURM_JOB_ID")
     return [f"slurm {os.environ.get('SLURM_CLUSTER_NAME', '')} {job}"] if job else []
 

@@ -15,7 +15,10 @@ EXIT_READER_LEFT = 141  # as for a process that SIGPIPE ends: 128 + 13
 
 
 class _Outlet(io.FileIO):
-    """Writes to a descriptor until its reader has left. only_shows: then ends the process."""
+    """Writes to a descriptor until its reader closes it, and drops the rest.
+
+    only_shows: the process does nothing but print, so it exits instead.
+    """
 
     def __init__(self, descriptor: int, only_shows: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)

@@ -29,9 +29,9 @@ _CHECK_EVERY_S = 2.0  # for the stop file, which may be on a slow file system
 class StopRequest:
     """Lets all ranks stop together if one of them has a reason.
 
-    Reasons are SIGTERM, SIGINT and SIGUSR1, the end of `minutes` since the start (None: no limit),
-    the stop file, which is deleted once all ranks stop, and the end of torchrun, which could no
-    longer end its ranks. Creating an instance installs the signal handlers.
+    Reasons are SIGTERM, SIGINT and SIGUSR1, `minutes` that have passed since the start (None: no
+    limit), the stop file, which is deleted once all ranks stop, and the death of torchrun, after
+    which nothing else would stop the ranks. Creating an instance installs the signal handlers.
     """
 
     def __init__(self, layout: ParallelLayout, stop_file: Path, minutes: float | None) -> None:

@@ -310,8 +310,8 @@ class Config:
         first="micro-batch size",
         metavar="N|auto",
         help="samples per process in a micro-batch. auto: as many as fit in memory, at most "
-        "32,768 tokens (2,048 on a CPU). With --global-batch-size, the default is 1 on a GPU as "
-        "well (default: auto on a GPU, 1 on a CPU)",
+        "32,768 tokens (2,048 on a CPU). On a CPU or with --global-batch-size, the default is 1 "
+        "(default: auto)",
     )
     global_batch_size: int | None = option(
         None,

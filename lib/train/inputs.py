@@ -349,9 +349,9 @@ def _open_shards(config: Config, earlier_run: dict[str, Any]) -> RawShards:
 
 
 def _identify_shards(config: Config, shards: RawShards) -> dict[str, str]:
-    """Return the inputs of a run's identity for shards.
+    """Return, by name, what a run on raw shards must not change when it resumes.
 
-    The number of ranks is one of them, because each rank resumes in its own part of the shards.
+    The number of ranks must stay the same, because each rank resumes in its own part of the shards.
     """
     shared = {
         "dataset": shards.fingerprint,
