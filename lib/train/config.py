@@ -161,7 +161,7 @@ class Config:
         0,
         role=LOCAL,
         parse=count,
-        help="print N samples of each dataset before training, and mark the tokens in the loss",
+        help="print N samples of each dataset before training, and mark the trained tokens",
     )
     streaming: bool = option(
         False,
@@ -201,7 +201,7 @@ class Config:
         quiet=True,
         renumbers=True,
         choices=("assistant", "last", "all"),
-        help="chat datasets: tokens in the loss: all answers of the assistant, only the last "
+        help="chat datasets: train on all answers of the assistant, only the last "
         "answer, or all tokens",
     )
     too_long: str = option(
