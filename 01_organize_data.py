@@ -41,7 +41,7 @@ KIND = "splits/1"
 
 @dataclass(frozen=True)
 class OrganizeOptions(CommonOptions):
-    """Contain the options of this stage."""
+    """Contains the options of this stage."""
 
     src_dir: Path = option(
         Path("raw_text"), parse=Path, help="directory with the raw files, in any layout"
@@ -126,7 +126,7 @@ def require_all_files(dst: Path) -> None:
 
 
 def require_files(opts: OrganizeOptions, entries: Sequence[TreeEntry]) -> list[TreeEntry]:
-    """Return the entries that are taken; raises UsageError if there are none."""
+    """Return the entries of the files to place; raises UsageError if there are none."""
     if files := select_taken(entries):
         return files
     raise UsageError(

@@ -43,7 +43,7 @@ KIND = "dataset/1"
 
 @dataclass(frozen=True)
 class BuildOptions(RowOptions, CommonOptions):
-    """Contain the options of this stage."""
+    """Contains the options of this stage."""
 
     data_folder: Path = option(
         Path("splits"),
@@ -221,9 +221,9 @@ def build_split(
 def add_units(
     opts: BuildOptions, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
 ) -> int:
-    """Add the remaining units to a dataset: read them, or with --merge use the kept parts.
+    """Add the remaining work units to a dataset: read their files, or with --merge, built parts.
 
-    Returns the input bytes of these units.
+    Returns the input bytes of these work units.
     """
     if dataset.units:
         log.info(

@@ -66,7 +66,7 @@ _MODES = {  # the options that each mode accepts
 
 @dataclass(frozen=True)
 class DownloadOptions(CommonOptions):
-    """The options of this stage."""
+    """Contains the options of this stage."""
 
     model_name: str | None = option(
         None,

@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
 
 def parse(argv: list[str]) -> Config:
-    """Return the options of the command line and of --config; UsageError without -e or -d."""
+    """Return the options of the command line and --config. Raises UsageError without -e or -d."""
     parser = options.Parser(__doc__, "-e NAME -d DIR [options]", declared.first_page(Config))
     add_options(parser)
     config = read_options(parser, argv)
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
 
 
 def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> None:
-    """Settle the open options, then print the plan, prepare the tokens, or train."""
+    """Fill in the options that are left open, then print the plan, prepare the tokens, or train."""
     from lib.parallel import gpus
     from lib.parallel.layout import configure_allocator, meet
     from lib.train import memory_fit, overview, resume
@@ -185,8 +185,9 @@ def set_up(
 ) -> Run:
     """Return a run at its first step, or at the step of the checkpoint that it resumes from.
 
-    All ranks must call this. Raises ExperimentHeld if another launch trains it, UsageError if ranks
-    were started with different options, ArtifactError if no checkpoint of the run is valid.
+    All ranks must call this. Raises ExperimentHeld if another launch trains the run, UsageError
+    if ranks were started with different options, ArtifactError if no checkpoint of the run is
+    valid.
     """
     from lib.models import float8
     from lib.parallel.compiling import make_compiler
@@ -291,7 +292,7 @@ def join_ranks(
 def make_checkpointer(
     plan: Plan, experiment: Experiment, layout: ParallelLayout, journal: Journal
 ) -> Checkpointer:
-    """Return the checkpointer of a run, with a second tier if the options name one."""
+    """Return the checkpointer of a run, with a second tier of frequent checkpoints if asked for."""
     import torch
 
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
@@ -325,7 +326,7 @@ def make_checkpointer(
 
 
 def train(run: Run) -> Divergence | None:
-    """Train to the last step; return earlier if the run has diverged and must go back."""
+    """Train to the last step; return earlier if the run has diverged and must be rolled back."""
     from lib.optim.registry import set_learning_rate
     from lib.parallel.parallelize import begin_pass
     from lib.train.rows import LossWindow
@@ -384,7 +385,7 @@ def train(run: Run) -> Divergence | None:
 def log_step(
     run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float, stopping: bool
 ) -> Divergence | None:
-    """Write the captured row, and capture a row of the last step if one is due.
+    """Write the metrics row captured earlier, and capture a row of this step if one is due.
 
     Returns the divergence that a written row shows, None if the run stops anyway.
     """

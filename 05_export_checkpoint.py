@@ -183,8 +183,8 @@ def write_export(
 ) -> None:
     """Write the files, read them back, check an adapter, publish, and log a summary.
 
-    config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: of
-    the export; another export into `out` must have the same.
+    config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: the
+    options and inputs of the export, recorded in its manifest.
     """
     began = time.monotonic()
     checkpoint = export.checkpoint
@@ -293,9 +293,9 @@ def list_experiments(save_dir: Path) -> str:
 
 
 def start_hashing(checkpoint: commit.Checkpoint, for_export: bool) -> Future[list[str]]:
-    """Start to hash a checkpoint in threads, while libraries are imported; result: the problems.
+    """Start to hash a checkpoint in threads, while libraries are imported.
 
-    for_export: skip the optimizer's files.
+    The result of the future lists the problems. for_export: skip the optimizer's files.
     """
 
     def hash_files() -> list[str]:
@@ -346,8 +346,8 @@ def require_present(checkpoint: commit.Checkpoint) -> None:
 def require_not_replaced(checkpoint: commit.Checkpoint, digest: str) -> None:
     """Raise ArtifactError if a checkpoint was replaced by another one during the export.
 
-    digest: of its manifest, when it was chosen. A checkpoint that was only deleted is not an error,
-    because its files were open.
+    digest: the digest of the manifest when the checkpoint was chosen. A checkpoint that was only
+    deleted is not an error, because its files were open.
     """
     try:
         actual = checkpoint.commit()["manifest"]

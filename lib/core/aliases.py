@@ -1,7 +1,8 @@
 """Option names of other trainers, and the messages about unknown options.
 
-Every command and every YAML file accepts a name that means the same as an option of ours. For other
-names the error says what to type instead. Only then does it suggest an option with a similar name.
+Every command and every YAML file accepts a name that means the same as an option of ours. For an
+option that works differently here, the error says what to type instead. For an unknown name, it
+suggests an option with a similar name.
 `python -m lib.core.aliases` writes the table into docs/how-to/coming-from.md.
 """
 
@@ -36,8 +37,9 @@ END = "<!-- end of the table -->"
 class Row(NamedTuple):
     """Maps option names of other trainers to an option of ours.
 
-    option: ours; parsers without it ignore the row. text: what to type instead of the names; empty
-    if the names are accepted themselves. names: by system, separated by spaces.
+    option: our name; a parser without this option ignores the row. text: what to type instead of
+    the other names; empty if they are accepted as aliases. names: for each system, its names for
+    the option, separated by spaces.
     """
 
     option: str
@@ -514,7 +516,7 @@ def find_advice(name: str, ours: Collection[str]) -> str:
 
 
 def spellings(options: Collection[str]) -> list[str]:
-    """Return all names under which commands accept some of our options, ours first."""
+    """Return all names that commands accept for the given options, our own names first."""
     names = [
         name for row in ROWS if not row.text and row.option in options for name in _list_names(row)
     ]
@@ -547,7 +549,7 @@ def _normalize(name: str) -> str:
 
 
 def suggest_option(flag: str, ours: Collection[str]) -> tuple[str, str]:
-    """Return the end of the sentence `unknown option FLAG`, and the hint. Either may be empty.
+    """Return the text after `unknown option FLAG` in an error, and a hint; either may be empty.
 
     ours: the options of the parser.
     """

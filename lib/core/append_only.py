@@ -17,8 +17,8 @@ class AppendOnlyFile:
     """Appends each record with one write. Any thread may append.
 
     Records that cannot be written wait in memory and are written before the next one. If more than
-    16 MiB wait, the oldest are dropped. is_text: records are lines; a line that a crash has torn is
-    ended before the next record.
+    16 MiB wait, the oldest are dropped. is_text: each record is a line; if a crash left an
+    incomplete line, the next record begins on a new one.
     """
 
     def __init__(self, path: Path, is_text: bool = True) -> None:

@@ -47,7 +47,7 @@ class FoundArtifact:
 
     @property
     def place(self) -> Path:
-        """Return the directory as users know it; raw files have a hidden one for the manifest."""
+        """Return the directory of the files; a hidden one in it has the manifest of raw files."""
         return self.directory.parent if self.directory.name == paths.RAW_RECORD else self.directory
 
     @property
@@ -65,7 +65,8 @@ def find_artifacts(
     """Return all finished artifacts under a cache directory, in the order of their paths.
 
     raw_root: a directory with raw files of datasets, to check too. list_strays: returns a problem
-    for each file that a model's manifest lacks. model_remedy: returns how to fetch a model again.
+    for each file that a model's manifest does not list. model_remedy: returns how to fetch a model
+    again.
     Directories with a manifest of another program are ignored. Raises UsageError if neither
     directory exists, and ArtifactError if there is no artifact.
     """

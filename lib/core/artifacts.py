@@ -58,7 +58,7 @@ def list_tokenizer_files(directory: Path) -> list[Path]:
 
 
 def tokenizer_fingerprint(directory: Path) -> str:
-    """Identify a tokenizer by the content of its files. Raises ArtifactError without one."""
+    """Identify a tokenizer by the content of its files. Raises ArtifactError if there is none."""
     present = [path.name for path in list_tokenizer_files(directory)]
     if not present:
         raise ArtifactError(
@@ -90,7 +90,7 @@ _FILE_FORMAT = b"ARROW1"  # other files are streams, as `datasets` writes them
 
 
 class NotADataset(UsageError):
-    """Raised for a path that contains no dataset itself. datasets: those directly in it."""
+    """Raised for a path that is not itself a dataset. datasets: the datasets directly in it."""
 
     def __init__(self, problem: str, found: str = "", datasets: Sequence[Path] = ()) -> None:
         super().__init__(
@@ -103,9 +103,9 @@ class NotADataset(UsageError):
 class DatasetFiles:
     """Names the files of a dataset.
 
-    manifest: written by stage 02, None for a dataset of another program. homes: split → its
-    directory; empty for Arrow files without a description. splits: split → its shards in order,
-    always with `train`.
+    manifest: written by stage 02, None for a dataset of another program. homes: the directory of
+    each split; empty for Arrow files without state.json. splits: the shards of each split, in
+    order; always contains `train`.
     """
 
     path: Path
@@ -174,7 +174,7 @@ def find_plain_splits(path: Path) -> dict[str, list[Path]]:
 def list_shards(home: Path) -> list[Path]:
     """Return the shards of a split that `save_to_disk` wrote, in order.
 
-    home: its directory. Raises ArtifactError if a shard is missing or state.json is damaged.
+    home: the split's directory. Raises ArtifactError if a shard is missing or state.json damaged.
     """
     try:
         names = [entry["filename"] for entry in _read_object(home / _STATE)["_data_files"]]
@@ -193,7 +193,7 @@ def list_shards(home: Path) -> list[Path]:
 
 
 def has_file_format(path: Path) -> bool:
-    """Return whether a file has Arrow's format for random access, not the one for streams."""
+    """Return whether a file is in Arrow's IPC file format, not in its streaming format."""
     with path.open("rb") as file:
         return file.read(len(_FILE_FORMAT)) == _FILE_FORMAT
 
@@ -252,7 +252,7 @@ def _require_dataset(path: Path) -> dict[str, Any] | None:
 def _find_homes(path: Path) -> dict[str, Path]:
     """Return the split directories of a DatasetDict, or the directory itself as `train`.
 
-    Returns an empty dict if there are only Arrow files without a description.
+    Returns an empty dict if there are only Arrow files without state.json.
     """
     if (path / _DATASET_DICT).exists():
         names = _read_object(path / _DATASET_DICT).get("splits", [])

@@ -1,4 +1,4 @@
-"""Make the commands of `run:` and `next:` lines, as a person would type them here.
+"""Make the commands that messages show in `run:` and `next:` lines, ready to be pasted.
 
 A printed command must work when it is pasted. So it names a script relative to the current
 directory, uses the interpreter (or torchrun, or the launcher) that the person used, and quotes each
@@ -99,7 +99,7 @@ def train(*words: object) -> str:
 
 
 def on_ranks(count: int) -> str:
-    """Return the command that was typed, for `count` ranks on this machine; "" if unknown."""
+    """Return the typed command with `count` ranks on this machine; "" if that is not possible."""
     words = typed_words()
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
@@ -140,12 +140,18 @@ def shell(*words: object) -> str:
 
 
 def help_of(flag: str = "--help", action: str = "") -> str:
-    """Return the command that lists the options of the script that runs, or of an action of it."""
+    """Return the command that lists the options of the running script, or of its subcommand.
+
+    action: the subcommand; empty for the script itself.
+    """
     return _join([*_program(), *action.split(), flag])
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:
-    """Return options as words: True as a flag, a list repeated, without empty values."""
+    """Return options as words of a command line, without empty values.
+
+    True becomes a flag. An option with a list is repeated for each value.
+    """
     words: list[str] = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
@@ -218,7 +224,7 @@ def _redact_variable(word: str, instead: str) -> str:
 
 
 def _words(words: Sequence[object]) -> list[str]:
-    """Return words as text; a path that begins with a dash must not look like an option."""
+    """Return words as text, with `./` before a path that would look like an option."""
     return [
         f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
         for word in words
@@ -321,7 +327,7 @@ def _is_found(program: str) -> bool:
 
 
 def path_of(name: str) -> str:
-    """Return the path of a script of this project, relative as the current script's was typed."""
+    """Return the path of a script of this project, relative if the running script's path is."""
     beside = Path(sys.argv[0]).parent
     for directory in (beside, Path(os.path.normpath(beside / os.pardir))):
         if directory.resolve() == ROOT:

@@ -1,4 +1,4 @@
-"""Read options from YAML: a person's `key: value` lines, or those that a run recorded."""
+"""Read options from YAML: `key: value` lines of a person, or options that a run recorded."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ Stage 02 writes these Arrow columns (lib/corpus/chat_rows.py), stage 04 reads th
     messages   list<struct<role, content, reasoning_content, name, tool_call_id, tool_calls>>
     tools      string, JSON: the list of functions that the assistant may call; null without any
     weights    list<float>, one per message, 0 for an answer that is not trained; null if not given
-    source     string, the file, relative to the directory of the collection
+    source     string, the file, relative to the source of stage 01, or else to --data-folder
     line       int64, the first line in that file, from 1 (for Parquet and Arrow, the row)
     offset     int64, the first byte in that file; null if unknown
 
@@ -64,7 +64,7 @@ class Place(NamedTuple):
 def require_text(message: Message, number: int) -> None:
     """Raise InvalidConversation if a question or an answer is empty.
 
-    number: of the turn, from 1.
+    number: the turn's number in its conversation, from 1.
     """
     role = message["role"]
     content = message["content"]
@@ -82,7 +82,7 @@ def require_text(message: Message, number: int) -> None:
 def require_order(roles: Sequence[str]) -> None:
     """Raise InvalidConversation if the order of the roles is not one that templates expect.
 
-    roles: each one of ROLES.
+    roles: values from ROLES.
     """
     if problem := _find_disorder(tuple(roles)):
         raise InvalidConversation(*problem)

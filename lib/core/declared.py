@@ -60,13 +60,13 @@ def option(
 ) -> Any:
     """Declare a field as an option, `--job-name` for job_name.
 
-    Without a default the option is required. The default False makes it a flag, unless `parse`
-    reads a value; a list makes it repeatable. flags: other spellings. help: empty if the parser
-    has the option already. group: title of the group for it and the options after it. first: its
-    line on the short page of --help; empty if it is not there. role: see Role. renumbers: a change
-    gives samples other numbers. quiet: the default is not part of a run's identity, so that runs
-    older than the option continue; a tuple names the values that are not part of it. more:
-    arguments for argparse.
+    Without a default the option is required. The default False makes it a flag, unless `parse` is
+    given; a list makes it repeatable. flags: other spellings. help: empty if the parser has the
+    option already. group: title of the group for this option and the options after it. first: the
+    option's line on the short page of --help; empty if that page omits the option. role: see Role.
+    renumbers: the option decides which sample has which index. quiet: the default does not enter a
+    run's identity, so that runs older than the option can resume; a tuple lists all values that do
+    not enter it. more: arguments for argparse.
     """
     default_argument: dict[str, Any] = (
         {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
@@ -90,7 +90,7 @@ def option(
 
 @dataclasses.dataclass(frozen=True)
 class CommonOptions:
-    """Contain the options that `Parser.add_common` adds to each stage."""
+    """Contains the options that `Parser.add_common` adds to each stage."""
 
     config: Path | None = option(None)
     dry_run: bool = option(False)
@@ -128,7 +128,7 @@ def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: s
 
 
 def with_options_of(*sources: type, after: str) -> Callable[[type[Declared]], type[Declared]]:
-    """Return a decorator that adds the options of other classes, behind the field `after`.
+    """Return a decorator that adds the options of other classes, after the field `after`.
 
     Write it below `@dataclass`. Raises TypeError for an option that two of the classes declare; a
     declaration that they inherit from the same class counts once.
@@ -185,7 +185,7 @@ def first_page(declared: type) -> dict[str, str]:
 
 
 def read_options(declared: type[Declared], opts: Any) -> Declared:
-    """Return an object of a declared class.
+    """Return an object of a class that declares options, with the values from `opts`.
 
     opts: the parsed options, or an object of a class that declares these options and more.
     """
@@ -195,9 +195,9 @@ def read_options(declared: type[Declared], opts: Any) -> Declared:
 def identify(chosen: Any, *omitted: str) -> dict[str, Any]:
     """Return the options that decide what an artifact contains, as values to store.
 
-    chosen: object of a declared class. omitted: names of further options that do not affect
-    the content. An option declared with quiet=True is left out while it has its default, so that an
-    artifact older than the option keeps its identity.
+    chosen: object of a class that declares options. omitted: names of further options that do not
+    affect the content. An option declared with quiet=True is left out while it has its default, so
+    that an artifact older than the option keeps its identity.
     """
     quiet = {
         field.name
@@ -231,10 +231,10 @@ def require_known(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def merge_spellings(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the names of their fields, without values that are None.
+    """Return the values of options with field names as keys, without values that are None.
 
-    values: by any spelling. Raises UsageError for an unknown name, or if two values of one field
-    differ.
+    values: the keys may be any spelling. Raises UsageError for an unknown name, or if two values of
+    one field differ.
     """
     known = fields_by_spelling(declared)
     by_field = dict[str, Any]()
@@ -252,9 +252,9 @@ def merge_spellings(declared: type, values: Mapping[str, Any]) -> dict[str, Any]
 
 
 def from_values(declared: type[Declared], **values: Any) -> Declared:
-    """Return an object of a declared class. Raises UsageError for all values that are not allowed.
+    """Return an object of a class that declares options. Raises one UsageError for all bad values.
 
-    values: by any spelling of a field. None means the default.
+    values: the keys may be any spelling of a field. None means the default.
     """
     known = fields_by_spelling(declared)
     by_field = merge_spellings(declared, values)
@@ -278,7 +278,7 @@ def from_values(declared: type[Declared], **values: Any) -> Declared:
 
 
 def _parse_value(declared: type, field: dataclasses.Field[Any], value: Any) -> Any:
-    """Return a value as the option's parser would. Raises ValueError if it would refuse it."""
+    """Parse a value as on the command line. Raises ValueError if the option refuses the value."""
     if is_flag(declared, field.name):
         if not isinstance(value, bool):
             raise ValueError(f"expected True or False, got {value!r}")

@@ -126,7 +126,7 @@ class Problems:
         self._errors: list[StageError] = []
 
     def add(self, problem: str | StageError, **parts: str) -> None:
-        """Add a problem: a sentence, which becomes a UsageError, or an error of any kind."""
+        """Add an error, or a sentence, which becomes a UsageError with `parts` (hint, run, …)."""
         error = problem if isinstance(problem, StageError) else UsageError(problem, **parts)
         self._errors += error.several or [error]
 
@@ -139,7 +139,7 @@ class Problems:
             return None
 
     def raise_if_any(self) -> None:
-        """Raise one error that lists all problems. Its class is that of the first."""
+        """Raise one error that lists all problems and has the class of the first."""
         if self._errors:
             raise combine_errors(self._errors)
 

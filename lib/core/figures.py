@@ -1,4 +1,4 @@
-"""Define the figures of metrics.jsonl and the fields of state.json: units and meanings."""
+"""Define the units and meanings of the keys of metrics.jsonl and state.json."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Identify files without reading them, to notice whether one was replaced or written to.
 
-A run checks files at one moment and reads them at another. If their identities are the same before
-the first and after the last of these, so was their content.
+A run first checks files and later reads them. If a file has the same identity before the check and
+after the last read, its content was the same too.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lib.core.errors import UsageError
 
 
 class FileIdentity(NamedTuple):
-    """Changes with a file's content: a replacement has another inode, a write another time.
+    """Changes with a file's content: a replacement has another inode, a write changes the times.
 
-    For a link it identifies the target. bytes: size of the file. ctime_ns: also changes with a
-    permission, a name or a hard link, which change no content; it cannot be set by a program.
+    For a symbolic link it identifies the target. bytes: size of the file. ctime_ns: no program can
+    set it, but it also changes if only permissions, the name or hard links change.
     """
 
     device: int
@@ -34,7 +34,7 @@ class FileIdentity(NamedTuple):
 
     @property
     def content(self) -> tuple[int, ...]:
-        """Return the values that a change of the content changes."""
+        """Return all values but ctime_ns, which may change although the content does not."""
         return self[:4]
 
 
@@ -47,7 +47,7 @@ def read_identities(paths: Iterable[Path]) -> Identities:
 
 
 def fingerprint(identities: Identities) -> str:
-    """Identify the content of files by their names, sizes and times, wherever the files lie."""
+    """Return a digest of the names, sizes and modification times, wherever the files lie."""
     return hashing.fingerprint(
         [[path.name, file.bytes, file.mtime_ns] for path, file in identities.items() if file]
     )

@@ -56,7 +56,7 @@ def file_digest(
 ) -> str:
     """Return the digest string of a file's content, read in pieces of 4 MiB.
 
-    advance: called with the bytes of each piece.
+    advance: called with the number of bytes of each piece.
     """
     hasher = new_hasher(algorithm)
     with path.open("rb", buffering=0) as file:
@@ -67,9 +67,9 @@ def file_digest(
 
 
 class HashedFile(io.RawIOBase):
-    """Write a file from its beginning to its end, and hash what is written.
+    """Writes a file from its beginning to its end, and hashes the bytes.
 
-    So the file need not be read again for its digest. bytes: written so far, including `keep`.
+    So the file need not be read again for its digest. bytes: size so far, including `keep`.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class HashedFile(io.RawIOBase):
         return self.bytes
 
     def fileno(self) -> int:
-        """Return the file descriptor, after all bytes were handed to the system."""
+        """Flush the buffer to the operating system and return the file descriptor."""
         self._file.flush()
         return self._file.fileno()
 

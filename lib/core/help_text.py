@@ -63,8 +63,9 @@ def format_usage(parser: argparse.ArgumentParser) -> str:
 def format_short_page(parser: argparse.ArgumentParser, usage: str, first: Mapping[str, str]) -> str:
     """Return the page of the most important options, one line each, and the names of the groups.
 
-    first: purpose of an option by destination, without its default. The page begins with the
-    docstring up to its second empty line: a sentence, and the first commands to try.
+    first: the purpose of each of these options, without its default; the keys are destinations of
+    argparse. The page begins with the docstring up to its second empty line: a sentence, and the
+    first commands to try.
     """
     head = "\n\n".join((parser.description or "").strip().split("\n\n")[:2])
     by_name = {action.dest: action for action in reversed(parser._actions)}

@@ -21,7 +21,7 @@ class Difference(NamedTuple):
     now: Any
 
     def describe(self, there: str = "there", now: str = "now") -> str:
-        """Return a phrase that names both values. there, now: words for the two identities."""
+        """Return a phrase with both values. there, now: the word that follows each value."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
         earlier = _format_value(self.there, self.now)
         return f"{label}: {earlier} {there}, {_format_value(self.now, self.there)} {now}"
@@ -57,7 +57,7 @@ def list_differences(differences: Iterable[Difference]) -> str:
 
 
 def _format_value(value: Any, other: Any) -> str:
-    """Return a value as a person would type it, with all digits only if they matter."""
+    """Return a value as typed; a float has all digits only if it would look like `other`."""
     if value is None:
         return "not given"
     if not isinstance(value, float) or len(repr(value)) <= _LONGEST_FLOAT:

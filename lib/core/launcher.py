@@ -58,10 +58,10 @@ def is_requeued() -> bool:
 def record_failure(kind: str, code: int, text: str) -> None:
     """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE, if it names one.
 
-    kind: the class of the error. code: the exit code that follows. torchrun ends with a long report
-    that contains the call stack from this file. So an error of rank 0 is written there in full, but
-    of a traceback or of another rank's error only one line. torchrun compares the times (seconds)
-    to find the rank that failed first.
+    kind: the class name of the error. code: the exit code of this process. torchrun ends with a
+    long report that contains the call stack from this file. So the call stack contains an error of
+    rank 0 in full, but only one line of a traceback or of another rank's error. torchrun compares
+    the timestamps (in seconds) to find the rank that failed first.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
@@ -87,8 +87,8 @@ def record_failure(kind: str, code: int, text: str) -> None:
 def end_at_once(code: int, *last_words: Callable[[], object]) -> NoReturn:
     """End the process within seconds, even if disks or pipes hang.
 
-    last_words: functions to call before, each in its own thread. A function that fails, or hangs on
-    a disk or an unread pipe, delays neither the others nor the end.
+    last_words: functions to call before that, each in its own thread. A function that fails, or
+    hangs on a disk or an unread pipe, delays neither the others nor the end.
     """
     try:
         threads = [

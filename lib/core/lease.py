@@ -2,10 +2,10 @@
 
 A kernel lock (flock) is exact on one machine, and on network file systems that support it. Some are
 mounted without that support, and some keep locks within one node. So the holder also writes a
-record that all machines see (host, pid, boot id). Only one process can create it, since a link to
-an existing name fails everywhere, and its holder keeps changing it. A process that finds a record
-of its own machine asks the kernel about the holder. Otherwise it waits to see whether the record
-still changes. Clocks are not compared.
+record that all machines see (host, pid, boot id), and keeps changing it. Only one process can
+create the record, since linking to an existing name fails on every file system. A process that
+finds a record of its own machine asks the kernel about the holder. Otherwise it waits to see
+whether the record still changes. Clocks of machines are not compared.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Lease:
         return True
 
     def _remove_record(self, earlier: dict[str, Any]) -> None:
-        """Remove an earlier record, but no other that has replaced it."""
+        """Remove an earlier record, but not a record that has replaced it."""
         renamed = self._path.with_name(f"{self._path.name}.{self._record['id']}.old")
         try:
             self._path.rename(renamed)

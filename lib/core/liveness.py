@@ -1,6 +1,6 @@
-"""Find out which processes are alive: of this machine from the kernel, of others by their beats.
+"""Find out which processes are alive: the kernel knows local ones, others send heartbeats.
 
-A process that others must know about keeps changing a value that they can read: a record, a note or
+A process whose end other machines must notice keeps changing a value that they can read: a file or
 a key of a store. Clocks of machines are not compared.
 """
 
@@ -20,7 +20,7 @@ class Process(NamedTuple):
     """A process of this machine, as the kernel shows it.
 
     state: one letter. started: ticks since the boot, which distinguish it from a later process with
-    the same number.
+    the same pid.
     """
 
     pid: int
@@ -35,7 +35,7 @@ class Process(NamedTuple):
 
 
 def read_process(pid: object) -> Process | None:
-    """Return a process by its number; None if there is none. Records may contain any number."""
+    """Return the process with a pid; None if there is none, or for a pid that is not valid."""
     try:
         number = int(pid)  # type: ignore[call-overload]
         text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
@@ -101,8 +101,8 @@ def is_alive(record: dict[str, Any]) -> bool | None:
 class SilenceClock:
     """Measures how long values that other processes keep changing have stayed the same.
 
-    longest_gap: the most seconds that count between two looks. Without this limit, a process that
-    was itself suspended would consider all others dead.
+    longest_gap: the most seconds that count between two calls of `look`. Without this limit, a
+    process that was itself suspended would consider all others dead.
     """
 
     def __init__(self, longest_gap: float = math.inf) -> None:
@@ -112,13 +112,13 @@ class SilenceClock:
         self._seen: dict[Hashable, tuple[object, float, bool]] = {}
 
     def look(self) -> None:
-        """Begin a new look at all values."""
+        """Begin a new round; `note` the current value of each key after it."""
         now = time.monotonic()
         self._gap = min(now - self._looked, self._longest_gap)
         self._looked = now
 
     def note(self, key: Hashable, value: object) -> None:
-        """Note a value of this look, None if there is none."""
+        """Note the current value of a key, None if there is none."""
         before, seconds, has_changed = self._seen.get(key, (value, -self._gap, False))
         if value == before:
             self._seen[key] = value, seconds + self._gap, has_changed
@@ -130,5 +130,5 @@ class SilenceClock:
         return self._seen[key][1] if key in self._seen else 0.0
 
     def has_changed(self, key: Hashable) -> bool:
-        """Return whether a value was seen to change: a process writes it, or wrote it meanwhile."""
+        """Return whether a value was seen to change, so that a process writes or wrote it."""
         return key in self._seen and self._seen[key][2]

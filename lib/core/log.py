@@ -105,7 +105,7 @@ def rank() -> int:
 def setup(stream: TextIO | None = None) -> None:
     """Send log lines to the console: all lines of rank 0, warnings of the others.
 
-    stream: for a command that prints a document to standard output, another stream.
+    stream: replaces standard output, for a command that prints a document there.
     """
     console = _Console(stream or sys.stdout)
     console.setLevel(logging.INFO if rank() == 0 else logging.WARNING)

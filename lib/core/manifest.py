@@ -106,7 +106,7 @@ def write_text(path: Path, text: str) -> None:
 def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:
     """Delete temporary files that `write_text` of a killed process left in a directory.
 
-    names: globs of the files that it wrote, if others may write to that directory as well.
+    names: globs of the files that the killed process wrote, if other processes may write there too.
     """
     for name in names:
         for path in directory.glob(f"{name}.tmp-*"):
@@ -119,7 +119,7 @@ def read_manifest(
 ) -> dict[str, Any]:
     """Return the manifest of a finished artifact.
 
-    name: of the artifact in messages, such as "the splits". run, hint: how to make it. Raises
+    name: the artifact in messages, such as "the splits". run, hint: how to make it. Raises
     ArtifactError if the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
@@ -182,7 +182,7 @@ def read_if_any(directory: Path) -> dict[str, Any] | None:
 def is_valid_entry(entry: Any, kind: str) -> bool:
     """Return whether an entry of a manifest names a file of the artifact, its bytes and digest.
 
-    Raw files lie beside the directory of their manifest.
+    The path of a raw file may begin with `../`: it lies beside the directory of its manifest.
     """
     path = entry["path"]
     size = entry["bytes"]

@@ -31,11 +31,11 @@ _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with both spellings, YAML, and errors that name the nearest option.
+    """Accepts --src-dir and --src_dir, reads YAML, and suggests the nearest option in errors.
 
-    usage: the words after the script's name (default: required options, and `[options]`). first: by
-    destination, the purpose of the most important options. With it --help prints a short page, and
-    --help-all prints every option.
+    usage: the words after the script's name (default: required options, and `[options]`). first:
+    the purposes of the most important options, with destinations of argparse as keys. If it is
+    given, --help prints a short page, and --help-all prints every option.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog} {self._usage}" if self._usage else help_text.format_usage(self)
 
     def add_common(self, workers: str = "", overwrite: bool = True) -> None:
-        """Add the options of most commands.
+        """Add the options that most commands share.
 
-        workers: the work of worker processes, "" without any. overwrite: the command makes an
-        artifact.
+        workers: what worker processes do, such as "read files", for the help of --num-workers; ""
+        if there are none. overwrite: add --overwrite, for a command that makes an artifact.
         """
         common = self.add_argument_group("common")
         add_config(common, "print the plan and touch nothing")
@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
         return self._parse_known(self.expand_config(argv))
 
     def expand_config(self, argv: Sequence[str]) -> list[str]:
-        """Return the command line after the values of --config. Raises UsageError as `parse`."""
+        """Return the command line with the options of --config before it. Raises UsageError."""
         TYPED_AS.clear()
         argv = [self.to_our_name(arg) for arg in argv]
         if not (file := self._value_of(argv, "--config")):
@@ -160,7 +160,7 @@ class Parser(argparse.ArgumentParser):
         return from_yaml + argv
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
-        """Return options and unknown words. Raises UsageError that lists all wrong values."""
+        """Return options and unknown words. Raises one UsageError for all wrong values."""
         self._bad = []
         result = super().parse_known_args(*arguments, **named)
         if self._bad:
@@ -210,7 +210,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _require_names(self, options: Options) -> None:
-        """Raise UsageError for paths that the libraries below cannot open."""
+        """Raise UsageError for paths that are not valid UTF-8, which some libraries cannot open."""
         problems = Problems()
         try:
             if _NOT_UTF8.search(current := str(Path.cwd())):
@@ -235,7 +235,7 @@ class Parser(argparse.ArgumentParser):
     def to_our_name(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
         """Turn `--src_dir=a_b` into `--src-dir=a_b`, and aliases into our names.
 
-        typed_as: receives the alias for our name.
+        typed_as: receives each alias that was replaced; the key is our name.
         """
         if not argument.startswith("--"):
             return argument
@@ -327,7 +327,7 @@ def parse_counts(text: str) -> list[int]:
 
 
 def dtype(*names: str) -> Callable[[str], str]:
-    """Return a parser for a dtype under any of its usual names. It returns one of `names`."""
+    """Return a parser that accepts any usual name of a dtype and returns one of `names`."""
     canonical = {_DTYPES.get(name, name): name for name in names}
 
     def parse(text: str) -> str:
@@ -348,7 +348,7 @@ def on_off(text: str) -> bool:
 
 
 def auto_on_off(text: str) -> bool | None:
-    """Parse `auto`, as None, `on` or `off`."""
+    """Parse `on`, `off` or `auto`, which becomes None."""
     try:
         return None if text.lower() == "auto" else on_off(text)
     except argparse.ArgumentTypeError:
@@ -356,7 +356,7 @@ def auto_on_off(text: str) -> bool | None:
 
 
 def span(text: str) -> tuple[int, int]:
-    """Parse `START:END`, two whole numbers from 1 in order."""
+    """Parse `START:END`, two whole numbers with 1 ≤ START ≤ END."""
     first, _, last = text.partition(":")
     if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
         raise argparse.ArgumentTypeError(f"expected START:END, numbers from 1, got {text!r}")

@@ -60,8 +60,8 @@ def is_name(text: str) -> bool:
 def expand_save_dir(opts: Options) -> None:
     """Set -e to the experiment's name and --save-dir to the directory that contains it.
 
-    --checkpoint-dir is an alias of --save-dir; without -e it names the experiment itself. Raises
-    UsageError if they contradict each other.
+    --checkpoint-dir is an alias of --save-dir; without -e it is the directory of the experiment
+    itself. Raises UsageError if the options contradict each other.
     """
     if directory := getattr(opts, "checkpoint_dir", None):
         if opts.save_dir:
@@ -85,7 +85,7 @@ def expand_save_dir(opts: Options) -> None:
 def existing_experiment(text: str) -> Experiment:
     """Return the experiment that a person names. Raises UsageError as `experiment` does.
 
-    A name that outputs/ does not contain can also be that of a directory in the current one.
+    If outputs/ does not contain the name, a directory of that name in the current directory counts.
     """
     in_outputs = experiment(text)
     here = Path(text).absolute()
@@ -97,7 +97,7 @@ def existing_experiment(text: str) -> Experiment:
 
 
 def experiment(text: str, save_dir: Path | None = None) -> Experiment:
-    """Return the experiment of a name in `save_dir`, or of a path to its directory.
+    """Return the experiment with a name in `save_dir`, or with a path to its directory.
 
     `exp` lies in `save_dir` (None: outputs/). `outputs/exp` is that directory, with or without a
     slash at its end. Raises UsageError for any other text, or a path outside of `save_dir`.

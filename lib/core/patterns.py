@@ -47,7 +47,7 @@ def find_problem(pattern: str) -> str:
 def _list_repetitions(parsed: Any) -> Iterator[Any]:
     """Yield the body of each repetition in a parsed pattern, and its largest count.
 
-    Repetitions inside optional parts (`?`) are yielded too, those inside other repetitions are not.
+    Repetitions inside optional parts (`?`) are yielded too, but not inside other repetitions.
     """
     for name, argument in parsed:
         least, most = argument[:2] if str(name) in _REPEATS else (1, 1)
@@ -59,7 +59,7 @@ def _list_repetitions(parsed: Any) -> Iterator[Any]:
 
 
 def _has_alternatives(parsed: Any) -> bool:
-    """Return whether a parsed pattern can match the same text in several ways by alternatives."""
+    """Return whether a parsed pattern has alternatives, which may match the same text."""
     return any(
         str(name) in ("BRANCH", "GROUPREF_EXISTS")
         or any(map(_has_alternatives, _list_parts(argument)))

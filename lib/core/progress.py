@@ -17,8 +17,9 @@ class Progress:
     """Counts work done towards a total and shows it.
 
     total: in `unit`s; None if unknown. unit: `B` prints as kB, MB, …. done: units finished before
-    this launch, which do not count for the speed. times: show the bar's own times; False if `show`
-    gives better ones. On a terminal it is a tqdm bar, elsewhere a log line at most every 15 s.
+    this launch, which do not count for the speed. times: whether the bar shows its own times; False
+    if the text of `show` contains better ones. On a terminal it is a tqdm bar, elsewhere a log line
+    at most every 15 s.
     """
 
     def __init__(

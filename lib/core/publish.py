@@ -62,7 +62,7 @@ def is_done(
     identity: `{"options": …, "inputs": …}`. run: the command that repairs a damaged artifact
     (default: the typed one with --overwrite). dry_run: keep leftovers of a run that was killed just
     after it had published. Raises UsageError if `target` is something else and `overwrite` is off,
-    or if another program made it (nothing replaces that), and ArtifactError if sizes show damage.
+    or if another program made it (even with `overwrite`), and ArtifactError if sizes show damage.
     """
     typed_target = target
     target = target.resolve()
@@ -114,7 +114,7 @@ def _describe_path(target: Path, kind: str) -> str:
 
 
 def _require_replaceable(target: Path) -> None:
-    """Raise UsageError where the finished directory could not be renamed to the target."""
+    """Raise UsageError for a mount point, to which no finished directory can be renamed."""
     if os.path.ismount(target):
         raise UsageError(
             f"{target} is a mount point, and nothing can be renamed to it",
@@ -123,7 +123,7 @@ def _require_replaceable(target: Path) -> None:
 
 
 def kind_name(kind: str) -> str:
-    """Return the name of an artifact of a kind, for messages."""
+    """Return how messages name an artifact of a kind."""
     name = kind.partition("/")[0]
     return f"the {_KIND_NAMES.get(name, name)}"
 
@@ -265,7 +265,7 @@ class Build:
         return self.dir / path if beside == path else self.target.parent / beside
 
     def _replace(self) -> None:
-        """Replace the target by the finished directory, and leave the old one in the partial one.
+        """Replace the target by the finished directory, and keep the old one in `self.partial`.
 
         Linux swaps the two names in one step. If a file system cannot, a kill between two renames
         leaves the old directory in `replaced`, from where the next run restores it.
@@ -301,8 +301,8 @@ class Build:
 def _remove_leftovers(target: Path, own: Path | None = None) -> None:
     """Delete leftovers of killed runs beside a target.
 
-    own: the partial directory of this process. Without one, directories in which a process on
-    another machine may be building stay.
+    own: the partial directory of this process. Without one, a directory is kept if a process on
+    another machine may be building in it.
     """
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
     for left in sorted(target.parent.iterdir()):
@@ -335,7 +335,7 @@ def _restore(target: Path, partial: Path) -> None:
 def _is_abandoned(directory: Path, own: Path | None) -> bool:
     """Return whether no process on any machine builds in a directory.
 
-    Both times that this compares are the file server's.
+    It compares two modification times, which both come from the file server's clock.
     """
     record = directory / OWNER
     owner = records.read_mapping(record)

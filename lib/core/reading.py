@@ -64,8 +64,8 @@ def _may_pass(error: Exception) -> bool:
 class RetryingFile(io.FileIO):
     """Reads a file with retries if the disk fails for a moment.
 
-    If the retries do not help, opening and reading raise StageError. Errors that are not of the
-    disk are raised at once.
+    If the retries do not help, opening and reading raise StageError. Errors with another cause
+    are raised at once.
     """
 
     def __init__(self, path: str) -> None:
@@ -115,8 +115,8 @@ def decompress(
 ) -> Iterator[bytes]:
     """Yield the content of a compressed file up to the first damage.
 
-    kind: gzip, bzip2 or xz (several members are concatenated), or zstd, which `zstd` opens. note:
-    called with the error of the damage.
+    kind: gzip, bzip2 or xz (members are concatenated), or zstd. note: called with a message about
+    the damage. zstd: opens a zstd file.
     """
     try:
         if kind == "zstd":

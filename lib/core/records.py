@@ -99,7 +99,7 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def yaml_loader() -> Any:
-    """Return a YAML loader class that builds only plain values, the one of libyaml if possible."""
+    """Return a YAML loader class that builds only plain values, libyaml's if it is available."""
     import yaml
 
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -191,7 +191,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def leads_out(path: object) -> bool:
-    """Return whether a path, by its parts, is not that of a file inside a directory."""
+    """Return whether a path may lead out of its directory: absolute, with `..`, or not a path."""
     return (
         not isinstance(path, str)
         or not is_passable(path)

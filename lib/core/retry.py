@@ -33,9 +33,9 @@ def retry(
 ) -> Result:
     """Return the result of `do`, and call it again after errors that may pass.
 
-    pauses: seconds to wait after each failure; after the last one the error is raised. Each pause
-    is taken after `when` has seen the error. when: returns whether an error may pass; other errors
-    are raised at once. wait: called with each pause instead of `time.sleep`.
+    pauses: seconds to wait after each failure; when none is left, the error is raised. A generator
+    is asked for the next pause only after `when` has seen the error. when: returns whether an error
+    may pass; other errors are raised at once. wait: called with each pause instead of `time.sleep`.
     """
     remaining = iter(pauses)
     while True:

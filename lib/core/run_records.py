@@ -50,7 +50,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def mean_loss(row: dict[str, Any]) -> float:
-    """Return the mean loss since the previous row; rows of old versions have only their step's."""
+    """Return the mean loss since the previous row; in a row of an old version, the step's loss."""
     return row.get("train/loss_mean", row["train/loss"])
 
 
@@ -61,7 +61,7 @@ def _keep_valid(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _has_type(name: str, value: object) -> bool:
-    """Return whether a value has the type of its name. Other names may have any type."""
+    """Return whether a value has the type that its name requires; unknown names allow any."""
     if name in _TEXTS:
         return isinstance(value, str)
     if name in _COUNTS:

@@ -1,7 +1,7 @@
 """Let standard output and standard error survive a reader that leaves early (`| head`).
 
 A run that trains, builds or exports continues: further output is dropped, while logs, metrics and
-the exit code stay the same. A command that only prints ends there.
+the exit code stay the same. A command that only prints exits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class _Outlet(io.FileIO):
         self._only_shows = only_shows
 
     def write(self, data: bytes) -> int | None:  # type: ignore[override]
-        """Write data. Drops it if nobody reads it, or, unless `only_shows`, if the disk is full."""
+        """Write data, or drop it if nobody reads it or the disk is full.
+
+        With `only_shows`, exit if nobody reads it, and raise other errors.
+        """
         try:
             return super().write(data)
         except OSError as error:

@@ -2,8 +2,8 @@
 
 After an artifact was found intact, `<cache>/verified/` records inode, size and times of each file.
 A launch that finds the same values does not read the files again; any write, copy or replacement
-changes them. Silent disk corruption does not: `--verify` of stage 03, or stage 04 with
---prepare-only, finds it.
+changes the values. Silent disk corruption does not change them; `--verify` of stage 03, or stage 04
+with --prepare-only, finds it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def file_digests(
     progress: bool = True,
     always: bool = False,
 ) -> dict[str, str]:
-    """Return the digests of files without a manifest, by name; hash them once until they change.
+    """Return the digests by name of files without a manifest; hash them again only after a change.
 
     As in `require_intact`, one of the launches and nodes that share `cache_dir` reads them.
     """
@@ -171,7 +171,7 @@ def _take_turn(place: Path) -> Iterator[bool]:
     held: lease.Lease | None = None
 
     def take() -> bool:
-        """Return whether this process need not wait: it holds the cache, or nobody can."""
+        """Return whether this process need not wait: it holds the lock, or nobody can."""
         nonlocal is_first, held
         try:
             place.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """End a process that hangs, with the stacks of all its threads, so that a launcher can restart it.
 
 If one rank stops, or the network loses a message, all others wait in a collective forever (gloo) or
-until the timeout of the process group (NCCL). A disk that hangs stops a rank anywhere. So nothing
-in this module waits long for a disk or a pipe. If the interpreter itself hangs (a read of a
+until the timeout of the process group (NCCL). A disk that hangs may stop a rank at any point. So
+nothing in this module waits long for a disk or a pipe. If the interpreter itself hangs (a read of a
 memory-mapped file blocks while it holds the interpreter lock), a thread of faulthandler, which
 needs no lock, ends the process.
 """

@@ -94,7 +94,7 @@ class Worker:
 class Pool:
     """Worker processes that share tasks; the answers come in the order of the tasks.
 
-    prepare, arguments, context: as of Worker.
+    prepare, arguments, context: as for Worker.
 
     >>> with Pool(count, "conversations", make_encoder, tokenizer_dir) as pool:
     ...     for answer in pool.run(tasks): …
@@ -126,10 +126,10 @@ class Pool:
     def run(
         self, tasks: Iterable[Any], on_death: Callable[[Any], Any] | None = None
     ) -> Iterator[Any]:
-        """Yield the answer to each task in order, or raise its error; few tasks run ahead.
+        """Yield the answer to each task in order, or raise its error.
 
-        on_death: called with a task whose worker has died, while no other task runs; returns the
-        answer. Without it, WorkerDied is raised.
+        At most two tasks per worker are started ahead. on_death: called with a task whose worker
+        has died, while no other task runs; returns the answer. Without it, WorkerDied is raised.
         """
         pending: deque[tuple[Any, Future[Any]]] = deque()
 
@@ -207,8 +207,8 @@ def _serve(tasks: Connection, prepare: Prepare, arguments: tuple[Any, ...]) -> N
 def imports_as_here() -> Iterator[None]:
     """Let Python processes that start within the context import from the same places as this one.
 
-    Otherwise they import from the working directory first (with Python 3.10 they still do), which
-    may contain data, with files of any name.
+    Otherwise they import from the working directory first, where a data file may have the name of
+    a module. With Python 3.10 they still do.
     """
     ours = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.pop(name, None) for name in ours}
