@@ -45,7 +45,7 @@ class ChatDocuments(Documents):
         self.add_text(b"")
 
     def add_values(self, values: Sequence[Any]) -> bool:
-        """Return False: a conversation is only accepted together with its position."""
+        """Return False, so that the caller passes each record and its position to `add_value`."""
         return False
 
     def add_value(

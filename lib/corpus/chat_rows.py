@@ -54,7 +54,7 @@ class ChatPartWriter(parts.Part):
     def add(
         self, chat: Conversation, place: Place, values: Mapping[str, bytes] = parts.NO_VALUES
     ) -> None:
-        """Add a row. values: of the row, by sidecar.
+        """Add a row. values: the value of the row for each sidecar, by name.
 
         Raises UnicodeEncodeError if its text contains lone surrogates, and
         json_data.UnwritableValue if its tools or their arguments cannot be stored as JSON. In both
@@ -91,14 +91,17 @@ def count_characters(batch: pa.RecordBatch) -> int:
 
 
 def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
-    """Return conversations as a record batch; raises the errors of ChatPartWriter.add."""
+    """Return conversations as a record batch.
+
+    Raises the same errors as `ChatPartWriter.add`.
+    """
     columns = _Columns()
     for chat, place in rows:
         columns.append(chat, place, _encode_chat(chat))
     return columns.batch()
 
 
-# The contents, the optional fields (number of the turn, field, text), the tools, the size in bytes.
+# The contents, the optional fields (index of the turn, field, text), the tools, the size in bytes.
 _Encoded = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
 
 
@@ -135,7 +138,7 @@ class _Columns:
         self.contents: list[bytes] = []
         self._roles: list[str] = []
         self._ends = [0]  # number of turns up to the end of each row
-        # Most turns and rows lack these fields, so they are stored by turn or row number.
+        # Most turns and rows lack these fields, so they are stored by the index of the turn or row.
         self._others: dict[str, dict[int, bytes]] = {name: {} for name in _OTHERS}
         self._tools: dict[int, bytes] = {}
         self._weights: dict[int, Sequence[float]] = {}
@@ -162,7 +165,7 @@ class _Columns:
         self.size += size
 
     def add_to(self, counts: ChatTotals) -> None:
-        """Add these columns to the counts, except for their characters."""
+        """Add the collected rows and turns to the counts; `flush` counts their characters."""
         counts.conversations += self.rows
         counts.turns.update(self._roles)
         counts.with_tools += len(self._tools)
@@ -196,7 +199,7 @@ class _Columns:
 
 
 def _make_sparse_column(texts: dict[int, bytes], count: int) -> pa.Array:
-    """Return a column of `count` values, null where `texts` has no value for the number."""
+    """Return a column of `count` values, null at every index that `texts` does not contain."""
     import pyarrow as pa
 
     if not texts:

@@ -75,7 +75,7 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
 
 
 def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
-    """Return the numbers of the row groups (or record batches) at which the spans of a file start.
+    """Return the indices of the row groups (or record batches) at which the spans of a file start.
 
     A file that cannot be cut or read is a single span: [0].
     """
@@ -155,7 +155,7 @@ def _read_rows(
 
 
 def _make_repair(column: Any, documents: Documents) -> Callable[[int], Any]:
-    """Return a function from row to value for a column that contains invalid UTF-8."""
+    """Return a function that reads a row (by index) of a column that contains invalid UTF-8."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
@@ -167,7 +167,7 @@ def _make_repair(column: Any, documents: Documents) -> Callable[[int], Any]:
 def _drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row without the null fields of its structs.
 
-    In a column of structs, each value contains the fields of all values, most of them null.
+    Arrow gives every struct of a column the same fields; the fields that a document lacks are null.
     """
 
     def clean(value: Any) -> Any:

@@ -6,7 +6,8 @@
     alpaca         instruction, input, output, with `history`
 
 A record of any format may contain a `system` prompt and `tools`. Every conversation becomes a list
-of messages with the roles that chat templates know; other records are refused with one of KINDS.
+of messages with the roles that chat templates know. Other records are refused; KINDS lists the
+reasons.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ Record = dict[str, Any]
 
 
 def detect_format(record: Any) -> str:
-    """Return the format of a record by its keys, "" if they are not those of a conversation."""
+    """Return the format of a record by its keys, "" if they do not match any format."""
     if not isinstance(record, dict):
         return ""
     for name, first, last in _SIGNS:
@@ -171,7 +172,7 @@ def _list_alpaca(record: Record) -> list[Any]:
 
 
 class _Format(NamedTuple):
-    """Describe a format: the keys that all its records have, and the function for its turns."""
+    """Describe a format: the keys of every record, and a function that lists the turns of one."""
 
     keys: tuple[str, ...]
     turns: Callable[[Record], list[Any]]
@@ -196,7 +197,7 @@ KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
 
 
 def _parse_list(value: Any, name: str) -> list[Any]:
-    """Return a list of turns, which may also be a string of JSON, such as a cell of CSV."""
+    """Return a list of turns, given as a list or as a string of JSON, such as a cell of CSV."""
     if isinstance(value, str):
         value = tool_calls.parse_json_text(value, name)
     if not isinstance(value, list):

@@ -39,7 +39,7 @@ _VERSION = 2  # of the progress record; a build with another version starts anew
 class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
-    units: number of units added so far. dropped: rows that a decision has dropped, by its name.
+    units: number of units added so far. dropped: number of dropped rows, by name of the decision.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for result in pool.run(units[dataset.units:]):

@@ -32,7 +32,7 @@ class DigestSet:
             self._add(np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
     def add(self, *sidecars: np.ndarray) -> np.ndarray:
-        """Add digests and return which are new (bool [n]); of equal digests, only the first is.
+        """Add digests and return which are new (bool [n]); of equal digests, only the first is new.
 
         sidecars: the digests, uint8 [n, 16].
         """

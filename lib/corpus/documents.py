@@ -1,4 +1,4 @@
-"""Collect documents from the readers, and report documents and files without a row.
+"""Collect documents from the readers, and report documents and files that yield no row.
 
 The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets.
 """
@@ -34,9 +34,9 @@ class Documents(ABC):
 
     errors: file for the lines of errors.jsonl. lines: number of JSON Lines in the last file or
     span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
-    as_data: if true, readers pass one document at a time, with its position and with values that
-    are not strings; if false, only its strings matter. columns: the columns to read from a table,
-    None for all columns with text.
+    as_data: if true, readers pass each document with its position and with values of all types; if
+    false, they may omit positions and values that are not strings. columns: the columns to read
+    from a table, None for all columns with text.
     """
 
     as_data = False
@@ -100,8 +100,8 @@ class Documents(ABC):
     def add_values(self, values: Sequence[Any]) -> bool:
         """Add structured documents if each of them yields a row; otherwise return False.
 
-        This is the fast path for clean input. After False nothing was added, and the caller adds
-        the documents one by one with `add_value`.
+        This is the fast path for clean input. If it returns False, it has added nothing, and the
+        caller adds the documents one by one with `add_value`.
         """
 
     @abstractmethod
@@ -133,7 +133,7 @@ class Documents(ABC):
         return text
 
     def _is_dropped(self, row: RowText) -> bool:
-        """Return whether a rule drops a row, and count it by its reason."""
+        """Return whether a rule drops a row; if so, count the row under the rule's reason."""
         for kind, find_reason, value in self._rules:
             if reason := find_reason(row, value):
                 self.tally.dropped[kind] += 1
@@ -156,5 +156,5 @@ class Documents(ABC):
         return VALIDATION if draw < self._validation_below else TRAIN
 
     def _count_reports(self) -> int:
-        """Return the number of documents and problems so far."""
+        """Return the number of documents and problems so far; a file that adds none is empty."""
         return self.tally.documents + sum(self.tally.problems.values())

@@ -109,7 +109,7 @@ class Locator:
         return len(self._text)
 
     def move(self, position: int, text: str) -> None:
-        """Continue with a new text that starts at a position of the old one."""
+        """Replace the text by a new one that starts at `position` of the old text."""
         self.at(position)
         self._text = text
         self._position = self._position - position

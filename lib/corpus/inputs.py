@@ -33,9 +33,9 @@ _LEFT_BY_A_STAGE = re.compile(rf"{re.escape(paths.PARTIAL)}|\.errors\.jsonl$")
 class InputFile:
     """Describe a file to read.
 
-    path: relative to the data folder. source: relative to the source of stage 01 (the same as the
-    path in a plain directory). mtime_ns: modification time in nanoseconds. split: "" in a plain
-    directory.
+    path: relative to the data folder. source: the path relative to the source directory of stage 01
+    (in a plain directory, the same as `path`). mtime_ns: modification time in nanoseconds. split:
+    "" in a plain directory.
     """
 
     path: str

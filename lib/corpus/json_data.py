@@ -53,10 +53,11 @@ def load_json(text: str) -> Any:
 
 
 def load_json_line(line: bytes) -> Any:
-    """Return the value of a line of JSON; raises ValueError or RecursionError if it is not clean.
+    """Return the value of a line of JSON in UTF-8.
 
-    Numbers are only stored in tools and their arguments, so other lines are not searched for long
-    numbers.
+    Raises ValueError or RecursionError if the line is not valid; the caller then tries a more
+    tolerant decoder. A dataset stores numbers only in tools and their arguments, so other lines
+    are not searched for long integers.
     """
     has_tools = b'"tool' in line or b'"function' in line
     if orjson is None or (has_tools and _LONG in line.translate(_ALIKE)):

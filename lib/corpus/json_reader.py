@@ -116,7 +116,7 @@ def _describe_error(error: Exception) -> tuple[str, str]:
 
 
 class _Values:
-    """Read the values of a text one by one, up to the first damage.
+    """Read the values of a text one by one, and report the values that are not valid.
 
     texts: chunks of the text. Only the chunks of the current value are in memory.
     """
@@ -143,9 +143,10 @@ class _Values:
             self._read_values(position)
 
     def _is_first_of_many(self, position: int) -> bool:
-        """Return whether more values follow the list at the start; then the list is a document.
+        """Return whether more values follow the list at the start of the text.
 
-        A list too large for memory is assumed to be the only value.
+        If so, the list is one document; otherwise each of its elements is. A list too large for
+        memory is assumed to be the only value.
         """
         if not self._is_at_end():
             return False
@@ -178,8 +179,8 @@ class _Values:
         """Add several elements of a list at once, if they are objects with the same first key.
 
         Returns the position after the last one. Returns 0 and adds nothing if the elements must be
-        read one by one. A text that is valid JSON between brackets and is followed by a comma
-        consists of complete elements, because a comma ends every value, a number too.
+        read one by one. The text that is parsed at once ends before a comma. If it is valid JSON
+        between brackets, its last element is therefore complete, even if it is a number.
         """
         if (
             self._documents.as_data
@@ -247,9 +248,9 @@ class _Values:
         return match.start()
 
     def _grow(self, position: int) -> bool:
-        """Drop the text before a position, which becomes 0, and double the text after it.
+        """Drop the text before a position, and double the rest by reading on.
 
-        Returns False and drops nothing at the end of the file.
+        The position becomes 0. At the end of the file, returns False and drops nothing.
         """
         chunks = []
         size = 0

@@ -75,7 +75,7 @@ def _choose_json_kind(kind: str, head: bytes) -> str:
 
 
 def _is_arrow_stream(head: bytes) -> bool:
-    """Return whether a file starts with the message of an Arrow schema."""
+    """Return whether a file starts with the schema message of an Arrow stream."""
     if not head.startswith(_ARROW_STREAM):
         return False
     size = int.from_bytes(head[4:8], "little")

@@ -1,8 +1,8 @@
 """Write rows as Arrow record batches.
 
-An Arrow stream consists of a schema message, one message per record batch, and an end mark. A part
-contains only batch messages, so concatenated parts between a schema and an end mark are a stream:
-worker processes write parts, and shards.py concatenates them in order.
+An Arrow stream consists of a schema message, one message per record batch, and an end-of-stream
+marker. A part contains only batch messages. Worker processes write parts, and shards.py makes a
+stream of them: a schema message, the parts in order, and the marker.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def make_text_schema(keep_source: bool) -> pa.Schema:
 class Part(ABC):
     """Write rows as batch messages of about 16 MB (a single row may be larger).
 
-    sidecars: files for a value of each row, by name (see selection.py). text_bytes: bytes of text
-    written.
+    sidecars: by name, the file that receives one value per row (see selection.py). text_bytes:
+    bytes of text written.
     """
 
     def __init__(self, file: BinaryIO, schema: pa.Schema, sidecars: Mapping[str, BinaryIO]) -> None:
@@ -84,7 +84,7 @@ class PartWriter(Part):
         return self._written + len(self._texts)
 
     def add(self, text: bytes, source: str, values: Mapping[str, bytes] = NO_VALUES) -> None:
-        """Add a row. text: valid UTF-8. values: of the row, by sidecar."""
+        """Add a row. text: valid UTF-8. values: the value of the row for each sidecar, by name."""
         if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
         self._texts.append(text)
@@ -110,7 +110,8 @@ class PartWriter(Part):
     ) -> None:
         """Add a row too large for memory.
 
-        text: file of valid UTF-8. size: its size in bytes. values: of the row, by sidecar.
+        text: file of valid UTF-8. size: its size in bytes. values: the value of the row for each
+        sidecar, by name.
         """
         import mmap
 
@@ -132,7 +133,7 @@ class PartWriter(Part):
             writer = pa.ipc.new_stream(pa.PythonFile(sink, "w"), self._schema)
             sink.skip = len(self._schema.serialize())
             writer.write_batch(batch)
-            sink.skip = 1 << 62  # skips the end mark
+            sink.skip = 1 << 62  # skips the end-of-stream marker
             writer.close()
             del writer, batch, columns
         self._written += 1
@@ -171,9 +172,9 @@ def join_texts(texts: Sequence[bytes]) -> pa.Array:
 
 
 class _Splice(io.RawIOBase):
-    """Write a stream with one huge buffer, with the content of a file in place of the buffer.
+    """Write an Arrow stream, but replace its one huge buffer by the content of a file.
 
-    skip: number of bytes to omit before the rest is written.
+    skip: number of bytes of the stream to omit before writing continues.
     """
 
     def __init__(self, target: BinaryIO, text: BinaryIO, size: int) -> None:

@@ -55,9 +55,10 @@ class Workers:
     def map(
         self, work: Callable[[list[Item]], list[Result]], items: Iterable[Item], total: int
     ) -> Iterator[Result]:
-        """Yield the result of `work` for each item, in order; `work` gets and returns lists.
+        """Yield the result of `work` for each item, in order.
 
-        total: number of items. Only a few chunks run ahead. Raises StageError if a worker dies.
+        work: takes a list of items and returns the list of their results. total: number of items.
+        Only a few chunks are processed ahead of the caller. Raises StageError if a worker dies.
         """
         rest = iter(items)
         chunks = iter(lambda: list(islice(rest, _CHUNK)), [])
@@ -144,7 +145,8 @@ def place_file(source: str, target: str, mode: str) -> str:
 def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
     """Return the mode, or `copy` after a warning if hard links are impossible.
 
-    beside: an existing directory of the destination. needed: bytes that copies would take.
+    beside: an existing directory on the file system of the destination. needed: bytes that copies
+    would take.
     """
     if mode == "hardlink":
         probe = beside / "hardlink-probe"
@@ -239,8 +241,8 @@ def assign_to_splits(sizes: Sequence[int], splits: int) -> list[int]:
     """Return the split of each file, so that counts differ by at most one and bytes are balanced.
 
     sizes: bytes per file. First each file, in decreasing size, goes to the lightest split that may
-    still take one (longest processing time first). Then files are exchanged between splits while
-    that reduces the heavier of the two. The result depends on the sizes only.
+    still take one (longest processing time first). Then pairs of splits exchange files as long as
+    the heavier split of a pair becomes lighter. The result depends on the sizes only.
     """
     bins = _assign_largest_first(sizes, splits)
     _exchange_files(bins, sizes)
@@ -290,8 +292,8 @@ def _exchange_files(bins: list[list[int]], sizes: Sequence[int]) -> None:
 def _swap_files(heavy: list[int], light: list[int], sizes: Sequence[int], gap: int) -> int:
     """Exchange the pair of files that reduces the gap between two splits most.
 
-    heavy, light: files sorted by size. If the heavy split has more files, it may also give one and
-    take none. Returns the number of bytes moved, 0 if no exchange helps.
+    heavy, light: files sorted by size. If the heavy split has more files, it may also give a file
+    away without taking one. Returns the number of bytes moved, 0 if no exchange helps.
     """
     best = gap  # the smallest remaining gap so far
     pair = None

@@ -42,7 +42,7 @@ class UnitPool:
         self._pool.close()
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
-        """Yield the result of each unit; few units run ahead, so that parts do not pile up."""
+        """Yield the result of each unit; only a few units run ahead, so parts do not pile up."""
         return self._pool.run(units, self._process_alone)
 
     def _process_alone(self, unit: WorkUnit) -> UnitResult:

@@ -32,10 +32,10 @@ Stream = io.BufferedReader | io.BytesIO
 class RawFile:
     """Read an input file, or the span [start, stop) of it.
 
-    kind: format of the decompressed content. head: its first bytes. start, stop: bytes of JSON
-    Lines (the span has the lines that begin there), row groups of Parquet, record batches of Arrow.
-    scratch: directory for decompressed files. damage: why the compressed data ended early, "" if
-    it is intact; known after everything is read.
+    kind: format of the decompressed content. head: its first bytes. start, stop: byte offsets in
+    JSON Lines (the span contains the lines that begin in it), or indices of row groups in Parquet
+    or record batches in Arrow. scratch: directory for decompressed files. damage: why the
+    compressed data ended early, "" if it is intact; known after everything is read.
     """
 
     def __init__(

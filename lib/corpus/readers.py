@@ -53,7 +53,7 @@ def _read_large_text(raw: RawFile, documents: Documents) -> None:
 
 
 def _is_cut(raw: RawFile, documents: Documents) -> bool:
-    """Return whether the only document of a file is truncated; if so, list the problem."""
+    """Return whether the only document of a file is truncated; if so, report that."""
     if raw.damage:
         documents.note("cut", f"the only document is incomplete: {raw.damage}", SKIPPED_FILE)
     return bool(raw.damage)

@@ -21,8 +21,8 @@ def find_refusal(
 ) -> UsageError | None:
     """Return the error if a dataset must not be published, None otherwise.
 
-    A dataset is refused if it is empty, mixes formats of conversations in a file, lacks all of
-    --fields, or if more files failed than --max-error-rate allows.
+    A dataset is refused if it is empty, if one of the files mixes conversation formats, if no
+    document contains a key in --fields, or if more files failed than --max-error-rate allows.
     """
     tally = dataset.tally
     chat = dataset.tally.chat
@@ -155,7 +155,7 @@ def list_warnings(
 
 
 def describe_other_fields(tally: Tally) -> str:
-    """Return a line with the most frequent other fields of the input, "" if there are none."""
+    """Return a line with the most frequent fields that --fields does not select, or ""."""
     frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
     return f"\nother fields with text, the most frequent first: {names}" if names else ""

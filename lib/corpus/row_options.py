@@ -1,6 +1,7 @@
 """Declare the options of stage 02 that decide which rows a dataset has.
 
-`RowOptions` is what stage 02 parses and what its workers receive: a new option is a field here.
+Stage 02 parses `RowOptions` from the command line and passes it to its workers. To add an option,
+add a field to it.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[
 
 
 def _require_text(directory: Path) -> None:
-    """Raise UsageError for a dataset of tokens."""
+    """Raise UsageError if a saved dataset contains tokens but no text."""
     features = records.read_mapping(directory / _INFO)["features"]
     if not isinstance(features, dict) or _TOKENS not in features:
         return

@@ -182,7 +182,7 @@ def _get_directory_id(info: os.stat_result) -> _Identity:
 
 
 def _compile_globs(globs: Iterable[str]) -> re.Pattern[str] | None:
-    """Compile globs; `*` also matches `/`, and a leading `**/` also matches nothing."""
+    """Compile globs; `*` also matches `/`, and a leading `**/` also the empty string."""
     globs = [glob.removeprefix("./").rstrip("/") for glob in globs]
     globs += [glob.removeprefix("**/") for glob in globs if glob.startswith("**/")]
     return re.compile("|".join(map(fnmatch.translate, globs))) if globs else None
@@ -195,7 +195,7 @@ def _matches_path(pattern: re.Pattern[str], path: str) -> bool:
 def list_unmatched(
     globs: Iterable[str], entries: Iterable[TreeEntry], skipped: str = ""
 ) -> list[str]:
-    """Return the globs that match no entry with this skip reason ("": no entry that is taken)."""
+    """Return the globs that match no entry with the skip reason `skipped` ("": no taken entry)."""
     unmatched = {glob: pattern for glob in globs if (pattern := _compile_globs([glob]))}
     for entry in entries:
         if not unmatched:

@@ -1,13 +1,14 @@
-"""Decide which rows a dataset keeps: rules, sidecars and decisions, each a row of a table.
+"""Decide which rows a dataset keeps, by the tables RULES, SIDECARS and DECISIONS.
 
-A rule looks at one row and drops it for a reason. Workers apply all rules at one point, so their
-order and the number of workers change nothing.
+A rule looks at one row alone and drops it for a reason. So the order of the rules and the number of
+workers do not change which rows are kept.
 
 A sidecar is a value of fixed width that a worker computes for each row and writes to a file beside
-the rows, such as a digest of the text. A decision reads the sidecars of all rows in order and says
-which rows to keep, such as rows that equal no earlier one.
+the rows, such as a digest of the text. A decision reads the sidecars of all rows in order and
+selects the rows to keep, such as the rows that equal no earlier row.
 
-Each is switched on by a field of RowOptions, as soon as its value is not the default.
+A rule or decision is on if its field of RowOptions does not have the default value. A sidecar is
+computed if a decision that is on reads it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class RowText:
     """The text of a row as rules and sidecars see it.
 
-    strings: the text, or the contents of all turns of a conversation; of a text that is larger
-    than memory only its beginning. characters: the length of the whole text (default: of strings).
+    strings: the text, or the contents of all turns of a conversation. If a text is larger than
+    memory, only its beginning is given. characters: length of the whole text (default: of strings).
     """
 
     __slots__ = ("_characters", "_strings")
@@ -76,13 +77,13 @@ class Sidecar(NamedTuple):
 class Decider(Protocol):
     """Decides which rows of a dataset to keep, in their order.
 
-    file: stores what the decider has to remember of earlier rows. A resumed build truncates the
-    file to the recorded progress, and the decider begins with its content.
+    file: stores the decider's state from earlier rows. A resumed build truncates the file to the
+    recorded progress, and the decider begins with its content.
     """
 
     @property
     def file(self) -> io.BufferedIOBase:
-        """Return the file."""
+        """Return the file with the decider's state."""
         ...
 
     def add(self, *sidecars: np.ndarray) -> np.ndarray:

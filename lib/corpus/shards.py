@@ -1,4 +1,4 @@
-"""Concatenate parts to shards that `datasets.load_from_disk` opens.
+"""Concatenate parts into shards that `datasets.load_from_disk` opens.
 
 A thread syncs the shards while the next parts are written, so disk and parsers work in parallel.
 """
@@ -53,7 +53,7 @@ class Flusher:
         self.then(work)
 
     def then(self, work: Callable[[], None]) -> None:
-        """Run some work after all earlier work."""
+        """Queue a function that the thread calls after all earlier work."""
         self._waiting.append(self._thread.submit(work))
         while len(self._waiting) > _MAX_WAITING or (self._waiting and self._waiting[0].done()):
             self._waiting.popleft().result()

@@ -116,7 +116,7 @@ class ChatTally:
         return tally
 
     def find_mixture(self) -> UsageError | None:
-        """Return an error that names the files with more than one format, None without any."""
+        """Return an error that names the files with several formats, None if there are none."""
         if not self.mixed:
             return None
         lines = [
@@ -183,9 +183,10 @@ class Tally:
     documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
     replaced: replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed
     quotes. problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen:
-    names in --fields that occur. other_fields: number of documents with text under other keys,
-    among the first thousand of each unit. as_text: conversations that became plain text, by format,
-    among the first documents of each file. chat: the tally of a chat dataset.
+    names in --fields that occur. other_fields: for each key that --fields does not select, number
+    of documents with text under it, among the first thousand of each unit. as_text: number of
+    conversations that became plain text, by format, among the first documents of each file. chat:
+    the tally of a chat dataset.
     """
 
     documents: int = 0

@@ -98,8 +98,8 @@ class TextDocuments(Documents):
     def add_values(self, values: Sequence[Any]) -> bool:
         """Add structured documents if each of them yields text; otherwise return False.
 
-        This is the fast path for clean input. After False nothing was added, and the caller adds
-        the documents one by one with `add_value`.
+        This is the fast path for clean input. If it returns False, it has added nothing, and the
+        caller adds the documents one by one with `add_value`.
         """
         strings = [self._extract(value) for value in values]
         texts = list(map("\n".join, strings)) if self._joins else list(chain.from_iterable(strings))
@@ -127,9 +127,9 @@ class TextDocuments(Documents):
         return extract_strings(self._fields.select(value) if self._fields else value)
 
     def _inspect(self, values: Sequence[Any]) -> None:
-        """Count conversations, or with --fields the other keys with text, for the warnings.
+        """Count the conversations, or the keys with text that --fields does not select.
 
-        Only the first documents of a file or unit are inspected.
+        The warnings report these counts. Only the first documents of a file or unit are inspected.
         """
         if not self._fields:
             for value in values[: _INSPECTED - self._inspected]:

@@ -35,7 +35,7 @@ def describe_type(value: Any) -> str:
 def parse_json_text(text: str, name: str) -> Any:
     """Return the value of a string of JSON.
 
-    name: of the value in an error. Raises InvalidConversation if the string is not JSON.
+    name: the name of the value in errors. Raises InvalidConversation if the string is not JSON.
     """
     try:
         return json_data.load_json(text)

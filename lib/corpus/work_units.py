@@ -55,10 +55,10 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Describe the input that a worker reads at a time.
+    """Describe the input that a worker reads in one task.
 
-    number: from 0 in its split of the data folder. folder: the data folder. out: directory for its
-    parts. avoid: files that have crashed a worker process.
+    number: index of the unit in its split of the data folder, from 0. folder: the data folder. out:
+    directory for the parts of the unit. avoid: files that have crashed a worker process.
     """
 
     number: int
@@ -79,7 +79,7 @@ class WorkUnit:
         return sum(span.bytes for span in self.spans)
 
     def part(self, name: str) -> Path:
-        """Return the path of a file of this unit: a split, `SPLIT.SIDECAR`, or `errors`."""
+        """Return the path of a file of this unit. name: a split, `SPLIT.SIDECAR` or `errors`."""
         return Path(self.out) / f"{self.number:08d}.{name}"
 
     def parts(self) -> list[Path]:
@@ -95,9 +95,9 @@ class UnitResult:
     """Describe the result of a unit.
 
     rows, text_bytes: by split. lines: see Documents. rows_of: by split, the number of rows after
-    each span (if a decision is on). digests: digests of its parts by file name, if they are kept
-    for a merge. changed: path of the first file that changed since it was listed, and a description
-    of the change.
+    each span (if a decision is on). digests: digests of the parts by file name, if the parts are
+    kept for a merge. changed: path of the first file that changed since it was listed, and a
+    description of the change.
     """
 
     unit: WorkUnit
@@ -260,7 +260,7 @@ def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, B
 def release_part(part: Path) -> None:
     """Release a part whose content is in the dataset, so that a later unit can overwrite it.
 
-    Its pages are already in memory, so that takes a quarter of the time of writing a new file.
+    Its pages are already in memory, so overwriting it takes a quarter of the time of a new file.
     """
     if UNIT_BYTES // 4 < part.stat().st_size < 2 * UNIT_BYTES:
         free = part.parent / _FREE

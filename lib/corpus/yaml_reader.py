@@ -101,8 +101,8 @@ def _read_text_documents(text: str, locator: Locator, documents: Documents) -> b
 def _group_documents(chunks: Iterable[str]) -> Iterator[str]:
     """Yield a text in pieces of a few megabytes, each starting at a line of `---`.
 
-    If a document is larger than LARGE, only a piece of it is yielded, also larger than LARGE, and
-    the rest is skipped. The caller reports such a piece as too large.
+    If a document is too large, only its beginning is yielded and the rest is skipped. That piece is
+    larger than LARGE, so the caller reports the document.
     """
     text = ""
     is_skipping = False
@@ -134,7 +134,7 @@ class _AliasExpander:
         self._open: set[int] = set()
 
     def copy(self, value: Any, depth: int = 0) -> Any:
-        """Return the copy.
+        """Return a copy of a value.
 
         Raises _UnexpandableDocument if it is too large, too deep, or contains itself.
         """
@@ -172,9 +172,9 @@ class _AliasExpander:
 def _make_loader(as_data: bool) -> type:
     """Return a loader class (of libyaml if available) that produces strings, dicts and lists.
 
-    Every other scalar becomes a tuple (tag, text), which is no string but can be a key. Nothing is
-    converted, so no date, number or unknown tag can fail. as_data: numbers, booleans and null are
-    converted, and other scalars become their text.
+    Every other scalar becomes a tuple (tag, text), so that it is not read as text but can be a key.
+    Nothing is converted, so no date, number or unknown tag can fail. as_data: convert numbers,
+    booleans and null, and return other scalars as their text.
     """
     import yaml
 

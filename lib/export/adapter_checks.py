@@ -2,8 +2,8 @@
 
 A broken export can look intact. Sizes and digests are correct even if only one rank's slice was
 saved, alpha was forgotten, or a layer is missing. So the files themselves are checked: all trained
-rows of B are present, names and shapes are those that loaders expect (adapter_files, formats), and
-the files compute the same logits as the trainer did when it saved.
+rows of B are present, names and shapes are as loaders expect (adapter_files, formats), and the
+files compute the same logits as the trainer did when it saved.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def check_adapter(
     """Yield the result of each check as text; raise ArtifactError if a check fails.
 
     out: directory of a merged model or an adapter, whose names and shapes have been verified.
-    dtype: of its files. advance: called with the numbers of each tensor read; the total is PASSES
-    times the parameters of the model.
+    dtype: dtype of the exported tensors. advance: called with the number of elements of each tensor
+    read; they add up to PASSES times the number of parameters of the model.
     """
     yield require_trained(lora_run)
     yield require_equal_logits(lora_run, out, dtype, advance)
@@ -60,9 +60,9 @@ def check_adapter(
 def require_trained(lora_run: LoraRun) -> str:
     """Return how many rows of B were trained, as text; raise ArtifactError if some are lost.
 
-    B starts at zero, and a step changes every number with a gradient. So a row of B with a second
-    moment cannot be zero. Rows without a gradient are few and scattered, if there are any; a long
-    run of them is a slice that was not saved.
+    B starts at zero, and an optimizer step changes every element that has a gradient. So a row of B
+    is lost if it is zero but its second moment in the optimizer state is not. Rows that never
+    had a gradient are few and scattered; a long run of them is a slice that was not saved.
     """
     checkpoint = lora_run.checkpoint
     steps = checkpoint.record().get("optimizer_steps", 0)
@@ -122,8 +122,8 @@ def compute_logits(
 ) -> Tensor:
     """Return the logits of the probe in float32, with one block of the model in memory at a time.
 
-    model: on meta. read: returns a tensor by name. options: of the run; some kinds of RoPE choose
-    their frequencies by them.
+    model: on meta. read: returns a tensor by name. options: the options of the run, because some
+    kinds of RoPE depend on the sequence length.
     """
     model = copy.deepcopy(model)
     with stream_parts(model, read):
@@ -134,7 +134,7 @@ def compute_logits(
 def compute_exported_logits(
     lora_run: LoraRun, base: Callable[[str], Tensor], out: Path, advance: Callable[[int], None]
 ) -> Tensor:
-    """Return the logits of the probe from the exported files, of a merged model or an adapter.
+    """Return the logits of the probe from the files of an exported model or adapter.
 
     base: returns a tensor of the base model by name.
     """
@@ -161,11 +161,11 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 def require_equal_logits(
     lora_run: LoraRun, out: Path, dtype: torch.dtype, advance: Callable[[int], None]
 ) -> str:
-    """Return the differences between three computations of the probe, and their limits, as text.
+    """Compare three computations of the probe's logits, and return differences and limits as text.
 
-    The three are: the exported files in `out`; the base model with the adapter of the checkpoint;
-    and the trainer when it saved, as recorded in the checkpoint. dtype: of the files. advance:
-    called with the parameters of each tensor read. Raises ArtifactError if a limit is exceeded.
+    The logits come from the exported files in `out`, from the base model with the adapter of the
+    checkpoint, and from the trainer when it saved (recorded in the checkpoint). dtype, advance: see
+    `check_adapter`. Raises ArtifactError if a limit is exceeded.
     """
     recorded = lora_run.checkpoint.record().get("probe")
     with StoredModel(lora_run.plain, lora_run.base) as base:
@@ -236,5 +236,5 @@ def _report_differences(pairs: list[tuple[str, float, float]], effect: float) ->
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    """Return the relative rounding error of a dtype; for float32, that of a reordered sum."""
+    """Return the relative rounding error of a dtype, at least that of a reordered float32 sum."""
     return max(torch.finfo(dtype).eps, _SUM_ERROR)

@@ -28,8 +28,8 @@ _SHOWN = 8
 def plan_adapter(lora_run: LoraRun, dtype: torch.dtype) -> list[Entry]:
     """Return the tensors of the file, in writing order.
 
-    Raises UsageError for adapters of fused experts (one tensor): runtimes silently ignore them, or
-    load them transposed.
+    Raises UsageError if the run adapts experts that share one tensor: runtimes silently ignore such
+    adapters, or load them transposed.
     """
     if fused := [name for name, shape in lora_run.shapes.items() if len(shape) > 2]:
         raise UsageError(
@@ -90,7 +90,8 @@ def make_config(lora_run: LoraRun) -> dict[str, Any]:
 def name_targets(model: PreTrainedModel, linears: Collection[str]) -> list[str]:
     """Return target names by which PEFT finds exactly these linear layers of a model.
 
-    Uses the last parts of their names if no other module ends in one, else the full names.
+    Uses the last parts of the names, such as `q_proj`, if no other module's name ends in one of
+    them; otherwise uses the full names.
     """
     leaves = sorted({name.rpartition(".")[2] for name in linears})
     is_exact = find_targets(model, leaves) == set(linears)

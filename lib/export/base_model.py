@@ -18,8 +18,8 @@ _HINT = "-m NAME|DIR names the present place of the base model"
 class BaseModel:
     """The base model of a LoRA run.
 
-    directory: of the model. identities: of its files, taken before any file was read. cache_dir:
-    --cache-dir of the run.
+    directory: the model's directory. identities: size, inode and times of each model file, recorded
+    before any file was read. cache_dir: the value of the run's --cache-dir.
     """
 
     directory: Path
@@ -30,10 +30,10 @@ class BaseModel:
     def find(cls, name: str | None, config: dict[str, Any], checkpoint: Checkpoint) -> BaseModel:
         """Return the base model of a run, whose weights are not checked yet.
 
-        name: the value of -m; None: the place where the run found the model, or a prepared model
-        with the same content.
-        config: the content of the run's config.yaml. Raises ArtifactError if the model is gone, and
-        UsageError if it is another model.
+        name: the value of -m. If it is None, the model is taken from the path that the run
+        recorded, or from a prepared model with the same content. config: the content of the run's
+        config.yaml. Raises ArtifactError if the model is gone, and UsageError if it is another
+        model.
         """
         cache_dir = Path(config.get("options", {}).get("cache_dir") or ".cache")
         fingerprint = checkpoint.commit()["identity"]["inputs"]["model"]
@@ -64,9 +64,10 @@ class BaseModel:
         file_identity.require_same(self.identities, f"the model {self.directory}", "it was read")
 
     def require_same_weights(self, checkpoint: Checkpoint, show_progress: bool) -> None:
-        """Raise ArtifactError unless every byte of the weights is what the run read.
+        """Raise ArtifactError if the weights differ from the weights that the run read.
 
-        If the checkpoint has no digests of them, those in the manifest of the model are used.
+        The digests of all files are compared with the digests in the checkpoint. If the checkpoint
+        records none, the digests in the manifest of the model are used.
         """
         content = manifest.read_if_any(self.directory) or {}
         digests = checkpoint.record().get("base") or {

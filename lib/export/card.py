@@ -116,8 +116,8 @@ def render_card(
 ) -> str:
     """Return the card as Markdown, with the front matter that the Hub reads.
 
-    parameters: of the full model. chats: whether it has a chat template. adapter_of: the name of
-    the base model of an adapter, else "".
+    parameters: number of parameters of the full model. chats: whether it has a chat template.
+    adapter_of: the name of the base model if the export is an adapter, else "".
     """
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **facts}
     if adapter_of:

@@ -59,8 +59,9 @@ def write_companions(
 ) -> dict[str, Any]:
     """Write the tokenizer, the model card and, unless the export is an adapter, the configs.
 
-    dtype: of the export. run_options: as in config.yaml. adapter_of: the name of the base model if
-    the export is an adapter, else "". Returns the part of the manifest's summary about config.json.
+    dtype: dtype of the exported weights. run_options: as in config.yaml. adapter_of: the name of
+    the base model if the export is an adapter, else "". Returns the entries about config.json for
+    the summary in the manifest.
     """
     from lib.core.artifacts import CHAT_TEMPLATE
     from lib.models.directory import EARLIER_KEYS
@@ -115,8 +116,8 @@ def _write_configs(
 ) -> list[str]:
     """Write the configs of a model with the dtype of the export, and its code if that is needed.
 
-    model_dir: the model directory of the run. model: built from it. Returns the keys of config.json
-    that only transformers 4 needs.
+    model_dir: the model directory of the run. model: the model built from it. Returns the keys of
+    config.json that only transformers 4 needs.
     """
     from transformers import GenerationConfig
 

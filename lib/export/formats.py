@@ -23,8 +23,8 @@ from lib.models.stored import StoredModel
 class Export(ABC):
     """Writes the weights of a checkpoint in a format that other libraries load.
 
-    bytes, tensors, files: of the weights. adapter_of: the name of the base model if the export is
-    an adapter, else "".
+    bytes, tensors, files: size of the weights in bytes, number of tensors, number of weight files.
+    adapter_of: the name of the base model if the export is an adapter, else "".
     """
 
     bytes: int
@@ -39,7 +39,11 @@ class Export(ABC):
         lora_run: LoraRun | None,
         dtype: torch.dtype,
     ) -> None:
-        """Plan an export. model: of the run, without adapters, on meta. lora_run: of a LoRA run."""
+        """Plan an export.
+
+        model: the model of the run, without adapters, on meta. lora_run: None unless the run
+        trained a LoRA adapter.
+        """
         self.model = model
         self.checkpoint = checkpoint
         self.lora_run = lora_run

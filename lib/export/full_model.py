@@ -30,7 +30,7 @@ from lib.models.tensor_file import Entry, TensorFile, make_read_back_error
 class ExportPlan:
     """The groups of tensors to read together and the content of each file, in writing order.
 
-    groups: names in the module. files: entries by file name.
+    groups: names of the tensors in the module, group by group. files: entries by file name.
     """
 
     groups: list[tuple[str, ...]]
@@ -48,9 +48,9 @@ class ExportPlan:
 def plan_export(model: PreTrainedModel, dtype: torch.dtype, max_shard_bytes: int) -> ExportPlan:
     """Return the plan of an export.
 
-    model: on meta. dtype: of floating-point tensors; others keep theirs, and the biases of routers
-    stay float32, since half precision would lose their small steps. A tensor larger than
-    max_shard_bytes gets its own file.
+    model: on meta. dtype: dtype for floating-point tensors. Other tensors keep their dtype, and the
+    biases of routers stay float32, because half precision would lose their small steps. A tensor
+    larger than max_shard_bytes gets its own file.
     """
     tensors = model.state_dict(keep_vars=True)
     groups = keys.group_for_export(model)
@@ -150,9 +150,10 @@ def _hub_tensors(
     changes: Sequence[ModelChange],
     base: StoredModel | None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hub names and full tensors in the planned order, each valid until the next one.
+    """Yield Hub names and full tensors in the planned order.
 
-    If the reader reads ahead, a thread reads the next group. Tensors of adapters stay in memory.
+    A tensor is valid until the caller requests the next one. If the reader reads ahead, a thread
+    reads the next group meanwhile. The tensors of adapters stay in memory.
     """
     saved, extra = _saved_names(model, groups, reader, path, changes, base is not None)
     added = {
@@ -183,7 +184,7 @@ def _saved_names(
     changes: Sequence[ModelChange],
     reads_base: bool,
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the names under which each group is read, and the names of adapter tensors.
+    """Return the saved names of the tensors in each group, and the names of adapter tensors.
 
     reads_base: the groups are read from the base model, because the checkpoint contains only an
     adapter. Raises ArtifactError if the checkpoint belongs to another model.

@@ -29,9 +29,9 @@ class LoraRun:
     """A LoRA run and its adapter.
 
     lora: settings of the adapter. plain, model: the model without and with the adapter, on meta.
-    base: directory of the base model. options: the options in the identity of the run. shapes: of A
-    [rank, in] and B [out, rank], by name. tensors: A and B by name, full and float32; empty until
-    `load`.
+    base: directory of the base model. options: the options of the run, as the checkpoint records
+    them. shapes: the shapes of the matrices A [rank, in] and B [out, rank], by name. tensors: A and
+    B by name, unsharded, in float32; empty until `load`.
     """
 
     checkpoint: Checkpoint
@@ -45,7 +45,10 @@ class LoraRun:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, plain: PreTrainedModel, base: Path) -> LoraRun:
-        """Return the run of a checkpoint, which need not be verified yet. plain: see above."""
+        """Return the run of a checkpoint, which need not be verified yet.
+
+        plain: the model without the adapter, on meta. base: directory of the base model.
+        """
         options = checkpoint.commit()["identity"]["options"]
         changes = model_changes.build_changes(model_changes.select_settings(options))
         lora = next(change for change in changes if isinstance(change, Lora))

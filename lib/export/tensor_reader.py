@@ -14,12 +14,12 @@ from lib.core import units
 
 
 class FullTensorReader:
-    """Read full tensors from the shards of all ranks. Verify the digests first.
+    """Read full tensors from the shards of all ranks, whose digests the caller has verified.
 
-    `dcp.load` would keep a shard, its copy in the tensor and the memory of unpickling at the same
-    time. This class reads each shard directly into its place, in reused memory. described: shape
-    and dtype by name. reads_ahead: tensors stay valid until the call of `read` after the next one,
-    which needs memory for two groups; otherwise until the next call.
+    `dcp.load` would hold a shard, its copy in the full tensor and the buffers of unpickling in
+    memory at the same time. This class reads each shard directly into the full tensor, in reused
+    memory. described: shape and dtype by name. reads_ahead: if true, the tensors of one `read` stay
+    valid during the next `read`, which needs memory for two groups; if false, only until then.
     """
 
     def __init__(self, directory: Path, reads_ahead: bool) -> None:

@@ -60,7 +60,7 @@ class HubDataset:
 def _go_online(
     name: str, revision: str, include: Sequence[str], directory: Path
 ) -> Callable[[str | None], Any]:
-    """Return the function that answers requests; called in the child process."""
+    """Set up the child process, and return the function with which it answers requests."""
     for variable in _OFFLINE:  # huggingface_hub reads them at import
         os.environ.pop(variable, None)
     streams.outlive_readers()
@@ -97,7 +97,7 @@ def _answer_request(
 
 @contextmanager
 def _file_lock(target: Path) -> Iterator[None]:
-    """Hold a lock on a file, so that one process of this machine downloads it at a time."""
+    """Hold a lock on a file, so that only one process of this machine downloads it at a time."""
     with target.with_name(f".{target.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

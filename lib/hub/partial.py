@@ -17,10 +17,10 @@ _COUNT = struct.Struct("<Q")
 
 
 class PartialFile:
-    """Keep a partially downloaded file, with the bytes written per piece in `….at` beside it.
+    """Keep a partially downloaded file, and beside it a file `….at` of byte counts per piece.
 
-    The data is written before its count, so after a kill a count is never too high. After a power
-    cut it can be; the digest shows that.
+    Data is written before its count, so a kill never leaves a count that is too high. A power cut
+    can; then the digest does not match.
     """
 
     def __init__(self, file: RemoteFile, directory: Path) -> None:

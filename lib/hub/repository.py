@@ -1,4 +1,4 @@
-"""Describe the files of a Hub repository and choose those to download, without a connection."""
+"""Describe the files of a Hub repository and choose files to download, without a connection."""
 
 from __future__ import annotations
 

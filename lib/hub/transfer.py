@@ -33,8 +33,9 @@ class Transfer:
 
     reuse_from: directories that may already contain some of the files (the artifact to be replaced,
     a preview). They and the Hugging Face cache are searched before the Hub is asked; every copied
-    file is checked too. preview: the one of them that this run itself has filled from the Hub.
-    workers: busy threads; twice as many are started, because half of them wait for the network.
+    file is checked too. preview: the directory in reuse_from that this run has downloaded from the
+    Hub. workers: busy threads; twice as many are started, because half of them wait for the
+    network.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Transfer:
 
         Returns manifest entries with SHA-256. Raises UsageError if the Hub is unreachable or
         refuses, or if a path leads out of the directory. Raises ArtifactError if a file does not
-        match the declared digest after the second download either.
+        match the declared digest even after a second download.
         """
         require_safe_paths(files, self._repository.name)
         title = f"downloading {units.counted(len(files), 'file')}"
@@ -220,7 +221,10 @@ def prepare_directory(
 
 
 def _link_or_copy(source: Path, target: Path, *, link: bool) -> None:
-    """Copy a file, or with `link` try a hard link first (for our own files, which are replaced)."""
+    """Copy a file; with `link`, try a hard link first.
+
+    Linking our own files is safe, because they are replaced and never changed in place.
+    """
     if link:
         try:
             os.link(source, target)
