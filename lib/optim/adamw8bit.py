@@ -1,7 +1,7 @@
-"""AdamW with 8-bit moments, one byte per number instead of four (`--optimizer adamw8bit`).
+"""AdamW with 8-bit moments, one byte per element instead of four (`--optimizer adamw8bit`).
 
-Each row of a matrix is split into blocks of up to 256 numbers. The moments of a block are stored as
-8-bit floats (e4m3) with one float32 scale, as in Dettmers et al. 2022, "8-bit optimizers via
+Each row of a matrix is split into blocks of up to 256 elements. The moments of a block are stored
+as 8-bit floats (e4m3) with one float32 scale, as in Dettmers et al. 2022, "8-bit optimizers via
 block-wise quantization" (arXiv:2110.02861), with three differences:
 
 - The square root of the second moment is stored. It has the range of the gradients, not of their
@@ -36,7 +36,7 @@ _MAX_SCALED = 256.0  # in units of the block's scale; e4m3 reaches 448, so no co
 _MIN_SCALE = 1e-30  # of a block of zeros
 _E4M3_ULP = 1 << 20  # last mantissa bit that e4m3 keeps (3 of a float32's 23)
 _GOLDEN_RATIO = 0.6180339887498949  # the fractions of its multiples fill 0 to 1 evenly
-# Numbers of a parameter that are decoded to float32 at a time. On a CPU they fit in the cache of a
+# Elements of a parameter that are decoded to float32 at a time. On a CPU they fit in the cache of a
 # core; on a GPU they are enough to amortise the kernel launches.
 SLICE_NUMBERS = {"cpu": 1 << 16}
 _GPU_SLICE_NUMBERS = 1 << 22
@@ -135,7 +135,7 @@ def step_scalars(group: dict[str, Any], counts: Tensor) -> Tensor:
     no gradient in some steps. Columns: `rate`, the factor of the first moment; `shrink`, the factor
     of the weight; `root_correction`, the divisor of the root; `round_offset`, an integer (see
     `_encode_moment`). They are computed once per step and group, because the compiled update would
-    compute the float64 powers for each number. A row has 16 bytes, the alignment that the compiler
+    compute the float64 powers for each element. A row has 16 bytes, the alignment that the compiler
     requires of its inputs.
     """
     beta1, beta2 = group["betas"]

@@ -16,10 +16,10 @@ _NARROW_PRECISIONS = ("fp16", "fp8")  # precisions in which small gradients unde
 
 
 class SkippedSteps(NamedTuple):
-    """Numbers of skipped steps.
+    """Counts of skipped steps.
 
-    steps: since the last call of `count_skipped`. spikes: the part of these whose gradient norm was
-    finite. in_a_row: since the last good step.
+    steps: steps skipped since the last call of `count_skipped`. spikes: how many of these had a
+    finite gradient norm. in_a_row: steps skipped since the last good step.
     """
 
     steps: int
@@ -44,8 +44,8 @@ class StepGuard:
     A step is harmful if its gradient norm is NaN or infinite, or more than `spike_factor` times the
     running mean (0: no limit). The norm is global, and the decision is made on the device: with
     `found_inf` at 1, the optimizer changes neither weights nor states. So no rank and no host waits
-    for the decision. Only with fp16 the host reads it in every step, to adapt the loss scale. The
-    scale grows and backs off as in Micikevicius et al. 2018, "Mixed precision training".
+    for the decision. Only with fp16 does the host read it in every step, to adapt the loss scale.
+    The scale grows and backs off as in Micikevicius et al. 2018, "Mixed precision training".
 
     In each step, `scaled = guard.scale_for(tokens)` comes before the first backward pass, and
     `guard.clip(optimizer, max_norm, scaled)` after the last one.
@@ -97,7 +97,7 @@ class StepGuard:
     ) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 does not clip. scaled: the factors that the loss of this step was scaled by.
+        max_norm: 0 does not clip. scaled: the result of `scale_for` for this step.
         With `fold`, sets the optimizer's `grad_scale`, by which it divides the gradients. Returns
         the norm before clipping, a float32 scalar on the device.
         """

@@ -66,18 +66,19 @@ def decay_matrices(parameters: Sequence[tuple[str, nn.Parameter]], options: Any)
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """All that the other rooms need to know about an optimizer.
+    """All that the other packages need to know about an optimizer.
 
     options: a frozen dataclass of declared options (`lib/core/declared.py`) with a method
-    `find_problems`. They become options of stage 04; another optimizer refuses those that it does
-    not declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes:
+    `find_problems`. They become options of stage 04; an optimizer refuses options that only others
+    declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes:
     (name, shape) → bytes of the state of a parameter, without the step count. build: (groups, lr,
     options, wrap) → the optimizer. make_groups: (named trainable parameters, options) → parameter
     groups, which may have settings of their own; empty groups are dropped. largest_lr: the learning
     rate above which training cannot work. summary: a text for --help, empty for the default.
-    smaller: the optimizer to suggest if the states take too much memory. block: the numbers of a
-    row that must be on the same rank. is_compiled: `build` uses `wrap`. as_on_gpu: a context in
-    which a step on the CPU allocates as much as one on a GPU, for memory estimates.
+    smaller: the optimizer to suggest if the states take too much memory. block: the number of
+    consecutive elements of a row that must be on the same rank. is_compiled: `build` uses `wrap`.
+    as_on_gpu: a context in which a step on the CPU allocates as much as one on a GPU, for memory
+    estimates.
 
     An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
     the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
@@ -125,7 +126,7 @@ def _build_adamw8bit(
 
 @contextmanager
 def _large_slices() -> Iterator[None]:
-    """Update as large slices on a CPU as on a GPU."""
+    """Let `AdamW8bit` update as many elements at a time on a CPU as on a GPU."""
     from lib.optim import adamw8bit
 
     before = dict(adamw8bit.SLICE_NUMBERS)
@@ -168,7 +169,7 @@ def list_compiled() -> str:
 
 
 def list_without_blocks() -> str:
-    """Return the names of the optimizers whose states can be sharded anywhere, for a hint."""
+    """Return for a hint the names of the optimizers that do not divide rows into blocks."""
     return " or ".join(name for name, spec in OPTIMIZERS.items() if spec.block == 1)
 
 

@@ -15,7 +15,7 @@ _WARMUP_MAX = 1000
 class Schedule:
     """A learning rate that warms up linearly to `peak`, then falls to `minimum` by the last step.
 
-    kind: one of KINDS; a constant one stays at `peak`. warmup, total: in steps.
+    kind: one of KINDS; `constant` stays at `peak`. warmup, total: in steps.
     """
 
     kind: str

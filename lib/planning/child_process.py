@@ -29,9 +29,9 @@ class NoAnswer(Exception):
 class TracingProcess(Generic[Result]):
     """A child process that calls a tracing function and returns its result.
 
-    A trace plays rank 0 of a fake process group, and torch caches shards by mesh, which compares
-    equal on every rank: in a process that trains, other ranks would take rank 0's shards for
-    theirs.
+    A trace runs as rank 0 of a fake process group. torch caches shards by mesh, and the meshes of
+    all ranks compare equal. So in a training process, a trace would make the other ranks use rank
+    0's shards instead of their own.
     """
 
     def __init__(
@@ -67,17 +67,20 @@ class TracingProcess(Generic[Result]):
         return self._child.pid
 
     def begin(self, *arguments: Any) -> None:
-        """Let the process call the function. arguments: follow those given at the start."""
+        """Let the process call the function.
+
+        arguments: further arguments, after the ones given to the constructor.
+        """
         if not self._failure:
             with suppress(OSError):  # the process has ended: `result` says why
                 self._pipe.send(arguments)
 
     def has_answer(self, wait_s: float = 0.0) -> bool:
-        """Return whether `result` need not wait. wait_s: seconds to wait for that at most."""
+        """Wait for at most `wait_s` seconds; return whether `result` would return at once."""
         return bool(self._failure) or self._pipe.poll(wait_s)
 
     def result(self) -> Result:
-        """Return the result of the function; waits for it.
+        """Wait for the function and return its result.
 
         Raises NoAnswer if the function fails, or if the system cannot start the process or kills
         it.
@@ -139,8 +142,8 @@ def _choose_context() -> SpawnContext | ForkContext:
 def _start_without_gpus(child: BaseProcess) -> None:
     """Start a child process that sees no GPU.
 
-    With one it would take GPU memory for nothing, and could not start if the GPUs allow a single
-    process.
+    If it saw one, it would take GPU memory for nothing, and could not start if the GPUs allow only
+    a single process.
     """
     with (
         mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""),

@@ -33,8 +33,8 @@ _OPERATIONS = 600  # in a block; Mamba's scan has so many that the partitioner w
 def estimate_kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
     """Estimate the share of their activations that blocks keep when compiled, at most 1.0.
 
-    This is the share of the partitioner plus a margin. It is 1.0 for a family whose blocks cannot
-    be traced or have too many operations.
+    This is the share that the partitioner keeps, times a margin. It is 1.0 for a model family whose
+    blocks cannot be traced or have too many operations.
 
     model: fake, not sharded, in its compute dtype. tokens: a batch [B, T] of the same fake mode,
     which must be active.

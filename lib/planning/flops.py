@@ -52,7 +52,7 @@ _PLANNED_FP32_PEAK = 67e12  # without tensor cores
 
 
 def find_planned_gpu(precision: str) -> tuple[float, str]:
-    """Return the peak in FLOP/s of the GPU that plans assume, and its name."""
+    """Return the peak in FLOP/s of the GPU that --plan-gpus assumes, and its name."""
     return _PLANNED_FP32_PEAK if precision == "fp32" else _PEAKS[_PLANNED_FOR], _PLANNED_FOR
 
 
@@ -124,7 +124,7 @@ def find_listed_peak(name: str) -> float | None:
 
 
 def _measure_peak(device: torch.device, precision: str) -> float:
-    """Return the FLOP/s of the fastest of six matrix products, of fewer on a slow CPU."""
+    """Return the FLOP/s of the fastest of six matrix products (fewer on a slow CPU)."""
     size = _SIZE[device.type]
     # Not random numbers: drawing them would advance the random state that dropout uses.
     a = torch.ones(size, size, device=device, dtype=COMPUTE_DTYPES[precision])

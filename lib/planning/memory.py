@@ -242,11 +242,14 @@ class MemoryEstimate:
 
     Create it before the process group and before the model is sharded, since it may fork. The child
     process waits until the ranks have agreed on the step to trace (`begin`). Only rank 0 makes an
-    estimate, and none for a model so small that libraries take more memory.
+    estimate, and only for a model that takes more memory than the libraries.
     """
 
     def __init__(self, model: PreTrainedModel, precision: str) -> None:
-        """precision: a value of --precision. fp8 is estimated as bf16, and reported as such."""
+        """Start the child process if an estimate is to be made.
+
+        precision: a value of --precision. fp8 is estimated as bf16, and reported as such.
+        """
         self.gib: float | None = None
         self._verb = "estimated as for bf16" if precision == "fp8" else "estimated"
         self._on_gpu = torch.cuda.is_available()
@@ -288,8 +291,8 @@ class MemoryEstimate:
     def describe_peak(self, peak: float, before: float) -> str:
         """Return a sentence that compares the peak of the run with the estimate.
 
-        peak, before: GiB; `before` was in use without the model. A run may end before its estimate
-        is known; then this waits for it.
+        peak: GiB in use at the peak of the run. before: GiB in use before the model was loaded. If
+        the run ends before the estimate is known, wait for it.
         """
         self.report(_PATIENCE_S)
         source = "allocated by torch" if self._on_gpu else "resident"

@@ -1,16 +1,16 @@
 """Check that a run fits in memory, and choose the batch and recomputation that are left open.
 
 The check runs before any text is tokenised and before any memory is taken. It refuses a run if
-its weights, gradients and optimizer states alone are too large, or if its traced step is, although
-a trace does not include the overhead of the allocator and of libraries. It warns about a run that
-comes close to the limit. Most runs of small models fit so clearly that no trace is needed.
+its weights, gradients and optimizer states alone are too large, or if a traced step is too large
+even without the overhead of the allocator and of libraries. It warns about a run that comes close
+to the limit. Most runs of small models fit so clearly that no trace is needed.
 
 The size of the micro-batch and the recomputation do not change what a model learns, as long as a
 step has the same samples. Recomputation costs time (about 5 % if selective, 30 % if full). So do
-micro-batches with few tokens on a GPU, which then waits for its memory. The check chooses the least
+micro-batches with few tokens, since a GPU then waits for its memory. The check chooses the least
 recomputation with which a micro-batch has enough tokens to keep the device busy, and otherwise the
-largest micro-batch. Spare memory is used to communicate less, which gains a few percent at most:
-from four nodes on, by one replica of the model per node; then by weights that stay gathered
+largest micro-batch. Spare memory is used to communicate less, which gains a few percent at most.
+First, from four nodes on, each node gets a replica of the model. Then weights stay gathered
 throughout a step.
 """
 
@@ -175,19 +175,20 @@ class MemoryCheck:
         return sizes.count_gathered(self.model, case.shard_size, case.precision)
 
     def may_gather(self, case: StepConfig) -> bool:
-        """Return whether all weights are small enough to stay gathered, if the step fits."""
+        """Return whether the weights are small enough to stay gathered, provided the step fits."""
         return not case.offload and self.count_gathered(case) <= KEPT_SHARE * (
             self.room - self.swap
         )
 
     def state_memory(self, case: StepConfig) -> float:
-        """Return the bytes of the memory, of the device or the host, that contains the states."""
+        """Return the size of the memory that contains the states: of the device or the host."""
         return self.host if case.offload or not self.on_gpu else self.room
 
     def trace(self, case: StepConfig) -> StepMemory:
         """Trace a step in this process and return its memory.
 
-        If all weights stay gathered, it is an upper bound, which saves a second trace.
+        If all weights stay gathered, the result is an upper bound, derived from the trace of the
+        same step without that. So no second trace is needed.
         """
         if case not in self.known and case.keep_gathered:
             plain = self.trace(replace(case, keep_gathered=False))
@@ -269,9 +270,10 @@ def choose_step(
 ) -> StepConfig:
     """Return the step to run, chosen as the docstring of this module explains.
 
-    rows: for each kind of recomputation, the least first, the steps in order of their batch. If
-    nothing fits, the result is the smallest batch with the most recomputation. node: GPUs of a
-    node, which may share a replica; 0 if --shard-size is typed. gathers: weights may stay gathered.
+    rows: one row for each kind of recomputation, the least first; a row lists steps with larger and
+    larger batches. If nothing fits, the result is the smallest batch with the most recomputation.
+    node: the number of GPUs in a node if these may share a replica, else 0. gathers: whether
+    weights may stay gathered.
     """
     best = _least_recomputed(check, rows)
     if best is None:

@@ -9,8 +9,8 @@ With work w between saves and M between failures, a stretch between two failures
 and lasts M, or M exp(restart / M) if failures during the restart count; hence
     useful share = w exp(-(lag + restart) / M) / (M (exp((w + stall) / M) - 1)).
 Without lag this is Daly 2006 ("A higher order estimate of the optimum checkpoint interval for
-restart dumps"). It is largest if w / M = 1 - exp(-(w + stall) / M), whatever lag and restart;
-to first order at Young's (1974) sqrt(2 stall M).
+restart dumps"). The share is largest if w / M = 1 - exp(-(w + stall) / M), whatever lag and restart
+are. To first order, that is Young's (1974) w = sqrt(2 stall M).
 """
 
 from __future__ import annotations

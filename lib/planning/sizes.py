@@ -1,6 +1,6 @@
 """Compute the bytes of states, gathered weights and checkpoints from the shapes of parameters.
 
-Activations are only estimated here, and traced in trace.py.
+Activations are only estimated here; trace.py traces them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Byt
 def count_checkpoint(model: PreTrainedModel, optimizer: str, shard_size: int = 1) -> int:
     """Return the bytes of a checkpoint: float32 masters and states of the trained parameters.
 
-    shard_size: ranks that share a parameter, for the mean share of a rank; 1 for all bytes.
+    shard_size: ranks that share a parameter. The result is the mean share of a rank; with 1, it is
+    the whole checkpoint.
     """
     states = count_states(model, optimizer, shard_size)
     return states["gradients"] + states["optimizer"]  # masters are as large as gradients

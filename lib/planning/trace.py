@@ -50,7 +50,7 @@ class StepConfig:
     batch: samples of a micro-batch. shard_size: ranks per replica. accumulates: a step has more
     than one micro-batch. keep_gathered: weights stay gathered until the end of a step. masked:
     attention takes a mask, as it does for packed documents without a varlen kernel. documents: the
-    largest number of documents in a sample if that kernel computes their attention, else 0.
+    largest number of documents in a sample if a varlen kernel computes their attention, else 0.
     chunked: the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which
     computes some operations in smaller pieces. compiled: the blocks are compiled; a trace itself
     runs uncompiled code.
@@ -82,8 +82,8 @@ class StepConfig:
 class StepMemory:
     """The memory of a step, in bytes by kind.
 
-    largest: the maximum of each kind during the step. moments: all kinds at the peaks of its
-    phases. offload: sharded kinds are in host memory.
+    largest: the maximum of each kind during the step. moments: the bytes of all kinds at the peak
+    of each phase. offload: sharded kinds are in host memory.
     """
 
     largest: Bytes
@@ -105,10 +105,10 @@ class StepMemory:
         return sum(self.peak.values())
 
     def with_more_blocks(self, longer: StepMemory, count: int) -> StepMemory:
-        """Return the step of a model with `count` more blocks. longer: the step with one more.
+        """Return the memory of a step with `count` more blocks. longer: with one more block.
 
         This is exact if blocks are alike. Then at any moment, counted from the beginning or the end
-        of a pass, each block adds the same bytes to each kind.
+        of the forward or backward pass, each block adds the same bytes to each kind.
         """
 
         def extrapolate(one: Bytes, other: Bytes) -> Bytes:
@@ -289,7 +289,8 @@ def returns_head_result(model: PreTrainedModel) -> bool:
 def _patch_attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]:
     """Let attention on fake tensors take the same code path as on real ones.
 
-    transformers would take fake positions for those of packed documents, and build a mask.
+    Otherwise transformers would mistake fake positions for the positions of packed documents, and
+    build a mask.
     """
     if model.config._attn_implementation != "eager":
         model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"

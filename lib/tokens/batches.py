@@ -1,10 +1,9 @@
 """Read this rank's share of each global batch of a run, one step ahead.
 
-1. A step from position g on takes the sample numbers [g, g + G) of the endless stream, G the global
-   batch.
-2. Micro-batch a of dp rank r is numbers g + (a·W + r)·B … + B of them (W dp ranks, B for each).
-3. A thread reads the samples of the next step while this one computes.
-So ranks and micro-batches only divide a range, which is the same for every number of ranks.
+1. A step takes the samples at positions [g, g + G) of the endless stream; G is the global batch.
+2. On dp rank r of W, micro-batch a takes the B samples from position g + (a·W + r)·B on.
+3. A thread reads the samples of the next step while the current step computes.
+So a step takes the same samples for every number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and not every caller makes t
 
 LENGTH_DIVISORS = (8, 4, 2, 1)  # the longest document is rounded up to T divided by one of these
 _TILE = 128  # tokens that a thread block of the attention kernel computes at once
-_ORDERED_AT_ONCE = 4096  # sample numbers; a few take hardly less time than many
+_ORDERED_AT_ONCE = 4096  # sample indices; a few take hardly less time than many
 
 
 class Pass(NamedTuple):
@@ -39,7 +38,7 @@ class Pass(NamedTuple):
 
     @property
     def tokens_per_device(self) -> int:
-        """Return the tokens that one device computes in a pass."""
+        """Return the tokens that one device computes in one forward and backward pass."""
         return self.batch * self.length
 
 
@@ -84,8 +83,8 @@ class MicroBatch(NamedTuple):
 class Cursor(NamedTuple):
     """The position of a rank in its raw shards: token `token` of the document at `place`.
 
-    piece: number of the span among the rank's own of the epoch. place: as in Block, None for the
-    first.
+    piece: index of the span among this rank's spans of the epoch. place: where the document begins,
+    as in Block; None for the first document of the span.
     """
 
     epoch: int = 0
@@ -97,7 +96,7 @@ class Cursor(NamedTuple):
 class Position(NamedTuple):
     """The position of a run in its data.
 
-    samples: the number of the next sample over all ranks. cursor: the position of this rank in its
+    samples: how many samples all ranks have read together. cursor: the position of this rank in its
     raw shards, only with --streaming.
     """
 
@@ -111,8 +110,8 @@ BEGINNING = Position()
 class Step(NamedTuple):
     """This rank's part of a step, and the counts of the step over all ranks.
 
-    label_tokens: the divisor of the loss. tokens: without padding. after: the position after the
-    step.
+    label_tokens: the trained tokens, which divide the loss. tokens: all tokens except padding.
+    after: the position after the step.
     """
 
     batches: list[MicroBatch]
@@ -136,7 +135,7 @@ class DataStream(ABC):
         """Return how many epochs are done at a position."""
 
     def costs(self, times: dict[str, float]) -> dict[str, float]:
-        """Return figures about loading for a row of the log. times: the result of Timers.read."""
+        """Return metrics of data loading for a row of the log. times: the result of Timers.read."""
         return {}
 
     @abstractmethod
@@ -145,7 +144,7 @@ class DataStream(ABC):
 
 
 class SampleStream(DataStream):
-    """Reads samples by number, in the same order for any number of ranks."""
+    """Reads the samples of a run by index, in the same order for any number of ranks."""
 
     def __init__(
         self, samples: Samples, seed: int, division: Division, device: torch.device
@@ -165,7 +164,7 @@ class SampleStream(DataStream):
         """Do nothing: no thread runs between steps."""
 
     def _read(self, first: int, count: int) -> Iterator[Step]:
-        """Yield steps; the sample numbers of many steps are computed at once."""
+        """Yield steps; the sample indices of many steps are computed at once."""
         d = self._division
         size = self._division.global_batch
         at_once = max(1, _ORDERED_AT_ONCE // size)
@@ -182,7 +181,7 @@ class SampleStream(DataStream):
 
 
 def read_ahead(steps: Iterator[Step]) -> Iterator[Step]:
-    """Yield steps; a thread makes the next one while the caller uses one."""
+    """Yield steps; a thread prepares the next step while the caller uses the current one."""
     with workers.thread_pool(name="loader") as reader:
         ahead = reader.submit(next, steps, None)
         while (ready := ahead.result()) is not None:
@@ -196,7 +195,8 @@ def read_evaluation_batches(
     """Yield this rank's share of the first `batches` global batches, in the stored order.
 
     All ranks get the same number of micro-batches, since sharded forward passes are collective.
-    After the last sample, all labels are IGNORED, so the loss is the same for any number of ranks.
+    Rows after the last sample are padding: their labels are all IGNORED. So the loss is the same
+    for any number of ranks.
     """
     import torch
 
@@ -212,10 +212,10 @@ def read_evaluation_batches(
 
 
 def find_boundaries(positions: np.ndarray) -> np.ndarray:
-    """Return where documents begin in the tokens of rows, and the end: int32 [documents + 1].
+    """Return the start of each document in the concatenated rows, then the end of the last one.
 
     positions: int64 [B, T], 0 where a document begins; padding counts as a document. A row always
-    begins with a document, so none is longer than a row.
+    begins with a document, so none is longer than a row. Returns int32 [documents + 1].
     """
     begins = positions == 0
     begins[:, 0] = True
@@ -226,8 +226,9 @@ def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
     """Return a length that no document exceeds: T, T/2, T/4 or T/8 tokens, T = seq_length.
 
     For each document, the attention kernel starts the thread blocks that a document of this length
-    needs. With the length of a row, most of them would be idle. Only a few lengths are returned,
-    since torch may compile a graph for each. Lengths below a tile of the kernel would save nothing.
+    needs. If it used the length of a row, most of these would be idle. Only a few lengths are
+    returned, since torch may compile a graph for each. Lengths below a tile of the kernel would
+    save nothing.
     """
     longest = int(np.diff(boundaries).max())
     lengths = (math.ceil(seq_length / parts) for parts in LENGTH_DIVISORS)
@@ -239,7 +240,7 @@ def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
 
 
 def make_micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:
-    """Return rows as tensors. pin: in pinned memory."""
+    """Return samples as a micro-batch of tensors. pin: put the tensors into pinned memory."""
     import torch
 
     ends = None if rows.positions is None else find_boundaries(rows.positions)

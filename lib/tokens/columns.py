@@ -104,7 +104,7 @@ def read_field(messages: pa.StructArray, name: str) -> pa.Array:
 
 
 def find_conversation_edges(rows: pa.RecordBatch) -> list[int]:
-    """Return the first message of each conversation in `messages`, then the end of the last."""
+    """Return the index of each conversation's first message, then the number of messages."""
     lengths = rows.column("messages").value_lengths().to_pylist()
     return list(accumulate((length or 0 for length in lengths), initial=0))
 
@@ -181,7 +181,7 @@ def read_column_types(shard: Path) -> dict[str, str]:
 
 
 def describe_text_problem(kinds: Mapping[str, str]) -> str:
-    """Return a phrase for the columns of a file without strings in `text`, "" if it has them."""
+    """Describe the columns of a file whose `text` lacks strings, "" if it contains strings."""
     if "text" not in kinds:
         return f"columns {', '.join(kinds) or 'none'}"
     if kinds["text"] == "null":

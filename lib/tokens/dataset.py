@@ -1,4 +1,4 @@
-"""Open and read the dataset to tokenise: one of stage 02, or one from another program.
+"""Open and read the dataset to tokenise, written by stage 02 or by another program.
 
 A foreign dataset is a directory of `save_to_disk`, or Arrow files from the cache of `datasets`. It
 contains a column `text`, or the columns of conversations, and a split `train`. A split `validation`
@@ -33,8 +33,8 @@ class Dataset:
     """Reads a dataset on disk that has a `text` column, or the columns of conversations.
 
     fingerprint: identifies the content, independent of the path. splits: split name → its Arrow
-    shards, always with `train`. is_of_stage_02: whether stage 02 wrote the dataset. identities: of
-    the fingerprinted files. format: TEXT or CHAT.
+    shards, always with `train`. is_of_stage_02: whether stage 02 wrote the dataset. identities: the
+    identity of each fingerprinted file. format: TEXT or CHAT.
     """
 
     path: Path
@@ -126,7 +126,10 @@ class Dataset:
             yield from (rest.slice(start, step) for start in range(0, len(rest), step))
 
     def sample(self, texts: int = 200, most_bytes: int = 20_000) -> list[bytes]:
-        """Return the middles of texts or conversations, spread evenly over the training split."""
+        """Return excerpts of texts or conversations, spread evenly over the training split.
+
+        An excerpt is the middle of a text, of at most `most_bytes`.
+        """
         chosen = [
             b"\n".join(columns.list_contents(row)[0])
             if self.format == CHAT

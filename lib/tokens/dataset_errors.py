@@ -132,7 +132,7 @@ def make_columns_error(path: Path, problem: str, names: Collection[str], found: 
 
 
 def make_chats_error(path: Path, problem: str, found: str) -> UsageError:
-    """Return the error for conversations that stage 02 did not write, with converting commands."""
+    """Return the error for chats that stage 02 did not write, with commands to convert them."""
     return UsageError(
         problem, found=found, hint="build a chat dataset from it:", run=list_chat_commands(path)
     )

@@ -205,7 +205,7 @@ class Encoder:
         return np.concatenate([ids for ids, _ in done]), np.concatenate([n for _, n in done])
 
     def _cut_texts(self, texts: Sequence[bytes]) -> tuple[list[bytes], np.ndarray]:
-        """Cut long texts; return the pieces and the number of each piece's text."""
+        """Cut long texts; return the pieces, and for each piece the index of its text."""
         if not self._may_cut or max(map(len, texts), default=0) <= _PIECE_BYTES:
             return list(texts), np.arange(len(texts))
         pieces = []

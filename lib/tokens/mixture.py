@@ -87,7 +87,7 @@ def fingerprint_corpora(corpora: Sequence[Corpus]) -> str:
 
 
 def mix_samples(corpora: Sequence[Corpus], samples: Sequence[Samples]) -> Samples:
-    """Return the samples of all corpora in one stream. samples[i]: those of corpora[i].
+    """Return the samples of all corpora in one stream. samples[i]: from corpora[i].
 
     Raises UsageError if one of several corpora has no sample, or the weights have too many digits.
     """
@@ -132,7 +132,10 @@ def _scale_to_integers(weights: Sequence[Fraction]) -> list[int]:
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """Holds the validation split of a corpus. weight: of its loss in the mean of all corpora."""
+    """Holds the validation split of a corpus.
+
+    weight: the weight of its loss in the mean over all corpora.
+    """
 
     name: str
     weight: int
@@ -144,7 +147,7 @@ def list_validation_splits(
 ) -> list[ValidationSplit]:
     """Return the validation splits that contain a sample.
 
-    train: the result of `mix_samples`. validation: by corpus, None without such a split.
+    train: the result of `mix_samples`. validation: the split of each corpus, or None.
     """
     weights = train.weights if isinstance(train, Mixture) else [1]
     return [
@@ -155,7 +158,7 @@ def list_validation_splits(
 
 
 class Mixture(Samples):
-    """Numbers the samples of several corpora, one corpus after the other.
+    """Indexes the samples of several corpora consecutively, and mixes them in the stream.
 
     parts: the samples of each corpus. weights: their shares of the stream, integers.
     """
@@ -207,7 +210,7 @@ class Mixture(Samples):
         return float(labels), float(tokens)
 
     def describe(self, count: int) -> dict[str, str]:
-        """Return a row per corpus: its share, and how many epochs of it `count` samples are."""
+        """Return a row per corpus: its share, and its epochs in a run of `count` samples."""
         rows = {}
         for name, part, weight in zip(self.names, self.parts, self.weights, strict=True):
             share = weight / sum(self.weights)
@@ -218,9 +221,10 @@ class Mixture(Samples):
         return rows
 
     def _split_by_corpus(self, numbers: np.ndarray) -> list[tuple[Samples, np.ndarray, np.ndarray]]:
-        """Return the corpora with any of these samples.
+        """Group samples by corpus; corpora without any of them are left out.
 
-        With each corpus come the places of its samples in `numbers`, and their numbers within it.
+        Return for each corpus its `Samples`, the positions of its samples in `numbers`, and the
+        indices of these samples within the corpus.
         """
         corpus = np.searchsorted(self._first, numbers, side="right") - 1
         places = [np.flatnonzero(corpus == i) for i in range(len(self.parts))]

@@ -6,7 +6,7 @@ state. So the position in the data is one integer, and a resume neither skips no
 (Luby and Rackoff 1988, "How to construct pseudorandom permutations"; Black and Rogaway 2002,
 "Ciphers with arbitrary finite domains", for cycle walking.)
 
-`interleave` mixes several corpora in given proportions. It is exact, and O(1) too.
+`interleave` mixes several corpora in exact proportions. It also needs only O(1) state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGEST_SUM = 3_000_000_000  # its square fits into 64 bits
 class Division:
     """Divides a global batch of micro_batch × accumulation × dp_size samples.
 
-    dp_rank, dp_size: the number of this data-parallel rank, and how many there are.
+    dp_rank, dp_size: the index of this data-parallel rank, and the number of such ranks.
     """
 
     micro_batch: int
@@ -39,7 +39,7 @@ class Division:
 
 
 def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:
-    """Return the samples at positions [first, first + count) of the stream.
+    """Return the indices of the samples at positions [first, first + count) of the stream.
 
     n: samples in one epoch. Returns int64 [count], each in [0, n). Each epoch has its own order.
     """
@@ -47,7 +47,7 @@ def sample_numbers(first: int, count: int, n: int, seed: int) -> np.ndarray:
 
 
 def samples_at(positions: np.ndarray, n: int, seed: int, corpus: int = 0) -> np.ndarray:
-    """Return the samples at some positions (int64 [N]) of the stream of a corpus."""
+    """Return the indices of the samples at some positions (int64 [N]) of a corpus's stream."""
     epochs, offsets = np.divmod(positions, n)
     samples = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
@@ -61,8 +61,8 @@ def interleave(positions: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarra
 
     positions: int64 [N]. weights: the shares, integers whose sum is at most LARGEST_SUM. The first
     corpus, with weight p of the sum q, gets ⌊g·p/q⌋ of the first g positions. The others share the
-    rest in the same way. So in every prefix, each corpus differs from its share by less than the
-    number of corpora.
+    rest in the same way. So in every prefix of the stream, the number of samples from a
+    corpus differs from its share by less than the number of corpora.
     """
     corpus = np.full(len(positions), len(weights) - 1, np.int64)
     own_positions = positions.copy()

@@ -1,12 +1,13 @@
 """Pack whole documents into samples: `--packing documents`.
 
 A document that fits a sample stays whole. A longer one is cut into pieces of the sequence length
-and a rest. The pieces are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations improve
-language modeling", arXiv 2404.10830). That order places short documents last and together, so a
-few packs would contain many times more documents than the others. The attention kernel needs memory
-for each document, and the memory estimate of a run uses the fullest pack. So packs far above
+and a remainder. The pieces are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations
+improve language modeling", arXiv 2404.10830). That order places short documents last and together,
+so a few packs would contain many times more documents than the others. The attention kernel needs
+memory for each document, and the memory estimate of a run uses the fullest pack. So packs far above
 `choose_document_limit` are split (`split_overfull_packs`). The index is built once per store and
-sequence length, next to the store. An index of an earlier version is used unchanged:
+sequence length, next to the store; an index that an earlier version built is used unchanged. It
+consists of these files and a manifest:
 
     .cache/tokens/<store>.packs-<T>/
         train.starts.bin    int64 [pieces], start of each piece in train.tokens.bin, pack by pack
@@ -40,7 +41,7 @@ _FILES = {"starts": "int64", "lengths": "int32", "packs": "int64", "labels": "in
 
 
 class Packs(Samples):
-    """Builds sample p from the pieces of pack p, concatenated, and padding.
+    """Builds sample p by concatenating the pieces of pack p and padding.
 
     Positions restart at each piece and at the padding. The last token of a document, the padding
     and tokens without a label in the store carry no label.
@@ -94,7 +95,7 @@ class Packs(Samples):
         return int(self._index["labels"][numbers].sum()), tokens
 
     def mean_counts(self) -> tuple[float, float]:
-        """Return the label tokens and the tokens without padding of a sample on average.
+        """Return the mean numbers of label tokens and of tokens without padding per sample.
 
         If the store has no label mask, all tokens but the first of each document are labels. This
         method does not read the index.
@@ -158,8 +159,9 @@ def find_packs_dir(tokens: TokenStore, seq_length: int) -> Path:
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the bin of each item, packed best-fit decreasing into bins of `capacity`.
 
-    lengths: int [N], each from 1 to capacity. Items of one length are placed together: the bin
-    with the least room that fits stays that bin until it is full, so many items are placed at once.
+    lengths: int [N], each from 1 to capacity. Best fit chooses the fullest bin with room for an
+    item. For the next item of equal length, that is the same bin until the item no longer fits, so
+    many items are placed at once.
     """
     bins = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}  # room left → bins
@@ -206,11 +208,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def choose_document_limit(seq_length: int) -> int:
     """Return the number of documents that a pack may contain before it is split.
 
-    In its backward pass, the attention kernel sums the gradient of the queries in one row of
-    float32 per token and 128 rows per document (mha_varlen_bwd in torch's flash_api.cpp). With a
+    In its backward pass, the attention kernel sums the gradient of the queries in float32, in one
+    row per token and 128 more per document (mha_varlen_bwd in torch's flash_api.cpp). With a
     document for every 32 tokens, that is 5 rows per token: 20 bytes for each of a token's features,
     about half of what one decoder block stores. Without a limit, a pack of 8,192 documents of one
-    token would take 17 GB with 32 heads of 128. Packs of fewer than 2,048 tokens may hold 64.
+    token would take 17 GB with 32 heads of 128. Packs of fewer than 2,048 tokens may contain 64
+    documents.
     """
     return max(_LEAST_LIMIT, seq_length // _TOKENS_EACH)
 
@@ -218,9 +221,10 @@ def choose_document_limit(seq_length: int) -> int:
 def split_overfull_packs(bins: np.ndarray, fewest: int) -> np.ndarray:
     """Return the bin of each item after items of overfull bins have moved to new bins.
 
-    bins: int [N], every number is used. The limit is at least `fewest` and twice the mean. It is
-    the smallest limit that adds at most 1 % of bins. If any item moves, the number of bins grows,
-    so a run can see from that number that its samples have changed.
+    bins: int [N], the bin of each item; no bin is empty. A bin is overfull if it has more items
+    than a limit: the smallest limit that adds at most 1 % of bins, but at least `fewest` and twice
+    the mean. If any item moves, the number of bins grows, so a run can see from that number that
+    its samples have changed.
     """
     if not len(bins):
         return bins

@@ -119,7 +119,7 @@ def _read_lines(
 
 
 def _skip_bytes(file: BinaryIO, amount: int) -> None:
-    """Go to a place in a file; a compressed file is decompressed up to it."""
+    """Skip the first bytes of a file; a compressed file is decompressed to skip them."""
     if file.seekable():
         file.seek(amount)
         return
@@ -151,7 +151,7 @@ def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterat
 def _read_row_group(
     parquet: Any, group: int, text_field: str, first: int, place: int
 ) -> Iterator[Block]:
-    """Yield the rows of a row group from `place` on. first: the number of its first row."""
+    """Yield the rows of a row group from `place` on. first: its first row's index in the span."""
     metadata = parquet.metadata.row_group(group)
     average = max(1, metadata.total_byte_size // max(metadata.num_rows, 1))
     for batch in parquet.iter_batches(max(1, _BLOCK_BYTES // average), [group], [text_field]):
@@ -187,7 +187,7 @@ class SkippedRecords:
 def find_texts(
     block: Block, text_field: str, skipped: SkippedRecords
 ) -> tuple[list[bytes], list[int]]:
-    """Return the texts of a block (UTF-8) and their places; count the others in `skipped`."""
+    """Return the texts of a block (UTF-8) and their places; count the skipped records."""
     texts = []
     places = []
     for place, text in _find_documents(block, text_field, skipped):
@@ -202,7 +202,7 @@ def find_texts(
 def _find_documents(
     block: Block, text_field: str, skipped: SkippedRecords
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the place and text of each document; the text is None if `skipped` counts it."""
+    """Yield the place and text of each record; the text is None if the record is skipped."""
     if not isinstance(block.content, bytes):
         yield from ((place, text or b"") for place, text in enumerate(block.content, block.start))
         return

@@ -48,8 +48,9 @@ class Fetcher(Protocol):
 class RawShards:
     """Describes the text files that --streaming reads, cut into spans.
 
-    root: their directory. fetcher: fetches the files, None if they are local. fingerprint: of the
-    content, independent of the path. bytes: of all files. commit: of the repository, or "".
+    root: their directory. fetcher: fetches the files, None if they are local. fingerprint:
+    identifies the content, independent of the path. bytes: the total size of the files. commit: the
+    commit of the repository, "" for local files.
     """
 
     name: str
@@ -70,13 +71,13 @@ class RawShards:
 
 
 def is_json_lines(path: str) -> bool:
-    """Return whether a file name is that of JSON Lines, compressed or not."""
+    """Return whether a file name has a suffix of JSON Lines, compressed or not."""
     name = PurePosixPath(path.lower())
     return (name.with_suffix("") if name.suffix in COMPRESSIONS else name).suffix in _JSON_LINES
 
 
 def is_shard(path: str) -> bool:
-    """Return whether a file name is that of a readable shard."""
+    """Return whether a file name has a suffix of a readable shard."""
     return is_json_lines(path) or path.lower().endswith(".parquet")
 
 

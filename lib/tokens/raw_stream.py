@@ -2,7 +2,7 @@
 
 1. Seed and epoch decide the order of the spans. dp rank r of W reads the spans at r, r + W, … in
    that order, so an epoch of all ranks contains every document once.
-2. Worker processes tokenise the blocks of a span; each has one block in work. The order is kept.
+2. Worker processes tokenise the blocks of a span, one block each at a time. The order is kept.
 3. The documents of a rank are concatenated and cut into windows, across document boundaries.
 Each rank starts its next epoch at the end of its own part. So the position is one cursor per rank,
 and is valid for that number of ranks only.
@@ -45,7 +45,7 @@ class EncodedBlock:
     """Holds the tokens of a block: concatenated documents with BOS and EOS.
 
     ids: uint32 [tokens]. ends: int64 [documents], exclusive. places: int64 [documents], see Block.
-    skipped: the records without a text. seconds: the time it took.
+    skipped: the records without a text. seconds: the time that encoding took.
     """
 
     ids: np.ndarray
@@ -56,7 +56,7 @@ class EncodedBlock:
 
 
 class RankSpan(NamedTuple):
-    """Names a span that a rank reads. number: among the rank's spans of the epoch, from 0."""
+    """Names a span that a rank reads. number: its index among the rank's spans of the epoch."""
 
     epoch: int
     number: int
@@ -64,7 +64,7 @@ class RankSpan(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Holds a block of a rank's stream. first: the number of its first token in the stream."""
+    """Holds a block of a rank's stream. first: the index of its first token in the stream."""
 
     first: int
     rank_span: RankSpan
@@ -204,7 +204,7 @@ class RawDocuments:
         log.warn(f"skipped so far: {reasons}")
 
     def speed(self) -> float:
-        """Estimate the tokens per second for this rank: one thread reads, all workers encode."""
+        """Estimate the tokens that this rank loads per second with one reader and all workers."""
         return self._tokens / (self._reading + self._encoding / max(len(self._workers), 1))
 
     def describe(self, numbers: int) -> dict[str, str]:
@@ -294,7 +294,10 @@ class RawDocuments:
 
 
 class TokenRuns:
-    """Cuts the token stream into runs that overlap by one token, which is only a label."""
+    """Cuts the token stream into runs that overlap by one token.
+
+    The last token of a run is only a label; the next run begins with it.
+    """
 
     def __init__(self, documents: RawDocuments, cursor: Cursor) -> None:
         self._encoded = documents.encoded(cursor)
@@ -305,7 +308,10 @@ class TokenRuns:
             self.take(cursor.token)
 
     def take(self, count: int) -> tuple[np.ndarray, Cursor]:
-        """Return the next `count` tokens and one more (int64 [count + 1]), and its cursor."""
+        """Return the next `count` tokens and one more (int64 [count + 1]).
+
+        Return as well the cursor of the last one, where the next run begins.
+        """
         parts = [self._tokens]
         size = len(self._tokens)
         while size <= count:
@@ -353,7 +359,7 @@ class RawStream(DataStream):
         )
 
     def epoch(self, position: Position) -> float:
-        """Return the epochs this rank has read of its part, in whole spans."""
+        """Return how many epochs of its own part this rank has read, counting whole spans."""
         cursor = position.cursor or Cursor()
         return cursor.epoch + cursor.piece / len(self._documents.spans(cursor.epoch))
 

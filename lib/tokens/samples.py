@@ -1,4 +1,4 @@
-"""Number the samples of a token store; cut windows of the token stream (`--packing concat`)."""
+"""Index the samples of a token store; cut windows of the token stream (`--packing concat`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SampleArrays(NamedTuple):
 
 
 class Samples(ABC):
-    """Numbers samples from 0: windows of the token stream, packed documents, or a mixture."""
+    """Indexes samples from 0: windows of the token stream, packed documents, or a mixture."""
 
     @property
     def most_documents(self) -> int:
@@ -40,22 +40,22 @@ class Samples(ABC):
 
     @abstractmethod
     def read_samples(self, numbers: np.ndarray) -> SampleArrays:
-        """Return the samples with these numbers, int64 [samples]."""
+        """Return the samples with these indices, int64 [samples]."""
 
     @abstractmethod
     def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
-        """Return the label tokens and the tokens without padding of these samples."""
+        """Return the numbers of label tokens and of tokens without padding in these samples."""
 
     @abstractmethod
     def mean_counts(self) -> tuple[float, float]:
-        """Return the mean label tokens and tokens without padding of a sample."""
+        """Return the mean numbers of label tokens and of tokens without padding per sample."""
 
     def describe(self, count: int) -> dict[str, str]:
         """Return further rows for the printed plan of a run that reads `count` samples."""
         return {}
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        """Return the sample numbers at positions [first, first + count) of the endless stream."""
+        """Return the sample indices at positions [first, first + count) of the endless stream."""
         return order.sample_numbers(first, count, len(self), seed)
 
 

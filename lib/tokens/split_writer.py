@@ -25,8 +25,8 @@ _SAVE_PROGRESS_S = 20.0
 class StoreContents(NamedTuple):
     """Describes the files of a store for its manifest.
 
-    counts: by split. files: manifest entries. facts: for the summary of the store. leftovers: files
-    to delete before the store is published.
+    counts: split → its counts. files: manifest entries. facts: further entries of the store's
+    summary. leftovers: files to delete before the store is published.
     """
 
     counts: dict[str, dict[str, int]]
@@ -115,7 +115,7 @@ class TextWriter(SplitWriter):
 
 
 class Sink:
-    """Hashes a file while writing it, after the first `keep` bytes of an existing file."""
+    """Writes and hashes a file, after the first `keep` bytes if the file exists already."""
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path

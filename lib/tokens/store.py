@@ -38,7 +38,7 @@ _CHUNK = 1 << 22  # label bits that are counted at a time
 
 
 class FileNumbers:
-    """Reads numbers of a file with `pread` on access, as a replacement for a mapped array.
+    """Reads the elements of an array file with `pread` on access, instead of mapping the file.
 
     Some parallel file systems map files slowly or not at all.
     """
@@ -52,7 +52,7 @@ class FileNumbers:
         return self._count
 
     def __getitem__(self, index: slice | np.ndarray | int) -> Any:
-        """Return a range, or the number at each place. Raise OSError if the file is truncated."""
+        """Return a slice, or the element at each index. Raise OSError if the file is truncated."""
         if not isinstance(index, slice):
             at_each = [self[i : i + 1][0] for i in np.ravel(index).tolist()]
             return np.array(at_each, self.dtype).reshape(np.shape(index))[()]
@@ -125,10 +125,10 @@ class Split:
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Holds a finished store. vocab_size: of the tokenizer. splits: name → its tokens.
+    """Holds a finished store. vocab_size: the vocabulary size of the tokenizer.
 
-    summary: from its manifest, with the facts that its writer added. reads: how to read its files
-    and the indexes over it.
+    summary: from its manifest, with the facts that its writer added. reads: `mmap` or `pread`, for
+    the files of the store and of the packs built from it.
     """
 
     path: Path
@@ -167,7 +167,7 @@ def summarise_store(
 ) -> dict[str, Any]:
     """Return the summary for the manifest of a store.
 
-    counts: by split. facts: of its writer; they replace those here.
+    counts: split → its counts. facts: entries from the writer, which replace entries here.
     """
     return {
         "dtype": dtype,
@@ -247,7 +247,7 @@ def _is_valid_summary(summary: dict[str, Any]) -> bool:
 
 
 def open_file(path: Path, dtype: str, reads: str) -> Numbers:
-    """Open a file of little-endian numbers, read-only, with pread if it cannot be mapped."""
+    """Open a file of little-endian integers for reading, with pread if it cannot be mapped."""
     little_endian = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, little_endian)

@@ -1,10 +1,10 @@
 """Render a conversation and find the characters that are trained.
 
 The template's `{% generation %}` blocks mark the assistant's text. For a template without them,
-the turns up to an answer are rendered with and without the answer. Nothing is guessed: the shorter
-text must be a prefix of the longer one, so each prefix is rendered separately. Some templates
-rewrite earlier turns (those of thinking models drop thoughts). An answer before such a turn becomes
-a separate sample, rendered as the model would see it.
+the turns up to an answer are rendered with and without the answer. The shorter text must be a
+prefix of the longer one; otherwise the conversation is dropped, since nothing is guessed. Some
+templates rewrite earlier turns: for example, templates of thinking models drop thoughts. An answer
+that would be rewritten becomes a separate sample, rendered as the model would see it.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class AnswerFinder:
     def _find_turns_end(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, full: str
     ) -> int:
-        """Return where some first messages end in the text of the full conversation.
+        """Return where `messages`, the first ones of a conversation, end in its full text.
 
         The template's text after the last message is excluded, since it depends on
         `add_generation_prompt`. Raises NoAnswerBoundary if the full text does not begin with the

@@ -3,7 +3,7 @@
 A span must begin and end between two tokens. This must hold at inference too, where the rest of the
 text does not exist yet: the ids of the text up to that place must be the first ids of the whole
 text. Special tokens always split a text. So only the text from the last special token to the place
-is encoded again, and that is nearly always the same (`<|im_start|>assistant` and a line break).
+is encoded again. It is nearly always the same text (`<|im_start|>assistant` and a line break).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _SPACE = "[\t\n\v\f\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]
 class EncodedTexts(NamedTuple):
     """Holds the tokens of several texts, concatenated.
 
-    ids: uint32 [N]. trained: bool [N]. lengths: int64 [texts]. errors: number of a text → its
-    error, for texts with a span that begins or ends inside a token.
+    ids: uint32 [N]. trained: bool [N]. lengths: int64 [texts]. errors: index of a text → its error,
+    for texts with a span that begins or ends inside a token.
     """
 
     ids: np.ndarray
@@ -35,7 +35,7 @@ class EncodedTexts(NamedTuple):
     errors: dict[int, NoAnswerBoundary]
 
     def find_starts(self) -> np.ndarray:
-        """Return the first token of each text, int64 [texts]."""
+        """Return the index of the first token of each text, int64 [texts]."""
         return np.cumsum(self.lengths) - self.lengths
 
     def label_counts(self) -> np.ndarray:
@@ -54,9 +54,9 @@ class EncodedTexts(NamedTuple):
 class _Edge(NamedTuple):
     """Describes where a span begins or ends.
 
-    number: of the text. token: the number of the last special token before the edge, or of the
-    first token of the text. head: the characters from that token to the edge. place: the character
-    of the edge.
+    number: the index of the text. token: the index of the last special token before the edge, or of
+    the text's first token if there is none. head: the characters from that token to the edge.
+    place: the position of the edge in the text, in characters.
     """
 
     number: int
@@ -126,7 +126,7 @@ class SpanEncoder:
     ) -> list[_Edge]:
         """Return the two edges of every span.
 
-        starts: the number of each text's first token, then the number of tokens.
+        starts: the index of each text's first token, then the total number of tokens.
         """
         special = np.flatnonzero(self._is_special[ids])
         firsts = np.searchsorted(special, starts).tolist()

@@ -1,8 +1,8 @@
 """Read conversations from rows of a chat dataset, and refuse those that must not be trained on.
 
 A user may have changed the rows with `datasets`, so the checks of stage 02 are repeated here. A row
-that stage 02 would drop gets the same kind of error. Only a template may write control tokens, so a
-message that contains one is refused too.
+that stage 02 would drop is refused with the same kind of error. Only a template may write control
+tokens, so a message that contains one is refused too.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ControlTokens:
         self._patterns = {True: _compile_patterns(in_answers), False: _compile_patterns(elsewhere)}
 
     def find_all(self, conversations: Sequence[Conversation]) -> dict[int, str]:
-        """Return the number of each conversation with a control token, and what is wrong with it.
+        """Return the error for each conversation with a control token: its index → the error.
 
         One search covers all conversations. They are searched one by one only if it finds a token.
         """
@@ -142,7 +142,7 @@ class ControlTokens:
         return {number: problem for number, problem in problems.items() if problem}
 
     def _describe(self, conversation: Conversation) -> str:
-        """Return the first control token in the messages and tools of a conversation, or ""."""
+        """Describe the first control token in a conversation and its tools, "" if there is none."""
         turns = [
             (
                 f"turn {number} ({message['role']})",

@@ -46,7 +46,7 @@ class EncodedChats(NamedTuple):
     """Holds samples, concatenated.
 
     tokens: uint32 [N]. trained: bool [N], never the first token of a sample. lengths: int64
-    [samples]. owners: int64 [samples], the number of each sample's conversation. stops: special
+    [samples]. owners: int64 [samples], the index of each sample's conversation. stops: special
     token → the number of samples whose last trained token it is. template_omissions: how often the
     template omitted the system prompt or thoughts.
     """
@@ -244,7 +244,7 @@ def _merge_parts(
 ) -> tuple[EncodedTexts, np.ndarray]:
     """Merge split conversations with the other samples, in the order of the conversations.
 
-    owners: the number of the conversation of each sample in `encoded`.
+    owners: the index of the conversation of each sample in `encoded`.
     """
     if not any(parts.values()):
         return encoded, owners
@@ -336,7 +336,7 @@ def _shorten_group(
 class _TurnGroups:
     """Divides a conversation into groups: a question and the turns up to the next question.
 
-    starts: the number of each group's first message, then the number of messages.
+    starts: the index of each group's first message, then the total number of messages.
     """
 
     def __init__(self, conversation: Conversation) -> None:
@@ -351,13 +351,13 @@ class _TurnGroups:
         self._sizes = [len(str(message)) for message in self._messages]
 
     def size(self, first: int, end: int) -> int:
-        """Return the approximate length of groups [first, end), with the system prompt."""
+        """Return about how many characters groups [first, end) have, with the system prompt."""
         return sum(self._sizes[: self._head]) + sum(
             self._sizes[self.starts[first] : self.starts[end]]
         )
 
     def trained_messages(self, group: int) -> list[int]:
-        """Return the numbers of the trained messages in a group."""
+        """Return the indices of the trained messages in a group."""
         return [
             i
             for i in range(self.starts[group], self.starts[group + 1])
@@ -367,7 +367,7 @@ class _TurnGroups:
     def join(self, first: int, end: int, until: int | None = None) -> Conversation:
         """Return groups [first, end) as a conversation.
 
-        until: stop before this message instead of at the end of the groups.
+        until: index of a message to stop before, instead of at the end of the groups.
         """
         stop = self.starts[end] if until is None else until
         places = [*range(self._head), *range(self.starts[first], stop)]

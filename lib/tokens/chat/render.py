@@ -136,10 +136,11 @@ class Template:
 
 @contextmanager
 def limit_rendering() -> Iterator[Callable[[], None]]:
-    """Limit memory in the `with` block, and yield a function that restarts the processor time.
+    """Limit memory in the `with` block, and yield a function that restarts the time limit.
 
-    Call the function before each conversation. A conversation that exceeds the time raises
-    LimitError; this works in the main thread only. Exceeding the memory raises MemoryError.
+    The time is processor time. Call the function before each conversation. A conversation that
+    exceeds the time raises LimitError; this works in the main thread only. Exceeding the memory
+    raises MemoryError.
     """
     if threading.current_thread() is not threading.main_thread():
         with limit_memory():
@@ -207,7 +208,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         }
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Multiply or raise numbers within bounds: no signal interrupts a long computation in C."""
+        """Refuse to compute huge numbers: no signal interrupts a long computation in C."""
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
             bits = [max(1, abs(int(each)).bit_length()) for each in (left, right)]
             size = bits[0] * abs(int(right)) if operator == "**" else sum(bits)

@@ -229,7 +229,7 @@ def encode_rows(pool: Pool, rows: Iterator[pa.RecordBatch]) -> Iterator[tuple[Pr
 
 
 def _serialise_rows(batch: pa.RecordBatch) -> bytes:
-    """Return rows as an Arrow stream, which contains only the rows of a slice."""
+    """Return rows as an Arrow stream, without the rows outside a slice."""
     import pyarrow
 
     sink = pyarrow.BufferOutputStream()
