@@ -85,7 +85,7 @@ def _log_restorable(checkpoints: Path) -> None:
 
 
 def _make_row(checkpoint: Checkpoint, deep: bool) -> tuple[str, ...]:
-    """Return the row of a checkpoint. deep: hash all files."""
+    """Return a checkpoint's row of the table. deep: hash all files."""
     problems = checkpoint.problems()
     if problems:
         return _make_empty_row(checkpoint, problems[0])

@@ -32,8 +32,8 @@ _HINT = (
 class Checkpointer:
     """Saves the state of a run, one checkpoint at a time, and finds the one to resume from.
 
-    Background saves, and everything that follows a save, run in a separate thread and use a
-    process group of their own. All ranks must call every method.
+    Every save, and everything that follows it, runs in a separate thread and uses a separate
+    process group. All ranks must call every method.
     """
 
     def __init__(
@@ -53,11 +53,12 @@ class Checkpointer:
     ) -> None:
         """Create the checkpointer of a run.
 
-        identity: what a run that resumes must have in common with this one. every: steps between
-        shared checkpoints; the last step is always saved. keep, keep_every: see prune_checkpoints.
-        tier: stores frequent checkpoints besides the shared ones, every tier_every steps.
-        free_memory: returns the bytes of host memory that a rank can still use for copies; None
-        writes each checkpoint before the next step. note: records events.
+        identity: options and inputs that a resumed run must share with this run. every: steps
+        between shared checkpoints; the last step is always saved. keep, keep_every: see
+        prune_checkpoints. tier: stores frequent checkpoints in addition to the shared ones, every
+        tier_every steps. free_memory: returns the bytes of host memory that a rank can still use
+        for copies; if it is None, each checkpoint is written before the next step. note: records
+        events.
         """
         self._directory = checkpoints
         self._layout = layout
@@ -129,7 +130,7 @@ class Checkpointer:
         """Make all checkpoints after a step unusable, because the run continues from that step.
 
         Shared ones are moved to quarantine; see `Tier.drop_newer` for the second tier. tier_step:
-        the step for that tier, if it is another one. Raises ArtifactError if that tier fails.
+        use this step instead for the second tier. Raises ArtifactError if the second tier fails.
         """
         if self._layout.rank == 0:
             commit.quarantine_newer(self._directory, step, why)
@@ -142,7 +143,7 @@ class Checkpointer:
             self._tier.delete_all(step)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a step is saved, in either tier."""
+        """Return whether a checkpoint is due after a step, shared or in the second tier."""
         return step == self._total or step % self._every == 0 or step % self._tier_every == 0
 
     def save(
@@ -151,11 +152,11 @@ class Checkpointer:
         stopping: bool = False,
         after: Callable[[bool], None] = lambda is_shared: None,
     ) -> None:
-        """Start to save a step, and wait for it if it is the last one.
+        """Start to save the state after a step, and wait for the save if the step is the last one.
 
         After the call, the caller may change the state. stopping: the run ends here. after: called
-        in rank 0's thread once the checkpoint is complete, with whether it is a shared one; it must
-        not raise. Raises the error of the previous or of this save; see `finish`.
+        as `after(is_shared)` in the saving thread of rank 0 once the checkpoint is complete; it
+        must not raise. Raises the error of the previous save or of this one; see `finish`.
         """
         began = time.monotonic()
         last = stopping or state.step == self._total
@@ -207,13 +208,16 @@ class Checkpointer:
         log.info(text)
 
     def _prepare(self, state: RunState) -> None:
-        """Start, once, to allocate host memory for the copies of background saves."""
+        """Start to allocate host memory for the copies of background saves, if not done before."""
         if self._free_memory is not None and self._copies is None:
             self._copies = HostCopies(state.optimizer, self._free_memory)
             self._copies.prepare(state.tensors())
 
     def _get_copies(self, state: RunState) -> HostCopies | None:
-        """Return the memory for copies, or None, from now on, if a rank has not enough of it."""
+        """Return the memory for copies, or None if saves cannot run in the background.
+
+        If a rank does not have enough memory, this and all later calls return None.
+        """
         self._prepare(state)
         if self._copies is None:
             return None
@@ -248,7 +252,7 @@ class Checkpointer:
     def _save(
         self, captured: Snapshot, is_shared: bool, after: Callable[[bool], None]
     ) -> tuple[Checkpoint, float]:
-        """Write a checkpoint, in the thread; return it and the seconds that it took."""
+        """Write a checkpoint; return it and the seconds that it took. Runs in the saving thread."""
         began = time.monotonic()
         if is_shared or self._tier is None:
             checkpoint = self._write(captured)
@@ -306,7 +310,7 @@ def make_tier(
 ) -> Tier | None:
     """Return the second tier for frequent checkpoints, or None if no option asks for one.
 
-    hyperpod: see HyperPodTier. experiment, run: the name of the experiment and the ID of the run.
+    hyperpod: the address for HyperPodTier. experiment, run: the experiment's name, the run's ID.
     """
     if hyperpod:
         return HyperPodTier(hyperpod, experiment, run, layout.control, layout.saving, note)

@@ -93,10 +93,11 @@ class Checkpoint:
             return [f"{COMMIT} or {MANIFEST} cannot be read ({error})"]
 
     def content_problems(self, part: int, parts: int, for_export: bool = False) -> list[str]:
-        """Hash share `part` of `parts` of the files, and return those that do not match.
+        """Hash one of `parts` shares of the files, and return a message for each damaged file.
 
-        for_export: skip the optimizer's files, which an export does not read. Raises StageError if
-        a disk fails to read a file after retries; that does not mean damage.
+        part: index of the share. for_export: skip the optimizer's files, which an export does not
+        read. Raises StageError if a disk fails to read a file after retries; that does not mean
+        damage.
         """
 
         def find_damage(entry: dict[str, Any]) -> str:
@@ -134,7 +135,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Checkpoint]:
-    """Return the checkpoints of a directory by their names, newest step first, unchecked.
+    """Return the checkpoints in a directory, found by name and unchecked, newest step first.
 
     Raises StageError if a disk fails to read the directory, which may contain checkpoints.
     """
@@ -151,7 +152,7 @@ def list_checkpoints(checkpoints: Path) -> list[Checkpoint]:
 
 
 def find_newest(checkpoints: Path, before: int | None = None) -> Checkpoint | None:
-    """Return the newest checkpoint that is complete by its COMMIT, its manifest and its sizes.
+    """Return the newest checkpoint that is complete according to COMMIT, manifest and file sizes.
 
     before: consider only this step and earlier ones. Files are not hashed. Returns None if there is
     no complete checkpoint. Raises StageError if a disk fails to read one.
@@ -253,7 +254,7 @@ def quarantine(checkpoint: Checkpoint, why: str) -> Path:
 
 
 def quarantine_newer(checkpoints: Path, step: int, why: str) -> None:
-    """Quarantine the checkpoints after a step, from which the run continues."""
+    """Quarantine the checkpoints after a step, because the run continues from that step."""
     for checkpoint in list_checkpoints(checkpoints):
         if checkpoint.step > step:
             quarantine(checkpoint, why)
@@ -319,10 +320,10 @@ def prune_checkpoints(checkpoints: Path, keep: int, keep_every: int = 0) -> list
     """Delete the checkpoints that the retention rules do not keep; return the deleted steps.
 
     Retention keeps the newest `keep` (at least two, because the newest may turn out to be damaged),
-    the one with the lowest validation loss, and the multiples of keep_every. While steps are bad,
-    it also keeps the newest one before them, to which the run may roll back. keep: 0 keeps all.
-    Damaged checkpoints are neither counted nor deleted. Raises StageError, and deletes nothing, if
-    a checkpoint cannot be read.
+    the one with the lowest validation loss, and the multiples of keep_every. If the last steps were
+    bad, it also keeps the newest checkpoint before them, to which the run may roll back. keep: 0
+    keeps all. Damaged checkpoints are neither counted nor deleted. Raises StageError, and deletes
+    nothing, if a checkpoint cannot be read.
     """
     if not keep:
         return []
@@ -345,7 +346,10 @@ def prune_checkpoints(checkpoints: Path, keep: int, keep_every: int = 0) -> list
 
 
 def delete_checkpoints(paths: Iterable[Path]) -> None:
-    """Delete checkpoints, all of one directory, so that a kill leaves none half valid."""
+    """Delete checkpoints, which must all be in one directory.
+
+    If the process is killed meanwhile, each is still complete or recognisable as half-deleted.
+    """
     trashed = []
     for path in paths:
         trash = _trash_path(path)

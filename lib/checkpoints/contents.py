@@ -52,7 +52,7 @@ class _RequiredFields(TypedDict):
 
 
 class Probe(TypedDict):
-    """Logits of a fixed token sequence, [positions][sampled], and the precision of the run."""
+    """Logits for fixed tokens, [positions][sampled vocabulary], and the precision of the run."""
 
     precision: str
     logits: list[list[float]]
@@ -61,14 +61,14 @@ class Probe(TypedDict):
 class TrainRecord(_RequiredFields, total=False):
     """train_state.json: all state of a run except tensors and random states.
 
-    step: steps done. tokens: tokens seen, without padding. samples: number of the next sample.
+    step: steps done. tokens: tokens seen, without padding. samples: index of the next sample.
     cursors: with --streaming, the cursor of each data-parallel rank. optimizer_steps: below `step`
     if steps were skipped. samples_per_epoch: None if the length of an epoch is unknown.
     resumed_from, resumed_path: digest and path of a checkpoint that the user named. loss,
-    eval_loss: of this step, if they were logged. bad_steps: consecutive bad steps up to this step.
-    model_files: digests of the files in the run's model/. base: digests of the base model's weight
-    files. probe: for a LoRA run, logits of the model, see lib/export/probe.py. Optional fields
-    can be missing in older checkpoints.
+    eval_loss: this step's values, if they were logged. bad_steps: number of consecutive bad steps
+    up to this step. model_files: digests of the files in the run's model/. base: digests of the
+    base model's weight files. probe: for a LoRA run, logits of the model, see lib/export/probe.py.
+    Optional fields can be missing in older checkpoints.
     """
 
     cursors: list[dict[str, Any]]
@@ -94,7 +94,7 @@ class RunState(Protocol):
         """Return all tensors by name, sharded as in the model."""
 
     def state_dict(self) -> TrainRecord:
-        """Return all other state; all ranks must call this."""
+        """Return the state that is not a tensor; all ranks must call this."""
 
     def load_state_dict(self, record: TrainRecord) -> None:
         """Load the state that is not a tensor."""
@@ -103,7 +103,7 @@ class RunState(Protocol):
 def name_tensors(model: nn.Module, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return trainable parameters, persistent buffers and optimizer states by checkpoint name.
 
-    Tensors keep their sharding; tied parameters occur once. states: of the optimizer, by
+    Tensors keep their sharding; tied parameters occur once. states: the optimizer states, by
     `<state>.<parameter>`. If parameters are frozen, buffers are omitted, because the files of the
     base model contain them.
     """

@@ -27,10 +27,10 @@ class HostCopies:
     """Copy tensors during the next forward and backward pass, which only read them.
 
     The optimizer's next step waits for the copies by itself. Anything else that changes the tensors
-    (loading a checkpoint, for example) must call `wait` first. The memory is kept, because
-    allocating, locking and touching it again would cost as much as the copy. free_memory: returns
-    the bytes of host memory that this rank can still use. waited: seconds that the last optimizer
-    step waited on the host.
+    (loading a checkpoint, for example) must call `wait` first. The memory is kept for the next
+    copies, because allocating, locking and touching it again would cost as much as the copy.
+    free_memory: returns the bytes of host memory that this rank can still use. waited: seconds that
+    the last optimizer step waited on the host.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class HostCopies:
 
     @torch.no_grad()
     def copy_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy the tensors and return the copies, which overwrite the last ones.
+        """Start to copy the tensors and return the copies, which overwrite the previous ones.
 
         The copies are sharded like the tensors, and complete after `wait`. Buffers, which a forward
         pass may change, are copied immediately. Raises NoHostMemoryError if there is not enough
@@ -189,7 +189,10 @@ class HostMemory:
             )
 
     def _tensor(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return a part as a tensor with its own storage, which DCP writes without a copy."""
+        """Return the memory from byte `start` on as a tensor with its own storage.
+
+        DCP writes such a tensor without a copy.
+        """
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._pages, dtype=dtype, count=shape.numel(), offset=start).view(

@@ -1,17 +1,17 @@
 """Store the second tier in the memory of a HyperPod cluster (managed tiered checkpointing).
 
     <namespace>/<rank>/<step>     shards and random states of a rank, as safetensors
-    <namespace>/<ranks>/<step>    COMMIT: size and digest of each of these parts, the train state,
-                                  and the content of a COMMIT.json, after a digest of itself.
-                                  Written last
+    <namespace>/<ranks>/<step>    COMMIT, written last: its own digest, then the size and digest of
+                                  each rank's part, the train state, and the fields of a COMMIT.json
 
-The service keeps one value per rank and step. A checkpoint exists if it has a COMMIT, and it is
-valid if every rank reads back the bytes that COMMIT names. No part is a pickle.
+The service keeps one value per rank and step; COMMIT is the value of an additional rank. A
+checkpoint exists if it has a COMMIT. It is valid if every rank's part matches its digest in COMMIT.
+No part is a pickle.
 
 The client connects only to the cluster's own service, or to the address in --ckpt-hyperpod, and
 ignores any proxy. It is part of the package `amzn-sagemaker-checkpointing`. That package's DCP
 reader (1.1.3) unpickles whatever the service returns, without an allowlist, and accepts truncated
-parts. So this module uses the client below it.
+parts. So this module does without that reader and uses the package's client.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NAME_SEPARATOR = re.compile(r"[^A-Za-z0-9_-]+")
 
 @dataclass(frozen=True)
 class _HyperPodCheckpoint(Checkpoint):
-    """A checkpoint of this tier. content: of its COMMIT. part: of this rank, verified."""
+    """A checkpoint of this tier. content: what COMMIT contains. part: this rank's verified part."""
 
     content: dict[str, Any] = field(repr=False)
     part: bytes = field(repr=False)
@@ -162,7 +162,7 @@ class HyperPodTier(tier.Tier):
     def drop_newer(self, step: int, why: str) -> None:
         """Delete the checkpoints after a step, because the run continues from that step.
 
-        Raises ArtifactError if that fails, because a later launch would resume from them.
+        Raises ArtifactError if that fails, because a later launch would resume from one of them.
         """
         try:
             self.note_deleted(step, self._delete_newer(step), why)
@@ -202,7 +202,10 @@ class HyperPodTier(tier.Tier):
         return on_all_ranks(run, self._saving)
 
     def _make_namespace(self) -> None:
-        """Create the run's namespace, on rank 0; delete one of another number of ranks first."""
+        """Create the run's namespace, on rank 0.
+
+        A namespace for another number of ranks is deleted first.
+        """
         if self._rank != 0:
             return
         if not self._is_for_these_ranks():
@@ -213,7 +216,7 @@ class HyperPodTier(tier.Tier):
         self._client.get_or_create_namespace()
 
     def _is_for_these_ranks(self) -> bool:
-        """Return whether the namespace is for these ranks; also true if there is none yet."""
+        """Return whether the namespace is for this number of ranks, or does not exist yet."""
         config = self._client.get_namespace_config()
         return not config or config["num_ranks"] == self._ranks + 1
 
@@ -248,7 +251,7 @@ class HyperPodTier(tier.Tier):
     def _list_committed(
         self, is_wanted: Callable[[int], bool], reject: Callable[[int, str], None]
     ) -> list[tuple[int, dict[str, Any]]]:
-        """Return (step, content of COMMIT) of the wanted steps, newest first (rank 0)."""
+        """Return (step, content of COMMIT) of the wanted steps, newest first. Runs on rank 0."""
         try:
             steps = self._steps() if self._is_for_these_ranks() else []
         except Exception as error:
@@ -289,9 +292,9 @@ class HyperPodTier(tier.Tier):
         return [] if answer.status_code == 404 else sorted(map(int, answer.json()), reverse=True)
 
     def _delete_newer(self, step: int) -> list[int]:
-        """Delete this rank's parts of later steps (and on rank 0, first, their COMMIT).
+        """Delete this rank's parts of later steps, and return these steps.
 
-        Returns these steps.
+        Rank 0 deletes the COMMIT of each step first.
         """
         from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import (
             InMemoryResourceNotFoundError,

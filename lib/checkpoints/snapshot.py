@@ -31,9 +31,9 @@ from lib.parallel.layout import gather, on_rank_0
 class Snapshot:
     """The part of a checkpoint that one rank contributes.
 
-    tensors: by name, sharded as in the model. random_states: of this rank, by kind, uint8 [bytes].
-    identity: what a run that resumes from here must have in common. ready: waits until the tensors
-    can be written.
+    tensors: by name, sharded as in the model. random_states: this rank's random states by kind,
+    uint8 [bytes]. identity: options and inputs that a resumed run must share with this run. ready:
+    waits until the tensors can be written.
     """
 
     step: int

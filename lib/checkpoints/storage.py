@@ -135,8 +135,8 @@ class HashingWriter(FileSystemWriter):
     The optimizer state has its own file, so that an export need neither read nor verify it.
 
     The writer uses one thread: with more, an exception in a writer thread is lost and the save
-    "succeeds" (torch up to 2.13, pytorch 191391). It copies nothing ahead: torch would copy on the
-    thread's CUDA stream but wait for another one before the bytes are hashed.
+    "succeeds" (torch up to 2.13, pytorch 191391). It copies no tensor ahead of its write: torch
+    would copy on the thread's CUDA stream, but wait for another stream before the bytes are hashed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -249,7 +249,10 @@ class ShardFile:
 
 
 class StrictReader(FileSystemReader):
-    """Read `.metadata` once, with an allowlist, and shards without extra copies. Verify first."""
+    """Read `.metadata` once, with an allowlist of classes, and shards without extra copies.
+
+    Verify the digests of the files first.
+    """
 
     _metadata: Metadata | None = None
 

@@ -1,14 +1,15 @@
-"""Keep frequent checkpoints in addition to the shared ones: the second tier, and its local form.
+"""Keep frequent checkpoints in a second tier, in addition to the shared ones.
 
-On local disks, the protocol and the files are those of commit.py, except that each node commits the
-files of its own ranks, and each rank writes its own shards:
+Tier is the interface, and LocalTier stores the checkpoints on local disks. There, the protocol and
+the files are the same as in commit.py, except that each node commits the files of its own ranks,
+and each rank writes its own shards:
 
     step_00001050/dcp/rank_00003/*.distcp, .metadata       shards and random states of a rank
     step_00001050/train_state.json, manifest.json, COMMIT.json
 
 A local checkpoint exists if every node has committed its part of the same save. Only the same ranks
-on the same nodes can load it; otherwise a run uses the newest shared checkpoint. The other form of
-the tier is hyperpod.py.
+on the same nodes can load it; otherwise a run uses the newest shared checkpoint. The other
+implementation of Tier is in hyperpod.py.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ Note = Callable[..., None]  # records an event of the run: (name, step, **facts)
 
 
 def ignore_event(event: str, step: int, **facts: Any) -> None:
-    """Ignore an event."""
+    """Ignore an event. This is the default of `note`."""
 
 
 class Tier(ABC):
     """Frequent checkpoints of one run, which only the same number of ranks can load.
 
     Each rank writes its own shards. The run does not rely on this tier: it can always fall back to
-    the shared checkpoints. where: the place, as messages name it. note: records deletions. All
+    the shared checkpoints. where: the name of the place in messages. note: records deletions. All
     ranks must call every method.
     """
 
@@ -83,9 +84,9 @@ class Tier(ABC):
     ) -> Checkpoint | None:
         """Return the newest checkpoint that every rank has verified, or None.
 
-        identity: of this run; checkpoints with another one are ignored. after: consider only
-        later steps. before: consider only this step and earlier ones. For each damaged checkpoint,
-        `on_quarantine(step, why)` is called on rank 0.
+        identity: the identity of this run; checkpoints with another identity are ignored. after:
+        consider only later steps. before: consider only this step and earlier ones. For each
+        damaged checkpoint, `on_quarantine(step, why)` is called on rank 0.
         """
 
     @abstractmethod
@@ -130,9 +131,9 @@ def _merge_local(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[
 class LocalTier(Tier):
     """Checkpoints of one run in a local directory of each node.
 
-    Each run needs its own directory, because it treats all checkpoints and leftovers in it as its
-    own. All ranks must call every method. `write` communicates over the group `saving`, the rest
-    over `control`. Raises UsageError if the directory cannot be used.
+    Each run needs its own directory, because the tier prunes and deletes all checkpoints there. All
+    ranks must call every method. `write` communicates over the group `saving`, the rest over
+    `control`. Raises UsageError if the directory cannot be used.
     """
 
     where = "the nodes' own disks"
@@ -178,7 +179,7 @@ class LocalTier(Tier):
         return Checkpoint(self._directory / paths.step_name(snapshot.step), snapshot.step)
 
     def _publish(self, attempt: Path, step: int) -> list[int]:
-        """Rename this node's sealed attempt, prune, and return the deleted steps."""
+        """Rename this node's sealed attempt, prune checkpoints, and return the deleted steps."""
         if not self._is_node_leader:
             return []
         final = attempt.with_name(paths.step_name(step))
@@ -227,7 +228,7 @@ class LocalTier(Tier):
     def _read_commits(self) -> dict[int, dict[str, Any]]:
         """Return the content of COMMIT by step, for checkpoints of this node with correct sizes.
 
-        A disk error costs only this tier; the run falls back to the shared checkpoints.
+        Checkpoints that a disk fails to read are left out with a warning.
         """
         commits = {}
         with log.WarnOnce(str(self._directory), StageError, done="read"):
@@ -274,7 +275,7 @@ class LocalTier(Tier):
             commit.quarantine_newer(self._directory, step, why)
 
     def _find_node_ranks(self) -> list[int]:
-        """Return the ranks on this node, found by the files that they see in the directory."""
+        """Return the ranks on this node, found by the marker files in the directory."""
         launch = on_rank_0(lambda: f".seen-{time.time_ns():x}-", self._control)
         mark = self._directory / f"{launch}{self._rank}"
         problem = ""

@@ -1,4 +1,4 @@
-"""Read the config of a model, and build the model on the meta device, without memory."""
+"""Read the config of a model, and build the model on the meta device, where it needs no memory."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ def build_on_meta(
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, in order.
 
-    Blocks are the outermost modules that the family lists in `_no_split_modules`, or the elements
-    of its longest ModuleList if it lists none. Each block is sharded, recomputed and initialised as
-    one unit.
+    Blocks are the outermost modules whose classes the family lists in `_no_split_modules`. If there
+    are none, blocks are the elements of the model's longest ModuleList. Each block is sharded,
+    recomputed and initialised as one unit.
     """
     block_classes = set(model._no_split_modules or ())
     blocks: dict[str, nn.Module] = {}
@@ -180,7 +180,7 @@ def _check_type(path: Path, content: dict[str, object]) -> None:
 def _find_causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class that AutoModelForCausalLM uses.
 
-    Raises UsageError if it is not a causal language model, or if the weights are quantised.
+    Raises UsageError if the model is not a causal language model or has quantised weights.
     """
     architectures = config.architectures if isinstance(config.architectures, list) else []
     names = ", ".join(map(str, architectures)) or "no architecture named"
@@ -239,7 +239,10 @@ def _code_error(model_dir: Path, error: Exception) -> UsageError:
 
 
 def _first_lines(error: Exception) -> str:
-    """Return the first lines of an exception, after its type unless the type adds nothing."""
+    """Return the first lines of an error's message.
+
+    They follow the type of the error, unless it is a ValueError or ImportError with a message.
+    """
     text = "\n".join(str(error).strip().splitlines()[:3])
     is_plain = isinstance(error, (ValueError, ImportError)) and text
     return text if is_plain else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -1,4 +1,4 @@
-"""Write and check the files with which a model holds conversations: template and stop tokens."""
+"""Write the chat template and stop tokens of a model, and check the token IDs in its configs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _IDS = ("bos_token_id", "pad_token_id", _EOS)
 def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> None:
     """Write the chat template, and the tokens that end an answer, into a model's directory.
 
-    template: in Jinja. stops: token IDs; they are put before the IDs that end a text so far, and
-    `generate` stops at any of them. A template in the tokenizer's config is removed. If the
-    tokenizer splits special tokens, it no longer does, because the template writes them as text.
+    template: in Jinja. stops: token IDs, which are put before the existing stop IDs; `generate`
+    stops at any of them. A template in the tokenizer's config is removed. `split_special_tokens` is
+    turned off, because the template writes special tokens as text.
     """
     manifest.write_text(directory / CHAT_TEMPLATE, template)
     settings = _read(directory / _TOKENIZER)
@@ -44,7 +44,7 @@ def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> No
 
 
 def find_faults(directory: Path) -> list[str]:
-    """Return a text for each config that is not a JSON object, and for each invalid token ID."""
+    """Return a message for each config that is not a JSON object, and for each invalid token ID."""
     faults = []
     for name in (_MODEL, _GENERATION, _TOKENIZER):
         try:
@@ -95,7 +95,7 @@ def copy_generation(source: Path, target: Path) -> bool:
 def copy_stops(directory: Path) -> None:
     """Copy the list of tokens that end a text from generation_config.json to config.json.
 
-    Without it, programs that read only config.json would generate past the end of a turn. If
+    Without the list, programs that read only config.json would generate past the end of a turn. If
     generation_config.json contains a single token instead of a list, config.json is not changed.
     """
     stops = _read(directory / _GENERATION).get(_EOS)
@@ -111,7 +111,7 @@ def copy_stops(directory: Path) -> None:
 def _read(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if there is no file.
 
-    Raises ArtifactError if the file is damaged or contains another type.
+    Raises ArtifactError if the file is damaged or is not a JSON object.
     """
     try:
         content = records.read_json(path) if path.is_file() else {}

@@ -25,7 +25,7 @@ _SHOWN = 20
 class ModelFacts:
     """Properties of a model for the manifest and the summary of stage 03.
 
-    dtype: of the weights, or the config's if there are no weights. vocabulary: rows of the
+    dtype: the weights' dtype, or the config's if there are no weights. vocabulary: rows of the
     embedding. tokens: number of tokens in the tokenizer. context: tokens, or None for no limit.
     """
 
@@ -65,11 +65,11 @@ def check_model(
 ) -> ModelFacts:
     """Return the properties of a model directory after checking its files.
 
-    weights: whether safetensors must exist; otherwise they must not. expected_sizes: for a check
-    before a download, the final sizes of files of which only headers exist; {} if no header was
-    downloaded yet. trust_code: see architecture.read_config. Raises ArtifactError with all problems
-    of the files, and UsageError for a kind of model that cannot be trained or a tokenizer that does
-    not load.
+    weights: whether safetensors must exist; otherwise they must not. expected_sizes: for a
+    check before the weights are downloaded, the final size of each file whose header is already
+    here, or {} if no header is. trust_code: see architecture.read_config. Raises ArtifactError with
+    all problems of the files, and UsageError for a kind of model that cannot be trained or a
+    tokenizer that does not load.
     """
     is_preview = expected_sizes is not None
     weights_known = expected_sizes is None or bool(expected_sizes)
@@ -125,7 +125,7 @@ def check_build(
 def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
     """Return the headers of all safetensors files in a directory.
 
-    sizes: final bytes of files of which only the beginning exists.
+    sizes: final size in bytes of each file that is not downloaded completely.
     """
     headers = Headers()
     for path in sorted(model_dir.glob("*.safetensors")):
@@ -135,7 +135,10 @@ def _read_headers(model_dir: Path, sizes: Mapping[str, int]) -> Headers:
 
 
 def _main_dtype(headers: Headers, used: set[str]) -> str:
-    """Return the dtype that most weights have, by torch's name. used: the keys of these weights."""
+    """Return torch's name of the dtype that most elements have, or "" if there are none.
+
+    used: the keys of the weights that the model uses. Other weights are not counted.
+    """
     counts: Counter[str] = Counter()
     for key in used:
         counts[FLOATING.get(headers.dtypes[key], headers.dtypes[key])] += math.prod(

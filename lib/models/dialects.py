@@ -1,8 +1,8 @@
 """Write configs that both transformers 5 and older programs read correctly.
 
 transformers 5 stores RoPE settings in `rope_parameters` and has renamed other fields. transformers
-4, mlx-lm and Ollama read only the earlier keys. Without these they silently use a RoPE base of
-10,000. A config with both sets of keys describes the same model to all programs.
+4, mlx-lm and Ollama read only the earlier keys; if those are missing, these programs silently use a
+RoPE base of 10,000. A config with both sets of keys describes the same model to all programs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _ORIGINAL = "original_max_position_embeddings"
 class RopeKeys:
     """The earlier keys of a family's RoPE settings.
 
-    base: key of the RoPE base. share: key of the rotated share of a head. sliding_base: key of the
-    base in layers with sliding attention, or "". kind: key of the type within `rope_scaling`.
-    scales: whether earlier versions of the family read `rope_scaling`.
+    base: key of the RoPE base. share: key of the share of each head that RoPE rotates.
+    sliding_base: key of the base in layers with sliding attention, or "". kind: key of the RoPE
+    type within `rope_scaling`. scales: whether older programs read `rope_scaling` for the family.
     """
 
     base: str = _BASE
@@ -87,9 +87,9 @@ def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dic
 
 
 def set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Return a config with this dtype for the weights, also in its text part.
+    """Return a config with this dtype for the weights, also in `text_config`.
 
-    `torch_dtype` and the text part are changed only if they contained a dtype before.
+    `torch_dtype` is changed only if it exists, and `text_config` only if it contains a dtype.
     """
     full = {**config, "dtype": dtype}
     if "torch_dtype" in full:
@@ -101,7 +101,10 @@ def set_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def list_added_keys(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the keys that only `after` has; keys of the text part as `text_config.key`."""
+    """Return the keys that only `after` contains.
+
+    Keys within `text_config` are returned as `text_config.key`.
+    """
     added = [key for key in after if key not in before]
     text = before.get(_TEXT)
     if isinstance(text, dict):
@@ -176,9 +179,9 @@ def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _split_by_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the RoPE settings of layers with full and with sliding attention.
 
-    Both are empty if the family's earlier keys cannot express that the layers differ. As in
-    transformers 5, `rope_scaling` replaces the settings of all layers, or extends those of layers
-    with full attention.
+    Both are empty if the layers differ and the family's earlier keys cannot express that. As in
+    transformers 5, `rope_scaling` replaces the settings of all layers. If the layers differ, it
+    extends the settings of layers with full attention instead.
     """
     parameters = config.get("rope_parameters")
     scaling = config.get("rope_scaling")

@@ -124,8 +124,8 @@ def read_index(path: Path) -> dict[str, str]:
 def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     """Return the header of a safetensors file, and the offset in bytes at which its data begins.
 
-    size: bytes of the complete file, of which only the beginning is needed here. The format is a
-    length (8 bytes, little-endian), a JSON header of that length, and data
+    size: bytes of the complete file; only its beginning must exist. The format is a length (8
+    bytes, little-endian), a JSON header of that length, and data
     (https://huggingface.co/docs/safetensors, "Format"). Raises ValueError if the header is missing
     or an entry lacks dtype, shape or offsets.
     """
@@ -150,14 +150,14 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _are_counts(values: Any) -> bool:
-    """Return whether a value is a list of whole numbers, 0 or more."""
+    """Return whether a value is a list of integers that are 0 or more."""
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
 def find_misplaced(header: dict[str, Any], sizes: Mapping[str, int], where: str) -> Iterator[str]:
     """Yield a message for each tensor in a header that does not begin where the previous one ends.
 
-    sizes: bytes per number for each dtype; tensors of other dtypes may have any size. where: text
+    sizes: bytes per element for each dtype; tensors of other dtypes may have any size. where: text
     after the name of the tensor, such as " in FILE".
     """
     end = 0
@@ -193,9 +193,10 @@ def count_parameters(model_dir: Path) -> int:
 def fingerprint_model(model_dir: Path) -> str:
     """Return a fingerprint of config, weights and code that does not depend on the path.
 
-    With a manifest, it covers the digests of the weights and config.json. Keys that `dialects`
-    added are left out unless the file was edited since. Without a manifest, it covers config.json,
-    and size and header of each safetensors file. Raises ArtifactError if config.json is damaged.
+    With a manifest, the fingerprint covers config.json and the digests of the weights. Keys that
+    `dialects` added to config.json are left out unless the file was edited since. Without a
+    manifest, the fingerprint covers config.json, and the size and header of each safetensors file.
+    Raises ArtifactError if config.json is damaged.
     """
     try:
         config = records.read_json(model_dir / CONFIG)

@@ -1,8 +1,9 @@
 """Compute the linear layers of the blocks in 8-bit floats with torchao, for `--precision fp8`.
 
-Right before each of its three matrix products, a layer casts input, weight and gradient to 8 bits,
-with one scale per tensor or per row. Embeddings, norms, experts and the output layer compute in
-bf16. Master weights stay float32 under their names, so checkpoints do not depend on the precision.
+A layer computes three matrix products: one forward, and one each for the gradients of its input and
+its weight. Right before each product, it casts both operands to 8 bits, with one scale per tensor
+or per row. Embeddings, norms, experts and the output layer compute in bf16. Master weights stay
+float32 under their names, so checkpoints do not depend on the precision.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class Float8:
 
         FSDP all-gathers weights that are already cast to 8 bits, half the bytes of bf16, unless
         scales are per row, the rows do not divide evenly among ranks, or shards are in host memory.
-        A rank with all weights gathers nothing; compiled blocks cast them with half the memory
-        traffic of FSDP's casts. A CPU rounds the numbers to 8 bits and multiplies in float32.
+        If every rank holds all weights, nothing is gathered. Compiled blocks then cast the weights
+        with half the memory traffic of FSDP's casts. On a CPU, values are rounded to 8 bits and
+        multiplied in float32.
         Raises UsageError if the model has no layer to convert.
         """
         chosen, skipped = _choose_linears(model)
@@ -139,7 +141,7 @@ def update_scales_with(optimizer: torch.optim.Optimizer, model: nn.Module) -> No
 
 
 def _choose_linears(model: PreTrainedModel) -> tuple[dict[str, nn.Linear], list[str]]:
-    """Return the linear layers to convert by name, and a description of each kind of other ones."""
+    """Return the linear layers to convert, by name, and a description of the skipped layers."""
     chosen: dict[str, nn.Linear] = {}
     skipped: Counter[str] = Counter()
     for block_name, block in decoder_layers(model).items():

@@ -34,7 +34,7 @@ def find_repository(name: str, kind: str = "model") -> Path:
 
 
 def find_snapshot(name: str, revision: str = "main", kind: str = "model") -> Path | None:
-    """Return the directory of a repository at a branch, tag or commit, or None if not cached.
+    """Return the snapshot of a repository at a branch, tag or commit, or None if not cached.
 
     It may contain only some of the repository's files.
     """

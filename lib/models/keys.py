@@ -36,7 +36,7 @@ class Added(torch.nn.Module):
     """Base class of modules that a model change adds. Hub checkpoints lack their parameters."""
 
     def draw(self, full: Tensor) -> None:
-        """Initialise the full parameter, which is zero and on the CPU."""
+        """Initialise the full parameter, which the caller passes as zeros on the CPU."""
 
 
 def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
@@ -95,8 +95,8 @@ class LoadPlan:
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
     """Return the plan for loading a checkpoint. shapes: the shapes of its tensors, by Hub name.
 
-    Accepts all names that `from_pretrained` accepts: without the prefix of the base model, legacy
-    names, and tied weights under one or both names.
+    Accepts all names that `from_pretrained` accepts: names without the prefix of the base model,
+    legacy names, and one or both names of tied weights.
     """
     plan = LoadPlan()
     targets = _list_tensors(model)
@@ -132,7 +132,10 @@ def list_wrong_dtypes(
 
 
 def group_tied(model: PreTrainedModel) -> dict[int, list[str]]:
-    """Return the names of each parameter and persistent buffer by id; several if it is tied."""
+    """Return the names of each parameter and persistent buffer, by the `id()` of the tensor.
+
+    A tied tensor has several names.
+    """
     names = defaultdict(list)
     for name, tensor in _list_tensors(model).items():
         names[id(tensor)].append(name)
@@ -212,7 +215,10 @@ def _convert(
     shapes: Mapping[str, Shape],
     problems: list[str],
 ) -> Iterator[tuple[str, Recipe, Shape]]:
-    """Yield the results of one conversion. It runs on meta tensors, to find the shapes."""
+    """Yield name, recipe and shape of each parameter that one conversion produces.
+
+    The conversion runs on meta tensors, to find the shapes.
+    """
 
     def convert(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         run = copy.deepcopy(converter)

@@ -28,7 +28,7 @@ def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
     - a directory with a config.json, from stage 03 or from `save_pretrained`
     - the name of a model that stage 03 has prepared (`org/name`, `org--name`, `scratch-tiny`)
     - the name of a model in the Hugging Face cache of this machine
-    - None for the only model that stage 03 has prepared, except for TRIAL_NAMES
+    - None for the only model that stage 03 has prepared, not counting TRIAL_NAMES
 
     why: the reason for this choice, for the log. Raises ArtifactError if the model is missing,
     unfinished or has lost files. Raises UsageError if its weights are pickles, or if `name` is None
@@ -59,8 +59,8 @@ def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
 def find_recorded_model(path: str, fingerprint: str | None, cache_dir: Path) -> str | None:
     """Return the directory of the model that a run was started with, or None if it is gone.
 
-    path: where the run found the model, "" if that is unknown. fingerprint: of the model; if the
-    path no longer exists, a prepared model with this fingerprint is returned.
+    path: where the run found the model, "" if that is unknown. fingerprint: the model's
+    fingerprint; if the path no longer exists, a prepared model with this fingerprint is returned.
     """
     if path and Path(path).is_dir():
         return path
@@ -122,9 +122,9 @@ def guess_dataset() -> Path:
 
 
 def model_remedy(directory: Path, *more: object) -> Remedy:
-    """Return the command that prepares a model, or downloads raw files, again.
+    """Return the command that prepares a model again, or downloads raw files again.
 
-    The result contains arguments for an error. more: further options of the command.
+    The result contains keyword arguments for an error. more: further options of the command.
     """
     content = manifest.read_if_any(directory) or {}
     cache = {"cache_dir": directory.parent.parent} if directory.parent.name == "models" else {}
@@ -134,7 +134,7 @@ def model_remedy(directory: Path, *more: object) -> Remedy:
 
 
 def _guess_remedy(name: str, path: Path, *more: object) -> Remedy:
-    """Return the command that downloads a model if its name could be one on the Hub."""
+    """Return the command that downloads a model, or a hint if the Hub cannot have that name."""
     is_ours = path.parent.name == "models"
     if re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) and (is_ours or not path.exists()):
         return {"run": commands.script(_STAGE, "--model-name", name, *more)}
@@ -157,16 +157,17 @@ def _check_directory(path: Path, why: str = "") -> Path:
 
 
 def _require_readable_weights(path: Path) -> None:
-    """Raise an error for weights in other formats, because ignoring them would train from scratch.
+    """Raise an error for weights in other formats.
 
-    Raises UsageError or ArtifactError with the command that converts them.
+    If they were ignored, the model would be trained from scratch. Raises UsageError or
+    ArtifactError with the command that converts the weights.
     """
     if not has_weights(path) and (error := unread_weights.find_error(path)):
         raise error
 
 
 def _check_prepared(directory: Path, why: str = "") -> Path:
-    """Return the directory of a model of stage 03, after logging it and checking its files."""
+    """Log and check the directory of a model that stage 03 has prepared, and return it."""
     log_model(directory, why)
     content = manifest.read_manifest(directory, KIND, "the model", **model_remedy(directory))
     return _check_files(directory, content, model_remedy(directory, "--overwrite"))
@@ -181,7 +182,7 @@ def log_model(model_dir: Path, why: str) -> None:
 def _check_files(directory: Path, content: dict[str, Any], remedy: Remedy) -> Path:
     """Return a directory. Raise ArtifactError unless it contains exactly the files of its manifest.
 
-    Only other weights and code count as additional files.
+    Additional files are allowed unless they contain weights or code.
     """
     manifest.require_intact(directory, content, "the model", **remedy)
     if strays := list_strays(directory, content):

@@ -3,13 +3,13 @@
 A linear layer with an adapter returns W x + s B (A x) instead of W x (Hu et al. 2021, "LoRA:
 low-rank adaptation of large language models"). A is [rank, in] and B is [out, rank]. The scale s is
 alpha ÷ rank, or alpha ÷ √rank with rsLoRA (Kalajdzievski 2023). The model's own parameters are
-frozen in the compute dtype, A and B are float32 master weights. A and B are submodules of their
+frozen in the compute dtype; A and B are float32 master weights. A and B are submodules of their
 layer, so their names are those in PEFT's files: `….q_proj.lora_A.weight`.
 
 Transformers (5.23) keeps the weights of all experts of a layer in one parameter, [experts, rows,
 columns]: Mixtral's and Qwen MoE's modules have gate_up_proj and down_proj, and no linear layer.
-Such a parameter gets A [experts, rank, columns] and B [experts, rows, rank]. While the experts
-compute, the parameter is replaced by W + s B A, so it does not matter how they use it.
+Such a parameter gets A [experts, rank, columns] and B [experts, rows, rank]. During the forward
+pass of the experts, W + s B A replaces the parameter, so they may use the parameter in any way.
 """
 
 from __future__ import annotations
@@ -219,7 +219,10 @@ class Lora:
 
 
 def _add_product(linear: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    """Add s B A x to the output of a linear layer (a forward hook that copies of a model share)."""
+    """Add s B A x to the output of a linear layer.
+
+    This is a forward hook, which copies of a model share.
+    """
     return linear.lora_B.add_to(output, linear.lora_A(arguments[0]))
 
 
@@ -245,7 +248,10 @@ def _attach_to_experts(
 
 
 def _add_to_experts(module: nn.Module, _: Any) -> None:
-    """Replace W by W + s B A (a forward pre-hook that copies of a model share)."""
+    """Replace W by W + s B A.
+
+    This is a forward pre-hook, which copies of a model share.
+    """
     _restore_experts(module)
     targets = [
         name.removeprefix(_EXPERTS_PREFIX)
@@ -263,7 +269,7 @@ def _restore_experts(module: nn.Module, *_: Any) -> None:
 
 
 def _name_expert_adapter(name: str) -> str:
-    """Return the name of the adapter of an experts' parameter."""
+    """Return the name of the adapter for a parameter that contains experts."""
     path, _, leaf = name.rpartition(".")
     return f"{path}.{_EXPERTS_PREFIX}{leaf}"
 
@@ -278,7 +284,7 @@ def _fold_experts(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale:
 
 
 def _describe_untargeted_experts(model: PreTrainedModel) -> str:
-    """Return a text with the number of experts' parameters without an adapter, or ""."""
+    """Return text for the log about experts without an adapter, or "" if there are none."""
     count = sum(
         parameter.numel()
         for name, parameter in list_expert_weights(model).items()
@@ -347,9 +353,9 @@ def require_fits(model: PreTrainedModel, adapter: PeftAdapter) -> None:
 
 @torch.no_grad()
 def load_adapter(model: PreTrainedModel, adapter: PeftAdapter) -> None:
-    """Load the files of an adapter into the adapters of a model, which may be sharded.
+    """Load the weights of an adapter from its directory into a model, which may be sharded.
 
-    The adapter must have passed `require_fits`. Raises ArtifactError for numbers that are NaN or
+    The adapter must have passed `require_fits`. Raises ArtifactError for values that are NaN, or
     infinite in the dtype of the parameters.
     """
     path = adapter.directory / peft_adapter.WEIGHTS
@@ -407,7 +413,7 @@ def warn_about_unused_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def select_settings(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Lora` for a run. options: those in the identity of the run."""
+    """Return the arguments of `Lora` for a run. options: from the identity of the run."""
     return {
         "rank": options["lora_rank"],
         "alpha": options["lora_alpha"],

@@ -27,8 +27,8 @@ def choose_linears(model: PreTrainedModel, targets: str) -> list[str]:
     """Return the names of the linear layers in a model's blocks that match, in order.
 
     targets: as for Lora. Routers are included only if a regular expression matches them. Raises
-    UsageError if no layer matches, or if a regular expression that is meant for some layers also
-    matches the embedding or the output layer.
+    UsageError if no layer matches, or if a regular expression matches the embedding or the output
+    layer but not all linear layers in the blocks.
     """
     kinds = list_linears(model)
     if targets in (ALL, ATTENTION, MLP):

@@ -1,4 +1,4 @@
-"""Change the modules of a model before it is sharded. Each kind of change is a row of a table.
+"""Change the modules of a model before it is sharded. MODEL_CHANGES lists the changes.
 
 A change keeps the names of all parameters and may add some. An export folds the added parameters
 into the others, so the result has the class of the original model and no added parameters.
@@ -22,7 +22,7 @@ from lib.models.sharded import Placement
 class ModelChange(Protocol):
     """Change a model before training, and undo the change in an export.
 
-    changes_memory_plan: whether memory is estimated for the model after this change.
+    changes_memory_plan: whether the memory estimate includes this change.
     """
 
     changes_memory_plan: bool
@@ -40,7 +40,7 @@ class ModelChange(Protocol):
     def fold(
         self, model: PreTrainedModel, name: str, tensor: Tensor, added: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the tensor that an unchanged model needs under a name, in the same shape.
+        """Return the tensor of this name as the unchanged model needs it, in the same shape.
 
         model: the unchanged model, on meta. tensor: the full tensor of this name, from the
         checkpoint or the base model. added: all added parameters, full, by name.
@@ -60,7 +60,7 @@ MODEL_CHANGES: dict[str, Callable[..., ModelChange]] = {"lora": Lora, "float8": 
 def select_settings(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings of each change that a run uses, by name in MODEL_CHANGES.
 
-    options: those in the identity of the run.
+    options: from the identity of the run.
     """
     settings = {}
     if options.get("lora_rank"):
@@ -99,7 +99,10 @@ def fold_tensor(
     tensor: Tensor,
     added: Mapping[str, Tensor],
 ) -> Tensor:
-    """Return the tensor of an unchanged model; undoes the last change first. See `fold`."""
+    """Return a tensor as the unchanged model needs it, by undoing the last change first.
+
+    See `ModelChange.fold`.
+    """
     for change in reversed(changes):
         tensor = change.fold(model, name, tensor, added)
     return tensor

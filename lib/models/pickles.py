@@ -25,9 +25,9 @@ def convert_pickles(
     """Replace pickles by safetensors, file by file, and return the manifest entries.
 
     names: one file or all shards; their digests must have been checked. advance: called with the
-    bytes of each converted pickle. Each pickle is deleted after its content has been written.
-    trust_code: see architecture.read_config. Raises UsageError if a pickle contains anything else
-    than tensors.
+    size in bytes of each converted pickle. Each pickle is deleted after its content has been
+    written. trust_code: see architecture.read_config. Raises UsageError if a pickle contains
+    anything other than tensors.
     """
     tied = architecture.build_on_meta(directory, trust_code=trust_code).all_tied_weights_keys
     entries: list[dict[str, Any]] = []

@@ -34,10 +34,10 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Stack one tensor per expert, and concatenate several per expert along `dim`.
+    """Stack the tensors of all experts for each kind, and concatenate the kinds along `dim`.
 
-    kinds: [kind][expert], such as w1 and w3. dim: dimension of the stacked tensor, at least 1. Only
-    the experts and rows of a part are read.
+    kinds: the tensors' names, [kind][expert], where kinds are w1 and w3, for example. dim:
+    dimension of the stacked tensor, at least 1. Only the experts and rows of a part are read.
     """
 
     kinds: tuple[tuple[str, ...], ...]
@@ -74,8 +74,8 @@ class Stacked:
 class Converted:
     """Read all tensors completely and convert them with transformers' operations.
 
-    For a short time this needs the memory of the full tensor. convert: maps the checkpoint's
-    tensors by name to parameters by name, including `name`.
+    For a short time this needs the memory of the full tensor. convert: takes the checkpoint's
+    tensors by name, and returns parameters by name. name: the parameter to keep.
     """
 
     keys: tuple[str, ...]
@@ -92,8 +92,8 @@ def stack_experts(
 ) -> Stacked | None:
     """Return the recipe for a conversion that only stacks experts, or None for other conversions.
 
-    sources: checkpoint names by the converter's pattern, in the order of the experts. ndim: number
-    of dimensions of the stacked tensor.
+    sources: for each pattern of the converter, the names of the matching tensors in the checkpoint,
+    in the order of the experts. ndim: number of dimensions of the stacked tensor.
     """
     merge, *join = converter.operations
     if type(merge) is not MergeModulelist or merge.dim != 0 or len(join) > 1 or ndim < 2:

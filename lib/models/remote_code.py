@@ -1,9 +1,10 @@
-"""Handle modeling code in a model's repository. It is downloaded and run only with an option.
+"""Download, check and copy modeling code from a model's repository.
 
 `config.json` names the code in `auto_map`: `"AutoModelForCausalLM": "modeling_new.NewForCausalLM"`,
 or `"org/other--modeling_new.NewForCausalLM"` for code in another repository. No file in a model
-directory is a permission to run its code: every stage needs `--trust-remote-code`. The digests that
-stage 03 writes beside the code only show whether the code has changed since.
+directory is a permission to run its code: every stage needs `--trust-remote-code`, and stage 03
+needs it to download the code. The digests that stage 03 writes beside the code only show whether
+the code has changed since.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def write_digests(model_dir: Path, names: list[str]) -> None:
 
 
 def list_code_files(model_dir: Path) -> list[str]:
-    """Return the names of the code files that stage 03 downloaded; [] for other directories.
+    """Return the names of the code files that stage 03 downloaded, or [] if there are none.
 
     Raises ArtifactError if the files have changed since.
     """

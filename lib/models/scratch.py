@@ -80,7 +80,7 @@ class Design:
 
     size: a name in SIZES, or None if `config_json` is given. vocab_size: tokens in the vocabulary,
     or None for the default. train_on: datasets to train a tokenizer on. copy_from: directory with a
-    tokenizer to copy. Without both, the tokenizer has one token per byte.
+    tokenizer to copy. Without either, the tokenizer has one token per byte.
     """
 
     size: str | None
@@ -94,7 +94,7 @@ class Design:
         return f"scratch-{self.size or self._content['model_type']}"
 
     def identity(self, name: str) -> dict[str, Any]:
-        """Return the options and fingerprints of inputs that determine the files."""
+        """Return the options and the fingerprints of inputs that determine the model's files."""
         inputs: dict[str, Any] = {}
         if self.config_json:
             inputs["config.json content"] = hashing.fingerprint(self._content)
@@ -125,7 +125,7 @@ class Design:
             )
 
     def vocabulary(self) -> int:
-        """Return the number of tokens. Raises UsageError if the tokenizer has more of them."""
+        """Return the number of tokens. Raises UsageError if the tokenizer exceeds --vocab-size."""
         if not self.copy_from:
             return self.vocab_size or (
                 self._default_vocabulary() if self.train_on else tokenizer.BYTE_VOCABULARY
@@ -146,7 +146,7 @@ class Design:
         return getattr(self._read_config().get_text_config(), "max_position_embeddings", None)
 
     def describe(self, vocabulary: int) -> dict[str, str]:
-        """Return rows about the model for the plan of a stage."""
+        """Return texts that describe the model, by the name of the property."""
         if self.size:
             return describe_size(self.size, vocabulary)
         from lib.models import architecture
@@ -174,7 +174,7 @@ class Design:
         show_progress: bool,
         limit: int = tokenizer.SAMPLE_BYTES,
     ) -> None:
-        """Write the files of the tokenizer. limit: bytes of text to train it on at most."""
+        """Write the files of the tokenizer. limit: maximum bytes of training text."""
         if self.copy_from:
             tokenizer.copy_tokenizer(self.copy_from, self.context(), directory)
         else:
@@ -201,9 +201,9 @@ class Design:
     def write_configs(self, directory: Path, vocabulary: int) -> dict[str, Any]:
         """Write the configs into the directory of the tokenizer.
 
-        Returns the entries of the manifest's summary about config.json. For some model types,
-        transformers ignores the tokenizer's files and uses a class of its own (qwen2 in 5.23). If
-        this class adds tokens, the vocabulary is enlarged.
+        Returns entries about config.json for the manifest's summary. For some model types (qwen2 in
+        5.23), transformers loads the tokenizer with a class for that type, whatever the tokenizer's
+        files say. If this class adds tokens, the vocabulary is enlarged.
         """
         alone = tokenizer.load_tokenizer(directory)
         added = self.write(directory, vocabulary, alone)
@@ -293,7 +293,7 @@ class Design:
         return {key: value for key, value in content.items() if key not in _WEIGHT_KEYS}
 
     def _read_config(self) -> PretrainedConfig:
-        """Return the config as transformers reads it. Raises UsageError for impossible numbers."""
+        """Return the config as transformers reads it. Raises UsageError for counts below 1."""
         from lib.models import architecture
 
         with tempfile.TemporaryDirectory() as copy, self._rename_errors(Path(copy)):
@@ -309,7 +309,7 @@ class Design:
         return config
 
     def _rename_errors(self, directory: Path) -> AbstractContextManager[None]:
-        """Make errors about a temporary directory name the file in --config-json."""
+        """Replace paths of a temporary directory in errors by the path in --config-json."""
         return rename_in_errors(str(self.config_json), directory / CONFIG, directory)
 
 
@@ -327,7 +327,7 @@ def _describe_rows(rows: int, vocabulary: int) -> str:
 
 
 def describe_size(size: str, vocabulary: int) -> dict[str, str]:
-    """Return rows about a size for the plan of a stage."""
+    """Return texts that describe a size, by the name of the property."""
     shape = SIZES[size]
     rows = pad_vocabulary(vocabulary)
     return {

@@ -29,7 +29,8 @@ class Placement(NamedTuple):
     """How a model will be sharded.
 
     shard_size: ranks per replica. offload: whether shards are in host memory. device: `cuda` or
-    `cpu`. ranks_of: (name, shape) → the ranks that share a parameter; None for `shard_size` each.
+    `cpu`. ranks_of: (name, shape) → number of ranks that share this parameter. If it is None,
+    `shard_size` ranks share every parameter.
     """
 
     shard_size: int = 1
@@ -119,9 +120,9 @@ def _masters(tensor: Tensor) -> Tensor:
 
 
 def without_padding(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return a parameter, or an optimizer state of its shape, without padding. Shares its memory.
+    """Return a parameter, or an optimizer state of the same shape, as a view without padding.
 
-    tensor: returned unchanged if its shape is not that of the padded parameter.
+    tensor: returned unchanged if its shape differs from the shape of the padded parameter.
     """
     if not hasattr(parameter, _REAL_ROWS) or tensor.shape != parameter.shape:
         return tensor
@@ -145,7 +146,7 @@ def is_frozen(model: nn.Module) -> bool:
 
 
 def describe_size(model: PreTrainedModel) -> str:
-    """Return a text with the number of parameters and, if some are frozen, of trained ones."""
+    """Return, as text, the number of parameters, and of trained ones if some are frozen."""
     text = f"{units.count(model.num_parameters())} parameters"
     if is_frozen(model):
         text += f", {units.count(model.num_parameters(only_trainable=True))} trained"
@@ -155,8 +156,9 @@ def describe_size(model: PreTrainedModel) -> str:
 def restore_ties(model: PreTrainedModel) -> None:
     """Tie weights again that `to_empty` has separated.
 
-    `to_empty` separates plain parameters but not DTensors. Models whose weights are still tied are
-    left alone: `tie_weights` also pads the bias of a head, and FSDP would not know its new memory.
+    `to_empty` separates plain parameters but not DTensors. `tie_weights` is not called if weights
+    are still tied: it also pads the bias of the output layer, and FSDP would not know the new
+    memory of the bias.
     """
     if any(
         model.get_parameter(name) is not model.get_parameter(source)

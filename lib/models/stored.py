@@ -55,7 +55,7 @@ class StoredModel:
         return [self.read(name) for name in names]
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in its stored dtype. Missing buffers come from the constructor."""
+        """Return a tensor in its stored dtype, or a missing buffer as the constructor sets it."""
         if name not in self._recipes:
             return weights.build_twin(self._model).get_buffer(name)
         full = tuple(slice(0, size) for size in self._shapes[name])
@@ -64,10 +64,11 @@ class StoredModel:
 
 @contextmanager
 def stream_parts(model: PreTrainedModel, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Let a model on meta compute in float32 on the CPU, reading each part before its forward.
+    """Let a model on meta compute in float32 on the CPU, reading each part when it is needed.
 
-    Parts are the decoder blocks and the other modules with parameters. After its forward, a part is
-    on meta again. read: returns the full parameter or persistent buffer of a name.
+    Parts are the decoder blocks and the other modules with parameters. A part is read before its
+    forward pass and is on meta again after it. read: returns the full parameter or persistent
+    buffer of a name.
     """
     _load_buffers(model, read)
     hooks = []
@@ -88,7 +89,7 @@ def stream_parts(model: PreTrainedModel, read: Callable[[str], Tensor]) -> Itera
 
 
 def _list_parts(model: PreTrainedModel) -> Iterator[tuple[nn.Module, Places]]:
-    """Yield each part with the places of its parameters."""
+    """Yield each part, and the modules and attributes where its parameters are registered."""
     blocks = decoder_layers(model)
     for name, module in model.named_modules():
         is_block = name in blocks

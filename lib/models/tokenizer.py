@@ -4,8 +4,8 @@ A trained tokenizer is a byte-level BPE, so it decodes any string unchanged. It 
 `<|begin_of_text|>` before each text. `<|end_of_text|>` separates documents, and `<|pad|>` pads
 batches at inference. Text that looks like a special token is encoded as text
 (`split_special_tokens`), so a document cannot forge a boundary. A tokenizer that is trained on
-conversations also has the two tokens of ChatML and its template; because templates write special
-tokens as text, it recognises them in text.
+conversations also has the two tokens of ChatML and its template. Such a tokenizer does recognise
+special tokens in text, because templates write them as text.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
 
 
 def _normalize(text: str) -> str:
-    """Return a text without the differences that tokenizers may remove: case, accents, space."""
+    """Return a text without case, accents and whitespace, which tokenizers may change."""
     return "".join(
         char
         for char in unicodedata.normalize("NFKD", text.casefold())

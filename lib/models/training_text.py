@@ -80,7 +80,7 @@ def read_texts(corpora: Sequence[Path]) -> TrainingText:
 
 
 def _plain_files(corpus: Path) -> list[Path]:
-    """Return the Arrow files of a train split without a description; [] for other datasets."""
+    """Return the Arrow files of a train split, or [] if `save_to_disk` wrote the dataset."""
     described = ("state.json", "dataset_dict.json")
     if corpus.is_dir() and any((corpus / name).exists() for name in described):
         return []

@@ -175,7 +175,8 @@ def build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) 
 def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield the name and module of each unit of initialisation, and whether it includes children.
 
-    Units are the blocks, their siblings, and the parents of both (without children).
+    Units are the modules that contain decoder blocks, each without its children, and all children
+    of these modules (blocks, embeddings, output layer), each with its own children.
     """
     parents = {""}
     for layer in decoder_layers(model):
@@ -189,7 +190,7 @@ def _find_blocks(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, bool]
 
 
 def _find_owner(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Return the innermost pretrained model that contains a module and whose rules apply to it."""
+    """Return the innermost PreTrainedModel that contains a module and that initialises it."""
     owner = model
     module = model
     for part in name.split(".") if name else ():
@@ -215,7 +216,7 @@ def _unsharded(
 ) -> Iterator[FullParameters]:
     """Replace the parameters of a block by unsharded ones full of NaN while this context is open.
 
-    A parameter that is tied to another block is on meta, where initialising it has no effect.
+    A parameter that is tied to another one is on meta, where initialising it has no effect.
     """
     parameters: FullParameters = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
