@@ -122,8 +122,8 @@ def compute_logits(
 ) -> Tensor:
     """Return the logits of the probe in float32, with one block of the model in memory at a time.
 
-    model: on meta. read: returns a tensor by name. options: the options of the run, because some
-    kinds of RoPE depend on the sequence length.
+    model: on the meta device. read: returns a tensor by name. options: the run's options. Their
+    packing and sequence length determine the frequencies of some kinds of RoPE.
     """
     model = copy.deepcopy(model)
     with stream_parts(model, read):

@@ -1,1 +1,1 @@
-"""One model over many devices: who holds what, and how it computes."""
+"""Distribute a model over many devices, and choose the kernels that compute it."""

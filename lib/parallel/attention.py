@@ -55,8 +55,8 @@ def wrap_functions(wrap: Callable[[Attend], Attend]) -> None:
 
     Each layer of a model asks transformers' interface for its function, whatever the implementation
     (sdpa, eager, flex_attention, flash_attention_2, varlen), so this one place wraps all of them.
-    Call this before the first pass. Families that compute attention without the interface (Falcon,
-    Bloom, MPT) are not wrapped.
+    Call this before the first forward pass. Families that compute attention without the interface
+    (Falcon, Bloom, MPT) are not wrapped.
     """
     get_interface = AttentionInterface.get_interface
 
@@ -69,10 +69,10 @@ def wrap_functions(wrap: Callable[[Attend], Attend]) -> None:
 def choose_attention(option: str, packing: str, precision: str, config: PretrainedConfig) -> str:
     """Return the name in transformers' attention interface for --attention.
 
-    option: its value, except `flash` (see `resolve_flash`). `auto` is varlen for packed documents
-    on a GPU, if the GPU, the precision and the model allow that kernel, because the fast kernels
-    take no mask. Otherwise it is sdpa, which uses the fastest causal kernel available. Raises
-    UsageError if the implementation cannot train here.
+    option: the value of --attention, except `flash` (see `resolve_flash`). For packed documents on
+    a GPU, `auto` is varlen if the GPU, the precision and the model allow that kernel: sdpa would
+    need a mask, which the fast kernels do not accept. Otherwise `auto` is sdpa, which uses the
+    fastest causal kernel available. Raises UsageError if the implementation cannot train here.
     """
     on_gpu = torch.cuda.is_available()
     if option == "flex" and not on_gpu:
@@ -167,7 +167,7 @@ def get_field(config: PretrainedConfig, name: str) -> Any:
 
 
 def find_head_sizes(config: PretrainedConfig) -> HeadSizes:
-    """Return the sizes of a model's heads by its config, the largest of all layers."""
+    """Return the sizes of a model's heads from its config, the largest of all layers."""
     text = config.get_text_config()
     sizes: dict[str, int] = {}
     _collect_sizes(text.to_dict(), sizes)
@@ -179,7 +179,7 @@ def find_head_sizes(config: PretrainedConfig) -> HeadSizes:
 
 
 def _collect_sizes(part: Mapping[Any, Any], sizes: dict[str, int]) -> None:
-    """Collect the largest number under each key that ends in head_dim, also from nested parts."""
+    """Collect the largest value of each key that ends in head_dim, also from nested parts."""
     for key, value in part.items():
         if isinstance(value, Mapping):
             _collect_sizes(value, sizes)
@@ -188,13 +188,13 @@ def _collect_sizes(part: Mapping[Any, Any], sizes: dict[str, int]) -> None:
 
 
 def avoid_device_reads(model: nn.Module, packing: str, seq_length: int) -> None:
-    """Keep transformers from reading numbers from the device, for which the host would wait.
+    """Keep transformers from reading values from the device, because the host would wait for it.
 
-    For each mask, transformers reads from the device whether documents are packed. Rows of one
-    document need no mask, nor do kernels that take document boundaries. With packed documents and a
-    mask, this check stays, because batches whose rows are one document each then need no mask and
-    are fast. Some kinds of RoPE read the largest position, and GPT-2 looks for padding to warn
-    about it.
+    Before it makes a mask, transformers reads from the device whether documents are packed. That
+    check is removed if no mask is needed: for rows of one document, and for kernels that take
+    document boundaries. Otherwise it stays, because it finds batches in which each row is one
+    document. They need no mask and are fast. Some kinds of RoPE read the largest position, and
+    GPT-2 looks for padding to warn about it.
     """
     if packing != "documents" or model.config._attn_implementation in _WITH_BOUNDARIES:
         masking_utils.find_packed_sequence_indices = _do_nothing
@@ -205,9 +205,11 @@ def avoid_device_reads(model: nn.Module, packing: str, seq_length: int) -> None:
 
 
 def fix_rope_frequencies(model: nn.Module, packing: str, seq_length: int) -> None:
-    """Let RoPE that chooses frequencies by the largest position keep those of `seq_length`.
+    """Fix the frequencies of dynamic and longrope RoPE at the frequencies for `seq_length` tokens.
 
-    With packed documents, it keeps them only if shorter documents have the same frequencies.
+    These kinds of RoPE choose their frequencies by the largest position in a batch. With packed
+    documents they continue to do so, unless all lengths up to `seq_length` give the same
+    frequencies.
     """
     for rope in model.modules():
         if getattr(rope, "rope_type", None) not in ("dynamic", "longrope") or not type(
@@ -223,7 +225,7 @@ def fix_rope_frequencies(model: nn.Module, packing: str, seq_length: int) -> Non
 
 
 def _do_nothing(*_: Tensor | None) -> None:
-    """Replace a function of transformers that reads numbers from the device."""
+    """Replace a function of transformers that reads values from the device."""
 
 
 def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
@@ -287,8 +289,8 @@ def _attend_varlen(
     """Compute attention within documents, as a function of transformers' interface.
 
     query: [B, H, T, D]; key, value: [B, H or fewer, T, D]. cu_seq_lens_q: int32 [documents + 1],
-    the boundaries of documents in the B·T tokens; None if each row is one document. max_length_q: a
-    number of tokens that no document exceeds, None for T; the kernel would ignore tokens beyond it.
+    the boundaries of documents in the B·T tokens; None if each row is one document. max_length_q:
+    the most tokens of a document (None: T); the kernel would ignore further tokens of a longer one.
     Returns [B, T, H, D]. Raises UsageError for dropout, caps and sinks, which the kernel lacks.
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
@@ -314,7 +316,7 @@ def _attend_varlen(
 
 
 def _group_arguments(kernel: Callable[..., Any]) -> dict[str, bool]:
-    """Return the argument that allows a kernel fewer heads for keys than for queries.
+    """Return the argument that lets a kernel use fewer key heads than query heads.
 
     In torch 2.11 the argument is missing, and the kernel allows fewer heads anyway.
     """
@@ -370,8 +372,8 @@ def _attend_by_document(
 ) -> Tensor:
     """Compute attention for one document after another. query, key, value: [B·T, H, D].
 
-    Raises AssertionError for a document longer than `longest`, whose end the kernel of a GPU would
-    silently ignore.
+    Raises AssertionError for a document longer than `longest`. The GPU kernel would silently ignore
+    the end of such a document.
     """
     outputs = []
     for first, last in pairwise(boundaries.tolist()):

@@ -126,7 +126,7 @@ def _make_heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.devi
 
 
 def _find_torch_backend(heads: list[Tensor], by_mask: bool) -> SDPBackend:
-    """Return the kernel that torch's scaled_dot_product_attention picks by itself."""
+    """Return the kernel that torch picks by itself for sdpa. by_mask: the call passes a mask."""
     query, key, value = heads
     groups = query.shape[1] // key.shape[1]
     mask = None
@@ -173,7 +173,7 @@ def _compute(name: str, heads: list[Tensor]) -> list[Tensor]:
 
 
 def _prefer_flash() -> None:
-    """Let sdpa prefer FlashAttention to cuDNN, torch's own preference on this GPU.
+    """Let sdpa prefer FlashAttention; on this GPU, torch itself prefers cuDNN.
 
     Attention with a mask still uses the next kernel that supports masks.
     """

@@ -56,7 +56,7 @@ class Compiler:
     def wrap(
         self, function: Callable[..., Any], instead: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """Return a function that is compiled at its first call. instead: used after a failure."""
+        """Return a function that is compiled at its first call; after a failure, call `instead`."""
         # Compile the backward pass together with the forward pass: a later failure would come in
         # the middle of a step.
         options = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
@@ -146,7 +146,7 @@ def is_compile_on(option: bool | None, device: torch.device) -> bool:
 
 
 def make_compiler(option: bool | None, device: torch.device) -> Compiler | None:
-    """Return the compiler of the decoder blocks by --compile; None if nothing is compiled.
+    """Return the compiler of the decoder blocks; None if --compile turns compilation off.
 
     Its method `for_part` returns the compilers of the other parts of a step.
     """
@@ -162,7 +162,7 @@ class _LimitReport(logging.Filter):
     is_done = False
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether torch itself prints a record."""
+        """Return whether torch may print a record: False for its warnings about the limit."""
         text = record.getMessage()
         if _LIMIT_REACHED not in text:
             return True

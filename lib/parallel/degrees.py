@@ -33,7 +33,7 @@ class Degrees(NamedTuple):
     def replicas(self, ranks: int) -> int:
         """Return the number of replicas of the model on the ranks of a launch.
 
-        Raises UsageError, with the product, if the ranks cannot be divided like this.
+        Raises UsageError if the ranks cannot be divided by these degrees.
         """
         shard = self.shard or ranks
         product = f"ranks = replicas × {shard} (--shard-size)"
@@ -53,7 +53,7 @@ class Degrees(NamedTuple):
         return ranks // shard
 
     def dp_rank(self, rank: int) -> int:
-        """Return the number of a rank among the ranks that read different samples."""
+        """Return the index of a rank among the ranks that read different samples."""
         return rank // self.context
 
     def dp_size(self, ranks: int) -> int:

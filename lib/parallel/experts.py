@@ -25,9 +25,9 @@ class Routing(NamedTuple):
     """The (token, choice) pairs sorted by expert: S = N · k pairs for N tokens with k experts each.
 
     order: int64 [S], the pairs sorted by expert, stably. inverse: int64 [S], the position of each
-    pair in that order. tokens: int64 [S], the token of each sorted pair. experts: int64 [S], its
-    expert; pairs of experts on other ranks come last. ends: int32 [E], the position after the last
-    pair of each expert.
+    pair in that order. tokens: int64 [S], the token index of each sorted pair. experts: int64
+    [S], the expert index of each sorted pair; pairs of experts on other ranks come last. ends:
+    int32 [E], the position after the last pair of each expert.
     """
 
     order: Tensor
@@ -68,7 +68,8 @@ def dispatch(hidden_states: Tensor, routing: Routing) -> Tensor:
 def compute(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
     """Return the results of the experts, [S, H]. rows: [S, H], sorted by expert.
 
-    Families differ in the module's attributes and hooks, as in `transformers.integrations.moe`.
+    Handles the attributes and hooks by which families differ, as `transformers.integrations.moe`
+    does.
     """
     is_remote = None
     if getattr(module, "_is_expert_parallel", False):  # not before transformers 5.23
@@ -167,7 +168,7 @@ _gradient_of_weights.register_fake(lambda rows, upstream, ends, weights: torch.e
 
 
 class _Dispatch(torch.autograd.Function):
-    """Copies each token to its rows. The gradient of a token is the sum of those of its rows."""
+    """Copies each token to its rows. The gradient of a token is the sum over its rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden_states: Tensor, tokens: Tensor, inverse: Tensor) -> Tensor:
@@ -210,7 +211,7 @@ class _Combine(torch.autograd.Function):
 
 
 class _Biases(torch.autograd.Function):
-    """Returns the bias of each row's expert; a product with ones sums the gradients."""
+    """Returns the bias of each row's expert; backward sums gradients by a one-hot product."""
 
     @staticmethod
     def forward(ctx: Any, biases: Tensor, experts: Tensor) -> Tensor:

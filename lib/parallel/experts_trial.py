@@ -1,7 +1,7 @@
-"""Choose the function that computes a model's experts: ours, if it gives the same numbers.
+"""Choose the function that computes a model's experts: ours, if it gives the same results.
 
-A trial on the model's own weights compares it with the function of transformers that would be used
-otherwise, so that no table of families is needed.
+A trial on the model's own weights compares our function with transformers' function, which is used
+if the results differ. So no table of model families is needed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> s
     """Keep our function if it agrees with transformers' own; return the choice for the log.
 
     Returns "" for a model without experts that use transformers' interface. All ranks must call
-    this: it runs a forward pass over a row of 16 tokens, computes each layer's
-    experts with both functions, and compares results and gradients of the inputs. A failure on one
-    rank decides for all ranks.
+    this: it runs a forward pass over a row of 16 tokens, computes each layer's experts with both
+    functions, and compares the results and the gradients of the inputs. If our function fails on
+    one rank, all ranks use transformers' function.
     """
     modules = experts.list_experts_modules(model)
     if not modules:
@@ -54,7 +54,7 @@ def _try(
     """Return why our function cannot be used, or "".
 
     Failures are caught within the experts of a layer, because the forward pass around them
-    exchanges weights with the other ranks and has to finish on each.
+    exchanges weights with the other ranks and has to finish on every rank.
     """
     failures: list[str] = []
     batch = trial_batch(trial_tokens(model), layout)
@@ -76,7 +76,7 @@ def _comparison(modules: list[nn.Module], theirs: _Forward, failures: list[str])
 
 
 def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *inputs: Tensor) -> Tensor:
-    """Return the result of transformers' function, and append the failure of ours, or ""."""
+    """Return the result of transformers' function; append to `failures` why ours failed, or ""."""
     expected = _run_backward(theirs, module, *inputs)
     try:
         results = _run_backward(experts.experts_forward, module, *inputs)

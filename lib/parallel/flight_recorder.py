@@ -1,4 +1,4 @@
-"""Write the latest collectives of a rank, from torch's flight recorder, when the watchdog ends it.
+"""Write a rank's latest collectives, from torch's flight recorder, when the watchdog ends the rank.
 
 launch/runs/collectives.py reads these files to name the ranks that others wait for.
 """
@@ -31,7 +31,7 @@ _SHOWN = (
 
 
 def enable_recorder() -> None:
-    """Let torch record every collective. Call this before the first process group is made."""
+    """Let torch record every collective. Call this before creating a process group."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _ENTRIES)
 
 

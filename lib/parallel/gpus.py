@@ -40,7 +40,7 @@ class Reason(NamedTuple):
 
 
 class Unusable(NamedTuple):
-    """GPUs that torch cannot use. found: the GPUs and versions. reasons: at least one."""
+    """GPUs that torch cannot use. found: their names, and the versions of driver and torch."""
 
     found: str
     reasons: list[Reason]
@@ -134,7 +134,7 @@ def _find_version_problems(driver: str) -> Iterator[Reason]:
 
 
 def _find_hiding_causes(is_listed: bool, files: list[Path]) -> Iterator[Reason]:
-    """Yield the causes that hide all GPUs from this process. is_listed: nvidia-smi lists some."""
+    """Yield the causes that hide all GPUs from this process. is_listed: nvidia-smi lists GPUs."""
     visible = os.environ.get(_VISIBLE)
     if visible is not None and visible.strip() in _HIDING:
         yield Reason(
@@ -202,7 +202,7 @@ def _find_missing_code() -> Iterator[Reason]:
 
 
 def _can_run(arch: str, major: int, minor: int) -> bool:
-    """Return whether code runs on a GPU: `sm_86` on 8.6 and 8.9, `compute_90` from 9.0 on."""
+    """Return whether a GPU runs code: 8.6 and 8.9 run `sm_86`, 9.0 and later `compute_90`."""
     kind, _, number = arch.partition("_")
     code_major, code_minor = divmod(int(number.rstrip("af")), 10)
     if number.endswith("a"):  # runs on this capability only

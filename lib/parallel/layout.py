@@ -34,10 +34,10 @@ _ALLOCATOR = (
 class ParallelLayout:
     """The place of this process among all processes, for data and for parameters.
 
-    rank, ranks: number of this process and of all. dp_rank, dp_size: the same among the ranks that
-    read different samples. fsdp: the default mesh of parameters, (shard) or (replicate,
-    shard). control, saving: gloo groups for small agreements and for checkpoints. They are separate
-    so that collectives of different threads do not mix.
+    rank, ranks: the index of this process, and the number of processes. dp_rank, dp_size: the same
+    among the ranks that read different samples. fsdp: the default mesh of parameters, (shard) or
+    (replicate, shard). control, saving: gloo groups for small agreements and for checkpoints. They
+    are separate so that collectives of different threads do not mix.
     """
 
     rank: int
@@ -58,9 +58,9 @@ class ParallelLayout:
     ) -> ParallelLayout:
         """Join the process group; all ranks must call this.
 
-        degrees: None for one replica over all ranks; or a function that agrees on them with the
-        other ranks, through the process group that it gets. meeting: the result of an earlier
-        `meet`; None to meet now. patience: seconds after which a watchdog ends the process;
+        degrees: None for one replica over all ranks. If it is a function, it gets a process group
+        and returns degrees that all ranks agree on. meeting: the result of an earlier call of
+        `meet`; None to call it now. patience: seconds after which a watchdog ends the process;
         collectives time out later, so that the watchdog reports first. Raises UsageError if the
         ranks cannot be divided by the degrees.
         """
@@ -87,13 +87,13 @@ class ParallelLayout:
         )
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
-        """Return the sums of numbers over all ranks, in float64; all ranks must call this."""
+        """Sum each value over all ranks, in float64; all ranks must call this."""
         numbers = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(numbers, group=self.control)
         return numbers.tolist()
 
     def gather_table(self, values: list[float]) -> torch.Tensor:
-        """Return the numbers of every rank, float64 [ranks, numbers], by one collective.
+        """Return the values of every rank, float64 [ranks, values], by one collective.
 
         All ranks must call this with the same number of values.
         """
@@ -108,7 +108,7 @@ class ParallelLayout:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Leave the process group, except after an error, which may not occur on other ranks."""
+        """Leave the process group, except after an error: other ranks may not have raised it."""
         if error is None or isinstance(error, Preempted):
             self.stop()
 
@@ -137,14 +137,15 @@ def meet() -> Meeting | None:
 def configure_allocator() -> None:
     """Set the options of torch's allocator, unless the environment sets them.
 
-    Call this before torch is asked for the name or the memory of a GPU: it reads the options then.
+    Call this before asking torch for the name or the memory of a GPU, because torch then reads the
+    options.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
 
 
 def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
-    """Join the process group of all ranks. meeting: None without torchrun: a group of one."""
+    """Join the process group of all ranks, or without a meeting a group of one process."""
     flight_recorder.enable_recorder()
     # Gloo then connects two ranks when they first communicate, not each of 1,024 ranks to all
     # others.

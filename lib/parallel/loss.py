@@ -1,6 +1,6 @@
 """Compute the loss as a sum over label tokens, so that any division of a batch gives the same mean.
 
-If a trial on the model gives the same loss, the output layer computes it, chunk by chunk.
+The output layer computes the loss chunk by chunk, if a trial shows that the loss stays the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def build_loss(
 ) -> LossFunction:
     """Return the function that computes the loss of a model, see `token_loss_sum`.
 
-    All ranks must call this, because it runs trial passes with the current weights. Raises
-    UsageError if packed documents see each other.
+    All ranks must call this, because it runs forward passes with the current weights. Raises
+    UsageError if packed documents attend to each other.
     """
     if packing == "documents":
         require_isolation(model, layout)
@@ -85,7 +85,7 @@ class LossHead:
     """
 
     def __init__(self, head: nn.Module, at_once: int, compiler: Compiler | None = None) -> None:
-        """at_once: number of logits in a chunk. compiler: the one of the decoder blocks."""
+        """at_once: number of logits in a chunk. compiler: the compiler of the decoder blocks."""
         self._head = head
         self._logits = head.forward
         self._at_once = at_once
@@ -143,9 +143,10 @@ class _ChunkedLoss(torch.autograd.Function):
         at_once: int,
         gradient_of: Callable[..., tuple[Tensor, Tensor]] | None,
     ) -> Tensor:
-        """hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N].
+        """Return the cross entropy summed over the rows with a label, and save the gradients.
 
-        gradient_of: None if no gradient is needed.
+        hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N]. at_once: number of logits in a
+        chunk. gradient_of: computes as `_gradient` does; None if no gradient is needed.
         """
         # Chunks have equal sizes, because the gradient is compiled for each size.
         chunks = units.ceil_div(len(labels) * len(weight), at_once)
@@ -195,7 +196,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the saved gradients. upstream: float32 scalar, their factor."""
+        """Return the saved gradients times `upstream`, a float32 scalar."""
         return (
             *(
                 None if gradient is None else gradient.mul_(upstream.to(gradient.dtype))
@@ -211,11 +212,11 @@ class _ChunkedLoss(torch.autograd.Function):
 def _gradient(
     logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the cross entropy summed over rows that count, and its gradient for the logits.
+    """Return the cross entropy summed over rows with a label, and its gradient for the logits.
 
-    logits: [n, V]; target: int64 [n]; counts: 1 or 0 for each row, float32 [n]; factor: multiplies
-    the gradient of each row, float32 [n]. The gradient, softmax minus one-hot, has the dtype of the
-    logits.
+    logits: [n, V]; target: int64 [n]; counts: 1 for a row with a label, else 0, float32 [n];
+    factor: multiplies the gradient of each row, float32 [n]. The gradient, softmax minus one-hot,
+    has the dtype of the logits.
     """
     dtype = logits.dtype
     logits = logits.float()
@@ -266,10 +267,11 @@ def _can_add_in_place(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def chunk_loss(model: nn.Module, layout: ParallelLayout, compiler: Compiler | None = None) -> str:
-    """Let the output layer compute the loss if the result is the same; return a description.
+    """Let the output layer compute the loss if that does not change it; return a description.
 
-    Some families change the logits after that layer, by a cap or a factor. So two forward passes
-    over a row of 16 tokens compare the losses. All ranks must call this.
+    Some families change the logits after the output layer, by a cap or a factor. So this runs a
+    forward pass in each way over a row of 16 tokens, and compares the losses. All ranks must call
+    this.
     """
     head = model.get_output_embeddings()
     batch = trial_batch(trial_tokens(model), layout)

@@ -2,9 +2,9 @@
 
 A launch makes several attempts if it restarts its ranks. torchrun keeps one store for all of them
 (torch 2.13). It still contains the process groups, meshes and addresses of a killed attempt. So
-rank 0 chooses a prefix of the store's keys for each attempt, its name. A rank accepts the name only
-after rank 0 has echoed a token that this process just sent, so keys left by earlier attempts are
-ignored.
+rank 0 names each attempt, and the name is the prefix of the attempt's keys in the store. A rank
+accepts the name only after rank 0 has echoed a token that this process just sent, so keys left by
+earlier attempts are ignored.
 
 While a rank prepares (tokenising takes hours), one of its threads writes to the store, so that the
 others can distinguish a rank that works from one that has died.
@@ -79,7 +79,7 @@ class Meeting:
         return attempt
 
     def _enter(self) -> str:
-        """Send the token to the attempt that rank 0 names, until rank 0 echoes it."""
+        """Return the attempt's name from rank 0, once rank 0 has echoed this rank's token."""
         attempt = ""
 
         def is_echoed() -> bool:
@@ -131,7 +131,7 @@ class Meeting:
 
 
 def launcher_error() -> StageError:
-    """Return the error of a rank whose launcher has ended and could not stop it any more."""
+    """Return the error of a rank whose launcher has ended without stopping the rank."""
     return StageError(
         "the launcher that started this rank has gone", hint="the same command resumes the run"
     )

@@ -20,7 +20,7 @@ _LOAD = "index,utilization.gpu,memory.used,memory.total,power.draw,power.limit,t
 class Load(NamedTuple):
     """The load of a GPU; None for values that it does not report.
 
-    gpu: its number. busy: percentage of the time in which a kernel ran. used, total: memory in MiB.
+    gpu: its index. busy: percentage of the time in which a kernel ran. used, total: memory in MiB.
     watts, limit: power in W.
     """
 
@@ -86,7 +86,7 @@ def find_driver() -> str:
 
 
 def list_names() -> list[str]:
-    """Return the names of the GPUs by nvidia-smi; none if it is absent or fails."""
+    """Return the names of the GPUs from nvidia-smi; none if it is absent or fails."""
     try:
         return [name for (name,) in query_driver("name")]
     except ToolError:
@@ -94,7 +94,7 @@ def list_names() -> list[str]:
 
 
 def list_loads() -> list[Load]:
-    """Return the load of each GPU by nvidia-smi; none if it is absent or fails."""
+    """Return the load of each GPU from nvidia-smi; none if it is absent or fails."""
     try:
         return [Load(gpu, *map(parse_number, cells)) for gpu, *cells in query_driver(_LOAD)]
     except ToolError:
@@ -107,5 +107,5 @@ def list_device_files() -> list[Path]:
 
 
 def list_kernel_gpus() -> list[Path]:
-    """Return an entry for each GPU of the machine, usable by this process or not."""
+    """Return the driver's /proc entry of each GPU, even if this process may not use it."""
     return sorted((PROC / "gpus").glob("*"))

@@ -57,8 +57,9 @@ class _CopiedGroup:
     """Replaces two methods of an FSDP parameter group, and copies between their calls.
 
     FSDP calls `unshard` when it prefetches a group, and `wait_for_unshard` when it uses the group.
-    In between it keeps an all-gather result, which it drops if the group is not used. The copy, one
-    tensor with all parameters, becomes the output in that result and is dropped with it.
+    In between it keeps an all-gather result, which it drops if the group is not used. This class
+    replaces the output in that result by the copy, one tensor with all parameters, so FSDP drops
+    the copy too.
     """
 
     def __init__(self, group: Any, copies: _Copies) -> None:

@@ -115,11 +115,12 @@ def _lora_rank(block: nn.Module) -> int:
 def _with_recomputation(forward: Callable[..., Any], block: nn.Module | None) -> Callable[..., Any]:
     """Return a forward that recomputes activations.
 
-    block: the module, to keep the results of some operations; None keeps only its input.
+    block: the block's module for selective checkpointing, which keeps the results of some
+    operations. None for full checkpointing, which keeps only the input.
     """
 
     def make_contexts() -> Any:
-        # Chosen in each pass, because the function of the experts is chosen after sharding.
+        # Chosen in each forward pass, because the function of the experts is chosen after sharding.
         return create_selective_checkpoint_contexts(
             partial(_checkpoint_policy, _kept_operations(block), rank)
         )
@@ -161,21 +162,22 @@ def shard(
 
     mesh: (shard), or (replicate, shard) for HSDP. offload: shards, gradients and optimizer states
     are in host memory, and a block is copied to the device while it computes. keep_gathered: all
-    blocks stay gathered from forward to backward, and from pass to pass (see `begin_pass`). Without
-    offloading, the last block stays gathered until backward in any case: backward begins with it,
-    so nothing would hide the second all-gather.
+    blocks stay gathered from forward to backward, and between the micro-batches of a step (see
+    `begin_pass`). Without offloading, the last block always stays gathered until backward: backward
+    begins with it, so nothing would hide the second all-gather.
 
     FSDP groups, bottom-up: modules on other meshes (`lib/parallel/placement.py`); each block of
     `_no_split_modules`; the input embedding; the final norm with the output layer; the root with
     the rest. With tied weights, the embedding is in the group of the output layer, since a shared
     parameter belongs to one group. Master weights and reductions are float32; compute and frozen
     weights are in `precision`. Gradients are summed over all ranks and divided by
-    `gradient_divisor`. A LoRA adapter is gathered with its block: FSDP2 (torch 2.11 to 2.13) wants
-    one dtype for the trained parameters of a group only, and a group of its own would need a second
-    exchange. A rank that holds all of a frozen weight does not gather it, which would copy it.
+    `gradient_divisor`. A LoRA adapter is gathered with its block, because a group of its own would
+    need a second all-gather. FSDP2 (torch 2.11 to 2.13) allows this: only the trained parameters of
+    a group must share one dtype. With one rank per replica and without offloading, FSDP ignores
+    frozen weights, because gathering would copy them.
 
-    All ranks must call this, even a single one, because the mixed-precision policy acts through the
-    sharding. Raises UsageError for a model without blocks: sharding just the root would gather the
+    All ranks must call this, even if there is only one, because FSDP applies the mixed-precision
+    policy. Raises UsageError for a model without blocks: sharding just the root would gather the
     whole model at once.
     """
     blocks = list(decoder_layers(model).values())
@@ -250,7 +252,7 @@ def _shard_on_other_meshes(
     options: dict[str, Any],
     keep_gathered: bool,
 ) -> None:
-    """Shard the modules whose parameters are on another mesh than the default one."""
+    """Shard the modules whose parameters are on a mesh other than the default one."""
     meshes = placement.derive_meshes(mesh)
     for name, module in placement.modules_on_other_meshes(model, placements):
         module_options = {**options, "mesh": meshes[name]}
@@ -275,9 +277,9 @@ def describe_frozen(model: nn.Module) -> str:
 def gradient_divisor(mesh: DeviceMesh) -> int:
     """Return the number by which FSDP divides summed gradients.
 
-    It is the number of replicas if each replica is one GPU, else 1. For such replicas, FSDP2 (torch
-    2.11 to 2.13) would copy each gradient to apply a factor of 1. Without a factor, NCCL averages
-    while it reduces, and `StepGuard` multiplies by the divisor.
+    It is the number of replicas if each replica is one GPU, else 1. With one GPU per replica, a
+    divisor of 1 would make FSDP2 (torch 2.11 to 2.13) copy each gradient. Instead, NCCL averages
+    while it reduces, and `StepGuard` multiplies by the number of replicas.
     """
     is_alone = mesh.size(-1) == 1 and set(placement.shard_sizes(1)) == {placement.FSDP}
     return mesh.size() if is_alone and mesh.device_type in _AVERAGED_ON else 1
@@ -292,7 +294,7 @@ def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _sum_gradients(model: nn.Module) -> None:
-    """Let FSDP sum gradients instead of averaging them, since the loss is divided already."""
+    """Let FSDP sum gradients and not average them: `LossScale` contains the divisor."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -3,9 +3,8 @@
 FSDP2 shards a parameter along its first dimension. For the weights of a layer's experts, that is
 the number of experts: with 8 experts, some of 6 ranks would get two experts and others one, and
 some of 16 ranks none. Such a parameter is sharded along its next dimension instead, the rows of
-each expert's matrix.
-FSDP2 (2.13) shards other dimensions than the first only in equal parts, so the rows are padded if
-necessary. Neither the module nor a checkpoint sees the padding.
+each expert's matrix. FSDP2 (2.13) shards dimensions other than the first only in equal parts, so
+the rows are padded if necessary. Neither the module nor a checkpoint sees the padding.
 
 All parameters are on one mesh so far. To put some on another one, as expert parallelism does, add
 it to `derive_meshes` and `shard_sizes`, and name it in `choose_mesh`.
@@ -45,7 +44,8 @@ class ParameterPlacement(NamedTuple):
 def derive_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     """Return all meshes by name; all ranks must call this.
 
-    mesh: the default one, (shard) or (replicate, shard). The last dimension of each mesh shards.
+    mesh: the default one, (shard) or (replicate, shard). Parameters are sharded over the last
+    dimension of each mesh.
     """
     return {FSDP: mesh}
 
@@ -53,7 +53,7 @@ def derive_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
 def shard_sizes(shard_size: int) -> dict[str, int]:
     """Return for each mesh the number of ranks that share a parameter.
 
-    shard_size: that number for the default mesh.
+    shard_size: the number for the default mesh.
     """
     return {FSDP: shard_size}
 
@@ -77,7 +77,7 @@ def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> Paramete
 
 
 def count_ranks_in(shard_size: int) -> Callable[[str, Sequence[int]], int]:
-    """Return a function that takes a name and a shape and returns the ranks that share a parameter.
+    """Return a function (name, shape) that counts the ranks that share a parameter.
 
     shard_size: see `shard_sizes`.
     """
@@ -93,8 +93,8 @@ def _choose_dim(shape: Sequence[int], ranks: int) -> int:
     """Return the dimension along which ranks share a parameter.
 
     A matrix is always sharded by its rows, because a matrix with few rows is small. With more
-    dimensions, the second one is chosen if its shards are more even. They are not for a convolution
-    of [channels, 1, width].
+    dimensions, the second one is chosen if its shards are more even. A convolution of
+    [channels, 1, width] keeps the first one.
     """
     first = _largest_shard(shape, ranks, 0)
     return ROWS if len(shape) > 2 and first > max(_EVEN, _largest_shard(shape, ranks, ROWS)) else 0
@@ -108,8 +108,8 @@ def _largest_shard(shape: Sequence[int], ranks: int, dim: int) -> float:
 def list_cut_shapes(model: nn.Module, shard_size: int, block: int) -> list[Sequence[int]]:
     """Return the shapes of the parameters whose blocks would be split between ranks.
 
-    block: count of neighbouring numbers of a row that must be on the same rank. Padding counts as a
-    split, because the blocks after it would begin at other numbers.
+    block: count of adjacent elements of a row that must be on the same rank. Padding counts as a
+    split, because the blocks after it would begin at other elements.
     """
     sizes = shard_sizes(shard_size)
     return [p.shape for name, p in model.named_parameters() if _is_cut(name, p.shape, sizes, block)]
@@ -124,7 +124,7 @@ def _is_cut(name: str, shape: Sequence[int], sizes: Mapping[str, int], block: in
 
 
 def pad_parameters(model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Pad the parameters of a model on the meta device that ranks cannot share in equal parts.
+    """Pad the parameters of a meta-device model that ranks cannot share in equal parts.
 
     Modules with such parameters get a subclass of the same name, see `Padded`.
     """
@@ -162,7 +162,7 @@ def _hide_padding(name: str, rows: int) -> property:
 def modules_on_other_meshes(
     model: nn.Module, placements: Mapping[nn.Parameter, ParameterPlacement]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules whose parameters are all on one other mesh, with its name.
+    """Yield the outermost modules that are completely on another mesh, with the mesh's name.
 
     Raises ValueError for a module that itself has parameters on several meshes, or on another mesh
     than its children: FSDP2 gathers the parameters of a module together.

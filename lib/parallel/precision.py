@@ -44,7 +44,7 @@ def is_emulated(precision: str) -> bool:
 
 
 def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_length: int) -> None:
-    """Raise one UsageError that lists everything that --precision fp8 needs and that is missing.
+    """Raise one UsageError that lists all unmet requirements of --precision fp8.
 
     is_plan: the run is planned for other machines, so this one is not checked. compile: the value
     of --compile. batch: samples per process and micro-batch, None if it is still open.
@@ -83,7 +83,7 @@ def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_l
 
 
 def warn_if_emulated(precision: str) -> None:
-    """Warn on rank 0 if the hardware only emulates a dtype, with what that costs on a CPU."""
+    """Warn on rank 0 if the hardware only emulates a dtype, on a CPU with the slowdown."""
     if log.rank() == 0 and is_emulated(precision):
         device = "GPU" if torch.cuda.is_available() else "processor"
         cost = (

@@ -34,7 +34,7 @@ _pauses = 0
 class Router(NamedTuple):
     """A router whose outputs are (logits, weights, chosen experts).
 
-    layer: the number of its decoder layer. experts: the number of experts. bias: the module and
+    layer: the index of its decoder layer. experts: the number of experts. bias: the module and
     name of the buffer that is added to the scores that decide the choice, if there is one.
     """
 
@@ -48,7 +48,7 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
     """Return the routers of a model on the meta device, in the order of their layers.
 
     They are the modules whose logits transformers can record (`_can_record_outputs`). The list is
-    empty if one of them returns another form than (logits, weights, chosen experts).
+    empty if one of them does not return (logits, weights, chosen experts).
     """
     classes = tuple(
         getattr(recorder, "target_class", recorder)
@@ -136,7 +136,7 @@ def turn_off_family_loss(model: PreTrainedModel) -> None:
 
 
 def has_trained_inputs(model: PreTrainedModel, routers: list[Router]) -> bool:
-    """Return whether a trained parameter comes before the choice of any router.
+    """Return whether training changes the input of a router, or the router itself.
 
     This assumes that modules are registered in the order in which they compute.
     """
@@ -151,7 +151,7 @@ def has_trained_inputs(model: PreTrainedModel, routers: list[Router]) -> bool:
 
 @contextmanager
 def pause_counting() -> Iterator[None]:
-    """Count nothing inside the context, because its passes are not part of a training step."""
+    """Count nothing inside the context, whose forward passes are not part of a training step."""
     global _pauses
     _pauses += 1
     try:
@@ -172,12 +172,13 @@ def pause_counting() -> Iterator[None]:
 def _tally(
     logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
 ) -> tuple[Tensor, Tensor]:
-    """Add the load to `into`; return a copy of `chosen`, and choices per token by row and expert.
+    """Add the load to `into`; return a copy of `chosen`, and each row's choices per token.
 
     logits: [N, E]; chosen: int64 [N, k]; valid: float32 [B, T], 0 for padding, N = B · T. into:
-    float64 [at least E + 1], the choices of each expert, and last the load-balancing loss times
-    tokens. with_loss: compute that loss too. The second result is float32 [B, E]. Nothing is added
-    during a backward pass, which recomputes, or inside `pause_counting`.
+    float64 [at least E + 1], how often each expert was chosen, and last the load-balancing loss
+    times tokens. with_loss: compute that loss too. The second result is float32 [B, E]: choices of
+    an expert, divided by the tokens of the row. Nothing is added inside `pause_counting`, or when
+    a backward pass recomputes the block.
     """
     rows = valid.sum(1, keepdim=True).clamp(min=1.0)
     choices = torch.zeros(logits.shape, device=logits.device).scatter_(1, chosen, 1.0)
@@ -301,7 +302,7 @@ class RouterLoad:
         return count
 
     def begin_window(self) -> None:
-        """Discard the load since the last row of the log, whose steps a rollback has undone."""
+        """Discard the load since the last row of the log: a rollback has undone the steps."""
         self._window.zero_()
 
     def begin_step(self, step: Step, scale: float) -> None:
@@ -322,7 +323,7 @@ class RouterLoad:
         self._valid = (positions < batch.lengths[:, None]).float()
 
     def end_step(self, skipped: Tensor) -> None:
-        """Update the biases, and add the step to the window. All ranks must call this.
+        """Update the biases, and add the load of the step. All ranks must call this.
 
         skipped: 1 if the guard skipped the step of the optimizer, else 0.
         """
@@ -354,7 +355,7 @@ class RouterLoad:
     def capture(self) -> LoadFigures:
         """Return the load since the last call, summed over all ranks, without waiting for it.
 
-        The loss is that of the last step. All ranks must call this; they all-reduce one tensor.
+        The loss covers only the last step. All ranks must call this; they all-reduce one tensor.
         """
         sums = self._window.clone()
         self._window.zero_()

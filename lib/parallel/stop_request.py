@@ -29,9 +29,9 @@ _CHECK_EVERY_S = 2.0  # for the stop file, which may be on a slow file system
 class StopRequest:
     """Lets all ranks stop together if one of them has a reason.
 
-    Reasons are SIGTERM, SIGINT and SIGUSR1, `minutes` that have passed since the start (None: no
-    limit), the stop file, which is deleted once all ranks stop, and the death of torchrun, after
-    which nothing else would stop the ranks. Creating an instance installs the signal handlers.
+    Reasons are SIGTERM, SIGINT and SIGUSR1, a run of more than `minutes` (None: no limit), the stop
+    file, and the death of torchrun, after which nothing else would stop the ranks. The stop file is
+    deleted once all ranks stop. Creating an instance installs the signal handlers.
     """
 
     def __init__(self, layout: ParallelLayout, stop_file: Path, minutes: float | None) -> None:
@@ -49,7 +49,7 @@ class StopRequest:
         self.reason = number
 
     def begin_agreement(self) -> None:
-        """Start to exchange reasons. Called early in a step, so that no rank waits at its end."""
+        """Start to exchange reasons. Call this early in a step, so that no rank waits later."""
         now = time.monotonic()
         if now > self._deadline:
             self.reason = self.reason or _OUT_OF_TIME

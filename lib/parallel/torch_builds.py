@@ -14,9 +14,9 @@ from lib.core.errors import UsageError
 
 
 class Release(NamedTuple):
-    """A minor release of torch. newest: the last patch. default: the CUDA of `torch==X`.
+    """A minor release of torch. newest: its last patch version. default: CUDA in `torch==X`.
 
-    builds: every CUDA that there are wheels for, the oldest first.
+    builds: every CUDA for which there are wheels, the oldest first.
     """
 
     newest: str
@@ -60,7 +60,7 @@ class Torch:
 
     @property
     def release(self) -> Release:
-        """Return the row of its release. Raises UsageError if the table has none."""
+        """Return this build's release. Raises UsageError if the table does not contain it."""
         minor = self.version.rpartition(".")[0]
         if minor not in RELEASES:
             raise UsageError(
@@ -72,7 +72,7 @@ class Torch:
 
     @property
     def oldest_driver(self) -> str:
-        """Return the oldest driver for its CUDA, "" without CUDA. Raises UsageError if unknown."""
+        """Return the oldest driver for this CUDA, "" for no CUDA; UsageError if unknown."""
         major = self.cuda.partition(".")[0]
         if major and major not in OLDEST_DRIVERS:
             raise UsageError(
@@ -159,7 +159,7 @@ def find_build(torch: Torch, driver: str) -> Torch | None:
 def list_builds(torch: Torch, driver: str = "", cuda: str = "") -> list[Torch]:
     """Return the builds of this torch and of older ones, the newest first.
 
-    driver: only builds that it can run. cuda: only builds for this version.
+    driver: return only builds that this driver can run. cuda: only builds for this CUDA.
     """
     older = [
         Torch(release.newest, "")

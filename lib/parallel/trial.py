@@ -1,7 +1,7 @@
 """Run a model on a few tokens before training, without a lasting effect.
 
 Such trials replace tables of model families. They decide how the loss is computed and which
-function computes the experts, and check whether packed documents see each other.
+function computes the experts, and check whether packed documents attend to each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEAK = 0.05  # of the logits' standard deviation: above rounding in bf16, below
 
 
 class SingleDevice(NamedTuple):
-    """A rank without other ranks, for trials outside a process group."""
+    """A device in place of a `ParallelLayout`, for trials outside a process group."""
 
     device: torch.device
 
@@ -70,7 +70,7 @@ def trial_tokens(
 
 
 def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> MicroBatch:
-    """Return tokens as the micro-batch of a trial pass of a rank, on its device.
+    """Return tokens as a micro-batch on a rank's device.
 
     tokens: int64 [rows, T]. documents: the lengths of the packed documents in each row, whose sum
     is T; if empty, a row is one document. The labels are the tokens themselves.

@@ -1,1 +1,1 @@
-"""The parts that the training loop of stage 04 calls."""
+"""Provide the functions and classes that the training loop of stage 04 uses."""

@@ -207,7 +207,7 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
 
 
 def _check_packages(config: Config, problems: Problems) -> None:
-    """Add the packages that options need and this machine lacks, if it is about to train."""
+    """Add a problem for each missing package that an option needs, if this run will train."""
     if config.prepare_only or config.plan_gpus:
         return
     for name, package in _PACKAGES.items():
@@ -224,9 +224,9 @@ def _check_packages(config: Config, problems: Problems) -> None:
 
 
 def require_enough_steps(config: Config, steps: int, has_begun: bool) -> None:
-    """Raise one UsageError that lists the options that do not fit into a run of so many steps.
+    """Raise one UsageError that lists the options that do not fit into a run of `steps` steps.
 
-    has_begun: an earlier launch has trained with this warm-up, so that it is only warned about.
+    has_begun: an earlier launch has trained with this warm-up, so a long warm-up is allowed.
     """
     problems = Problems()
     length = units.counted(steps, "step")
@@ -255,8 +255,8 @@ def require_enough_steps(config: Config, steps: int, has_begun: bool) -> None:
 def describe_high_lr(lr: float, parameters: int, scratch: bool, lora: bool = False) -> str:
     """Return a warning about a learning rate that is too high for a model; "" if it is usual.
 
-    parameters: of the model. scratch: its weights are initialised. lora: only an adapter is
-    trained.
+    parameters: number of parameters of the model. scratch: training starts from random weights.
+    lora: only an adapter is trained.
     """
     usual = next(
         largest_scratch if scratch else largest_weights
@@ -276,7 +276,7 @@ def describe_high_lr(lr: float, parameters: int, scratch: bool, lora: bool = Fal
 
 
 def list_unusual_options(config: Config, steps: int, has_validation: bool) -> list[str]:
-    """Return a warning for each option that is unusual in a run of so many steps."""
+    """Return a warning for each option that is unusual in a run of `steps` steps."""
     warnings = []
     length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0

@@ -42,7 +42,7 @@ def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
 def parse_options(words: Sequence[str]) -> Config:
     """Return the options that stage 04 would read from words; UsageError if it would refuse them.
 
-    The error suggests the help of stage 04, not that of the launcher which calls this.
+    The error suggests the help of stage 04, not the help of the launcher that calls this.
     """
     try:
         return read_options(_make_parser(), words)
@@ -53,9 +53,10 @@ def parse_options(words: Sequence[str]) -> Config:
 
 
 def parse_options_in(directory: Path, words: Sequence[str]) -> Config:
-    """Return the options of words that were typed in another directory; errors as `parse_options`.
+    """Return the options of words that a user typed in another directory.
 
-    Only the path in --config is resolved against the directory.
+    Only the path in --config is resolved against that directory. Raises UsageError as
+    `parse_options` does.
     """
     parser = _make_parser()
     resolved: list[str] = []
@@ -73,7 +74,7 @@ def parse_options_in(directory: Path, words: Sequence[str]) -> Config:
 
 
 def expand_config(words: Sequence[str]) -> list[str]:
-    """Return words with --config replaced by the options in its file; errors as `parse_options`."""
+    """Return words with --config replaced by the options in its file; UsageError if invalid."""
     expanded: list[str] = []
     follows_config = False
     for word in _make_parser().expand_config(words):
@@ -84,7 +85,7 @@ def expand_config(words: Sequence[str]) -> list[str]:
 
 
 def to_words(values: Mapping[str, Any]) -> list[str]:
-    """Return values of options as words of a command line. values: by field of `Config`."""
+    """Return options as words of a command line. values: by name of their field in `Config`."""
     words: list[str] = []
     for name, value in values.items():
         if declared.is_flag(Config, name):
@@ -114,7 +115,7 @@ def missing_dashes_error(example: str) -> UsageError:
 def take_stage_options(
     words: Sequence[str], launcher_flags: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return the words of a launcher, and the words among them that are options of stage 04.
+    """Split a launcher's command line into its own words and the options of stage 04.
 
     launcher_flags: the launcher's own options, which it keeps even if stage 04 has them too.
     """
@@ -131,14 +132,14 @@ def take_stage_options(
 
 
 def _is_option(word: str, flags: Collection[str]) -> bool:
-    """Return whether a word is one of these options, in our spelling or that of another trainer."""
+    """Return whether a word is one of these options, in our or another trainer's spelling."""
     name = word.partition("=")[0]
     ours = name.replace("_", "-") if name.startswith("--") else name
     return ours in flags or bool(aliases.find_option(name, flags))
 
 
 def add_recipe(words: Sequence[str]) -> list[str]:
-    """Return options of stage 04, with those of a 1B model from scratch if no model is given.
+    """Add the options of a 1B model from scratch if a command line names no model.
 
     A --tokenizer that names a model of the Hub becomes the directory where stage 03 stores it.
     """

@@ -62,9 +62,10 @@ def _or_switch(
 @dataclass(frozen=True)
 @declared.with_options_of(*registry.list_option_classes(), after="lr_scheduler")
 class Config:
-    """Contains the options of a run; None and AUTO are open until lib/train/settle.py fills them.
+    """Contains the options of a run.
 
-    settled_by: for each option that was filled, what decided its value.
+    An option is open while its value is None or AUTO; lib/train/settle.py gives it a value.
+    settled_by: the reason for each value that was chosen in this way, by field.
     """
 
     experiment_name: str = option(
@@ -667,13 +668,13 @@ class Config:
     settled_by: Mapping[str, str] = field(default_factory=dict)
 
     def with_values(self, settled_by: str, **values: Any) -> Config:
-        """Return a copy with other values of options. settled_by: what decided them."""
+        """Return a copy with other values of options. settled_by: the reason for the values."""
         return replace(
             self, **values, settled_by={**self.settled_by, **dict.fromkeys(values, settled_by)}
         )
 
     def without_value(self, name: str) -> Config:
-        """Return a copy in which an option that was settled is None again."""
+        """Return a copy in which a settled option is None again."""
         others = {key: reason for key, reason in self.settled_by.items() if key != name}
         changes: dict[str, Any] = {name: None, "settled_by": others}
         return replace(self, **changes)
@@ -707,8 +708,8 @@ class Config:
     def to_record(self) -> dict[str, Any]:
         """Return all options as plain values for config.yaml.
 
-        Values that the model, the hardware or the memory estimate decided are open again, so that
-        `--config` with this record decides them anew on another machine.
+        Options that the model, the hardware or the memory estimate decided get their defaults, so
+        that `--config` with this record decides them anew on another machine.
         """
         reopened = {
             name: default
@@ -725,7 +726,7 @@ class Config:
         return options.to_plain_values(options.Options(**self.values_of(*Role) | reopened))
 
     def identity(self, inputs: Mapping[str, Any], global_batch: int) -> dict[str, Any]:
-        """Return what affects the result of a run, in the form that lib/core/identity.py compares.
+        """Return the options and inputs that affect a run's result, for lib/core/identity.py.
 
         inputs: fingerprints of model, dataset and tokenizer. global_batch: samples per step.
         """

@@ -50,7 +50,7 @@ class Data:
 
     @property
     def most_documents(self) -> int:
-        """Return the largest number of documents in a sample; see Samples."""
+        """Return the largest number of documents in a sample."""
         return 1 if isinstance(self.train, RawDocuments) else self.train.most_documents
 
     def stream(self, plan: Plan, device: torch.device) -> DataStream:
@@ -60,7 +60,7 @@ class Data:
         return SampleStream(self.train, plan.config.seed, plan.division, device)
 
     def describe(self, plan: Plan) -> dict[str, str]:
-        """Return the derived numbers of a run as rows of a table, also for each corpus."""
+        """Return the steps, epochs and tokens of the run and of each corpus, as table rows."""
         total_samples = plan.total_steps * plan.division.global_batch
         rows = plan.describe() | self.train.describe(total_samples)
         if isinstance(self.train, RawDocuments):
@@ -79,7 +79,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
     """Return the samples of all corpora; create the token stores and packs that are missing.
 
     Call this before the process group exists, because it may take hours and collectives would time
-    out. vocab_size: of the model. Raises UsageError if a tokenizer has more tokens than the model.
+    out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary.
     """
     if inputs.shards:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])

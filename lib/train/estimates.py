@@ -1,4 +1,4 @@
-"""Estimate the time and the checkpoints of a run before it starts, and suggest a usual batch.
+"""Estimate the time and the checkpoints of a run before it starts, and suggest a usual batch size.
 
 docs/explanation/planning.md names the sources of the numbers.
 """
@@ -81,7 +81,7 @@ def describe_cost(plan: Plan, cost: ModelCost, hardware: Hardware) -> dict[str, 
 
 
 def estimate_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> float | None:
-    """Return the estimated seconds of a step, None for a small model."""
+    """Return the estimated seconds of a step; None for a model too small for an estimate."""
     is_timed = cost.parameters >= _MIN_TIMED_PARAMETERS
     return _compute_step_seconds(plan, cost, hardware) if is_timed else None
 
@@ -123,7 +123,7 @@ def suggest_global_batch(plan: Plan, cost: ModelCost, hardware: Hardware) -> str
 
 
 def _round_batch(tokens: int, plan: Plan) -> int:
-    """Return the global batch of about so many tokens that can be divided like that of a plan."""
+    """Return the global batch of about `tokens` tokens that the plan's ranks can divide."""
     samples_per_pass = plan.division.micro_batch * plan.division.dp_size
     passes = round(tokens / plan.config.seq_length / samples_per_pass)
     return samples_per_pass * max(1, passes)
@@ -148,7 +148,7 @@ def _count_saves(plan: Plan, steps: int) -> int:
 
 
 def _describe_checkpoints(plan: Plan, cost: ModelCost) -> str:
-    """Return the number of checkpoints that are written, and that exist at the same time."""
+    """Return how many checkpoints are written, and how many exist at the same time."""
     config = plan.config
     count = _count_saves(plan, plan.total_steps)
     newest = max(config.ckpt_keep, _MIN_KEPT)

@@ -1,4 +1,4 @@
-"""Claim the directory of a run for one launch, and write what a run needs to stand alone."""
+"""Claim the directory of a run for one launch, and copy all files that the run needs into it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def claim(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether an error refuses the launch (exit code 2 or 3), which no launcher repeats."""
+    """Return whether an error refuses the launch (exit code 2 or 3), so no launcher restarts it."""
     cause = from_os_error(error) if isinstance(error, OSError) else error
     return isinstance(cause, (UsageError, ArtifactError))
 
@@ -176,7 +176,7 @@ def _rename_replaced(experiment: Experiment) -> None:
 
 
 def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
-    """Copy config, tokenizer and code of the model to the run; delete those of another model."""
+    """Copy config, tokenizer and code of the model to the run, and delete another model's files."""
     target.mkdir(exist_ok=True)
     manifest.remove_temporary(target, _MODEL_FILES)
     has_code = with_code and remote_code.is_needed(architecture.read_config_json(model_dir))
@@ -195,7 +195,7 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
 
 
 def _write_config(model_dir: Path, target: Path) -> None:
-    """Write config.json with the keys of transformers 5 and those that other programs read.
+    """Write config.json with the keys of transformers 5 and the keys that other programs read.
 
     An existing file with the same content stays as it is, byte for byte: checkpoints contain its
     digest, and an earlier version of this code may have written it.

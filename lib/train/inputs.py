@@ -1,7 +1,7 @@
 """Find and check the model and the data that a run starts from, before torch is imported.
 
 `--from-scratch --model-size SIZE --tokenizer DIR` creates the config and tokenizer that stage 03
-would create, in `.cache/scratch/`. A deleted one is created again.
+would create, in `.cache/scratch/`. If that directory was deleted, it is created again.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _PREVIEW_BYTES = 2_000_000  # of text to train a tokenizer for a dry run, in a s
 class Inputs:
     """The model and data of a run.
 
-    fingerprints: of model, dataset and tokenizer, by name. earlier_run: the config.yaml of the run
-    with checkpoints in this directory, {} for a new run; see previous_run.read_previous.
-    named_checkpoint: the one that --resume names. scratch: the weights are initialised from the
-    seed. shards: with --streaming, instead of corpora. model_stamps: identities of the model's
-    files, read before its fingerprint. stop_request: identity of the stop file that existed when
-    this launch started. template: source of the chat template, "" without chat datasets. base:
-    digests of the base model's weight files by name, for LoRA. adapter: the one of --lora-from.
+    fingerprints: the fingerprints of model, dataset and tokenizer, by name. earlier_run: the record
+    of a run with checkpoints in this directory, {} for a new run; see previous_run.read_previous.
+    named_checkpoint: the checkpoint that --resume names. scratch: the weights are initialised from
+    the seed. shards: the data with --streaming, instead of corpora. model_stamps: identities of the
+    model's files, read before its fingerprint. stop_request: identity of the stop file that existed
+    when this launch started. template: source of the chat template, "" without chat datasets. base:
+    digests of the base model's weight files by name, for LoRA. adapter: the adapter of --lora-from.
     """
 
     model_dir: Path
@@ -83,7 +83,7 @@ class Inputs:
         return str(self.shards or ", ".join(map(str, self.corpora)))
 
     def get_earlier_option(self, option: str) -> Any:
-        """Return the value of an option with which the run was started, or None."""
+        """Return the value that an option had when the run was started, or None."""
         return self.earlier_run.get("identity", {}).get("options", {}).get(option)
 
     @property
@@ -183,7 +183,7 @@ def _find_model(
 ) -> Path:
     """Return the directory of the model, and log which it is.
 
-    It is the one of --model-size or -m, else the model of the run, else the only prepared one.
+    It is the model of --model-size or -m, else the run's model, else the only prepared model.
     """
     if new_model:
         lookup.log_model(new_model, f", {config.model_size} from scratch")
@@ -213,7 +213,7 @@ def _find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapt
 def _identify_adapter(
     config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the input of a run's identity for the adapter of --lora-from; {} without one."""
+    """Return the fingerprint of the --lora-from adapter as an identity's input, {} without one."""
     if config.lora_from is None:
         return {}
     name = previous_run.ADAPTER
@@ -231,8 +231,8 @@ def _find_template(
     """Return the source of the template that renders conversations; "" without chat datasets.
 
     kept: the template that a resumed run was started with, if any; --chat-template can replace it.
-    Raises UsageError if there is
-    no template, or if options of chat datasets are typed without one.
+    Raises UsageError if there is no template, or if options for chat datasets are typed without
+    such a dataset.
     """
     if has_chats(corpora):
         return _find_chat_template(config, model_dir, kept)
@@ -302,10 +302,9 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
 def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     """Return whether the first weights are initialised from the seed.
 
-    That is so with --from-scratch, for a model that stage 03 made from scratch, and for a resumed
-    run that started so, whose weights are in its checkpoints. In all other cases, raises
-    ArtifactError if weights are missing; --prepare-only and --plan-gpus only warn. Raises
-    UsageError for LoRA from scratch.
+    This is the case with --from-scratch, for a model that stage 03 made from scratch, and for a
+    resumed run that began in one of these ways. In all other cases, raises ArtifactError if weights
+    are missing; --prepare-only and --plan-gpus only warn. Raises UsageError for LoRA from scratch.
     """
     if config.from_scratch or directory.is_made_from_scratch(model_dir):
         if config.trains_lora:
@@ -349,7 +348,7 @@ def _open_shards(config: Config, earlier_run: dict[str, Any]) -> RawShards:
 
 
 def _identify_shards(config: Config, shards: RawShards) -> dict[str, str]:
-    """Return, by name, what a run on raw shards must not change when it resumes.
+    """Return the inputs of a run on raw shards that must stay the same in a resume, by name.
 
     The number of ranks must stay the same, because each rank resumes in its own part of the shards.
     """

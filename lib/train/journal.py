@@ -86,7 +86,7 @@ class Journal:
     def write_state(self, status: str, **facts: Any) -> None:
         """Replace state.json, which is a hint for people and launchers; a resume ignores it.
 
-        facts: its other fields, see STATE in lib/core/figures.py. Once another status was written,
+        facts: the other fields, see STATE in lib/core/figures.py. After any other status,
         `running` is ignored, because a save in the background may end after the run. Any thread may
         call this.
         """
@@ -113,7 +113,7 @@ class Journal:
                     raise
 
     def add_event(self, event: Event, step: int, **facts: Any) -> None:
-        """Append a line to events.jsonl. If the disk is full, it is written with a later one.
+        """Append a line to events.jsonl; if the disk is full, write it with a later line.
 
         facts: the fields of the event, see DESCRIPTIONS in lib/core/events.py. Any thread may call
         this.
@@ -203,7 +203,7 @@ def format_time(seconds: float | None = None) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of all ranks. marks: of its processes. has_begun: this start is a restart."""
+    """The launch of all ranks. marks: its IDs. has_begun: this start is a restart."""
 
     marks: list[str]
     has_begun: bool
@@ -212,7 +212,7 @@ class Launch:
 def join_launch(experiment: Experiment, layout: ParallelLayout) -> Launch:
     """Return the launch of all ranks. All ranks must call this.
 
-    A rank on a machine that was replaced cannot know by itself that it is a restart.
+    A rank on a replacement machine cannot know by itself that this start is a restart.
     """
     from lib.parallel.layout import gather
 
@@ -250,11 +250,11 @@ def drop_one_time_options(config: Config, has_begun: bool) -> Config:
 
 
 def _is_of_this_launch(marks: list[str]) -> bool:
-    """Return whether these marks are of the launch that this process belongs to."""
+    """Return whether one of these marks belongs to the launch of this process."""
     marks_here = launcher.launch_marks() + (launcher.job_marks() if launcher.is_requeued() else [])
     return not set(marks_here).isdisjoint(marks)
 
 
 def _read_marks(experiment: Experiment) -> list[str]:
-    """Return the marks of the launch that wrote config.yaml; [] if there is none."""
+    """Return the marks of the launch that wrote config.yaml; [] without such a file."""
     return read_config(experiment).get("launched_by") or []

@@ -41,7 +41,7 @@ _GPUS_PER_NODE = 8  # assumed for --plan-gpus
 
 
 def fit_to_this_rank(config: Config, check: MemoryCheck, earlier_kind: str) -> Config:
-    """Return the options, with those left open filled in for the memory of this rank.
+    """Fill in the open options that depend on memory, for the memory of this rank.
 
     Ranks may choose different values; `agree_on_memory` then takes values that fit on all ranks.
     earlier_kind: the --activation-checkpointing of the earlier launch, or "". A resumed run does
@@ -60,7 +60,7 @@ def fit_to_this_rank(config: Config, check: MemoryCheck, earlier_kind: str) -> C
 def fit_to_planned_gpus(
     config: Config, inputs: Inputs, model: PreTrainedModel
 ) -> dict[int, Config]:
-    """Return the options for each number of GPUs in --plan-gpus, filled in for their memory."""
+    """Fill in the open options for the GPUs of --plan-gpus; return them by number of GPUs."""
     by_ranks = {}
     for ranks in config.plan_gpus or ():
         room = config.plan_gpu_memory * _GIB
@@ -88,7 +88,7 @@ def require_memory(config: Config, inputs: Inputs, check: MemoryCheck) -> None:
 
 
 def warn_of_memory(config: Config, inputs: Inputs, check: MemoryCheck) -> None:
-    """Warn in a dry run that the run itself would be refused on this machine."""
+    """Warn in a dry run that the run itself would not fit in this machine's memory."""
     if config.plan_gpus:
         return
     if error := _explain_excess(config, inputs, check):
@@ -144,8 +144,8 @@ def agree_on_shards(config: Config, control: ProcessGroup) -> Degrees:
 def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout) -> Config:
     """Return options that fit on every rank. All ranks must call this.
 
-    Of the values that the ranks have chosen, these are the smallest batch and the most
-    recomputation; gathered weights are kept only if all ranks keep them. samples: see
+    Ranks may have chosen different values. All of them then use the smallest batch and the most
+    recomputation, and keep weights gathered only if every rank has chosen that. samples: see
     `limit_batch`.
     """
     batches, kinds, gathered = zip(
@@ -184,9 +184,9 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
 def limit_batch(config: Config, samples: int | None, ranks: int) -> Config:
     """Return the options, with a smaller automatic batch if the run would have too few steps.
 
-    The samples left over at the end of a run are dropped, and the fewer steps there are, the larger
-    is their share. A typed --global-batch-size stays as it is. samples: number of samples in an
-    epoch, None if unknown.
+    A run drops the samples at its end that do not fill a step. With few steps, they would be a
+    large part of the data. A typed --global-batch-size stays as it is. samples: number of samples
+    in an epoch, None if unknown.
     """
     epochs = plan.count_epochs(config)
     steps = min(config.step_limit or _MIN_STEPS, _MIN_STEPS)
@@ -243,7 +243,7 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
 def _fill_options(
     config: Config, check: MemoryCheck, ranks: int, ranks_per_node: int, earlier_kind: str = ""
 ) -> tuple[Config, list[str]]:
-    """Return the options, with those left open filled in for the memory, and lines for the log.
+    """Return the options, with open ones filled in for the memory, and lines for the log.
 
     earlier_kind: see `fit_to_this_rank`.
     """
@@ -306,9 +306,9 @@ def _choose_step_config(
 ) -> StepConfig:
     """Return the fastest step that fits, as `choose_step` does.
 
-    Without a trace if no option is open or if the largest step clearly fits. rows: the steps to
-    choose from; each row has more recomputation than the one before, and larger batches to the
-    right. replica_size: see `_choose_replica_size`. Raises NoAnswer if a trace fails.
+    Traces no step if no option is open or if the largest step clearly fits. rows: the steps to
+    choose from. Each row has more recomputation than the row before; within a row, batches grow.
+    replica_size: see `_choose_replica_size`. Raises NoAnswer if a trace fails.
     """
     largest = rows[0][-1]
     may_gather = config.keep_gathered is None and check.may_gather(largest)
@@ -325,7 +325,7 @@ def _choose_step_config(
 def _choose_replica_size(
     config: Config, check: MemoryCheck, ranks: int, ranks_per_node: int
 ) -> int:
-    """Return the ranks of a node if each node may have its own replica of the model, else 0."""
+    """Return the number of ranks of a node if each node may hold a replica, else 0."""
     is_open = config.shard_size is None and check.on_gpu and not config.cpu_offload
     if not is_open or ranks_per_node < 2 or ranks % ranks_per_node:
         return 0
@@ -337,7 +337,7 @@ def _choose_replica_size(
 
 
 def _ranks_per_node() -> int:
-    """Return the ranks of this launch on each node."""
+    """Return the number of ranks of this launch on each node."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
@@ -372,7 +372,7 @@ def _explain_batch(
 def _list_batches(config: Config, ranks: int, max_tokens: int) -> list[int]:
     """Return the batch sizes per process that the other options allow, smallest first.
 
-    max_tokens: tokens in the largest one; the smallest is returned even if it has more. Raises
+    max_tokens: the most tokens in a batch; the smallest batch may have more. Raises
     UsageError if --precision fp8 allows none.
     """
 

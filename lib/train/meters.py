@@ -28,7 +28,7 @@ _TABLE_ROWS = 40
 
 
 class Pace:
-    """Times the steps of a launch, with the evaluations and saves between them.
+    """Times the steps of a launch, including the evaluations and saves between them.
 
     The first step is left out, because it compiles, allocates and warms up.
     """
@@ -45,7 +45,7 @@ class Pace:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Return the mean so far, None after the first step alone."""
+        """Return the mean so far; None before the second step has ended."""
         return (time.perf_counter() - self._began) / (self.steps - 1) if self.steps > 1 else None
 
 
@@ -143,7 +143,7 @@ class Profiler:
         self._may_fail = log.WarnOnce(str(directory), OSError, RuntimeError)
 
     def has_passed(self, step: int) -> bool:
-        """Return whether a run resumed after `step` has missed the span without a profile."""
+        """Return whether a run resumed after `step` is too late for a profile that is missing."""
         return 0 < self._first <= step and not Path(f"{self._stem}.txt").exists()
 
     def begin_step(self, step: int) -> None:
@@ -195,10 +195,12 @@ def write_snapshot(path: Path) -> None:
 class Meters:
     """The timers, the profiler, the memory figures and the watchdog of a rank.
 
-    As a context it collects garbage every 100 steps, on all ranks in the same steps.
+    As a context manager, it makes Python collect garbage every 100 steps, on all ranks in the same
+    steps.
 
-    flops: of a token, forward and backward. peak: FLOP/s of a rank. memory_before: GiB in use
-    before the model was allocated. memory_peak: GiB, the maximum since then.
+    flops: floating-point operations per token, forward and backward. peak: FLOP/s of a rank.
+    memory_before: GiB in use before the model was allocated. memory_peak: GiB, the maximum since
+    then.
     """
 
     def __init__(

@@ -134,7 +134,7 @@ class Board:
         )
 
     def write(self, figures: dict[str, Any], ended: float) -> None:
-        """Append the numbers of a row. Raises OSError if they have to wait for the next row.
+        """Append the figures of a row. Raises OSError if they have to wait for the next row.
 
         ended: see Metrics.write.
         """
@@ -227,7 +227,7 @@ def _open_board(directory: Path) -> Board | None:
 
 
 def _start_wandb(experiment: Experiment) -> Any:
-    """Return an offline wandb run, which continues that of an earlier launch."""
+    """Return an offline wandb run, which continues the wandb run of an earlier launch."""
     import wandb
 
     name = experiment.root.name
@@ -253,14 +253,15 @@ class Point(NamedTuple):
 class Curve:
     """The points of loss.png, at most 4,000 for any number of rows.
 
-    If there are more, adjacent points are merged, and later points stand for as many rows.
+    If there are more, adjacent points are merged. Later points then cover as many rows
+    as merged ones.
     """
 
     def __init__(self) -> None:
         self.reset(())
 
     def reset(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Replace all points by those of these rows."""
+        """Replace all points by the points of these rows."""
         self.points: list[Point] = []
         self.held_out: list[tuple[int, float]] = []
         self._rows_per_point = 1
@@ -351,6 +352,6 @@ def _draw(
 
 
 def _merge(first: Point, second: Point, rows: int = 1) -> Point:
-    """Merge two points. rows: how many rows the first point stands for per row of the other."""
+    """Merge two points; the mean loss of the first one has the weight `rows`."""
     mean = (rows * first.mean_loss + second.mean_loss) / (rows + 1)
     return second._replace(mean_loss=mean)

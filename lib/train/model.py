@@ -1,4 +1,4 @@
-"""Build the model of a run without memory, shard it, and give it its first weights."""
+"""Build the model of a run on the meta device, shard it, and load or initialise its weights."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
 
 
 def longest_sequence(shape: PretrainedConfig) -> int | None:
-    """Return the most tokens of a sequence that a model allows; None if its config has no limit."""
+    """Return the longest sequence that a model allows, in tokens; None for no limit."""
     return getattr(shape.get_text_config(), "max_position_embeddings", None)
 
 
@@ -153,9 +153,9 @@ def shard_model(
     layout: ParallelLayout,
     compiler: Compiler | None,
 ) -> RouterLoad:
-    """Shard the model and allocate its memory; return the counter of the load of its experts.
+    """Shard the model, allocate its memory, and return the counter of its experts' load.
 
-    Of the weights, only frozen ones are loaded here, since no checkpoint contains them. Raises
+    Loads only the frozen weights, because no checkpoint contains them. Raises
     UsageError if the model's files have changed since this launch started.
     """
     load = _make_router_load(config, model, layout.device)
@@ -184,7 +184,7 @@ def shard_model(
 
 
 def _select_changes(config: Config, changes_memory_plan: bool) -> list[ModelChange]:
-    """Return the changes of the model that the memory estimate depends on, or the others."""
+    """Return the model changes that the memory estimate depends on, or all other changes."""
     settings = model_changes.select_settings(config.values_of(Role.RESULT))
     changes = model_changes.build_changes(settings)
     return [change for change in changes if change.changes_memory_plan == changes_memory_plan]
@@ -211,8 +211,8 @@ def load_first_weights(
 ) -> None:
     """Load or initialise the weights of a run that starts without a checkpoint.
 
-    For LoRA, only the adapter: `shard_model` has loaded the frozen weights. Raises UsageError if
-    the model's files have changed since this launch started.
+    With LoRA, this concerns only the adapter: `shard_model` has loaded the frozen weights. Raises
+    UsageError if the model's files have changed since this launch started.
     """
     began = time.monotonic()
     if inputs.adapter:
@@ -256,7 +256,7 @@ def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayou
 
 
 def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:
-    """Return the row about load balancing for the head of a run; {} for a model without experts.
+    """Return the row about load balancing for `show_head`; {} for a model without experts.
 
     model: may be on the meta device.
     """

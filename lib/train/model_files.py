@@ -1,4 +1,4 @@
-"""Verify the files of a run's model: undamaged, and for LoRA the same base model as before."""
+"""Verify that a model's files are undamaged, and with LoRA that the base is still the same."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
 def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
-    """Return the inputs, for LoRA with the digests of the base model's weight files.
+    """Verify the model's files; return the inputs, with LoRA including the base's digests.
 
     Hashes the files of the model, unless they have not changed since they were last hashed. Call
     this before any process group exists; one process of each machine hashes, and the others return
@@ -84,7 +84,7 @@ def _suggest_remedy(model_dir: Path, content: dict[str, Any]) -> Remedy:
 
 
 def _hash_base(config: Config, model_dir: Path, content: dict[str, Any]) -> dict[str, str]:
-    """Return the digests of a base model's weight files by name, and hash those without one.
+    """Return the digests of a base model's weight files by name; hash files without a digest.
 
     content: see `_read_digests`. Empty if files are missing, which only --prepare-only allows.
     """
@@ -106,7 +106,7 @@ def _hash_base(config: Config, model_dir: Path, content: dict[str, Any]) -> dict
 
 
 def require_base_of_run(experiment: Experiment, inputs: Inputs) -> None:
-    """Raise ArtifactError if a LoRA run would resume with other base weights than before.
+    """Raise ArtifactError if a LoRA run would resume with different base weights.
 
     Call this before anything is written to the directory of the run. A base model with another
     config is not an error here, but a difference that `previous_run.require_same_run` reports.
@@ -129,8 +129,8 @@ def require_base_of_run(experiment: Experiment, inputs: Inputs) -> None:
 def require_base_of_checkpoint(record: TrainRecord, inputs: Inputs, checkpoint: Path) -> None:
     """Raise ArtifactError if the base weights differ from those that a checkpoint was trained on.
 
-    record: of the checkpoint. Names, sizes and headers of the files are known to be the same, since
-    they are part of the model's fingerprint.
+    record: the checkpoint's record. Names, sizes and headers of the files are known to be the same,
+    since they are part of the model's fingerprint.
     """
     for name, expected in record.get("base", {}).items():
         path = inputs.model_dir / name
@@ -154,7 +154,7 @@ def require_base_of_checkpoint(record: TrainRecord, inputs: Inputs, checkpoint: 
 
 
 def require_same_base_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> None:
-    """Raise ArtifactError if the base weights on a node differ from those on the node of rank 0.
+    """Raise ArtifactError if the base weights on a node differ from the ones on rank 0's node.
 
     All ranks must call this. One rank of each node knows the digests, see `verify_model_files`.
     """
@@ -176,9 +176,9 @@ def require_same_base_on_all_nodes(inputs: Inputs, layout: ParallelLayout) -> No
 
 
 def _read_digests(model_dir: Path) -> dict[str, Any]:
-    """Return the manifest of a model, or one made from the Hugging Face cache that it lies in.
+    """Return a model's manifest, or for a model in the Hugging Face cache one with its digests.
 
-    In that cache, the name of a file with weights is its SHA-256.
+    In that cache, a file with weights has its SHA-256 as its name.
     """
     if content := manifest.read_if_any(model_dir):
         return content

@@ -1,4 +1,4 @@
-"""Print the plan of a run: at its start, and with --dry-run, also for other machines."""
+"""Print the plan of a run, at its start or in a dry run, which may be for other machines."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _describe_shortage(plan: Plan, ranks: int) -> str:
 
 
 def _describe_settled(config: Config) -> dict[str, str]:
-    """Return the options that a rule of settle.py has filled, each with the reason."""
+    """Return the options that the rules of settle.py have filled in, each with the reason."""
     values = {name: getattr(config, name) for name in config.settled_by}
     texts = [
         f"{declared.flag(name)} {_format_value(value)} ({config.settled_by[name]})"
@@ -146,7 +146,7 @@ def _describe_settled(config: Config) -> dict[str, str]:
 
 
 def _format_value(value: Any) -> str:
-    """Return the value of an option as it is typed."""
+    """Return the value of an option as a user types it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return units.shorten(f"{value:g}" if isinstance(value, float) else str(value))
@@ -164,7 +164,7 @@ def _describe_ranks(config: Config) -> dict[str, str]:
 def _print_numbers(
     config: Config, plan: Plan, data: Data | None, cost: ModelCost, hardware: Hardware
 ) -> None:
-    """Print the numbers of a plan. data: None if the number of samples is an estimate."""
+    """Print the rows of a plan. data: None if the number of samples is an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
     if config.plan_gpus or config.plan_step_seconds:
         numbers["best interval"] = saving.describe(
@@ -197,7 +197,7 @@ def _warn_about_unusual_options(
 
 
 def _open_or_estimate(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
-    """Return the data and the samples of an epoch; if it is not prepared, None and an estimate."""
+    """Return the data and the number of samples; for unprepared data, None and an estimate."""
     if inputs.shards:
         return Data(select_shards(config, inputs.shards), []), None
     policies = [

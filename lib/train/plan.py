@@ -111,7 +111,7 @@ class Plan:
                 )
 
     def describe(self) -> dict[str, str]:
-        """Return the derived numbers, each with its derivation, as rows of a table."""
+        """Return the steps, epochs and learning rate, and how they follow, as table rows."""
         global_batch = self.division.global_batch
         total_samples = self.total_steps * global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"
@@ -172,8 +172,8 @@ def get_degrees(config: Config) -> Degrees:
 def divide_batch(config: Config, rank: int, ranks: int) -> Division:
     """Return the division of a global batch into micro-batches; UsageError if there is none.
 
-    rank: the rank whose share it is. ranks: number of ranks, of this launch or of a planned one. A
-    --batch-size that is still open counts as 1.
+    rank: the rank that trains on this share of the batch. ranks: number of ranks, of this launch or
+    of a planned one. A --batch-size that is still open counts as 1.
     """
     batch = _get_micro_batch(config)
     degrees = get_degrees(config)
@@ -198,17 +198,17 @@ def _get_micro_batch(config: Config) -> int:
 
 
 def count_epochs(config: Config) -> int | None:
-    """Return the number of passes over the data; None if only a number of steps ends the run."""
+    """Return the number of epochs; None if only a number of steps ends the run."""
     if config.steps_per_epoch:
         return None
     return config.num_epochs or (None if config.max_steps else 1)
 
 
 def count_steps(config: Config, samples: int | None, global_batch: int) -> int:
-    """Return the number of steps of a run: --max-steps or --num-epochs, whichever ends first.
+    """Return the number of steps until --max-steps or --num-epochs, whichever is reached first.
 
-    samples: in an epoch, None if unknown. global_batch: samples per step. Raises UsageError if the
-    data is too small for one step.
+    samples: number of samples in an epoch, None if unknown. global_batch: samples per step. Raises
+    UsageError if the data is too small for one step.
     """
     if steps := _count_full_steps(config, samples, global_batch):
         return steps
@@ -266,8 +266,9 @@ def make_step_config(
 ) -> StepConfig:
     """Return the step of a run on `ranks` devices, in the form that memory estimates take.
 
-    most_documents: the largest number of documents in a packed sample, padding counts as one
-    (default: the limit of the packing). For open options see `make_step_without_attention`.
+    most_documents: the largest number of documents in a packed sample; its padding counts as a
+    document (default: the limit of the packing). For open options see
+    `make_step_without_attention`.
     """
     import torch
 

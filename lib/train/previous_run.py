@@ -108,10 +108,10 @@ def find_previous_model(
 
 
 def find_kept_template(directories: Sequence[Path], fingerprint: str | None) -> KeptTemplate | None:
-    """Return the chat template that a run was started with; None if no directory contains it.
+    """Return the chat template that a run was started with, or None if no directory contains it.
 
-    directories: where runs keep the files of their model. fingerprint: of the source, None for a
-    run without chat datasets.
+    directories: where runs keep the files of their model. fingerprint: the fingerprint of its
+    source, None for a run without chat datasets.
     """
     for directory in directories if fingerprint else ():
         path = directory / CHAT_TEMPLATE
@@ -133,8 +133,8 @@ def require_same_run(
     """Return the differences to an earlier run; UsageError if this one must not resume from it.
 
     earlier, now: their identities. where: the directory of the run, or of a checkpoint.
-    with_changes: allow all differences but those of tensors. config: the options of this launch,
-    to suggest a command.
+    with_changes: allow all differences except in options that change the tensors. config: the
+    options of this launch, to suggest a command.
     """
     changed = find_differences(earlier, now)
     if with_changes and (other := [each for each in changed if each.name in _TENSOR_OPTIONS]):
@@ -190,7 +190,7 @@ def _is_own_run(root: Path, config: Config) -> bool:
 def _continue_from(
     earlier: dict[str, Any], changed: list[Difference], checkpoint: Path, config: Config
 ) -> tuple[str, str]:
-    """Return how this run can resume from a checkpoint of another run; see `_continue_run`."""
+    """Return how to resume this run from another run's checkpoint, as `_continue_run` does."""
     names = {each.name for each in changed}
     if not names & _TENSOR_OPTIONS.keys() and not (config.trains_lora and "model" in names):
         return _RESUME_WITH_CHANGES, commands.as_typed("--resume-with-changes")
@@ -219,10 +219,10 @@ def _has_recorded(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
 def _continue_run(
     earlier: dict[str, Any], changed: list[Difference], where: Path, config: Config
 ) -> tuple[str, str]:
-    """Return how a run can be resumed, as words and as a command; "" and "" if no way is certain.
+    """Return how to resume a run, as words and as a command; "" and "" if no way is certain.
 
-    The options in its config.yaml help if they still name the inputs that it was started with. They
-    do not if an input was replaced under the same name, or if a later launch recorded others.
+    The options in its config.yaml work if they still name the run's original inputs. They do not
+    if an input was replaced under the same name, or if a later launch recorded other options.
     """
     record = journal.read_config(_open_experiment(where))
     recorded = record.get("options")
@@ -253,7 +253,7 @@ def _continue_run(
 
 
 def _other_template(changed: list[Difference], kept: Path, where: Path) -> UsageError:
-    """Return the error for a run on conversations that has another chat template now.
+    """Return the error for a run whose chat template has changed.
 
     kept: the file with the template of the run.
     """
@@ -281,10 +281,10 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
 def add_sample_counts(
     facts: dict[str, Any], now: dict[str, Any], samples: int | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two identities, of a checkpoint and of now, with the samples of an epoch as an input.
+    """Add the number of samples as an input to the identities of a checkpoint and of this run.
 
     Another version of the packing may pack the same documents into another number of samples.
-    facts: the COMMIT of the checkpoint. samples: of an epoch now, None if unknown.
+    facts: the checkpoint's COMMIT.json. samples: number in an epoch now, None if unknown.
     """
 
     def among_inputs(identity: dict[str, Any], count: int | None) -> dict[str, Any]:
@@ -297,7 +297,7 @@ def add_sample_counts(
 
 
 def changes_samples(changes: list[Difference]) -> bool:
-    """Return whether changes give samples other numbers, which makes the sample cursor void."""
+    """Return whether changes give samples other indices, so that a sample cursor is invalid."""
     return any(change.name in _SAMPLE_OPTIONS for change in changes)
 
 
@@ -307,8 +307,8 @@ def require_usable_directory(
     """Raise UsageError if this run can neither start in its directory nor resume there.
 
     A directory that is not an experiment is never written to or moved, not even with --overwrite.
-    Raises ArtifactError if it has checkpoints, all of them damaged. earlier: see `read_previous`.
-    identity: of this run.
+    Raises ArtifactError if all of its checkpoints are damaged. earlier: see `read_previous`.
+    identity: the identity of this run.
     """
     # In this order, since another launch may be creating the experiment right now.
     if (
@@ -342,7 +342,7 @@ def require_usable_directory(
 def find_named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | None:
     """Return the checkpoint that --resume names; None for auto and never.
 
-    It is also None if the run has resumed from it before, and it is gone or damaged now. Raises
+    Also None if the checkpoint is gone or damaged, but the run has resumed from it before. Raises
     ArtifactError for a path that is not a checkpoint or whose file sizes are wrong, and UsageError
     if --overwrite would move it.
     """
@@ -388,7 +388,7 @@ def descends_from(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
 
 
 def mark_complete(experiment: Experiment, step: int) -> None:
-    """Write to state.json that a run is complete, which a crash after the last save omits."""
+    """Write to state.json that a run is complete, in case it crashed after its last save."""
     state = journal.read_state(experiment)
     if log.rank() > 0 or (state.get("status"), state.get("step")) == ("complete", step):
         return

@@ -110,9 +110,9 @@ class Report:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
-        """Flush all files. On an error write to state.json that the run failed.
+        """Flush all files. After an error, write to state.json that the run failed.
 
-        A run that has saved its last step, or its stop, keeps that status.
+        A run that is complete, or was stopped and saved, keeps that status.
         """
         if self._captured is not None:
             self._write_after_error(self._captured)
@@ -127,7 +127,7 @@ class Report:
         self._metrics.close()
 
     def _write_after_error(self, captured: CapturedRow) -> None:
-        """Write the row that an error left behind, if that needs no other rank."""
+        """Write the row that was captured before an error, if there are no other ranks."""
         if self._layout.ranks == 1:
             with suppress(Exception):  # the error that ends the run matters more
                 self.write_captured()
@@ -183,10 +183,10 @@ class Report:
         self._show_on_bar(validation=f"{loss:.3f}")
 
     def write_captured(self) -> Divergence | None:
-        """Write the captured row, if any, as soon as the device has done its step.
+        """Write the captured row, if any, once the device has finished the row's step.
 
-        Returns where the run has diverged, None if the row shows no divergence. All ranks must call
-        this. Raises UsageError if the loss of the first step is NaN or infinite.
+        Returns the step at which the run has diverged, or None. All ranks must call this. Raises
+        UsageError if the loss of the first step is NaN or infinite.
         """
         if (captured := self._captured) is None:
             return None
@@ -231,7 +231,7 @@ class Report:
                 self._log_duration(left)
 
     def _log_duration(self, left: int) -> None:
-        """Log the measured step time and how long the remaining steps take. left: their number."""
+        """Log the measured step time and how long the `left` remaining steps take."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # only this once; so far the host may have been ahead
         seconds = self._pace.seconds_per_step or 0.0
@@ -294,7 +294,7 @@ class Report:
     def save_callback(self) -> Callable[[bool], None]:
         """Return the function that rank 0 calls, in any thread, once this step has been saved.
 
-        Its argument: whether the checkpoint is a shared one, not one of the second tier.
+        Its argument is True for a checkpoint in the run's directory, False in the second tier.
         """
         facts = self._facts()
 
@@ -307,7 +307,7 @@ class Report:
         return note_saved
 
     def note_stop(self, reason: str) -> None:
-        """Record that the run stops after this step, which is saved.
+        """Record that the run stops after this step, whose checkpoint has been saved.
 
         reason: as StopRequest.agree returns it. Raises Preempted if steps remain.
         """
@@ -374,7 +374,7 @@ class Report:
         ]
 
     def _show_on_bar(self, **texts: str) -> None:
-        """Show texts behind the progress bar, with the last ones of other kinds."""
+        """Show texts behind the progress bar; texts of other kinds stay."""
         self._bar_texts |= texts
         kinds = [kind for kind in _ON_BAR if kind in self._bar_texts]
         self._bar.show(", ".join(f"{kind} {self._bar_texts[kind]}" for kind in kinds))
@@ -422,7 +422,7 @@ def format_record(row: dict[str, Any], rank: int) -> str:
 
 
 def _remarks(row: dict[str, Any]) -> list[str]:
-    """Return the cells that only some lines have."""
+    """Return the cells at the end of a line that only some rows need."""
     remarks = []
     if "perf/eta_sec" in row:
         remarks.append(f"eta {units.duration(row['perf/eta_sec'])}")

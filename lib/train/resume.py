@@ -107,9 +107,10 @@ def roll_back(
     report: Report,
     divergence: Divergence,
 ) -> None:
-    """Load the newest checkpoint before the last bad steps, and skip the data since.
+    """Load the newest checkpoint before the last bad steps, and skip the data trained since.
 
-    The run continues with the data after the divergence, even if it has taken another step since.
+    The run continues with the data after the divergence, even if it has trained on some of that
+    data in one more step.
     All ranks must call this. Raises UsageError if there is no such checkpoint, or after three
     rollbacks.
     """

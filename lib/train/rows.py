@@ -27,8 +27,8 @@ from lib.train.state import TrainState
 def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
     """Copy scalars of one device to the host as float64 [n], without waiting for the device.
 
-    The result is valid once the device has reached this point of its stream. The scalars may be
-    changed at once.
+    The result is valid once the device has reached this point of its stream. The caller may
+    change the scalars immediately.
     """
     return torch.stack([scalar.double() for scalar in scalars]).to("cpu", non_blocking=True)
 
@@ -75,7 +75,7 @@ class LossWindow:
         self._running += loss.detach()
 
     def end_step(self, label_tokens: int) -> None:
-        """End a step. label_tokens: on all ranks."""
+        """End a step. label_tokens: number of label tokens on all ranks."""
         self._last, self._running = self._running, self._zero()
         self._window = self._window + self._last
         self._last_tokens = label_tokens
@@ -83,7 +83,7 @@ class LossWindow:
         self._steps += 1
 
     def capture(self) -> CapturedLoss:
-        """Return the sums of this rank's metrics, to be read later, and start a new window."""
+        """Return this rank's loss sums, to be read later, and start a new window."""
         sums = copy_to_host(self._last, self._window)
         captured = CapturedLoss(sums, self._last_tokens, self._window_tokens, self._steps)
         self._window = self._zero()
@@ -93,10 +93,10 @@ class LossWindow:
 
 
 class CapturedRow(NamedTuple):
-    """The row of a step as it was when the host ended the step, until it is written.
+    """The figures of a step, captured when the host ended the step, for a row written later.
 
     position: position in the data after the step. norm_and_skipped: the gradient norm and the
-    numbers of a SkippedSteps, see `copy_to_host`. load: load of the experts. validation: figures
+    values of a SkippedSteps, see `copy_to_host`. load: load of the experts. validation: figures
     that are added later. ended: seconds since the epoch. done: an event of the device after the
     step, None on a CPU, where the host does all work itself.
     """
@@ -118,7 +118,7 @@ class CapturedRow(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The step after which too many steps in a row were bad, and the position in the data then.
+    """The last of too many bad steps in a row, and the position in the data after it.
 
     The run may have taken another step since. A rollback undoes that step as well.
     """
@@ -213,8 +213,9 @@ def read_row(
 def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float]:
     """Return figures about the slowest rank and the one with the largest memory peak.
 
-    All ranks take as long for a step as the slowest one. Only in the optimizer and in loading data
-    do they not wait for each other. local_ms: milliseconds for these, by rank. peaks: GiB, by rank.
+    All ranks take as long for a step as the slowest one. They do not wait for each other only while
+    they load data or run the optimizer. local_ms: milliseconds of these phases, by rank. peaks:
+    GiB, by rank.
     """
     slowest = max(range(len(local_ms)), key=local_ms.__getitem__)
     usual = max(statistics.median(local_ms), 1e-9)

@@ -35,7 +35,7 @@ _ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "l
 
 
 class Known(IntEnum):
-    """Says what a rule must know to decide. A launch learns these things in this order."""
+    """Names the facts that a rule needs. A launch learns them in this order."""
 
     FILES = 1  # the model's and datasets' files, and earlier launches; torch is not imported
     HARDWARE = 2  # this machine, and the model's config
@@ -45,7 +45,7 @@ class Known(IntEnum):
 
 @dataclass
 class Facts:
-    """The facts by which rules decide. model, memory: None until known. notes: for the log."""
+    """The facts that rules use. model, memory: None until known. notes: lines for the log."""
 
     inputs: Inputs
     model: PreTrainedModel | None = None
@@ -60,9 +60,10 @@ def _is_open(config: Config, names: list[str]) -> bool:
 class OptionRule(NamedTuple):
     """The rule that gives values to options that were left open.
 
-    options: the names of their fields, separated by blanks. known: what the rule must know. settle:
-    returns the config with values for these options, or unchanged if the rule cannot decide.
-    applies: whether to call it; None: if any of the options is None or `auto`.
+    options: the names of their fields, separated by blanks. known: the facts that the rule needs.
+    settle: returns the config with values for these options, or unchanged if the rule cannot
+    decide. applies: returns whether to call `settle`; None to call it if any of the options is None
+    or `auto`.
     """
 
     options: str
@@ -71,7 +72,7 @@ class OptionRule(NamedTuple):
     applies: Callable[[Config], bool] | None = None
 
     def is_due(self, config: Config) -> bool:
-        """Return whether there is something to settle."""
+        """Return whether to call `settle`."""
         return self.applies(config) if self.applies else _is_open(config, self.options.split())
 
 
@@ -124,7 +125,7 @@ def agree_on_options(
 ) -> Config:
     """Return the options that all ranks use from now on. All ranks must call this.
 
-    samples: of an epoch, None if unknown.
+    samples: number of samples in an epoch, None if unknown.
     """
     from lib.train import journal, memory_fit
 
@@ -133,7 +134,7 @@ def agree_on_options(
 
 
 def apply_rules(config: Config, facts: Facts, known: Known) -> Config:
-    """Return the options after all rules that need no more than `known`, in their order."""
+    """Apply all rules that need no more than `known`, in their order."""
     for rule in RULES:
         if rule.known <= known and rule.is_due(config):
             config = rule.settle(config, facts)
@@ -153,8 +154,8 @@ def _keep_option(name: str) -> Callable[[Config, Facts], Config]:
 def _keep_global_batch(config: Config, facts: Facts) -> Config:
     """Keep the global batch with which the run was started.
 
-    Another number of ranks, another --batch-size or another memory only divides it differently.
-    Raises UsageError if it cannot be divided.
+    With another number of ranks, another --batch-size or other memory, the same global batch is
+    only divided differently. Raises UsageError if it cannot be divided.
     """
     batch = facts.inputs.identity.get("options", {}).get("global_batch_size")
     is_auto = config.batch_size == AUTO
@@ -194,7 +195,7 @@ def _fill_packing(config: Config, facts: Facts) -> Config:
 def _take_adapter_options(config: Config, facts: Facts) -> Config:
     """Use the options of the adapter of --lora-from; UsageError if other values were typed.
 
-    If the directory of the adapter is gone, uses those of the run whose checkpoints contain it.
+    If the adapter's directory is gone, uses the options of the resumed run instead.
     """
     adapter = facts.inputs.adapter
     recorded = facts.inputs.identity.get("options", {})
@@ -246,7 +247,7 @@ def _fill_lora_alpha(config: Config, facts: Facts) -> Config:
 def _fill_batch_size(config: Config, facts: Facts) -> Config:
     """Use `auto` on a GPU unless --global-batch-size is typed, else 1.
 
-    A resumed run keeps the samples of a step, except with --resume-with-changes.
+    A resumed run keeps its global batch, except with --resume-with-changes.
     """
     from lib.planning import capacity
 
@@ -300,9 +301,9 @@ def _fill_seq_length(config: Config, facts: Facts) -> Config:
 
 
 def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:
-    """Use the family's load balancing from scratch; in fine-tuning, only if the config sets it.
+    """Turn on load balancing from scratch; in fine-tuning, only if the model's config does.
 
-    A resumed run without a recorded value had load balancing off, or is older than the option.
+    A resumed run without a recorded value keeps load balancing off.
     """
     from lib.parallel import routers
 

@@ -26,10 +26,11 @@ from lib.train.plan import Plan
 class TrainState:
     """Model, optimizer, and position of a run in its steps and its data.
 
-    model_files, base: digests of the files in the run's model/ and of the files with frozen
-    weights, on rank 0. step: optimizer steps done. tokens: tokens in these steps, without padding.
-    rollbacks: see resume.roll_back. resumed_from, resumed_path: manifest digest and path of the
-    checkpoint that --resume named in this or an earlier launch. figures: the last row.
+    model_files: digests of the files in the run's model/, on rank 0. base: digests of the files
+    with frozen weights, on rank 0. step: optimizer steps done. tokens: tokens in these steps,
+    without padding. rollbacks: see resume.roll_back. resumed_from, resumed_path: manifest digest
+    and path of the checkpoint that --resume named in this or an earlier launch. figures: the last
+    row.
     """
 
     model: PreTrainedModel
