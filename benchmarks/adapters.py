@@ -34,7 +34,7 @@ from lib.core import units
 
 
 def main() -> None:
-    """Run the measurements that --only names; print a table for each kind of recomputation."""
+    """Run the measurements of --only; print a table per kind of activation checkpointing."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,7 +103,10 @@ def time_steps(args: argparse.Namespace) -> None:
 
 
 def make_step(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) -> Any:
-    """Return a function that does a step and returns its seconds: of the parts, then in all."""
+    """Return a function that runs a step and returns its seconds.
+
+    The seconds are those of forward, backward and update, and their sum.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -161,7 +164,10 @@ def compare_launches(args: argparse.Namespace) -> None:
 
 
 def compare_rounds(args: argparse.Namespace, recompute: str) -> None:
-    """Run both kinds in alternation for one kind of recomputation, and print the figures."""
+    """Run full training and LoRA in alternation, and print the figures.
+
+    recompute: the kind of activation checkpointing.
+    """
     options = {
         "full training": "",
         f"adapters of rank {args.lora_rank}": f"--lora-rank {args.lora_rank}",

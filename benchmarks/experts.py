@@ -115,7 +115,7 @@ def make_layer(args: argparse.Namespace) -> tuple[Any, tuple[Any, Any, Any]]:
 def make_step(
     module: Any, inputs: tuple[Any, Any, Any], compiled: bool, on_gpu: bool
 ) -> Callable[[], list[float]]:
-    """Return a function that computes once and returns the milliseconds of forward and backward."""
+    """Return a function that runs forward and backward, and returns the milliseconds of each."""
     import torch
 
     forward = torch.compile(module, dynamic=False) if compiled else module

@@ -109,8 +109,8 @@ class Outcome:
 class _Tier:
     """A place for checkpoints.
 
-    since: work done at the last save, in seconds. committed: work in the last complete checkpoint.
-    commit_at: when the pending save will be complete, infinity if none is pending.
+    since: seconds of work until the last save. committed: seconds of work until the last complete
+    checkpoint. commit_at: when the pending save will be complete, infinity if none is pending.
     """
 
     saving: Saving

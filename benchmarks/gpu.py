@@ -196,7 +196,7 @@ def _install_missing(kit: Path, target: Path, packages: tuple[str, ...]) -> None
 
 
 def _prepare_start(rehearse: bool) -> tuple[str, dict[str, Any]]:
-    """Import what items need; return the start method of their processes, and facts of the machine.
+    """Import the items' modules; return the multiprocessing start method and machine facts.
 
     With fork, items and their runs need no imports of their own. But if an import initialises
     CUDA, forked processes cannot use the GPU; then they are spawned, and each imports everything.

@@ -6,8 +6,9 @@
   python benchmarks/memory.py 'Llama 3.1 8B' --lora-rank 64      # full training and LoRA
 
 No GPU is needed: like --plan-gpus, this traces steps of the trainer on fake tensors. A cell is the
-peak in GiB per GPU, and what --activation-checkpointing auto chooses. If the model only fits with
---cpu-offload on, the cell adds the GiB of host memory per GPU; a dash means that nothing fits.
+peak in GiB per GPU, and the kind that --activation-checkpointing auto chooses. If the model only
+fits with --cpu-offload on, the cell adds the GiB of host memory per GPU; a dash means that nothing
+fits.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def build_model(name: str) -> PreTrainedModel:
 def format_row(
     name: str, gpus: Sequence[int], seq_length: int, gpu_memory: float, rank: int = 0
 ) -> str:
-    """Return the row of a model. gpu_memory: GiB per GPU. rank: of LoRA adapters; 0: none."""
+    """Return the row of a model. gpu_memory: GiB per GPU. rank: LoRA rank, 0 for full training."""
     model = build_model(name)
     adapted = ""
     if rank:
@@ -97,7 +98,7 @@ def print_table(
     gpu_memory: float,
     rank: int = 0,
 ) -> None:
-    """Print a table, row by row. rank: of the LoRA adapters in further rows; 0: no such rows."""
+    """Print a table, row by row. rank: LoRA rank of an additional row per model, 0 for none."""
     heads = ["1 GPU" if n == 1 else f"{n} GPUs" for n in gpus]
     print(f"| {title}1 × {seq_length:,} tokens | {' | '.join(heads)} |")
     print("|---" * (len(heads) + 1) + "|")

@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def run_role(role: str, model: Path, ranks: int = 0, **options: Any) -> dict[str, Any]:
-    """Run a role of parts/models.py in its own process or on ranks; return its measurements."""
+    """Run a role of parts/models.py in a child process, or with torchrun; return its figures."""
     return processes.run_and_read_figures(
         processes.script_command(
             "models.py",

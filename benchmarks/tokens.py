@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def measure_tokenizing(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return rates in MB of text per second on one core, and whether token IDs are equal."""
+    """Return rates in MB of text per second on one core, and whether both encoders agree."""
     import datasets
     import numpy as np
 
@@ -117,7 +117,7 @@ _THINKING_TEMPLATE = _UNMARKED_TEMPLATE.replace(
 
 
 def measure_chats(arguments: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return rates in MB of messages per second on one core, and the share of rendering."""
+    """Return rates in MB of messages per second on one core, and the time share of rendering."""
     from tokenizers import Tokenizer
 
     from lib.core.conversation import Conversation

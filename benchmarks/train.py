@@ -15,8 +15,8 @@ torchrun launches, in alternation; the Trainer wraps the model in DDP.
 Speed: the median over rounds of the median step after the first few. Memory: the peak resident set
 of a rank minus its resident set before the model is built (on a GPU: the peak of the allocator),
 for a vocabulary of 128k and 2,048 tokens. Start: the seconds from torchrun to the log line of the
-first step, by phase, beside the seconds that the imports on as many ranks and reading the weights
-take alone. Lengths: memory as above, by sequence length and kind of activation checkpointing.
+first step, by phase. For comparison: the seconds to import the packages on as many ranks, and to
+read the weights. Lengths: memory as above, by sequence length and kind of activation checkpointing.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def compare_memory(args: argparse.Namespace) -> None:
 
 
 def measure_start(args: argparse.Namespace) -> None:
-    """Print the seconds from torchrun to the first step, and those that no trainer can avoid."""
+    """Print the seconds from torchrun to the first step, and the minimum for any trainer."""
     make_model(args, args.vocab)
     make_data(args, args.vocab, args.seq_length)
     script = args.work / "imports.py"

@@ -119,7 +119,7 @@ def build_parser() -> options.Parser:
 
 
 def parse(argv: list[str]) -> tuple[Options, list[str]]:
-    """Return this script's options, and those of stage 04: all after `--`, or unknown here."""
+    """Return this script's options, and the options of stage 04, which may precede `--` as well."""
     own_words, train = command_line.split_at_dashes(argv)
     parser = build_parser()
     own_words, stage_words = command_line.take_stage_options(
@@ -178,7 +178,7 @@ def main(argv: list[str]) -> None:
 
 
 def make_deploy_words(argv: list[str]) -> list[str]:
-    """Return the words of the `deploy` that follows a `prepare`."""
+    """Return the arguments of the `deploy` command that follows a `prepare`."""
     own_words, train = command_line.split_at_dashes(argv)
     # The command may follow options, one of which may have the same word as its value.
     position = (
@@ -397,11 +397,12 @@ def deploy_training_job(
 ) -> None:
     """Run a job to its end as `deploy` does. Raises launch.kube.deploy.JobFailed if it fails.
 
-    cluster_name: of EKS, or a context of the kubeconfig (default: the current one). hf_token: for a
-    secret of the cluster (default: HF_TOKEN). auto_retry: submit again after failures that may
-    pass. train: options of stage 04, such as --config recipes/llama-3.1-8b.yaml. patience: how
-    often and how long to try. values: options of `deploy` or of stage 04 by their names, such as
-    job_name="exp", num_nodes=4, max_steps=1000; defaults are those of the command line.
+    cluster_name: an EKS cluster, or a context of the kubeconfig (default: the current one).
+    hf_token: stored in a secret of the cluster (default: HF_TOKEN). auto_retry: submit again after
+    failures that may pass. train: options of stage 04, such as --config recipes/llama-3.1-8b.yaml.
+    patience: how often and how long to try. values: options of `deploy` or of stage 04 by their
+    names, such as job_name="exp", num_nodes=4, max_steps=1000; defaults are those of the command
+    line.
     """
     log.ensure_setup()
     job_fields = declared.fields_by_spelling(JobOptions)

@@ -4,7 +4,7 @@
   python launch/pod.py --kind trainjob --nnodes 4 --nproc-per-node 8 -- -e exp -d corpus
   python launch/pod.py --kind pytorchjob --nnodes 4 --min-nodes 2 --nproc-per-node 8 -- -e exp -d c
 
-The operator sets the number of the node and the head's address in the environment. A job of fixed
+The operator sets the rank of the node and the head's address in the environment. A job of fixed
 size runs launch/multi_node.sh. A job with --min-nodes runs torchrun, which continues with fewer
 nodes. A HyperPod job runs hyperpodrun.
 
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> None:
 def build_pod_command(
     opts: Options, train: list[str], operator_variables: dict[str, str]
 ) -> list[str]:
-    """Return the command that trains on this pod. operator_variables: those named PET_…."""
+    """Return the command that trains on this pod. operator_variables: all variables PET_…."""
     workers = [
         "--nproc-per-node",
         str(opts.nproc_per_node),
@@ -161,7 +161,7 @@ def build_pod_command(
 
 
 def find_node_rank(operator_variables: dict[str, str], nodes: int) -> int:
-    """Return the number of this node: the operator's, or the one at the end of the pod's name.
+    """Return the rank of this node, from the environment or from the end of the pod's name.
 
     Raises UsageError if there is none, or if it is out of range.
     """
@@ -210,7 +210,7 @@ def read_wait_seconds() -> float:
 
 
 def wait_for_address(head: str) -> None:
-    """Wait until the head's name has an address, which it gets when its pod runs.
+    """Wait until the name of the head has an address; it gets one when the head's pod runs.
 
     Raises StageError if that takes too long.
     """

@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 
 def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
-    """Ask the launcher of a run that is being prepared to end, or report what else there is."""
+    """Ask the launcher of a run to end before training runs, or report that there is none."""
     if not dry_run:
         run.experiment.stop_file.unlink(missing_ok=True)
     process = run_files.find_process(root.resolve())
@@ -81,9 +81,9 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
 
 
 def list_jobs(name: str) -> list[tuple[str, str]]:
-    """Return the number and state of this user's Slurm jobs of a name.
+    """Return the ID and state of each Slurm job that this user has under a name.
 
-    Raises UsageError without Slurm.
+    Raises UsageError if squeue is not installed or fails.
     """
     try:
         process = subprocess.run(

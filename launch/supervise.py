@@ -119,7 +119,7 @@ def _add_node_options(parser: options.Parser) -> None:
 def parse(argv: list[str]) -> Options:
     """Return the options of the launcher, without those of the command that it starts.
 
-    Raises UsageError with all contradictions between them.
+    Raises UsageError with all contradictions between the options.
     """
     opts = build_parser().parse(argv)
     problems = Problems()

@@ -159,7 +159,7 @@ def pass_on_one_signal() -> None:
 
 
 def apply_shutdown_timeout(argv: list[str], parser: ArgumentParser) -> list[str]:
-    """Return the words without --shutdown-timeout if torchrun lacks this option (torch 2.11).
+    """Return the arguments without --shutdown-timeout if torchrun lacks this option (torch 2.11).
 
     In torch 2.11 the seconds that ranks get to save and end are the default argument of a method,
     so this function changes that default instead.

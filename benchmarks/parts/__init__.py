@@ -1,1 +1,1 @@
-"""Holds what benchmarks start in processes of their own, and what several of them use."""
+"""Run the child processes of benchmarks, and share code between benchmarks."""

@@ -267,9 +267,10 @@ class Bench:
         }
 
     def beside(self, begin: Callable[[], Any], copies: TimedCopies) -> dict[str, float]:
-        """Return the seconds of one save: stall, increase of the steps, and until it is complete.
+        """Save during training steps; return the seconds of stall, delay, save and usual step.
 
-        The stall is the call itself, and the optimizer's wait for copies of tensors it will change.
+        The stall is the call itself plus the time that the optimizer waits for copies of tensors
+        that it will change.
         """
         usual = statistics.median(self.step() for _ in range(2))
         self.meet()

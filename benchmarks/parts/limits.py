@@ -65,7 +65,7 @@ def measure_write_rate(directory: Path, size: int) -> float:
 def measure_limits(
     paths: list[Path], out_bytes: int, directory: Path, workers: int, is_json_lines: bool
 ) -> dict[str, float]:
-    """Return the seconds that the machine needs at least for each part of the work."""
+    """Return the least seconds that the machine needs for each part of the work."""
     read_files(paths)  # warm the page cache, as for the contestants
     began = time.monotonic()
     read_files(paths)
@@ -80,7 +80,7 @@ def measure_limits(
 
 
 def measure_own_cpu(source: Path, directory: Path, workers: int) -> float:
-    """Return the CPU seconds of the stage's work units ÷ workers, the time with perfect scaling."""
+    """Return the CPU seconds of the stage's work units ÷ workers, which perfect scaling needs."""
     import pyarrow  # noqa: F401  (its import is not part of the work)
 
     from lib.corpus import inputs, work_units

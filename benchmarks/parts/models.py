@@ -106,9 +106,9 @@ def _from_pretrained(path: Path) -> Any:
 
 
 def _broadcast(path: Path, layout: ParallelLayout) -> None:
-    """Load the ranks as accelerate does with `cpu_ram_efficient_loading`.
+    """Load on rank 0 and broadcast, as accelerate does with `cpu_ram_efficient_loading`.
 
-    The real thing: its own functions, called as `prepare_model` calls them.
+    This calls the functions that accelerate's `prepare_model` calls.
     """
     from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
 

@@ -1,4 +1,4 @@
 """Pack and unpack bundles for an air-gapped site, for launch/airgap.py.
 
-The package has another name than its front door, since launch/airgap.py is a module of that name.
+The package cannot be called `airgap`, since launch/airgap.py is the module of that name.
 """

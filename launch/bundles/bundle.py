@@ -3,9 +3,10 @@
   python launch/airgap.py pack --out bundle --dataset corpus --model org/name --tokens corpus
   python launch/airgap.py pack --out bundle --dataset corpus --model org/name --volume-size 20GB
 
-Names are those of stage 04's -d and -m. Files are hashed while they are copied, and compared with
-the digests that their stage wrote. A bundle appears under its name when it is complete. A killed
-run continues where it was, and --overwrite reuses equal files of the existing bundle.
+--dataset and --model take the same names as -d and -m of stage 04. Files are hashed while they are
+copied, and compared with the digests that their stage wrote. A bundle appears under its name when
+it is complete. A killed run continues where it was, and --overwrite reuses equal files of the
+existing bundle.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Commit:
     changed: list[str]
 
     def requirements(self, *kinds: str) -> dict[str, bytes]:
-        """Return the contents of requirements.txt and of further lists, such as `dev`, by name."""
+        """Return the contents of requirements.txt and of requirements-<kind>.txt, by file name."""
         names = ("requirements.txt", *(f"requirements-{kind}.txt" for kind in kinds))
         return {name: self.content(name) for name in names}
 
@@ -79,8 +79,9 @@ class Commit:
 def read_commit(allow_dirty: bool) -> Commit:
     """Return the files of the last commit.
 
-    Raises UsageError if code here differs from it, or without git. Untracked files count only in
-    directories of code, so bundles, data and notes do not matter.
+    Raises UsageError if git is missing, or if the code here differs from the commit and allow_dirty
+    is not set. Untracked files count only in directories of code, so bundles, data and notes do not
+    matter.
     """
     status = _run_git("status", "--porcelain", "-z", "--no-renames").decode(errors="replace")
     changed = [
@@ -173,7 +174,7 @@ def _find_dataset(name: str) -> PackedDirectory:
 
 
 def _find_tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
-    """Return the store of this name with its packs, or all stores of the dataset of this name."""
+    """Return the named store with its packing indexes, or all stores of the named dataset."""
     root = paths.tokens_root(cache_dir)
     path = Path(name)
     if path.name in ("", ".."):  # `.` and `..` have no name at their end
@@ -214,9 +215,9 @@ def _find_tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:
 
 
 def _find_dataset_stores(name: str, root: Path) -> list[Path]:
-    """Return the token stores of a dataset, as `-d` names it, with their packs.
+    """Return the token stores of a dataset, as `-d` names it, with their packing indexes.
 
-    A store belongs to a dataset if it has its name or was built from the same content.
+    A store belongs to the dataset if it has the name of the dataset or was built from its content.
     """
     dataset = find_dataset(name)
     names = {Path(name).name, paths.model_dir_name(name), dataset.resolve().name}
@@ -306,7 +307,7 @@ def describe_missing(opts: Options, artifacts: list[PackedDirectory]) -> list[st
 def _find_stores(cache_dir: Path, dataset: Path, model: Path) -> list[Path]:
     """Return the finished token stores of a dataset and a model.
 
-    Conversations have one for each length and template with which they were prepared.
+    A chat dataset has a store per sequence length and chat template that it was prepared with.
     """
     try:
         inputs = {

@@ -47,7 +47,7 @@ Entry = dict[str, Any]
 
 
 class BundleError(Exception):
-    """An error of this script, as it is printed. code: the exit code."""
+    """An error of this script, formatted for printing. code: the exit code."""
 
     def __init__(self, code: int, problem: str, **parts: str) -> None:
         lines = [
@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
 
 
 def print_line(text: object, descriptor: int = 1) -> None:
-    """Print a line, also with names that are not text; do nothing if nobody reads (`| head`)."""
+    """Print a line with unprintable characters escaped; do nothing if nobody reads (`| head`)."""
     visible = f"{text}\n".translate(_CONTROL_ESCAPES)
     with suppress(BrokenPipeError):
         os.write(descriptor, visible.encode(errors="backslashreplace"))
@@ -120,7 +120,7 @@ def content_digest(entries: list[Entry], summary: dict[str, Any]) -> str:
 
 
 def _require_valid(entries: list[Entry]) -> None:
-    """Raise ValueError for a path that leads out of the bundle, and for parts that do not fit."""
+    """Raise ValueError for an impossible entry, such as a path that leads out of the bundle."""
     for entry in entries:
         for text in filter(None, (entry["path"], entry["to"])):
             if {"", ".", ".."} & {*text.split("/")} or "\0" in text:  # begins with / too
@@ -193,7 +193,7 @@ def _find_damage(bundle: Path, entry: Entry, show: Callable[[int], None]) -> str
 
 
 def _find_unlisted(bundle: Path, entries: list[Entry]) -> list[str]:
-    """Return the files in a bundle that its manifest does not list; a volume may be a link."""
+    """Return the files in a bundle that its manifest does not list. A volume may be a symlink."""
     known = {entry["path"] for entry in entries} | {MANIFEST}
     volumes = {path.partition("/")[0] for path in known if "/" in path}
     paths = [path for path in bundle.iterdir() if path.name not in volumes]
@@ -321,7 +321,7 @@ def _write_files(bundle: Path, content: dict[str, Any], target: Path) -> None:
 
 @contextmanager
 def _lock_partial(partial: Path, target: Path) -> Iterator[None]:
-    """Lock a partial directory, then delete it. Raises BundleError (2) if in use or not ours."""
+    """Lock a partial directory for a block, then delete it. Raises BundleError (2) on failure."""
     mark = partial / f".unfinished-{hashlib.sha256(os.fsencode(partial.name)).hexdigest()[:12]}"
     if partial.is_symlink() or (not mark.is_file() and any(partial.iterdir())):
         problem = f"{partial} is in the way, and this program did not create it"
@@ -375,14 +375,14 @@ def _require_python(content: dict[str, Any]) -> None:
 
 
 def _describe_driver(torch: dict[str, str]) -> str:
-    """Return a text about the drivers that a torch works with."""
+    """Return a text about the drivers that a build of torch works with."""
     return f"NVIDIA driver {torch['driver']} or newer" if torch["driver"] else "CPUs only"
 
 
 def _require_driver(torch: dict[str, str] | None) -> None:
-    """Raise BundleError (2) if this machine has GPUs whose driver is too old for the torch.
+    """Raise BundleError (2) if this machine has GPUs whose driver is too old for torch.
 
-    torch: of the wheelhouse. A machine without GPUs may install it for others.
+    torch: the build in the wheelhouse. A machine without GPUs may install it for others.
     """
     try:
         process = subprocess.run(

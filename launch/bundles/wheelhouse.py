@@ -101,8 +101,9 @@ def parse_target(python: str, platform: str) -> Target:
 def choose_builds(lists: dict[str, bytes], cuda: str, driver: str) -> list[Torch]:
     """Return the builds of torch that suit the far side, the best first.
 
-    cuda: empty for any. driver: of the far side, empty if unknown. Without both, the result is
-    empty, and pip downloads the build that the lists pin. Raises UsageError if no build suits.
+    cuda: the CUDA version, empty for any. driver: the driver of the far side, empty if unknown. If
+    both are empty, so is the result, and pip downloads the build that the lists pin. Raises
+    UsageError if no build suits.
     """
     if not cuda and not driver:
         return []
@@ -131,8 +132,9 @@ def prepare_wheelhouse(
 ) -> Path:
     """Return the finished wheelhouse, after downloading missing wheels.
 
-    lists: requirement files by name. choices: builds of torch; the first that pip finds replaces
-    the pinned one, which stays if there are none. Raises UsageError if pip fails.
+    lists: requirement files by name. choices: builds of torch; the first one that pip finds
+    replaces the pinned build. Without choices, the pinned build is used. Raises UsageError if pip
+    fails.
     """
     for build in choices:
         try:
@@ -200,8 +202,8 @@ def _build_wheelhouse(
 def _download(directory: Path, lists: list[str], target: Target, has_choice: bool) -> None:
     """Download the wheels of requirement lists, and build packages that exist as source only.
 
-    has_choice: whether the torch is one of several choices; then NoSuchTorch is raised if pip does
-    not find it.
+    has_choice: whether the build of torch is one of several choices. If so, NoSuchTorch is raised
+    if pip does not find it.
     """
     words = [word for name in lists for word in ("-r", name)]
     words += [word for tag in target.tags for word in ("--platform", tag)]
@@ -297,7 +299,7 @@ def _build_wheel(directory: Path, name: str, pin: str) -> bool:
 def find_torch(directory: Path) -> Torch | None:
     """Return the build of torch in a wheelhouse, None if it contains none.
 
-    The CUDA of a wheel without a local version is that of its requirements.
+    If the wheel has no local version, such as `+cu128`, its requirements name the CUDA version.
     """
     wheel = next(directory.glob("torch-*.whl"), None)
     if wheel is None:

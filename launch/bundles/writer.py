@@ -29,7 +29,7 @@ _JOURNAL_MIN_BYTES = (
 def plan_layout(payloads: Sequence[Payload], volume_bytes: int | None) -> dict[str, list[Entry]]:
     """Return the parts of each file. Files fill one volume after the other and are cut at its end.
 
-    A volume contains at most one part of a file; parts of a cut file are under its `.parts/`.
+    A volume contains at most one part of a file; the parts of cut files are under `.parts/`.
     """
     parts: dict[str, list[Entry]] = {}
     volume = 1

@@ -23,7 +23,7 @@ class Finding:
 
     severity: `error` (training will fail or be wrong), `warning` (it will be slow, or may fail)
     or `info`. check: what was checked. remedy: advice, as a command if there is one. node: the
-    number of the node, if the finding is about a single node.
+    rank of the node, if the finding is about a single node.
     """
 
     severity: str
@@ -105,9 +105,9 @@ def write_json(path: Path, findings: Iterable[Finding], **values: object) -> Non
 
 
 def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: str) -> None:
-    """Print findings, write them if --json is given, and conclude. what: the subject of the check.
+    """Print findings, write them if --json is given, and print whether the subject is ready.
 
-    Raises NotReady as `conclude` does.
+    subject: for example "this cluster". Raises NotReady as `require_ready` does.
     """
     print_findings(findings)
     if opts.json:
@@ -116,7 +116,7 @@ def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: 
 
 
 def require_ready(findings: Iterable[Finding], fail_on: str, subject: str) -> None:
-    """Print that `what` is ready. Raises NotReady for a finding of severity `fail_on` or worse."""
+    """Print that the subject is ready. Raises NotReady for a finding of `fail_on` or worse."""
     counts_by_severity = Counter(finding.severity for finding in findings)
     counts = ", ".join(
         units.counted(counts_by_severity[name], name)

@@ -42,7 +42,8 @@ def collect_facts(
 ) -> dict[str, Any]:
     """Return the facts of this node.
 
-    named: artifacts to compare, all prepared ones if empty. root: the directory of the code.
+    artifacts: the directories to compare; if empty, all prepared artifacts. root: the directory of
+    the code.
     """
     unusable = find_unusable()
     reasons = {"unusable": [unusable.problem, unusable.found, unusable.hint]} if unusable else {}
@@ -59,7 +60,7 @@ def collect_facts(
 
 
 def query_gpus() -> dict[str, Any]:
-    """Return `{"gpus": [one dict each]}`, and under `not_checked` the reasons for missing facts.
+    """Return `{"gpus": [a dict per GPU]}`, and under `not_checked` the reasons for missing facts.
 
     A GPU has `index name driver memory_gib used_gib max_clock_mhz temperature_c`, and if known also
     `throttled` (reasons), `ecc_errors`, `remap_pending`, `remap_failed`, `nvlinks`, `nvlinks_down`.
@@ -222,7 +223,7 @@ def measure_disk(directory: Path) -> dict[str, Any]:
 
 
 def _write_probe(probe: Path, limit: int) -> tuple[int, float]:
-    """Write incompressible bytes for a while; return their number and the seconds with fsync."""
+    """Write incompressible bytes for a while; return how many, and the seconds with fsync."""
     block = os.urandom(_BLOCK)
     written = 0
     began = time.perf_counter()
@@ -275,9 +276,9 @@ def read_memlock_limit() -> int:
 
 
 def digest_artifacts(artifacts: list[Path], cache_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the digest and the damage (sizes only) of each artifact, by path.
+    """Return the digest of each artifact and its damaged files (by size only), by path.
 
-    named: the directories; if empty, all finished artifacts of stages 02, 03 and 04.
+    artifacts: the directories; if empty, all finished artifacts of stages 02, 03 and 04.
     """
     roots = (Path("hf_datasets"), models_root(cache_dir), tokens_root(cache_dir))
     paths = artifacts or [

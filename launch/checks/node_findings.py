@@ -36,8 +36,8 @@ def find_problems(
 ) -> list[Finding]:
     """Return all findings about nodes and the network between them.
 
-    name: returns the name of a node in messages. min_bandwidth: GB/s of an all-reduce over all
-    ranks, None for any.
+    name: function that returns the name of a node for messages. min_bandwidth: GB/s of an
+    all-reduce over all ranks, None for any.
     """
     found = [
         *_check_nodes(facts, name),
@@ -50,7 +50,7 @@ def find_problems(
 
 
 def _check_nodes(facts: Facts, name: NodeName) -> Iterable[Finding]:
-    """Yield the findings about each node alone, and once for all nodes what was not checked."""
+    """Yield the findings about each node alone, and one for each check that was impossible."""
     unchecked: dict[tuple[str, str], list[str]] = {}
     for node, node_facts in facts.items():
         for group in node_facts.values():
@@ -339,7 +339,7 @@ def check_network(
 
 
 def _find_slow_links(speed: dict[str, Any], name: NodeName) -> Iterable[Finding]:
-    """Compare each node's best pair with the pairs without it, and the speeds within nodes."""
+    """Yield the nodes and pairs of nodes whose links are slow, compared to the other ones."""
     remedy = "take the node out, or check its link, cables and switch port"
     results = {
         tuple(map(int, pair.split("-"))): result

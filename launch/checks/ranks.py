@@ -25,8 +25,8 @@ _GLOO_ATTEMPTS = 5  # gloo waits five times its timeout for a connection (torch 
 class AllRanks:
     """All ranks of a launch, and the store that they share.
 
-    rank, world_size: of the launch. node: the number of this rank's node; local_rank: on that node.
-    ranks_of: the ranks of each node. host_of: the host name of each node.
+    rank, local_rank, world_size: as torchrun sets them. node: the rank of this node. ranks_of: the
+    ranks of each node. host_of: the host name of each node.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -68,7 +68,7 @@ class AllRanks:
         self.store.set(f"{topic}/{self.rank}", json.dumps(value))
 
     def gather(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the values that ranks have shared under a topic, without those that are late."""
+        """Return the values that ranks have shared under a topic, without ranks that are late."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
         try:
             self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
@@ -164,8 +164,8 @@ def make_process_group(
 def measure_clock_offset(launch: AllRanks) -> dict[str, float]:
     """Return how many seconds this node's clock is ahead of rank 0's, and the uncertainty.
 
-    The method is that of NTP: the quickest of a few round trips counts. The leaders of all nodes
-    must call this; rank 0 answers one node after the other.
+    As in NTP, the quickest of a few round trips counts. The leaders of all nodes must call
+    this; rank 0 answers one node after the other.
     """
     if launch.rank == 0:
         for node in launch.ranks_of:

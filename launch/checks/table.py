@@ -50,7 +50,10 @@ def print_tables(
 
 
 def _format_cells(node: int, node_facts: dict[str, Any], speed: dict[str, Any]) -> list[str]:
-    """Return the cells of a node. Its network speed is that of its best pair, or of its ranks."""
+    """Return the cells of a node.
+
+    Its network speed is that of its best pair or, if no pair was measured, of all ranks.
+    """
     pairs = [
         pair
         for key, pair in speed["pairs"].items()

@@ -26,10 +26,10 @@ _RECORD = Path(".cache") / "image.json"  # of the image that was last built here
 
 @dataclass(frozen=True)
 class Fault:
-    """A cause why an image cannot be built or run.
+    """A known reason why an image cannot be built or run.
 
     pattern: matches docker's output. fix: the remedy of --auto-fix, empty if there is none.
-    is_disk: whether the exit code is 4.
+    is_disk: whether the disk is full (exit code 4).
     """
 
     pattern: str
@@ -140,7 +140,7 @@ class DockerError(Exception):
         return "\n".join(line[:300] for line in lines[-5:])
 
     def explained(self, attempt: int) -> UsageError | DiskFullError:
-        """Return the error for the user, after so many attempts."""
+        """Return the error for the user. attempt: how often the build was tried."""
         after = f" after {attempt} attempts" if attempt > 1 else ""
         if self.cause is None:
             return UsageError(
@@ -153,9 +153,10 @@ class DockerError(Exception):
 
 
 def run_docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
-    """Run docker, print its output as it comes, and return it.
+    """Run docker, print its output as it comes, and return the end of the output.
 
-    given: its input. Raises DockerError if it fails, and UsageError if it is not installed.
+    given: text for its standard input. Raises DockerError if docker fails, and UsageError if it is
+    not installed.
     """
     try:
         process = subprocess.Popen(
@@ -247,7 +248,7 @@ class BuiltImage:
 
 
 def record_built_image(built: BuiltImage) -> None:
-    """Record the image for jobs started in this directory; without it they need --image."""
+    """Record the image for jobs started in this directory; without a record they need --image."""
     try:
         _RECORD.parent.mkdir(exist_ok=True)
         manifest.write_json(_RECORD, asdict(built))

@@ -250,7 +250,7 @@ def plan_build(opts: ImageOptions) -> ImageBuild:
 
 
 def _choose_torch(torch: Torch, driver: str, auto_fix: bool, problems: Problems) -> Torch:
-    """Return the torch, or with auto_fix a build for the driver; add a problem if neither fits."""
+    """Return the build, or with auto_fix another for the driver; add a problem if none fits."""
     if not driver or not (problem := driver_problem(torch, driver)):
         return torch
     fitting = find_build(torch, driver)
@@ -296,7 +296,10 @@ def _choose_python(opts: ImageOptions, torch: Torch, named: Torch, problems: Pro
 
 
 def _is_wheel_of(name: str, torch: Torch, named: Torch, python: str) -> bool:
-    """Return whether a wheel is of a torch; without a local version, of the named torch."""
+    """Return whether a file is the wheel of this build of torch for this Python.
+
+    A wheel without a local version is a build of `named`, the torch of the requirements.
+    """
     full, _, rest = name.removeprefix("torch-").partition("-")
     version, _, local = full.partition("+")
     return (

@@ -184,7 +184,7 @@ def require_cluster(cluster: str, region: str) -> None:
 
 
 def _creation_hint(cluster: str, region: str) -> str:
-    """Return a hint how to create a cluster. It is no `run:` line, since a cluster costs money."""
+    """Return a hint how to create a cluster. No `run:` line offers the command: it costs money."""
     command = commands.shell(
         "eksctl",
         "create",

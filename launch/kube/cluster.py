@@ -237,7 +237,7 @@ def manage_eks_cluster(
 def _check_after_fix(
     kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], asks_cluster: bool, auto_fix: bool
 ) -> list[Finding]:
-    """Return the findings about a cluster; with auto_fix, create its missing namespace before."""
+    """Return the findings about a cluster; with auto_fix, create a missing namespace first."""
     if auto_fix and kube.find("namespace", kube.namespace) is None:
         made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kube.namespace}}
         kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
@@ -249,7 +249,7 @@ def _check_after_fix(
 
 
 def _list_nodes(kube: Kubectl, unchecked: list[Finding]) -> list[ClusterNode]:
-    """Return the nodes, and add a finding to `found` if the GPUs in use are unknown."""
+    """Return the nodes, and add a finding to `unchecked` if the GPUs in use are unknown."""
     try:
         pods = kube.items(
             "pods",

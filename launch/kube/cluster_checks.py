@@ -112,7 +112,7 @@ def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, A
 
 
 def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
-    """Yield whether the cluster has this kind of job in our version, and an operator that runs."""
+    """Yield whether the cluster serves the kind's API version, and whether its operator runs."""
     row = KINDS[wanted.kind]
     crd = row.resource
     version = row.version

@@ -32,7 +32,7 @@ class State:
 
 
 def read_job_state(job: dict[str, Any]) -> State:
-    """Return the state of a job: that of the last condition that is true."""
+    """Return the state of a job, according to its last condition that is true."""
     conditions = job.get("status", {}).get("conditions") or []
     for condition in reversed(conditions):
         if condition.get("status") == "True":
@@ -74,7 +74,7 @@ def list_pods(kubectl: Kubectl, selector: str) -> list[failure_causes.Pod]:
 
 
 def read_log_end(kubectl: Kubectl, pod: failure_causes.Pod) -> str:
-    """Return the end of a pod's output; after a restart, that of the container before it."""
+    """Return the end of a pod's output; after a restart, of the previous container."""
     name = pod["metadata"]["name"]
     restarted = failure_causes.get_container(pod).get("restartCount", 0)
     has_ended = "terminated" in failure_causes.get_container(pod).get("state", {})

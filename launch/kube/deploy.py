@@ -70,7 +70,7 @@ def submit_job(job: Job, kubectl: Kubectl) -> None:
 
 
 def stop_job(job: JobOptions, kubectl: Kubectl) -> None:
-    """Delete a job, whose pods then save and end, and its runtime."""
+    """Delete a job, which makes its pods save and end, and delete its runtime object."""
     kubectl.run(
         "delete",
         job.resource,

@@ -1,7 +1,7 @@
 """Find the cause of a job's failure in its pods, events and logs, and its remedy.
 
-The cause that explains the others comes first: a pod that cannot start counts before pods that wait
-for it, and the text of a log before an exit code.
+The cause that explains the others comes first: a pod that cannot start takes precedence over pods
+that wait for it, and the text of a log over an exit code.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ _NEVER_ENDED = "9999"
 
 
 def find_cause(pods: list[Pod], events: list[dict[str, Any]], logs: Logs) -> Cause | None:
-    """Return what keeps a job from running, None if nothing does.
+    """Return the cause that keeps a job from running, None if there is none.
 
     events: of the pods and of the job. logs: function that returns the end of a pod's output.
     """
@@ -278,7 +278,7 @@ def _match_cause(table: tuple[tuple[str, str], ...], text: str) -> str:
 
 
 def _find_token_secret(pod: Pod) -> str:
-    """Return the secret of HF_TOKEN; without one, a text that no message contains."""
+    """Return the name of the secret of HF_TOKEN; without one, a text that no message contains."""
     variables = pod["spec"]["containers"][0].get("env", [])
     return next(
         (
@@ -291,7 +291,7 @@ def _find_token_secret(pod: Pod) -> str:
 
 
 def _find_scheduling_cause(pod: Pod, events: list[dict[str, Any]], logs: Logs) -> Cause | None:
-    """Return why a pod has no node, or its node no volume."""
+    """Return why a pod has no node, or why its volume cannot be mounted."""
     conditions = pod.get("status", {}).get("conditions") or []
     message = next(
         (

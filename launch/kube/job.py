@@ -1,8 +1,8 @@
 """Fill in the options of a training job, and render its manifests from the templates.
 
-In launch/kube/templates/, `${NAME}` stands for a setting. Alone and without quotes it keeps its
-type (a number, a list), and a list in a list is flattened. `!if-NAME` before a value omits the
-entry if that setting is empty or 0. A name that is not a setting is an error.
+In launch/kube/templates/, `${NAME}` stands for a setting. If it is a whole value without quotes,
+the setting keeps its type (a number, a list). A list in a list is flattened. `!if-NAME` before a
+value omits the entry if that setting is empty or 0. A name that is not a setting is an error.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ def plan_job(job_options: JobOptions, train_words: Sequence[str], launched_as: s
 def expand_train_options(job_options: JobOptions, train_words: Sequence[str]) -> list[str]:
     """Return the options of stage 04 as the pods get them.
 
-    The options in a --config file are expanded, since pods do not have the file. The experiment is
-    named after the job unless it has a name. --slow-below adds the log style that it reads. Raises
-    UsageError for options that stage 04 would refuse.
+    The options in a --config file are expanded, since pods do not have the file. Without
+    --experiment-name, the experiment gets the name of the job. --slow-below adds --log-style dict,
+    from which it reads the speed. Raises UsageError for options that stage 04 would refuse.
     """
     words = command_line.expand_config(command_line.add_recipe(train_words))
     if job_options.slow_below:
@@ -134,7 +134,7 @@ def expand_train_options(job_options: JobOptions, train_words: Sequence[str]) ->
 
 
 def _check_division(job_options: JobOptions, train: Config, per_node: int) -> None:
-    """Raise UsageError if the ranks cannot divide a global batch, on all nodes or on fewer.
+    """Raise UsageError if some allowed number of nodes cannot divide the global batch evenly.
 
     train: options of stage 04. per_node: ranks per node.
     """

@@ -86,7 +86,7 @@ class JobNeeds:
         return read_instances().get(self.bare_type, {})
 
     def with_defaults(self: Needs) -> Needs:
-        """Return the options with the devices of a node, and the instance type as in its label."""
+        """Return the options with a node's devices, and with HyperPod's prefix where needed."""
         devices = self.node
         gpus = self.gpus_per_node
         efa = self.efa_per_node
@@ -185,7 +185,7 @@ class JobOptions(JobNeeds):
 
     @property
     def runtime(self) -> str:
-        """Return the name of the job's runtime, which has no namespace."""
+        """Return the name of the job's runtime, an object that belongs to the whole cluster."""
         return f"{self.namespace}-{self.job_name}"
 
     @property
@@ -245,7 +245,7 @@ class JobOptions(JobNeeds):
         self._check_places(problems)
 
     def _check_places(self, problems: Problems) -> None:
-        """Add a problem for a missing or impossible image, and for impossible directories."""
+        """Add a problem for a missing or invalid image, and for invalid paths in a pod."""
         if not self.image:
             problems.add(
                 "--image is missing, and no image was built in this directory",

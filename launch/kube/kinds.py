@@ -13,13 +13,13 @@ class JobKind:
     """A kind of job.
 
     title: the operator's name. resource: the job's type as kubectl names it. version: the API
-    version of the template. operator: how the names of the operator's deployments begin. install:
-    the remedy without an operator. container, port: the container's name, and the port's name and
-    number, as the operator expects them. agent: the words that start the ranks in a pod, if the
-    operator has its own launcher. runtime: type of an object that is created for each job and
+    version of the template. operator: prefix of the names of the operator's deployments. install:
+    how to install a missing operator. container, port: the container's name, and the port's name
+    and number, as the operator expects them. agent: the command that starts the ranks in a pod, if
+    the operator has its own launcher. runtime: type of an object that is created for each job and
     belongs to the whole cluster, if any. pod_restart: restartPolicy of the pods, empty for the
-    operator's. is_elastic: whether a job continues with fewer nodes. on_hyperpod: whether instance
-    types have a prefix, and there are spare nodes and rules about the log.
+    operator's default. is_elastic: whether a job continues with fewer nodes. on_hyperpod: whether
+    jobs run on HyperPod, which prefixes instance types, keeps spare nodes and watches the log.
     """
 
     title: str

@@ -53,7 +53,7 @@ class KubectlError(StageError):
 
 
 class Kubectl:
-    """Calls kubectl in a namespace. context: of the kubeconfig, empty for the current one."""
+    """Calls kubectl in a namespace. context: a kubeconfig context, empty for the current one."""
 
     def __init__(self, namespace: str, context: str = "") -> None:
         self.namespace = namespace
@@ -64,7 +64,7 @@ class Kubectl:
         return ["kubectl", *context, "--namespace", self.namespace, *arguments]
 
     def run(self, *arguments: str, given: str = "", timeout: float = _TIMEOUT_S) -> str:
-        """Return the output of a call. given: its input. Raises KubectlError if it fails."""
+        """Return the output of a call. given: its stdin. Raises KubectlError if it fails."""
         try:
             process = subprocess.run(
                 self.command(*arguments),

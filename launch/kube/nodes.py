@@ -157,7 +157,7 @@ def check_capacity(
 ) -> Iterable[Finding]:
     """Yield whether the nodes suffice for a job.
 
-    needs: of a job, with all defaults filled in. has_autoscaler: whether nodes can be added.
+    needs: the needs of the job, after `with_defaults`. has_autoscaler: whether nodes can be added.
     """
     gpus = needs.gpus_per_node or 0
     efa = needs.efa_per_node or 0

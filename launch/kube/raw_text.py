@@ -53,7 +53,7 @@ class RawText:
     )
 
     def words(self) -> list[str]:
-        """Return the options as words for launch/prepare.py."""
+        """Return the options as command-line arguments for launch/prepare.py."""
         return [
             f"{flag(name)}={item}"
             for name, value in asdict(self).items()
@@ -70,8 +70,8 @@ _C4_TEXT = RawText(
 def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
     """Yield the commands that prepare a run in this directory, in their order.
 
-    config: the options of the run, as stage 04 reads `train`. Existing artifacts are kept. Raises
-    UsageError if the raw text of a dataset is unknown.
+    train: options of stage 04. config: the same options, parsed. Existing artifacts are kept.
+    Raises UsageError if the raw text of a dataset is unknown.
     """
     missing = [path for path in map(_find_dataset_dir, config.dataset_name) if not path.exists()]
     if len(missing) > 1:

@@ -38,7 +38,7 @@ def add_experiment(parser: argparse.ArgumentParser) -> None:
 def require_run(experiment: Experiment) -> None:
     """Raise UsageError if there is no such run; the error lists the existing ones.
 
-    A run that a process prepares for the first time exists, although it has no directory yet.
+    A run exists if it has a directory, or if a process of this machine is preparing it.
     """
     if not experiment.root.is_dir() and not find_process(experiment.root.resolve()):
         parent = experiment.root.parent
@@ -88,7 +88,7 @@ def find_process(root: Path) -> RunProcess | None:
 class GrowingFile:
     """Reads the complete lines of a file that grows.
 
-    tail: number of bytes at the end with which to begin (default: the whole file).
+    tail: begin with this number of bytes at the end of the file (default: the whole file).
     """
 
     def __init__(self, path: Path, tail: int | None = None) -> None:
@@ -121,14 +121,14 @@ class GrowingFile:
 
 
 class JsonLines:
-    """Follows a growing file of JSON lines. Torn lines and lines without an object are ignored."""
+    """Follows a growing file of JSON lines. It ignores torn lines and values other than objects."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path)
         self.rows: list[Row] = []
 
     def update(self) -> list[Row]:
-        """Read what is new, or all of a file that was replaced, and return all rows."""
+        """Read the new lines, or all lines if the file was replaced, and return all rows."""
         lines, is_replaced = self._file.read_new()
         if is_replaced:
             self.rows = []
@@ -137,7 +137,7 @@ class JsonLines:
 
 
 class RunStatus(NamedTuple):
-    """The status of a run, as a text. is_held: whether a process holds the run."""
+    """The status of a run, as a text. is_held: whether a process holds its lock."""
 
     text: str
     is_held: bool = False
@@ -157,7 +157,7 @@ class RunFiles:
         self.evaluations: list[Row] = []
 
     def update(self) -> None:
-        """Read what has changed since the last call."""
+        """Read the changes since the last call."""
         self.state = run_records.read_state(self.experiment.state)
         rows = self._metrics.update()
         self.rows = [row for row in rows if "train/loss" in row]
@@ -165,7 +165,7 @@ class RunFiles:
         self.events = self._events.update()
 
     def status(self) -> RunStatus:
-        """Return whether the run is prepared, starts, runs, is silent, has ended or has died."""
+        """Return the status of the run, such as starting, running, silent, complete or died."""
         status = self.state.get("status", "")
         record = run_records.read_state(self.experiment.lock)
         if not status:

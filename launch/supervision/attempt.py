@@ -73,7 +73,7 @@ class Attempt:
         )
 
     def tick(self) -> bool:
-        """Kill the processes if their deadline is over, and return whether all have ended."""
+        """Kill the processes after their deadline, and return whether all have ended."""
         if (kills := _count_oom_kills()) > self._kills:
             self._kills = kills
             self._killed_at = time.monotonic()
@@ -146,7 +146,7 @@ class Attempt:
 def _count_oom_kills() -> int:
     """Return how many processes the kernel has killed because memory ran out.
 
-    Counts those of this container or job if its control group does, otherwise of the machine.
+    Covers this container or job if its control group keeps a count, otherwise the whole machine.
     """
     counters = [Path("/proc/vmstat")]
     with suppress(OSError, ValueError):

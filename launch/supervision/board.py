@@ -76,7 +76,7 @@ class NoteBoard:
         return temporary
 
     def look(self) -> None:
-        """Start a new pass over the notes; only time between passes counts as silence."""
+        """Begin a new look at all notes; call this before reading them, to measure silence."""
         self._clock.look()
 
     def read(self, node: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Supervise the run on node 0: begin rounds, judge them, and end all launchers together."""
+"""Supervise the run on node 0: begin rounds (see node.py), judge them, and end all launchers."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ class Head(NodeLauncher):
     def _is_over(self, outcomes: list[NodeOutcome]) -> bool:
         """Return whether the round is over: a node has failed, or training is complete.
 
-        With --prepare-only, some nodes are done long before others.
+        A node that ends without an error does not end the round, since with --prepare-only some
+        nodes are done long before others.
         """
         return any(node.code != EXIT_DONE for node in outcomes) or bool(
             outcomes and self._new_state().get("status") == "complete"
@@ -194,7 +195,7 @@ class Head(NodeLauncher):
         return code
 
     def _newest(self) -> int:
-        """Return the step of the newest checkpoint by its name, -1 without one."""
+        """Return the highest step in the names of the checkpoints, -1 if there is none."""
         steps = [paths.step_of(path.name) for path in self._experiment.checkpoints.glob("step_*")]
         return max((step for step in steps if step is not None), default=-1)
 
@@ -209,6 +210,6 @@ class Head(NodeLauncher):
         return run_records.read_state(self._experiment.state)
 
     def _new_state(self) -> dict[str, Any]:
-        """Return state.json if this round has written it."""
+        """Return the content of state.json if this round has written it, otherwise {}."""
         state = self._state()
         return state if state != self._state_before else {}

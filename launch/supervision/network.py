@@ -17,9 +17,9 @@ _UP = 1  # flag of a route
 def interface_variables(head: str, interface: str) -> dict[str, str]:
     """Return the environment variables that choose the interface of gloo and NCCL.
 
-    interface: for both, as given by --interface. Without it, gloo uses the interface of the route
-    to the head, unless its variable is set already. NCCL chooses itself, since it knows faster
-    devices than the route does.
+    interface: the value of --interface, used for both. Without it, gloo uses the interface of the
+    route to the head, unless GLOO_SOCKET_IFNAME is set already. NCCL makes its own choice, since
+    it may know a faster device.
     """
     if interface:
         return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}

@@ -88,7 +88,7 @@ class NodeLauncher(ABC):
             self.attempt.abandon(0)
 
     def since_save(self) -> str:
-        """Return "since …" for messages: the checkpoint from which a restart continues."""
+        """Return "since …" for messages, with the checkpoint from which a restart continues."""
         return "since the newest checkpoint"
 
     def _act_on_signals(self, phase: str) -> None:

@@ -60,7 +60,8 @@ class Failure:
     def is_final(self, has_begun: bool) -> bool:
         """Return whether this failure ends the run. has_begun: see `judge`.
 
-        After a restart, a node that was cut off may still hold the experiment's lock for a while.
+        After a restart, a lock of the experiment that is still held is not final: a node that was
+        cut off may hold it for a while.
         """
         return self.code in _FINAL_CODES and not (
             has_begun and self.kind == ExperimentHeld.__name__
@@ -110,8 +111,8 @@ class Verdict:
 class History:
     """The history of a launch, on which the next verdict depends.
 
-    restarts: since the newest checkpoint. bug_at: step of the bug that ended the last round, -1 if
-    none did.
+    restarts: their count since the newest checkpoint. bug_at: step of the bug that ended the last
+    round, -1 if none did.
     """
 
     max_restarts: int
