@@ -22,7 +22,7 @@ from tests.random_kills import LONG_STEPS, STAGES, Killer, kill_often, make_live
 def test_a_few_kills_lose_nothing(
     server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
 ):
-    kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=3)
+    kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=30)
 
 
 @pytest.mark.slow
@@ -36,20 +36,21 @@ def test_a_sample_of_make_test_faults(
         killer.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_kills_lose_nothing(
     server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
 ):
     kill_often(server, undisturbed(steps=LONG_STEPS), tmp_path, kills=188)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.long)]
+)
 def test_kills_of_new_commands_lose_nothing(
-    server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path
+    server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path, kills: int
 ):
     """Like the other kills, but each launch is a new command, as a user types it."""
     rng = random.Random(0)
-    kills = 12
     runs = make_lives(
         undisturbed(steps=LONG_STEPS), tmp_path, rng, lambda life: server.run(*life.options)
     )

@@ -103,7 +103,7 @@ def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("node", [0, 1, 2])
+@pytest.mark.parametrize("node", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, node: int) -> None:
     """A single SIGINT to each of two nodes is a normal stop, also for the ranks of the third."""
     saves = "signal.signal(signal.SIGINT, lambda *_: None); " + WAITS + "; " + WAITS

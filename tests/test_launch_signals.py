@@ -129,9 +129,9 @@ def saved_code(name: str, first: signal.Signals) -> int:
     [
         (signal.SIGTERM, signal.SIGINT),
         pytest.param(
-            (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTERM), marks=pytest.mark.slow
+            (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGTERM), marks=pytest.mark.long
         ),
-        pytest.param((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), marks=pytest.mark.slow),
+        pytest.param((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), marks=pytest.mark.long),
     ],
 )
 def test_several_signals_save_once(
@@ -148,7 +148,7 @@ def test_several_signals_save_once(
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("before", [(), pytest.param((signal.SIGTERM,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [(), pytest.param((signal.SIGTERM,), marks=pytest.mark.long)])
 def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
     place: Path, name: str, before: tuple[signal.Signals, ...]
 ) -> None:

@@ -197,7 +197,9 @@ def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [(), ("--only-splits", "0-3")])
+@pytest.mark.parametrize(
+    "how", [pytest.param((), marks=pytest.mark.long), ("--only-splits", "0-3")]
+)
 def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, how):
     fill(tmp_path / "raw_text", 90)
     line = json.dumps({"t": "some text of a large file " * 20}) + "\n"

@@ -155,12 +155,12 @@ def test_a_named_checkpoint_may_be_gone_once_the_run_has_resumed_from_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2, 3])
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param((), id="before the first save"),
-        pytest.param(("--ckpt-freq", 2), id="after a save"),
+        pytest.param(("--ckpt-freq", 2), id="after a save", marks=pytest.mark.long),
     ],
 )
 def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, options: tuple):

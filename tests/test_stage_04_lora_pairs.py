@@ -131,7 +131,7 @@ def plain(root: Path) -> dict[int, float]:
             "tests.test_stage_04_lora_pairs:offload",
             id="offload, replicas",
         ),
-        pytest.param(("--compile", "on"), "", id="compile", marks=pytest.mark.slow),
+        pytest.param(("--compile", "on"), "", id="compile", marks=pytest.mark.long),
         pytest.param(
             ("--compile", "on", "--activation-checkpointing", "selective", "--shard-size", 1),
             "",

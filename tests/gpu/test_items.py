@@ -24,6 +24,8 @@ REHEARSED_ITEMS = [
     if "_compile_" not in item.name or item.name == "8b-wide_2x8192_compile_off"
 ]
 
+# Items that start several ranks; a rehearsal of one of them takes half a minute.
+LONG_ITEMS = ("scaling", "collectives", "saving_threads", "gathering", "communication", "late_rank")
 _SLEEP_S = 617  # a number that no other process on this machine uses
 
 
@@ -54,7 +56,13 @@ def read_results(out: Path) -> dict[str, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REHEARSED_ITEMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in LONG_ITEMS else name
+        for name in REHEARSED_ITEMS
+    ],
+)
 def test_each_item_runs_on_a_cpu(small_kit: Path, tmp_path: Path, name: str) -> None:
     run_stage(
         "benchmarks/gpu.py",

@@ -368,7 +368,12 @@ def test_the_product_for_compiled_code_equals_that_of_torch(is_transposed: bool)
     [
         ("mixtral", "aot_eager"),
         ("gpt_oss", "aot_eager"),
-        *(pytest.param(family, "inductor", marks=pytest.mark.slow) for family in MODELS),
+        pytest.param("mixtral", "inductor", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "inductor", marks=pytest.mark.long)
+            for family in MODELS
+            if family != "mixtral"
+        ),
     ],
 )
 def test_compiled_blocks_have_no_break(

@@ -87,15 +87,15 @@ def case(**changes: Any) -> StepConfig:
     ("family", "lora"),
     [
         ("llama", 0),
+        pytest.param("phi", 0, marks=pytest.mark.slow),
+        pytest.param("llama", 4, marks=pytest.mark.slow),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(*each, marks=pytest.mark.long)
             for each in (
                 ("qwen2", 0),
                 ("mistral", 0),
                 ("gemma3", 0),
                 ("gpt2", 0),
-                ("phi", 0),
-                ("llama", 4),
             )
         ),
     ],

@@ -87,9 +87,11 @@ def traced(model: PreTrainedModel, step_config: StepConfig) -> trace.StepMemory:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(LlamaConfig(**SMALL), id="llama"),
+        pytest.param(LlamaConfig(**SMALL), id="llama", marks=pytest.mark.long),
         pytest.param(LlamaConfig(**SMALL, tie_word_embeddings=True), id="tied"),
-        pytest.param(MixtralConfig(**SMALL, num_local_experts=4), id="mixtral"),
+        pytest.param(
+            MixtralConfig(**SMALL, num_local_experts=4), id="mixtral", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_few_blocks_are_traced_for_all(config: PretrainedConfig, recompute: str) -> None:
@@ -511,7 +513,9 @@ def test_a_run_takes_the_estimated_memory(project: Path, ranks: int) -> None:
         "-b",
         2,
         "--max-steps",
-        6,
+        3,
+        "--eval-batches",
+        1,
         "--log-freq",
         1,
         "--from-scratch",

@@ -20,7 +20,7 @@ from tests.planning.test_memory import ASKED
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(MixtralConfig(), id="Mixtral 8x7B"),
+        pytest.param(MixtralConfig(), id="Mixtral 8x7B", marks=pytest.mark.long),
         pytest.param(
             LlamaConfig(
                 hidden_size=1024,
