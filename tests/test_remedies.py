@@ -304,7 +304,6 @@ def rows_of(dataset: str) -> int:
     return len(datasets.load_from_disk(dataset))
 
 
-@pytest.mark.slow
 def test_remedies_for_conversations_work(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()

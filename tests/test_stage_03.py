@@ -30,6 +30,7 @@ from tests.hub_models import (
 )
 
 
+@pytest.mark.slow
 def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_path, model_files):
     repo = hub.repos[NAME]
     change_config(repo, auto_map={"AutoModelForCausalLM": "model.Model"})  # ignored: a known type
