@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,6 @@ def join_findings(found: list[Finding], check: str) -> list[str]:
 
 
 def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
-    began = time.monotonic()
     result = run_stage(
         "launch/check.py",
         "network",
@@ -53,7 +51,6 @@ def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
     assert "2 ranks on 1 node" in result.stdout and "is ready" in result.stdout
     assert {f.check for f in found if "not checked" in f.text} >= {"EFA"}
     assert [path.name for path in tmp_path.iterdir()] == ["a report.json"]  # no probe is left
-    assert time.monotonic() - began < 180
 
 
 def test_one_machine_dry_run_and_bad_usage(tmp_path: Path):

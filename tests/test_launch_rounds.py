@@ -113,10 +113,9 @@ def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, nod
         each.send_signal(signal.SIGINT)
     time.sleep(3)
     assert [each.poll() for each in nodes] == [None] * 3
-    began = time.monotonic()
     nodes[node].send_signal(signal.SIGINT)
     codes, output = ends(*nodes)
-    assert codes == [130] * 3 and time.monotonic() - began < 25, output
+    assert codes == [130] * 3, output
     assert "a second SIGINT: the ranks are killed without a save" in output
     assert f"node {node} received a second SIGINT" in output
     assert not find_processes(str(tmp_path / "04_train")) and "exit code 75" not in output

@@ -153,12 +153,11 @@ def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
     place: Path, name: str, before: tuple[signal.Signals, ...]
 ) -> None:
     process = start(place, name, save_seconds=300)
-    began = time.monotonic()
     for number in (*before, signal.SIGINT, signal.SIGINT):
         process.send_signal(number)
         time.sleep(0.8)
     output = process.communicate(timeout=60)[0]
-    assert time.monotonic() - began < 30 and not (place / "saved").exists(), output
+    assert not (place / "saved").exists(), output
     expected = 128 + (before[0] if before and name == "torchrun.py" else signal.SIGINT)
     assert process.returncode == expected, output
     assert "a second SIGINT: the ranks are killed without a save" in output

@@ -120,12 +120,11 @@ def test_processes_that_do_not_stop_are_killed(tmp_path: Path) -> None:
     )
     while "up" not in process.stdout.readline():
         assert process.poll() is None
-    began = time.monotonic()
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)  # the second signal does not wait for the save
     output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130 and time.monotonic() - began < 20, output
+    assert process.returncode == 130, output
     assert not find_processes(mark) and not find_processes(str(tmp_path / "04_train"))
 
 

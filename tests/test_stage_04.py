@@ -142,7 +142,6 @@ def test_another_world_size_resumes_the_run(experiment: Path, trained: Path):
 
 def test_a_complete_run_does_nothing_and_resumes_with_more_steps(experiment: Path):
     before = {path: path.stat().st_mtime_ns for path in (experiment / "outputs").rglob("*")}
-    began = time.monotonic()
     done = run_stage(
         "04_train_fsdp.py",
         "-e",
@@ -156,7 +155,7 @@ def test_a_complete_run_does_nothing_and_resumes_with_more_steps(experiment: Pat
         8,
         cwd=experiment,
     )
-    assert "already done" in done.stdout and time.monotonic() - began < 6
+    assert "already done" in done.stdout
     assert before == {path: path.stat().st_mtime_ns for path in (experiment / "outputs").rglob("*")}
     done = run_stage(
         "04_train_fsdp.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -166,6 +167,9 @@ def _answer(
 
     parent: the end of the pipe that the parent process uses.
     """
+    # The collector must not finalise objects of the parent process: a fork lacks the threads that
+    # some of them need, which has crashed children in the middle of a trace.
+    gc.freeze()
     parent.close()  # an open copy of it would hide the end of the parent process
     if in_background:
         _enter_background(patience_s)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import gc
 import re
-import time
+import threading
 import weakref
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +20,6 @@ from torch import Tensor, nn
 from lib.checkpoints import checkpointer, commit, host_copies
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.checkpoints.host_copies import HostCopies, HostMemory
-
-SLOWNESS = 0.5  # seconds for a copy
 
 
 @pytest.fixture
@@ -35,29 +35,44 @@ def trained() -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
     return tensors, torch.optim.SGD([weight], lr=1.0)
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make copies in the background take a while."""
-    copy = host_copies._copy
+class Gate:
+    """Holds copies back until `open_soon` lets them through, and counts them."""
 
-    def late(pairs: list[tuple[Tensor, Tensor]]) -> None:
-        time.sleep(SLOWNESS)
+    def __init__(self) -> None:
+        self._is_open = threading.Event()
+        self.copies = 0
+
+    def hold(self, copy: Callable[..., None], pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Copy once the gate is open, and close it again."""
+        assert self._is_open.wait(60)
+        self._is_open.clear()
         copy(pairs)
+        self.copies += 1
 
-    monkeypatch.setattr(host_copies, "_copy", late)
+    def open_soon(self) -> None:
+        """Open the gate for one copy while the caller already waits for that copy."""
+        threading.Timer(0.1, self._is_open.set).start()
 
 
-def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Return the gate that copies in the background have to pass."""
+    gate = Gate()
+    monkeypatch.setattr(host_copies, "_copy", partial(gate.hold, host_copies._copy))
+    return gate
+
+
+def test_a_step_waits_until_its_tensors_are_copied(trained, gate: Gate):
     tensors, optimizer = trained
     copies = HostCopies(optimizer)
     expected = {name: t.detach().clone() for name, t in tensors.items()}
-    for _ in range(2):  # in fresh memory, and in memory that is used again
-        began = time.monotonic()
+    for number in range(2):  # in fresh memory, and in memory that is used again
         taken = copies.copy_tensors(tensors)
-        assert time.monotonic() - began < SLOWNESS / 2, "the copy was not made in the background"
+        assert gate.copies == number, "the copy was not made in the background"
         tensors["buffer.seen"] += 1  # as a forward pass may do
+        gate.open_soon()
         optimizer.step()
-        assert time.monotonic() - began >= SLOWNESS
+        assert gate.copies == number + 1
         copies.wait()
         assert all(torch.equal(taken[name], t) for name, t in expected.items())
         expected = {name: t.detach().clone() for name, t in tensors.items()}
@@ -65,16 +80,16 @@ def test_a_step_waits_until_its_tensors_are_copied(trained, slow):
     assert copies.bytes == sum(t.nbytes for t in tensors.values())
 
 
-def test_the_writer_waits_for_the_copies(trained, slow):
+def test_the_writer_waits_for_the_copies(trained, gate: Gate):
     tensors, optimizer = trained
     copies = HostCopies(optimizer)
     taken = copies.copy_tensors(tensors)
+    gate.open_soon()
     copies.wait()
     assert all(torch.equal(taken[name], t) for name, t in tensors.items())
-    began = time.monotonic()
     optimizer.step()
     copies.wait()
-    assert time.monotonic() - began < SLOWNESS / 2, "waited for copies that were there"
+    assert gate.copies == 1, "waited for copies that were there"
 
 
 def test_a_failed_copy_raises_before_the_weights_change(trained, monkeypatch):

