@@ -121,7 +121,7 @@ def main(argv: list[str]) -> None:
         if opts.json:
             findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
     verdict = launch.decide("verdict", [vars(finding) for finding in found])
-    launch.barrier("end")  # rank 0 may host the store, so it leaves when all have the verdict
+    launch.leave()
     findings.require_ready(
         [Finding(**finding) for finding in verdict],
         opts.fail_on,

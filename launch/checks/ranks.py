@@ -95,6 +95,23 @@ class AllRanks:
                 found=f"{self.store.add(f'{name}/arrived', 0)}",
             ) from None
 
+    def leave(self) -> None:
+        """Say that this rank no longer needs the store; all ranks must call this, as the last call.
+
+        Rank 0 may host the store, so it alone waits for the others: a barrier would let it end
+        while the others still read that the barrier is complete. Raises UsageError on rank 0 if a
+        rank is missing after `timeout_s`.
+        """
+        self.share("left", True)
+        if self.rank == 0:
+            missing = set(range(self.world_size)) - set(self.gather("left", range(self.world_size)))
+            if missing:
+                raise UsageError(
+                    "some ranks did not get the result",
+                    expected=f"{self.world_size} ranks within {self.timeout_s:.0f} s",
+                    found=f"no answer from ranks {', '.join(map(str, sorted(missing)[:8]))}",
+                )
+
     def decide(self, name: str, value: Any = None) -> Any:
         """Return the value of rank 0 on all ranks; all ranks must call this."""
         if self.rank == 0:
