@@ -11,9 +11,10 @@
 # make memory-table        print the memory per GPU of known models, as in docs/how-to/speed.md
 # make bench               run all other benchmarks one after the other (almost an hour)
 # make validate-framework  check Python, packages, imports, the offline guard, a sharded step
-# make validate-setup      check this machine and all prepared artifacts, or the cluster with
-#                          LAUNCHER=kubernetes
-# make test-quick          run all stages, raw text to export, in about a minute, with LAUNCHER
+# make validate-setup      check this machine and all prepared artifacts; with LAUNCHER=slurm or
+#                          kubernetes, check the cluster and the artifacts beside its runs
+# make test-quick          run all stages, raw text to export, in about a minute, with LAUNCHER; on
+#                          Kubernetes all data stay on the volume, and the export is copied here
 # make run                 train: EXP, DATASET, MODEL, ARGS, with LAUNCHER
 # make status              show the state of that run       make logs-follow   follow its log
 # make stop                save and end that run; make run resumes it
@@ -54,29 +55,50 @@ RUN = $(if $(findstring /,$(EXP)),$(EXP:%/=%),outputs/$(EXP))
 NAME = $(notdir $(RUN))
 TRAIN = -e $(EXP) -d $(DATASET) $(if $(MODEL),-m $(MODEL)) $(ARGS)
 LOCAL = PYTHON=$(ANY_PY) launch/single_node.sh $(if $(NPROC),--nproc-per-node $(NPROC))
-SLURM = sbatch -N $(NODES) --job-name $(NAME) $(SBATCH)
+# A container has a Python of its own.
+SLURM = $(if $(CONTAINER_IMAGE),,PYTHON=$(ANY_PY) )sbatch -N $(NODES) --job-name $(NAME) $(SBATCH)
 POD = $(ANY_PY) launch/kubernetes.py
 POD_JOB = --kind $(KIND) --job-name $(NAME) --nodes $(NODES) \
   $(if $(INSTANCE_TYPE),--instance-type $(INSTANCE_TYPE)) $(KUBERNETES)
+# A pod beside the data; GPUs are for the job.
+POD_HERE = --job-name $(NAME) $(KUBERNETES) --gpus-per-node 0
+
+# Tests start many processes, which would compile all modules again if they could not store them.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(PY) -m pytest
 
 # The demo runs one rank per GPU, or two ranks on a CPU.
 DEMO_RANKS = $(addprefix --nproc-per-node ,$(or $(NPROC),$(if $(shell nvidia-smi -L 2>/dev/null | grep ^GPU),,2)))
 
-# This checks only this machine; for the nodes of Slurm, run `launch/check.py network` with srun.
 define CHECK_local
 $(ANY_PY) launch/check.py machine
 $(ANY_PY) launch/check.py setup
 endef
-CHECK_slurm = $(CHECK_local)
-CHECK_kubernetes = $(POD) validate $(POD_JOB)
+define CHECK_slurm
+$(ANY_PY) launch/check.py slurm --nodes $(NODES) -- $(SBATCH)
+$(ANY_PY) launch/check.py setup
+endef
+define CHECK_kubernetes
+$(POD) validate $(POD_JOB)
+$(POD) run $(POD_HERE) -- python launch/check.py setup
+endef
 
 START_local = $(LOCAL) -- $(TRAIN)
 START_slurm = $(SLURM) launch/slurm.sbatch $(TRAIN)
 START_kubernetes = $(POD) apply $(POD_JOB) -- $(TRAIN)
 # Like START, but wait for the end of the run and return its exit code.
 FINISH_local = $(START_local)
-FINISH_slurm = $(SLURM) --wait launch/slurm.sbatch $(TRAIN)
+FINISH_slurm = job=$$($(SLURM) --wait --parsable launch/slurm.sbatch $(TRAIN)); code=$$?; \
+  [ $$code = 0 ] || [ -z "$$job" ] || tail -n 30 "slurm-$${job%%;*}.out"; exit $$code
 FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
+# Commands of test-quick beside the data: here, or in a pod with the volume.
+CLEAN_kubernetes = $(POD) run $(POD_HERE) -- rm -rf splits_test-quick outputs/test-quick
+PREPARE_local = $(PY) launch/prepare.py --quick -- $(TRAIN)
+PREPARE_slurm = $(PREPARE_local)
+PREPARE_kubernetes = $(POD) prepare --quick $(POD_JOB) -- $(TRAIN)
+BESIDE_local = $(PY)
+BESIDE_slurm = $(PY)
+BESIDE_kubernetes = $(POD) run $(POD_HERE) -- python
+FETCH_kubernetes = $(POD) fetch outputs/test-quick/export/final outputs/test-quick/export/final $(POD_HERE)
 
 STATUS_local = $(ANY_PY) launch/monitor.py $(RUN) --once
 STATUS_slurm = squeue --me --name=$(NAME) && $(STATUS_local)
@@ -145,13 +167,13 @@ demo-chat: $(VENV)/installed
 	  --question 'What does shutil.copyfile do?' --question 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'
+	$(PYTEST) -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'
 
 test-long: $(VENV)/installed-dev
-	$(PY) -m pytest -m long
+	$(PYTEST) -m long
 
 test-slow: $(VENV)/installed-dev
-	$(PY) -m pytest -q -n 3 --dist worksteal -m 'slow and not long'
+	$(PYTEST) -q -n 3 --dist worksteal -m 'slow and not long'
 
 test-faults: $(VENV)/installed-dev
 	$(PY) -m tests.random_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))
@@ -188,23 +210,19 @@ validate-setup:
 	$(CHECK_$(LAUNCHER))
 
 # test-quick writes only to directories named test-quick, and first deletes its earlier results.
-test-quick: $(VENV)/installed
+test-quick: override EXP = test-quick
+test-quick: override DATASET = hf_datasets/test-quick
+test-quick: override MODEL = test-quick
+test-quick: override ARGS = --seq-length 64 --max-steps 20 --lr 3e-3 --ckpt-freq 10 --log-freq 5
+test-quick: $(if $(filter kubernetes,$(LAUNCHER)),,$(VENV)/installed)
 	rm -rf splits_test-quick outputs/test-quick
-	$(PY) 01_organize_data.py --src-dir "$(STDLIB)/json" --dst-root splits_test-quick --num-dirs 2 \
-	  --include '*.py' --mode copy
-	$(PY) 02_build_hf_dataset.py --data-folder splits_test-quick --overwrite \
-	  --save-dir hf_datasets/test-quick
-	$(PY) 03_download_model.py --from-scratch --model-size tiny --model-name test-quick \
-	  --train-tokenizer hf_datasets/test-quick --vocab-size 512 --overwrite
-	$(MAKE) --no-print-directory test-quick-run EXP=test-quick DATASET=hf_datasets/test-quick \
-	  MODEL=test-quick ARGS='--seq-length 64 --max-steps 20 --lr 3e-3 --ckpt-freq 10 --log-freq 5'
-	$(PY) launch/monitor.py outputs/test-quick --once
-	$(PY) 05_export_checkpoint.py -e test-quick --out outputs/test-quick/export/final
-	@echo "test-quick: raw text to an exported model with LAUNCHER=$(LAUNCHER)"
-
-.PHONY: test-quick-run
-test-quick-run:
+	$(CLEAN_$(LAUNCHER))
+	$(PREPARE_$(LAUNCHER))
 	$(FINISH_$(LAUNCHER))
+	$(BESIDE_$(LAUNCHER)) launch/monitor.py outputs/test-quick --once
+	$(BESIDE_$(LAUNCHER)) 05_export_checkpoint.py -e test-quick --out outputs/test-quick/export/final
+	$(FETCH_$(LAUNCHER))
+	@echo "test-quick: raw text to an exported model with LAUNCHER=$(LAUNCHER)"
 
 run:
 	$(START_$(LAUNCHER))

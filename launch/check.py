@@ -7,6 +7,7 @@
   python launch/check.py setup --deep                         # datasets, models, token stores
   python launch/check.py cluster --instance-type p5.48xlarge  # Kubernetes, for a job
   python launch/check.py cluster describe
+  python launch/check.py slurm --nodes 4 -- --partition=gpu   # Slurm, for a job
 
 Each check has its own --help. Every finding has a severity and a remedy. Exit codes: 0 ready, 5 a
 warning (with --fail-on warning), 6 an error, 2 bad usage. torchrun returns 1 instead of 2 to 6.
@@ -37,8 +38,13 @@ def main(argv: list[str]) -> None:
         from launch.kube import cluster
 
         cluster.main(argv[1:])
+    elif check in ("slurm", "slurm-node"):
+        from launch.checks import slurm
+
+        # `slurm` starts `slurm-node` on the nodes.
+        (slurm.main if check == "slurm" else slurm.check_node)(argv[1:])
     else:
-        checks = ("machine", "network", "framework", "setup", "cluster")
+        checks = ("machine", "network", "framework", "setup", "cluster", "slurm")
         parser = options.Parser(__doc__)
         parser.add_argument("check", choices=checks, help="what to check")
         main([parser.parse(argv).check])

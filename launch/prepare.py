@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Prepare a run in this directory: create its dataset, model and tokens with stages 01 to 04.
 
-  python launch/prepare.py                                     # ten files of C4, a 1B from scratch
+  python launch/prepare.py                                # the first file of C4, a 1B from scratch
   python launch/prepare.py --data allenai/c4 --include 'en/c4-train.0000*.json.gz' --fields text \\
       -- -d c4 -m meta-llama/Llama-3.1-8B
   python launch/prepare.py --data /bucket/raw -- -d corpus --config recipes/llama-2-7b.yaml
+  python launch/prepare.py --quick -- -d hf_datasets/test-quick -m test-quick -s 64
   python launch/prepare.py --dry-run -- -d corpus -m org/name  # only print the commands
 
 The options of the run stand after `--`. An existing dataset or model is kept; a missing one comes

@@ -52,7 +52,7 @@ PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=120
 PartitionName=low_at_once Nodes=ALL PriorityTier=1 GraceTime=0
 PartitionName=high Nodes=ALL PriorityTier=10
 """
-_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2\n"
+_NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2{gres}\n"
 
 
 def find_missing_tools() -> str:
@@ -74,9 +74,12 @@ def wait_until(condition: Callable[[], object], description: str, seconds: float
 
 
 class SlurmCluster:
-    """Nodes n1, n2, … with two cores each. slurmd_timeout: seconds until a silent node is down."""
+    """Nodes n1, n2, … with two cores each. slurmd_timeout: seconds until a silent node is down.
 
-    def __init__(self, root: Path, nodes: int, slurmd_timeout: int = 15) -> None:
+    gpus: GPUs per node that Slurm reports; their devices are empty files.
+    """
+
+    def __init__(self, root: Path, nodes: int, slurmd_timeout: int = 15, gpus: int = 0) -> None:
         self._root = root
         names = [f"n{number}" for number in range(1, nodes + 1)]
         ports = _free_ports(1 + nodes)
@@ -84,8 +87,14 @@ class SlurmCluster:
         configuration = _CONFIGURATION.format(
             root=root, host=host, port=ports[0], slurmd_timeout=slurmd_timeout
         )
+        if gpus:
+            configuration += "GresTypes=gpu\n"
+            (root / "gres.conf").write_text(f"Name=gpu Type=tiny File={root}/gpu[1-{gpus}]\n")
+            for number in range(1, gpus + 1):
+                (root / f"gpu{number}").touch()
+        gres = f" Gres=gpu:tiny:{gpus}" if gpus else ""
         for name, port in zip(names, ports[1:], strict=True):
-            configuration += _NODE.format(name=name, host=host, port=port)
+            configuration += _NODE.format(name=name, host=host, port=port, gres=gres)
         (root / "slurm.conf").write_text(configuration)
         (root / "state").mkdir()
         self.environment = {

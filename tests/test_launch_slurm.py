@@ -218,7 +218,7 @@ def test_a_run_that_fails_fails_the_job_with_its_code(
         assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", f"{code}:0")
         assert facts["Restarts"] == "0"
         printed = (tmp_path / f"slurm-{job}.out").read_text()
-        assert ("sbatch the same again" if code == 75 else "this is why") in printed
+        assert ("the same sbatch command continues" if code == 75 else "this is why") in printed
 
 
 def test_scancel_saves_and_ends(cluster: SlurmCluster, faked: Path, tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, proje
         "--save-dir",
         "hf_datasets/array",
         "--validation-percent",
-        15,
+        5,
     )
     job = cluster.submit("--array=0-2", ARRAY, *options, cwd=project)
     merge = cluster.submit(f"--dependency=afterok:{job}", ARRAY, *options, "--merge", cwd=project)
@@ -386,7 +386,7 @@ def assert_as_undisturbed(project: Path, undisturbed: dict[int, float]) -> None:
 def test_a_preempted_job_is_requeued_and_resumes(
     cluster: SlurmCluster, project: Path, undisturbed: dict[int, float], partition: str
 ) -> None:
-    """Both with time to save, and if Slurm itself ends and requeues the job."""
+    """The job resumes after it had time to save, and after Slurm itself ended and requeued it."""
     job = cluster.submit("-N", 2, "-p", partition, BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
     send(ranks := trainers(project), signal.SIGSTOP)  # stopped, so it cannot end earlier

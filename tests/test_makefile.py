@@ -17,6 +17,7 @@ import pytest
 
 from launch.checks import setup as setup_check
 from tests.conftest import ROOT
+from tests.make_targets import make, person_environment
 from tests.training import write_corpus
 
 VERBS = (
@@ -40,57 +41,7 @@ VERBS = (
     "bench-gpu",
 )
 BENCHMARKS = ROOT / "benchmarks"
-LINKED = (
-    "lib",
-    "launch",
-    "tests",
-    "requirements.txt",
-    "requirements-dev.txt",
-    "pyproject.toml",
-    *sorted(path.name for path in ROOT.glob("0[1-5]_*.py")),
-)
-
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """Return a directory with a space in its name, the code, and this Python as its .venv."""
-    root = tmp_path / "a project"
-    (root / ".venv" / "bin").mkdir(parents=True)
-    shutil.copy(ROOT / "Makefile", root)
-    for name in LINKED:
-        (root / name).symlink_to(ROOT / name)
-    python = root / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    for mark in ("installed", "installed-dev"):
-        (root / ".venv" / mark).touch()
-    return root
-
-
-@pytest.fixture(autouse=True)
-def as_a_person_types_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables that a surrounding `make test` passes on."""
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "VENV", "PYTHON", "VIRTUAL_ENV"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def make(place: Path, *arguments: str, expect: int = 0) -> str:
-    """Run `make …`, assert its exit code and return its result."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
-    result = subprocess.run(
-        ["make", *arguments],
-        cwd=place,
-        capture_output=True,
-        text=True,
-        timeout=580,
-        env=environment,
-    )
-    assert result.returncode == expect, (
-        f"{arguments}\n{result.stdout[-4000:]}\n{result.stderr[-4000:]}"
-    )
-    return result.stdout + result.stderr
 
 
 def test_every_target_exists_and_is_described_in_the_head(place: Path):
@@ -149,6 +100,15 @@ def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
         ) in finish
 
 
+def test_setups_are_checked_where_the_data_are(place: Path) -> None:
+    kubernetes = make(place, "-n", "validate-setup", "LAUNCHER=kubernetes", "KUBERNETES=--pvc p")
+    assert "kubernetes.py validate" in kubernetes
+    assert "--pvc p --gpus-per-node 0 -- python launch/check.py setup" in kubernetes
+    slurm = make(place, "-n", "validate-setup", "LAUNCHER=slurm", "NODES=4", "SBATCH=-p gpu")
+    assert "check.py slurm --nodes 4 -- -p gpu" in slurm and "check.py setup" in slurm
+    assert "check.py machine" in make(place, "-n", "validate-setup")
+
+
 def test_the_local_launcher_accepts_the_options_of_make(place: Path):
     command = make(place, "-n", "run", "NPROC=3", "ARGS=--max-steps 9").strip()
     command = command.replace(" -- ", " --dry-run -- ")
@@ -194,6 +154,7 @@ def test_make_shows_the_status_and_log_of_a_run_and_stops_it(place: Path):
     process = subprocess.Popen(
         ["make", "logs-follow"],
         cwd=place,
+        env=person_environment(),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -343,7 +304,10 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     assert (place / "outputs" / "test-quick" / "export" / "final" / "config.json").exists()
     assert "step 20 of 20" in make(place, "status", "EXP=test-quick")
     output = make(place, "validate-setup")
-    assert "hf_datasets/test-quick: whole" in output and ".cache/models/test-quick: whole" in output
+    assert (
+        "hf_datasets/test-quick: complete" in output
+        and ".cache/models/test-quick: complete" in output
+    )
 
 
 def test_a_missing_package_is_an_error_only_if_it_is_required(

@@ -22,8 +22,9 @@ class Finding:
     """One result of a check.
 
     severity: `error` (training will fail or be wrong), `warning` (it will be slow, or may fail)
-    or `info`. check: what was checked. remedy: advice, as a command if there is one. node: the
-    rank of the node, if the finding is about a single node.
+    or `info`. check: what was checked. remedy: advice in words, or a command that shows more. node:
+    the rank of the node, if the finding is about a single node. run: the commands that fix it, one
+    per line, to be typed as they stand.
     """
 
     severity: str
@@ -31,10 +32,11 @@ class Finding:
     text: str
     remedy: str = ""
     node: int | None = None
+    run: str = ""
 
 
 class NotReady(StageError):
-    """A check found a problem that is too severe for --fail-on."""
+    """A check found a problem of the severity of --fail-on or worse."""
 
     def __init__(self, problem: str, code: int) -> None:
         super().__init__(problem)
@@ -57,6 +59,8 @@ def print_findings(findings: Iterable[Finding]) -> None:
         log.info(f"{finding.severity:<8} {finding.check}: {finding.text}")
         for line in finding.remedy.splitlines():
             log.info(f"{'':<8}   → {line}")
+        for line in finding.run.splitlines():
+            log.info(f"{'':<8}   run: {line}")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +120,8 @@ def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: 
 
 
 def require_ready(findings: Iterable[Finding], fail_on: str, subject: str) -> None:
-    """Print that the subject is ready. Raises NotReady for a finding of `fail_on` or worse."""
+    """Print that the subject is ready. Raises NotReady for a finding as severe as `fail_on`."""
+    verb = "are" if subject.startswith("these") else "is"
     counts_by_severity = Counter(finding.severity for finding in findings)
     counts = ", ".join(
         units.counted(counts_by_severity[name], name)
@@ -124,7 +129,7 @@ def require_ready(findings: Iterable[Finding], fail_on: str, subject: str) -> No
         if counts_by_severity[name]
     )
     if counts_by_severity[ERROR]:
-        raise NotReady(f"{subject} is not ready: {counts}", EXIT_ERROR)
+        raise NotReady(f"{subject} {verb} not ready: {counts}", EXIT_ERROR)
     if counts_by_severity[WARNING] and fail_on == WARNING:
-        raise NotReady(f"{subject} is not ready: {counts}", EXIT_WARNING)
-    log.info(f"{subject} is ready" + (f", with {counts}" if counts else ""))
+        raise NotReady(f"{subject} {verb} not ready: {counts}", EXIT_WARNING)
+    log.info(f"{subject} {verb} ready" + (f", with {counts}" if counts else ""))

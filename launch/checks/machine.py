@@ -94,10 +94,10 @@ def query_throttled() -> dict[str, str]:
 
 
 def query_rdma(root: Path = INFINIBAND) -> dict[str, Any]:
-    """Return the RDMA `devices`, each with `name efa active`; `not_checked` if there is none.
+    """Return `devices`, the RDMA devices, or the reason why there is none as `not_checked`.
 
-    With EFA devices, `libfabric` is whether `fi_info` lists the EFA provider, unless `not_checked`
-    gives the reason why this is unknown.
+    Each device has a `name`, and the flags `efa` and `active`. If some are EFA devices, `libfabric`
+    says whether `fi_info` lists the EFA provider; `not_checked` is the reason if that is unknown.
     """
     devices = []
     for path in sorted(root.glob("*")) if root.is_dir() else []:

@@ -22,7 +22,7 @@ from pathlib import Path
 from launch.bundles import unpacking
 from launch.checks import findings
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from lib.core import artifact_checks, hashing, log, manifest, options
+from lib.core import artifact_checks, commands, hashing, log, manifest, options
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.models import directory, lookup
@@ -122,6 +122,7 @@ def _check_packages() -> Iterator[Finding]:
     equal = 0
     wheelhouse_list = ROOT / "wheelhouse" / "requirements.txt"
     pin_list = wheelhouse_list if wheelhouse_list.exists() else ROOT / "requirements.txt"
+    install = commands.pip_install("-r", commands.path_of("requirements.txt"))
     for name, pinned, comparison, minor in _PIN.findall(pin_list.read_text(encoding="utf-8")):
         if comparison and (sys.version_info.minor >= int(minor)) != (comparison == ">="):
             continue
@@ -132,7 +133,7 @@ def _check_packages() -> Iterator[Finding]:
                 WARNING if name in _OPTIONAL_PACKAGES else ERROR,
                 name,
                 f"not installed; requirements.txt names {pinned}",
-                "pip install -r requirements.txt",
+                run=install,
             )
             continue
         if pinned in (installed, installed.partition("+")[0]):
@@ -144,12 +145,13 @@ def _check_packages() -> Iterator[Finding]:
             <= _TORCH_VERSIONS[1]
         ):
             yield Finding(
-                ERROR, name, f"{installed}; 2.11 to 2.13 work", f"pip install torch=={pinned}"
+                ERROR,
+                name,
+                f"{installed}; 2.11 to 2.13 work",
+                run=commands.pip_install(f"torch=={pinned}"),
             )
         else:
-            yield Finding(
-                WARNING, name, f"{installed} instead of {pinned}", "pip install -r requirements.txt"
-            )
+            yield Finding(WARNING, name, f"{installed} instead of {pinned}", run=install)
     yield Finding(INFO, "packages", f"{equal} have the version of requirements.txt")
 
 
@@ -247,9 +249,14 @@ def check_setup(opts: options.Options) -> Iterator[Finding]:
             artifact.content is not None
             and manifest.find_damage(artifact.directory, artifact.content, deep=False)
         )
-        remedy = artifact.remedy.get("run") or artifact.remedy.get("hint", "")
         yield (
-            Finding(ERROR, str(artifact.place), "\n".join(wrong), remedy)
+            Finding(
+                ERROR,
+                str(artifact.place),
+                "\n".join(wrong),
+                artifact.remedy.get("hint", ""),
+                run=artifact.remedy.get("run", ""),
+            )
             if wrong
             else Finding(
                 INFO, str(artifact.place), "every byte is intact" if opts.deep else "complete"
@@ -293,5 +300,6 @@ def _check_dataset(path: Path, deep: bool) -> Finding:
         if deep:
             dataset.check_content()
     except StageError as error:
-        return Finding(ERROR, str(path), f"{error.problem}\n{error.found}".strip(), error.run)
+        problem = f"{error.problem}\n{error.found}".strip()
+        return Finding(ERROR, str(path), problem, error.hint, run=error.run)
     return Finding(INFO, str(path), f"complete: {', '.join(dataset.splits)}")
