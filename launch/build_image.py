@@ -5,12 +5,14 @@
   python launch/build_image.py --efa --driver-version 570.86 --auto-fix
   python launch/build_image.py --context unpacked-bundle         # offline, from its wheelhouse
   python launch/build_image.py --push 1234.dkr.ecr.us-west-2.amazonaws.com/llm --create-repository
+  python launch/build_image.py --push ecr/llm-training --region us-west-2 --create-repository
 
 lib/parallel/torch_builds.py contains the table for the checks. If docker or pip fails, the error
 names the cause and its remedy. --auto-fix applies remedies that cost nothing and retries: it uses
 an older CUDA build of the same torch for an old driver, prunes docker's build cache if its disk is
 full, uses a mirror of the base image, or retries after a network failure. Finally, this script runs
-the image once as a test.
+the image once as a test, and pushes it. Before the build, it logs in to the registry and finds the
+repository; if it cannot push, it builds nothing and names the command to type.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 from launch.images import docker as image_docker  # noqa: E402
 from launch.images import versions  # noqa: E402
 from launch.images.docker import DockerError  # noqa: E402
+from launch.images.registry import explain_failed_push, prepare_push  # noqa: E402
 from launch.images.versions import ImageBuild, ImageOptions  # noqa: E402
 from lib.core import commands, declared, log, options, stage  # noqa: E402
 from lib.core.errors import UsageError  # noqa: E402
@@ -78,16 +81,21 @@ def build_and_push(image_options: ImageOptions, dry_run: bool) -> str:
             else "from pip's index",
         }
     )
-    target = _resolve_target(build.push, build.tag)
+    registry = image_docker.resolve_registry(build.push, build.region, queries_aws=not dry_run)
+    target = _resolve_target(registry, build.tag)
     log.info(image_docker.format_command(build.command()))
     if dry_run:
         log.info(image_docker.format_command(build.try_out()))
         for command in (["tag", build.tag, target], ["push", target]) if target else ():
             log.info(image_docker.format_command(command))
         return target or build.tag
+    if target:
+        prepare_push(target, build.create_repository)
+    else:
+        log.info(f"the image stays on this machine; to push it as well: {_format_push_command()}")
     build = _build(build)
     if target:
-        _push(build.tag, target, build.create_repository)
+        _push(build.tag, target)
     image_docker.record_built_image(
         image_docker.BuiltImage(target or build.tag, is_pushed=bool(target))
     )
@@ -152,27 +160,16 @@ def _check_result(build: ImageBuild, output: str) -> None:
         )
 
 
-def _push(tag: str, target: str, create: bool) -> None:
-    is_ecr = bool(image_docker.find_region(target))
-    if create and not is_ecr:
-        raise UsageError("--create-repository is for ECR", found=target)
-    if is_ecr:
-        if create:
-            is_new = image_docker.create_repository(target.rpartition(":")[0])
-            log.info("created the repository" if is_new else "the repository exists already")
-        image_docker.log_in(target)
+def _format_push_command() -> str:
+    return commands.as_typed("--push", "REGISTRY/llm-training")
+
+
+def _push(tag: str, target: str) -> None:
     try:
         image_docker.run_docker("tag", tag, target)
         image_docker.run_docker("push", target)
     except DockerError as error:
-        is_missing = "does not exist" in error.output or "name unknown" in error.output
-        raise UsageError(
-            f"{target} could not be pushed",
-            found=error.evidence(of_cause=False),
-            run=commands.as_typed("--create-repository")
-            if is_missing and is_ecr
-            else commands.shell("docker", "login", target.partition("/")[0]),
-        ) from None
+        raise explain_failed_push(target, error) from None
 
 
 def _resolve_target(registry: str, tag: str) -> str:

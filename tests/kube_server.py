@@ -19,9 +19,10 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import jsonschema
+import kubernetes_validate
 import yaml
 
-from tests import kube_schemas
+from tests import kube_discovery, kube_exec, kube_schemas
 
 Object = dict[str, Any]
 
@@ -57,9 +58,7 @@ CORE_TYPES = (
     Type("v1", "nodes", "Node", False),
     Type("batch/v1", "jobs", "Job"),
 )
-_SHORT_NAMES = {"persistentvolumeclaims": ["pvc"]}
 _JOB_KINDS = {"PyTorchJob", "TrainJob", "HyperPodPyTorchJob", "Job"}
-_VERBS = ["get", "list", "create", "patch", "update", "delete", "watch"]
 
 
 class RequestError(Exception):
@@ -75,14 +74,22 @@ class RequestError(Exception):
 class Cluster:
     """The objects of a cluster, by (plural of the type, namespace, name).
 
-    on_create: called with each new job. logs: lines by pod. following: pods whose logs continue.
-    failing: how many of the next requests to answer with 503. requests: `METHOD path` of all.
+    on_create: called with each new job. on_pod: called with each new pod that a client creates.
+    on_delete: called with each pod that is deleted. on_exec: runs a command in a pod. logs: lines
+    by pod. following: pods whose logs continue. log_cuts: numbers of lines after which the next
+    connections to a log break. forbidden: parts of `METHOD path` that are refused. failing: how
+    many of the next requests to answer with 503. requests: `METHOD path` of all.
     """
 
     types: list[Type] = field(default_factory=lambda: [*CORE_TYPES, *CUSTOM_TYPES])
     objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
     on_create: Callable[[Cluster, Object], None] = lambda cluster, job: None
+    on_pod: Callable[[Cluster, Object], None] = lambda cluster, pod: None
+    on_delete: Callable[[Cluster, Object], None] = lambda cluster, pod: None
+    on_exec: Callable[[Cluster, Object, kube_exec.Call], None] | None = None
     logs: dict[str, list[str]] = field(default_factory=dict)
+    log_cuts: list[int] = field(default_factory=list)
+    forbidden: list[str] = field(default_factory=list)
     following: set[str] = field(default_factory=set)
     failing: int = 0
     requests: list[str] = field(default_factory=list)
@@ -116,6 +123,7 @@ class Cluster:
         """Delete the pods and events of a job, as the garbage collector would."""
         for pod in self.pods_of(job):
             del self.objects["pods", pod["metadata"]["namespace"], pod["metadata"]["name"]]
+            self.on_delete(self, pod)
         for key, event in [*self.objects.items()]:
             if key[0] == "events" and event["involvedObject"]["name"].startswith(job):
                 del self.objects[key]
@@ -177,11 +185,16 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             with self.cluster.lock:
                 self.cluster.requests.append(f"{self.command} {self.path}")
+                if any(part in self.cluster.requests[-1] for part in self.cluster.forbidden):
+                    raise RequestError(403, "Forbidden", f'"{path.path}" is forbidden')
                 if self.cluster.failing:
                     self.cluster.failing -= 1
                     raise RequestError(503, "ServiceUnavailable", "etcdserver: leader changed")
             if log := re.fullmatch(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/log", path.path):
                 self._send_log(log[2], query)
+                return
+            if call := re.fullmatch(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/exec", path.path):
+                self._exec(call[1], call[2], parse_qs(path.query))
                 return
             with self.cluster.lock:
                 answer = self._answer(path.path.strip("/"), query, body)
@@ -217,9 +230,26 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/plain")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        for chunk in self._log_lines(pod, query):
+        cut = (
+            self.cluster.log_cuts.pop(0)
+            if self.cluster.log_cuts and query.get("follow") == "true"
+            else -1
+        )
+        for number, chunk in enumerate(self._log_lines(pod, query)):
+            if number == cut:
+                self.close_connection = True
+                return
             self.wfile.write(f"{len(chunk):x}\r\n".encode() + chunk + b"\r\n")
         self.wfile.write(b"0\r\n\r\n")
+
+    def _exec(self, namespace: str, name: str, query: dict[str, list[str]]) -> None:
+        """Run a command in a pod, over a WebSocket."""
+        pod = self._get(next(type_ for type_ in CORE_TYPES if type_.kind == "Pod"), namespace, name)
+        statuses = pod.get("status", {}).get("containerStatuses") or [{}]
+        if "running" not in statuses[0].get("state", {}) or self.cluster.on_exec is None:
+            raise RequestError(500, "InternalError", f'container of pod "{name}" is not running')
+        self.cluster.on_exec(self.cluster, pod, kube_exec.accept_call(self, query))
+        self.close_connection = True
 
     def _log_lines(self, pod: str, query: dict[str, str]) -> Iterator[bytes]:
         sent = 0
@@ -227,15 +257,21 @@ class _Handler(BaseHTTPRequestHandler):
             sent = max(0, len(self.cluster.logs[pod]) - int(query["tailLines"]))
         while True:
             lines = self.cluster.logs.get(pod, [])
-            for line in lines[sent:]:
-                yield line.encode() + b"\n"
+            for number, line in enumerate(lines[sent:], sent):
+                stamp = _stamp(number)
+                if stamp[:19] >= query.get("sinceTime", "")[:19]:
+                    yield (
+                        f"{stamp} {line}\n".encode()
+                        if "timestamps" in query
+                        else f"{line}\n".encode()
+                    )
             sent = len(lines)
             if query.get("follow") != "true" or pod not in self.cluster.following:
                 return
             time.sleep(0.02)
 
     def _answer(self, path: str, query: dict[str, str], body: bytes) -> Object:
-        if (discovery := self._discovery(path)) is not None:
+        if (discovery := kube_discovery.answer(self.cluster.types, path)) is not None:
             return discovery
         type_, namespace, name = self._target(path)
         if self.command == "GET":
@@ -258,11 +294,15 @@ class _Handler(BaseHTTPRequestHandler):
     ) -> Object:
         if type_ in CUSTOM_TYPES:
             _require_valid(type_, item, query.get("fieldValidation"))
+        if type_.kind in ("Pod", "Job"):
+            _require_valid_builtin(item)
         if query.get("dryRun"):
             return item
         stored = self.cluster.add(type_.plural, item, namespace or "default")
         if is_new and type_.kind in _JOB_KINDS:
             self.cluster.on_create(self.cluster, stored)
+        if is_new and type_.kind == "Pod":
+            self.cluster.on_pod(self.cluster, stored)
         return stored
 
     def _get(self, type_: Type, namespace: str, name: str) -> Object:
@@ -292,10 +332,12 @@ class _Handler(BaseHTTPRequestHandler):
         }
 
     def _delete(self, type_: Type, namespace: str, name: str) -> Object:
-        self._get(type_, namespace, name)
+        item = self._get(type_, namespace, name)
         del self.cluster.objects[type_.plural, namespace, name]
         if type_.kind in _JOB_KINDS:
             self.cluster.delete_job(name)
+        if type_.kind == "Pod":
+            self.cluster.on_delete(self.cluster, item)
         return {"kind": "Status", "apiVersion": "v1", "status": "Success"}
 
     def _target(self, path: str) -> tuple[Type, str, str]:
@@ -306,78 +348,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return type_, match[1] or "", match[2] or ""
         raise RequestError(404, "NotFound", "the server could not find the requested resource")
 
-    def _discovery(self, path: str) -> Object | None:
-        groups = sorted({type_.group_version for type_ in self.cluster.types} - {"v1"})
-        if path == "version":
-            return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
-        if path == "api":
-            return {"kind": "APIVersions", "versions": ["v1"]}
-        if path == "apis":
-            versions = [{"groupVersion": name, "version": name.split("/")[1]} for name in groups]
-            return {
-                "kind": "APIGroupList",
-                "apiVersion": "v1",
-                "groups": [
-                    {
-                        "name": version["groupVersion"].split("/")[0],
-                        "versions": [version],
-                        "preferredVersion": version,
-                    }
-                    for version in versions
-                ],
-            }
-        if path == "openapi/v3":
-            return {
-                "paths": {
-                    type_.root: {"serverRelativeURL": f"/openapi/v3/{type_.root}"}
-                    for type_ in self.cluster.types
-                }
-            }
-        root = path.removeprefix("openapi/v3/")
-        types = [type_ for type_ in self.cluster.types if type_.root == root]
-        if path.startswith("openapi/v3/"):
-            return _openapi_paths(types)
-        if not types:
-            return None
-        return {
-            "kind": "APIResourceList",
-            "apiVersion": "v1",
-            "groupVersion": types[0].group_version,
-            "resources": [
-                {
-                    "name": type_.plural,
-                    "singularName": type_.kind.lower(),
-                    "kind": type_.kind,
-                    "namespaced": type_.namespaced,
-                    "verbs": _VERBS,
-                    "shortNames": _SHORT_NAMES.get(type_.plural, []),
-                }
-                for type_ in types
-            ],
-        }
 
-
-def _openapi_paths(types: list[Type]) -> Object:
-    """Return the part of OpenAPI that tells kubectl that the server validates fields."""
-    paths = {}
-    for type_ in types:
-        group, _, version = type_.group_version.rpartition("/")
-        scope = "namespaces/{namespace}/" if type_.namespaced else ""
-        paths[f"/{type_.root}/{scope}{type_.plural}/{{name}}"] = {
-            "patch": {
-                "parameters": [
-                    {"name": "fieldValidation", "in": "query"},
-                    {"name": "dryRun", "in": "query"},
-                ],
-                "responses": {"200": {"description": "OK"}},
-                "x-kubernetes-group-version-kind": {
-                    "group": group,
-                    "version": version,
-                    "kind": type_.kind,
-                },
-            }
-        }
-    return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1"}, "paths": paths}
+def _stamp(number: int) -> str:
+    """Return the timestamp of a line: ten lines per second."""
+    return f"2026-01-01T00:{number // 600 % 60:02}:{number // 10 % 60:02}.{number % 10:09}Z"
 
 
 def _require_valid(type_: Type, item: Object, validation: str | None) -> None:
@@ -397,6 +371,15 @@ def _require_valid(type_: Type, item: Object, validation: str | None) -> None:
                 "BadRequest",
                 f"strict decoding error: unknown field in {path}: {error.message}",
             )
+
+
+def _require_valid_builtin(item: Object) -> None:
+    """Raise RequestError if a Pod or Job is not valid, or has unknown fields."""
+    try:
+        kubernetes_validate.validate(item, "1.34", strict=True)
+    except kubernetes_validate.ValidationError as error:
+        path = ".".join(map(str, error.path))
+        raise RequestError(422, "Invalid", f"{item['kind']}: {path}: {error.message}") from None
 
 
 def _apply_merge_patch(into: Any, patch: Any) -> Any:

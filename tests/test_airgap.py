@@ -129,6 +129,21 @@ def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]
     return run_pack
 
 
+@pytest.fixture(scope="module")
+def packed_code(checkout: Path, artifacts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a bundle of the code alone."""
+    out = tmp_path_factory.mktemp("code") / "bundle"
+    script = checkout / "launch" / "airgap.py"
+    run_python(script, "pack", "--out", out, "--no-wheels", cwd=artifacts)
+    return out
+
+
+@pytest.fixture
+def bundle(packed_code: Path, tmp_path: Path) -> Path:
+    """Return a copy of the bundle of the code that a test may change."""
+    return shutil.copytree(packed_code, tmp_path / "bundle")
+
+
 def run_on_far_side(
     bundle: Path, action: str, *options: object, **how: object
 ) -> subprocess.CompletedProcess:
@@ -343,8 +358,7 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
     assert "volume_002/" in run_on_far_side(bundle, "verify", expect=3).stderr
 
 
-def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: Path):
-    bundle = pack()
+def test_a_path_that_leads_out_is_refused(bundle: Path, tmp_path: Path):
     path = bundle / "manifest.json"
     content = json.loads(path.read_text())
     content["files"][1]["to"] = "lib/other.py"
@@ -375,12 +389,11 @@ def test_a_path_that_leads_out_is_refused(pack: Callable[..., Path], tmp_path: P
 
 
 def test_unpacking_refuses_existing_targets_and_full_disks(
-    pack: Callable[..., Path],
+    bundle: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ):
-    bundle = pack()
     project = tmp_path / "project"
     run_on_far_side(bundle, "unpack", "--to", project, "--dry-run")
     assert not project.exists()
@@ -413,9 +426,8 @@ def test_unpacking_refuses_existing_targets_and_full_disks(
 
 
 def test_an_impossible_target_is_refused_before_the_work(
-    pack: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
-    bundle = pack()
     within = run_on_far_side(bundle, "unpack", "--to", bundle / "project", expect=2).stderr
     assert "inside the bundle" in within
     run_on_far_side(bundle, "verify")
@@ -426,9 +438,8 @@ def test_an_impossible_target_is_refused_before_the_work(
 
 
 def test_a_bundle_that_may_not_be_read_is_not_called_damaged(
-    pack: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capfd
+    bundle: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
-    bundle = pack()
     opened = Path.open
     for name in ("manifest.json", "README.md"):
 
@@ -445,8 +456,7 @@ def test_a_bundle_that_may_not_be_read_is_not_called_damaged(
         )
 
 
-def test_names_in_a_bundle_do_not_control_the_terminal(pack: Callable[..., Path]):
-    bundle = pack()
+def test_names_in_a_bundle_do_not_control_the_terminal(bundle: Path):
     (bundle / "a\x1b[31mb\x9bc").touch()
     output = run_on_far_side(bundle, "verify", expect=3).stderr
     assert (
@@ -901,8 +911,7 @@ def test_a_bundle_installs_and_trains_without_a_network(
     assert (project / "outputs" / "far" / "export" / "step_00000003" / "model.safetensors").exists()
 
 
-def test_the_digest_of_the_manifest_identifies_the_bundle(pack: Callable[..., Path]):
-    bundle = pack()
+def test_the_digest_of_the_manifest_identifies_the_bundle(bundle: Path):
     digest = hashlib.sha256((bundle / "manifest.json").read_bytes()).hexdigest()
     assert digest in run_on_far_side(bundle, "verify").stdout
     entries = json.loads((bundle / "manifest.json").read_text())["files"]

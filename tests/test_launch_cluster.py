@@ -1,4 +1,5 @@
 # covers: launch/kube/cluster.py, launch/kube/cluster_checks.py, launch/kube/aws.py
+# covers: launch/kube/kubeconfig.py
 """Test check.py cluster with the real kubectl, a small API server, and a stand-in for AWS."""
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from launch.checks.findings import Finding
 from launch.kube import cluster
 from launch.kube import nodes as cluster_nodes
 from launch.kube.job_options import JobNeeds
+from launch.kube.kubeconfig import ClusterName
 from lib.core.errors import UsageError
 from tests import kube_server
 from tests.conftest import run_stage
@@ -142,6 +144,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reviewing
 
 
 ARN = "arn:aws:eks:us-west-2:1:cluster/my-eks"
+MY_EKS = ClusterName("my-eks", "my-eks", "us-west-2", ARN)
 
 
 def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
@@ -255,10 +258,10 @@ def test_make_checks_the_cluster(there: ReviewingCluster, tmp_path: Path) -> Non
         "hub",
     )
     result = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path)
-    assert "this cluster is ready" in result.stdout
+    assert "cluster c is ready" in result.stdout
     there.objects = {key: item for key, item in there.objects.items() if key[0] != "nodes"}
     result = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path, expect=6)
-    assert "this cluster is not ready" in result.stdout + result.stderr
+    assert "cluster c is not ready" in result.stdout + result.stderr
 
 
 def no_aws(root: Path) -> str:
@@ -307,7 +310,7 @@ def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, 
     assert {finding.severity for finding in found} == {"info"}
     assert {f.check for f in found if "not checked" in f.text} == {"EKS", "driver"}
     assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(found, "capacity").text
-    assert "this cluster is ready" in result.stdout
+    assert "cluster c is ready" in result.stdout
     assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
     assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
         "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -321,18 +324,21 @@ def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_pat
         if key[0] in ("customresourcedefinitions", "persistentvolumeclaims", "nodes")
     ]:
         del there.objects[key]
-    there.denied.add("create pytorchjobs")
+    there.denied |= {"create pytorchjobs", "create pods/exec"}
     found, result = check(
         tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
     )
     errors = {finding.check for finding in found if finding.severity == "error"}
     assert errors == {"namespace", "rights", "operator", "capacity", "storage", "image pull secret"}
     assert all(finding.remedy for finding in found if finding.severity == "error")
+    rights = [finding for finding in found if finding.check == "rights"]
+    assert {finding.severity for finding in rights} == {"error", "warning"}
+    assert "pods/exec in team, which `run`, `shell` and `fetch` need" in rights[-1].text
     assert "fsx-sc" in only(found, "storage").text
     assert "not ready: 6 errors" in result.stderr and "Traceback" not in result.stderr
-    severities = [
-        line.split()[0] for line in result.stdout.splitlines() if not line.startswith(" ")
-    ]
+    first, *rest = result.stdout.splitlines()
+    assert first == "cluster: c (context test)"
+    severities = [line.split()[0] for line in rest if not line.startswith(" ")]
     assert severities == sorted(severities, key=["error", "warning", "info"].index)
 
 
@@ -340,7 +346,9 @@ def judge_nodes(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     """Return the findings about nodes for a job on two p5 nodes."""
     expected = JobNeeds(nodes=2, gpus_per_node=8, efa_per_node=32, instance_type="p5.48xlarge")
     return list(
-        cluster_nodes.check_capacity(cluster_nodes.parse_nodes([*nodes], []), expected, grows)
+        cluster_nodes.check_capacity(
+            cluster_nodes.parse_nodes([*nodes], []), expected, grows, MY_EKS
+        )
     )
 
 
@@ -492,7 +500,7 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tm
     )
     found, _ = check(tmp_path, *P5, expect=6)
     assert "driver 550.54.15 is too old" in only(found, "driver").text
-    assert "--driver-version 550.54.15" in only(found, "driver").remedy
+    assert "--driver-version 550.54.15" in only(found, "driver").run
 
 
 def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Path):
@@ -584,7 +592,7 @@ def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert "my-eks is ACTIVE" in only(found, "EKS").text
     assert "AsgInstanceLaunchFailures" in only(found, "EKS node group").text
-    assert "aws-fsx-csi-driver" in only(found, "EKS add-on").remedy
+    assert "aws-fsx-csi-driver" in only(found, "EKS add-on").run
     assert all("--region us-west-2" in line for line in aws.read_text().splitlines())
 
 

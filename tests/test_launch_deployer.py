@@ -1,5 +1,5 @@
 # covers: launch/kubernetes.py, launch/prepare.py, launch/kube/raw_text.py
-# covers: launch/kube/preparation.py
+# covers: launch/kube/preparation.py, launch/kube/open_options.py
 """Test the calls and command lines in the documentation of an automated EKS deployer."""
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from launch.kube import aws
 from launch.kube.deploy import Patience
 from launch.kube.job_options import JobOptions
 from launch.kube.kubectl import Kubectl
+from launch.kube.open_options import fill_open_options
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core import declared
 from lib.core.errors import UsageError
@@ -119,6 +120,7 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
     ).startswith("llm-training:")
     image = build_docker_image(auto_fix=True)
     deploy_training_job(cluster_name="c", num_nodes=4, job_name="j")
+    assert ("jobs", "default", "j-prepare") in eks.objects
     item, container = worker(eks)
     spec = item["template"]["spec"]
     assert item["replicas"] == 4 and container["image"] == image
@@ -191,8 +193,9 @@ def test_a_token_is_only_in_a_secret_and_the_prepared_tokenizer_is_used(
     assert item["template"]["spec"]["nodeSelector"] == {  # HyperPod's nodes have this label
         "node.kubernetes.io/instance-type": "ml.g5.8xlarge"
     }
-    secret = eks.objects.pop(("secrets", "default", "j-hub-token"))
-    assert secret["stringData"] == {"token": TOKEN}
+    for name in ("j-hub-token", "j-prepare-hub-token"):
+        secret = eks.objects.pop(("secrets", "default", name))
+        assert secret["stringData"] == {"token": TOKEN}
     assert TOKEN not in json.dumps([*eks.objects.values()]) + caplog.text + "".join(
         capfd.readouterr()
     )
@@ -222,8 +225,8 @@ def test_a_cluster_is_managed(eks: Cluster) -> None:
     assert manage_eks_cluster(validate_components=False)
     with pytest.raises(UsageError, match="there is no EKS cluster other") as caught:
         manage_eks_cluster(cluster_name="other", create_if_missing=True)
-    assert "costs money" in caught.value.hint and not caught.value.run
-    assert "eksctl create cluster --name other" in caught.value.hint
+    assert "costs money" in caught.value.hint and "creates nothing" in caught.value.hint
+    assert "kubernetes.py setup --kind eks --cluster-name other" in caught.value.run
 
 
 LINES = (
@@ -333,7 +336,7 @@ def test_several_possible_instance_types_are_an_error(
 ) -> None:
     def completed(**asked: Any) -> tuple[str, int | None, int | None]:
         job = declared.from_values(JobOptions, job_name="j", image="registry/train:1", **asked)
-        found = kubernetes.fill_open_options(job, Kubectl("default"))
+        found = fill_open_options(job, Kubectl("default"))
         return found.instance_type, found.gpus_per_node, found.efa_per_node
 
     def empty() -> None:
@@ -350,7 +353,7 @@ def test_several_possible_instance_types_are_an_error(
     empty()
     assert completed() == ("g5.12xlarge", None, None)  # its node groups have no nodes yet
     monkeypatch.setattr(aws, "list_node_types", lambda cluster, region: [])
-    with pytest.raises(UsageError, match="no node of the cluster has GPUs"):
+    with pytest.raises(UsageError, match="no node of cluster c has GPUs"):
         completed()
     eks.add("nodes", gpu_node("own", "own.type", 2, 0))
     assert completed(instance_type="own.type") == ("own.type", 2, 0)
@@ -437,7 +440,7 @@ def steps(
 
 def test_the_commands_that_prepare_a_run(steps: Callable[..., list[str]], tmp_path: Path) -> None:
     fetch, organize, build, model, tokens = steps()
-    assert "--dataset-name allenai/c4 '--include=en/c4-train.0000*" in fetch
+    assert "--dataset-name allenai/c4 --include=en/c4-train.00000-of" in fetch
     assert "--src-dir raw_text/allenai--c4 --dst-root splits/c4" in organize
     assert "--save-dir hf_datasets/c4 --fields text --validation-percent=1.0" in build
     assert "--model-size 1B --vocab-size 32000 --train-tokenizer hf_datasets/c4" in model

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -32,7 +33,8 @@ run)
   n=$(grep -c '^run' "$CALLS")
   if [ -f "$FAILURES/run-$n" ]; then cat "$FAILURES/run-$n" >&2; exit 125; fi
   cat "$FAILURES/torch";;
-login) cat > "$FAILURES/password";;
+login) cat > "$FAILURES/password"
+  if [ -f "$FAILURES/login" ]; then cat "$FAILURES/login" >&2; exit 1; fi;;
 push) if [ -f "$FAILURES/push" ]; then cat "$FAILURES/push" >&2; exit 1; fi;;
 version) if [ -f "$FAILURES/version" ]; then cat "$FAILURES/version" >&2; exit 1; fi;;
 esac
@@ -41,8 +43,9 @@ AWS = """#!/bin/sh
 { printf 'aws\037'; printf '%s\037' "$@"; echo; } >> "$CALLS"
 case "$2" in
 get-login-password) echo the-password;;
-create-repository) if [ -f "$FAILURES/repository" ]; then cat "$FAILURES/repository" >&2; exit 254
-                   fi; echo '{}';;
+create-repository | describe-repositories)
+  if [ -f "$FAILURES/repository" ]; then cat "$FAILURES/repository" >&2; exit 254; fi
+  echo '{}';;
 esac
 """
 ECR = "123456789012.dkr.ecr.us-west-2.amazonaws.com"
@@ -77,7 +80,9 @@ class Machine:
         calls = [line.split("\037")[:-1] for line in lines]
         return [call for call in calls if not verb or call[0] == verb]
 
-    def build(self, *arguments: object, expect: int = 0) -> subprocess.CompletedProcess:
+    def build(
+        self, *arguments: object, expect: int = 0, **variables: str
+    ) -> subprocess.CompletedProcess:
         """Run build_image.py."""
         return run_stage(
             "launch/build_image.py",
@@ -89,6 +94,8 @@ class Machine:
                 "CALLS": str(self.log),
                 "FAILURES": str(self.failures),
                 "BUILD_IMAGE_BACKOFF_S": "0.01",
+                "DOCKER_CONFIG": str(self.root),
+                **variables,
             },
         )
 
@@ -123,11 +130,12 @@ def test_the_image_is_built_run_once_and_pushed(machine: Machine):
     )
     assert [call[0] for call in machine.calls()] == [
         "version",
-        "build",
-        "run",
         "aws",
         "aws",
         "login",
+        "version",
+        "build",
+        "run",
         "tag",
         "push",
     ]
@@ -172,6 +180,79 @@ def test_a_push_to_a_missing_repository_names_the_option(machine: Machine):
     machine.fail("push", "name unknown: The repository with name 'llm' does not exist")
     result = machine.build("--push", f"{ECR}/llm", expect=2)
     assert "--create-repository" in result.stderr
+
+
+REFUSED = {
+    "no repository": (
+        {"repository": "An error occurred (RepositoryNotFoundException)"},
+        f"{ECR}/llm",
+        ["llm does not exist in us-west-2", "nothing was built", "run:", "--create-repository"],
+    ),
+    "no credentials": (
+        {"repository": "Unable to locate credentials. You can configure credentials by ..."},
+        f"{ECR}/llm",
+        ["nothing was built", "Unable to locate credentials", "aws configure", "leave out --push"],
+    ),
+    "login refused": (
+        {"login": "Error response from daemon: 403 Forbidden"},
+        f"{ECR}/llm",
+        [f"{ECR} refused the login", "403 Forbidden"],
+    ),
+    "no daemon": (
+        {"version": "Cannot connect to the Docker daemon at unix:///var/run/docker.sock."},
+        "host.example/llm",
+        ["the docker daemon does not answer"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_nothing_is_built_if_the_image_cannot_be_pushed(machine: Machine, case: str):
+    failures, target, parts = REFUSED[case]
+    for when, output in failures.items():
+        machine.fail(when, output)
+    result = machine.build("--push", target, expect=2)
+    assert not [part for part in parts if part not in result.stderr], result.stderr
+    assert not machine.calls("build") and not machine.calls("push")
+
+
+def test_a_repository_that_nobody_may_look_up_is_pushed_to(machine: Machine):
+    machine.fail("repository", "An error occurred (AccessDeniedException): not authorized")
+    result = machine.build("--push", f"{ECR}/llm", "--tag", "mine:1")
+    assert "no permission to ask" in result.stdout
+    assert machine.calls("push") == [["push", f"{ECR}/llm:1"]]
+
+
+@pytest.mark.parametrize(
+    ("target", "config", "login"),
+    [
+        ("host.example/llm", {}, "docker login host.example"),
+        ("host.example/llm", {"auths": {"host.example": {}}}, ""),
+        ("host.example/llm", {"credHelpers": {"host.example": "helper"}}, ""),
+        ("host.example/llm", [], "docker login host.example"),
+        ("team/llm", {}, "docker login"),
+        ("team/llm", {"auths": {"https://index.docker.io/v1/": {}}}, ""),
+        ("localhost:5000/llm", {}, ""),
+    ],
+)
+def test_a_missing_login_is_named_before_the_build(
+    machine: Machine, tmp_path: Path, target: str, config: object, login: str
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = machine.build("--push", target, "--tag", "mine:1", DOCKER_CONFIG=str(tmp_path))
+    assert ("has no login for" in result.stdout) == bool(login)
+    assert not login or f"ends: {login}\n" in result.stdout
+    assert machine.calls("push") == [["push", f"{target}:1"]]
+    machine.fail("push", "denied: requested access to the resource is denied")
+    result = machine.build("--push", target, expect=2, DOCKER_CONFIG=str(tmp_path))
+    assert re.search(r"run: +docker login", result.stderr)
+
+
+def test_a_build_without_a_push_prints_the_command_that_pushes_as_well(machine: Machine):
+    result = machine.build("--efa")
+    command = "build_image.py --efa --push REGISTRY/llm-training"
+    assert command in result.stdout
+    assert result.stdout.index(command) < result.stdout.index("#1 building")
 
 
 def test_an_old_driver_is_refused_with_the_fix_and_auto_fix_applies_it(machine: Machine):

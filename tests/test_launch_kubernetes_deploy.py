@@ -1,4 +1,5 @@
 # covers: launch/kubernetes.py, launch/kube/deploy.py, launch/kube/kubectl.py
+# covers: launch/kube/job_commands.py
 """Test launch/kubernetes.py with the real kubectl: all commands, failures and remedies."""
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from tests.kube_cluster import (
 )
 from tests.kube_server import CORE_TYPES, Cluster, Object, Server
 
-QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1")
+# Another module tests --prepare auto.
+QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1", "--prepare", "never")
 QUICK_KIND = [
     "pytorchjob",
     *(pytest.param(kind, marks=pytest.mark.long) for kind in ("trainjob", "hyperpod")),
@@ -367,7 +369,7 @@ def test_deploy_waits_for_capacity(kube: Cluster) -> None:
 
     kube.on_create = operator
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert output.count("waits: no capacity") == 1 and "is complete" in output
+    assert output.count("is waiting: no capacity") == 1 and "is complete" in output
     assert output.count("has not reported") == 1
     assert submissions(kube) == 1
 
@@ -429,11 +431,11 @@ def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
 def test_a_cluster_may_be_silent_for_a_while(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
         complete(cluster, item, 6.0)
-        later(cluster, 0.5, lambda: setattr(cluster, "failing", 3))
+        later(cluster, 0.5, lambda: setattr(cluster, "failing", 8))
 
     kube.on_create = operator
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
-    assert "the cluster does not answer" in output and "is complete" in output
+    assert "cluster c does not answer" in output and "is complete" in output
 
 
 @pytest.mark.long

@@ -14,8 +14,10 @@ import pytest
 
 from launch.supervision.attempt import NodeCommand
 from launch.supervision.board import NoteBoard
+from launch.supervision.end_command import EndCommand
 from launch.supervision.head import Head
 from lib.core.paths import Experiment
+from lib.train.config import DEFAULTS
 from tests.trainer_stand_in import COMPLETE, KILLED, find_processes, read_attempts, start_launcher
 
 WAITS = "print('up', flush=True); time.sleep(600)"
@@ -105,7 +107,7 @@ def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("node", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, node: int) -> None:
-    """A single SIGINT to each of two nodes is a normal stop, also for the ranks of the third."""
+    """One SIGINT to each of two nodes stops the run normally, and the ranks of a third node too."""
     saves = "signal.signal(signal.SIGINT, lambda *_: None); " + WAITS + "; " + WAITS
     nodes = [launch(tmp_path, each, saves, nodes=3) for each in range(3)]
     wait_until_up(*nodes)
@@ -193,9 +195,10 @@ def test_an_invalid_note_is_ignored(tmp_path: Path, text: str) -> None:
     directory.mkdir()
     for node in (0, 1):
         (directory / f"node_{node:05d}.json").write_text(text)
-    head = Head(
-        NodeCommand([], {}, 1), NoteBoard(directory, 0), 1, 2, Experiment(tmp_path, "e"), 0, 0
-    )
+    experiment = Experiment(tmp_path, "e")
+    command = NodeCommand([], {}, 1)
+    end_command = EndCommand(DEFAULTS, experiment)
+    head = Head(command, NoteBoard(directory, 0), 1, 2, experiment, 0, 0, end_command)
     assert head.round == 0
     assert NoteBoard(directory, 1).read(0) == {}
 

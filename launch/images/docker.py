@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from launch.kube import aws
+from launch.kube.kubeconfig import require_region
 from lib.core import commands, log, manifest, records
 from lib.core.errors import DiskFullError, UsageError
 
@@ -196,6 +197,24 @@ def find_region(registry: str) -> str:
     """Return the region of an Amazon registry, empty for any other."""
     match = _ECR.match(registry)
     return match["region"] if match else ""
+
+
+def resolve_registry(push: str, region: str, queries_aws: bool = True) -> str:
+    """Return --push with the account's own registry in place of `ecr/`.
+
+    Raises UsageError if --region contradicts the name of the registry.
+    """
+    if (own := find_region(push)) and region and own != region:
+        raise UsageError(
+            f"--region {region}, but --push names a registry in {own}",
+            found=push,
+            expected="one of the two, or both for the same region",
+        )
+    if push != "ecr" and not push.startswith("ecr/"):
+        return push
+    region = require_region(region)
+    identity = aws.query_json("sts", "get-caller-identity", region=region) if queries_aws else {}
+    return f"{identity.get('Account', 'ACCOUNT')}.dkr.ecr.{region}.amazonaws.com{push[3:]}"
 
 
 def log_in(registry: str) -> None:

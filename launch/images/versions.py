@@ -130,10 +130,16 @@ class ImageOptions:
         "",
         parse=_IMAGE,
         metavar="REGISTRY",
-        help="push to REGISTRY/NAME or to the root of a registry, after a login for ECR "
+        help="push to REGISTRY/NAME or the root of a registry, after a login for ECR; ecr/NAME is "
+        "a repository of your AWS account "
         "(default: no push)",
     )
     create_repository: bool = option(False, help="with --push to ECR: create a missing repository")
+    region: str = option(
+        "",
+        metavar="NAME",
+        help="with --push ecr/NAME: AWS region of the registry (default: that of the AWS settings)",
+    )
 
 
 @dataclass(frozen=True)

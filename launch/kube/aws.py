@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -11,11 +10,12 @@ from functools import partial
 from typing import Any
 
 from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
+from launch.kube.kubeconfig import parse_context, read_kubeconfig
+from launch.kube.quotas import quota_commands
 from lib.core import commands
 from lib.core.errors import UsageError
 
 _TIMEOUT_S = 60
-_ARN = re.compile(r"arn:aws[\w-]*:eks:(?P<region>[\w-]+):\d+:cluster/(?P<name>[\w-]+)")
 _ADDONS = {
     "aws-fsx-csi-driver": "storage on FSx for Lustre",
     "eks-pod-identity-agent": "rights of pods",
@@ -28,11 +28,13 @@ class AwsError(UsageError):
 
 def run_aws(*arguments: str, region: str = "") -> str:
     """Return the output of a call of the AWS command line. Raises AwsError if it fails."""
-    region_words = ["--region", region] if region else []
-    command = f"aws {' '.join(arguments[:2])}"
+    command = " ".join(["aws", *arguments[:2], *_region_words(region)])
     try:
         process = subprocess.run(
-            ["aws", *arguments, *region_words], capture_output=True, text=True, timeout=_TIMEOUT_S
+            ["aws", *arguments, *_region_words(region)],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
         )
     except FileNotFoundError:
         raise AwsError(
@@ -56,12 +58,6 @@ def query_json(*arguments: str, region: str = "") -> Any:
     return json.loads(output) if output.strip() else {}
 
 
-def parse_cluster_arn(context: str) -> tuple[str, str]:
-    """Return name and region of the EKS cluster in the ARN of a context; empty without an ARN."""
-    match = _ARN.search(context)
-    return (match["name"], match["region"]) if match else ("", "")
-
-
 def connect_kubectl(cluster: str, region: str = "") -> None:
     """Write a kubectl context for a cluster and make it the current one. Raises AwsError."""
     query_json("eks", "update-kubeconfig", "--name", cluster, region=region)
@@ -78,11 +74,12 @@ def find_context(cluster: str, region: str = "", fetch: bool = True) -> str:
         connect_kubectl(cluster, region)
         contexts = _find_contexts(cluster, region)
     if not contexts:
-        region_words = ["--region", region] if region else []
         name = f"{cluster} in {region}" if region else cluster
         raise UsageError(
             f"the kubeconfig has no cluster {name}",
-            run=commands.shell("aws", "eks", "update-kubeconfig", "--name", cluster, *region_words),
+            run=commands.shell(
+                "aws", "eks", "update-kubeconfig", "--name", cluster, *_region_words(region)
+            ),
         )
     if len(set(contexts.values())) > 1:
         raise UsageError(
@@ -93,34 +90,31 @@ def find_context(cluster: str, region: str = "", fetch: bool = True) -> str:
     return next(iter(contexts))
 
 
-def require_same_cluster(context: str, cluster: str) -> None:
-    """Raise UsageError if a context belongs to another EKS cluster."""
-    context_cluster = (
-        parse_cluster_arn(context)[0] or parse_cluster_arn(_list_contexts().get(context, ""))[0]
-    )
-    if cluster and context_cluster and context_cluster != cluster:
-        raise UsageError(
-            f"--cluster-name {cluster}, but --context {context} belongs to {context_cluster}",
-            expected="one of the two, or both for the same cluster",
-        )
+def require_same_cluster(context: str, cluster: str, region: str = "") -> None:
+    """Raise UsageError if a context belongs to another EKS cluster or region."""
+    own_name, own_region = parse_context(context, _list_contexts().get(context, ""))
+    for option, value, own in (
+        ("--cluster-name", cluster, own_name),
+        ("--region", region, own_region),
+    ):
+        if value and own and own != value:
+            raise UsageError(
+                f"{option} {value}, but --context {context} belongs to {own}",
+                expected="one of the two, or both for the same cluster",
+            )
 
 
 def _find_contexts(cluster: str, region: str) -> dict[str, str]:
     """Return the contexts of a cluster, each with the cluster's name in the kubeconfig."""
     contexts = _list_contexts()
-    if cluster in contexts and not parse_cluster_arn(contexts[cluster])[0]:
+    if cluster in contexts and not parse_context("", contexts[cluster])[0]:
         return {cluster: contexts[cluster]}  # a context of this name that AWS did not write
     return {
-        context: named
-        for context, named in contexts.items()
-        for name, cluster_region in [_parse_context(context, named)]
+        context: entry
+        for context, entry in contexts.items()
+        for name, cluster_region in [parse_context(context, entry)]
         if cluster in (context, name) and region in ("", cluster_region)
     }
-
-
-def _parse_context(context: str, named: str) -> tuple[str, str]:
-    """Return name and region of the EKS cluster of a context, which may have an alias."""
-    return parse_cluster_arn(named) if parse_cluster_arn(named)[0] else parse_cluster_arn(context)
 
 
 def _list_contexts() -> dict[str, str]:
@@ -130,14 +124,7 @@ def _list_contexts() -> dict[str, str]:
     """
     if shutil.which("kubectl") is None:
         raise UsageError("kubectl is not installed")
-    process = subprocess.run(
-        ["kubectl", "config", "view", "-o", "json"], capture_output=True, text=True
-    )
-    try:
-        entries = json.loads(process.stdout)["contexts"] or []
-        return {entry["name"]: entry["context"]["cluster"] for entry in entries}
-    except (ValueError, KeyError, TypeError):
-        return {}
+    return read_kubeconfig()[0]
 
 
 def find_only_cluster(region: str) -> str:
@@ -147,8 +134,8 @@ def find_only_cluster(region: str) -> str:
         raise UsageError(
             "there are several EKS clusters" if clusters else "there is no EKS cluster",
             expected="--cluster-name",
-            found=", ".join(clusters) or "none in this region",
-            hint="" if clusters else _creation_hint("NAME", region),
+            found=", ".join(clusters) or f"none in {region or 'the region of the AWS settings'}",
+            run="" if clusters else _setup_command("llm-training", region),
         )
     return clusters[0]
 
@@ -178,26 +165,20 @@ def require_cluster(cluster: str, region: str) -> None:
     if cluster not in clusters:
         raise UsageError(
             f"there is no EKS cluster {cluster}",
-            found=", ".join(clusters) or "none in this region",
-            hint=_creation_hint(cluster, region),
+            found=", ".join(clusters) or f"none in {region or 'the region of the AWS settings'}",
+            hint="a cluster costs money, so this prints the commands and costs and creates nothing",
+            run=_setup_command(cluster, region),
         )
 
 
-def _creation_hint(cluster: str, region: str) -> str:
-    """Return a hint how to create a cluster. No `run:` line offers the command: it costs money."""
-    command = commands.shell(
-        "eksctl",
-        "create",
-        "cluster",
-        "--name",
-        cluster,
-        *(["--region", region] if region else []),
-        "--node-type",
-        "g5.8xlarge",
-        "--nodes",
-        4,
-    )
-    return f"a cluster costs money, so create it yourself; for example: {command}"
+def _setup_command(cluster: str, region: str, kind: str = "eks") -> str:
+    """Return the command that prints how to create a cluster. It creates nothing itself."""
+    words = ("--kind", kind, "--cluster-name", cluster, *_region_words(region))
+    return commands.script("launch/kubernetes.py", "setup", *words)
+
+
+def _region_words(region: str) -> list[str]:
+    return ["--region", region] if region else []
 
 
 def check_eks(cluster: str, region: str, on_hyperpod: bool) -> list[Finding]:
@@ -250,7 +231,10 @@ def _check_eks_cluster(cluster: str, region: str) -> Iterable[Finding]:
                 INFO,
                 "EKS add-on",
                 f"{addon} is not installed ({purpose})",
-                f"aws eks create-addon --cluster-name {cluster} --addon-name {addon}",
+                run=commands.shell(
+                    *("aws", "eks", "create-addon", "--cluster-name", cluster),
+                    *("--addon-name", addon, *_region_words(region)),
+                ),
             )
 
 
@@ -261,17 +245,18 @@ def _check_hyperpod(cluster: str, region: str) -> Iterable[Finding]:
         info = query_sagemaker("describe-cluster", "--cluster-name", summary["ClusterName"])
         arn = info.get("Orchestrator", {}).get("Eks", {}).get("ClusterArn", "")
         if arn.endswith(f"/{cluster}"):
-            yield from _check_instance_groups(info)
+            yield from _check_instance_groups(info, region)
             return
     yield Finding(
         ERROR,
         "HyperPod",
         f"no HyperPod cluster runs on the EKS cluster {cluster}",
         "choose --kind pytorchjob or trainjob, or name the cluster with --cluster-name",
+        run=_setup_command(cluster, region, "hyperpod"),
     )
 
 
-def _check_instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
+def _check_instance_groups(info: dict[str, Any], region: str) -> Iterable[Finding]:
     status = info.get("ClusterStatus")
     is_usable = status == "InService"
     yield Finding(
@@ -285,7 +270,11 @@ def _check_instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
             WARNING,
             "HyperPod",
             "broken nodes are not replaced (NodeRecovery is None)",
-            "aws sagemaker update-cluster --node-recovery Automatic",
+            "let HyperPod replace them",
+            run=commands.shell(
+                *("aws", "sagemaker", "update-cluster", "--node-recovery", "Automatic"),
+                *("--cluster-name", info.get("ClusterName", ""), *_region_words(region)),
+            ),
         )
     for group in info.get("InstanceGroups", []):
         current = group.get("CurrentCount")
@@ -296,5 +285,6 @@ def _check_instance_groups(info: dict[str, Any]) -> Iterable[Finding]:
                 "HyperPod",
                 f"{group.get('InstanceGroupName')}: {current} of "
                 f"{target} {group.get('InstanceType')} are there",
-                "wait, or check the account's quota",
+                "wait, or ask for a larger quota of the account",
+                run=quota_commands(group.get("InstanceType", ""), target, region, True)[1],
             )

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from launch.checks import findings
@@ -26,7 +25,7 @@ from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode
 from lib.core import declared, log, options
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import Problems
 from lib.core.options import Options
 
 
@@ -46,12 +45,6 @@ def parse(argv: list[str]) -> Options:
         default="",
         metavar="NAME",
         help="EKS cluster, which must be in the kubeconfig (default: that of --context)",
-    )
-    group.add_argument(
-        "--region",
-        default="",
-        metavar="NAME",
-        help="AWS region (default: that of the context, or of the AWS settings)",
     )
     group.add_argument(
         "--validate-components",
@@ -91,18 +84,19 @@ def main(argv: list[str]) -> None:
     if needs.instance_type:
         needs.check_type(problems)
     problems.raise_if_any()
-    kube = Kubectl(needs.namespace, _choose_context(needs, opts))
+    kube = Kubectl(needs.namespace, _choose_context(needs, opts), opts.cluster_name, needs.region)
     if opts.dry_run:
         _print_plan(needs, kube)
         return
-    eks = find_eks(kube, opts.cluster_name, opts.region)
+    log_cluster(kube)
+    eks = find_eks(kube)
     if opts.action == "describe":
         print_cluster(kube, needs, eks, opts.fail_on)
         return
     findings.report_findings(
         _check_after_fix(kube, needs, eks, opts.validate_components, opts.auto_fix),
         opts,
-        "this cluster",
+        kube.cluster.title,
     )
 
 
@@ -111,9 +105,9 @@ def _choose_context(needs: JobNeeds, opts: Options) -> str:
     if not opts.cluster_name or not (opts.validate_components or opts.action == "describe"):
         return needs.context
     if needs.context:
-        aws.require_same_cluster(needs.context, opts.cluster_name)
+        aws.require_same_cluster(needs.context, opts.cluster_name, needs.region)
         return needs.context
-    return aws.find_context(opts.cluster_name, opts.region, fetch=False)
+    return aws.find_context(opts.cluster_name, needs.region, fetch=False)
 
 
 def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[Finding]:
@@ -133,7 +127,9 @@ def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[
         nodes.extend(_list_nodes(kube, unchecked))
         return [
             *unchecked,
-            *cluster_nodes.check_capacity(nodes, complete_needs, _has_autoscaler(kube)),
+            *cluster_nodes.check_capacity(
+                nodes, complete_needs, _has_autoscaler(kube), kube.cluster
+            ),
         ]
 
     checks: dict[str, Callable[[Kubectl, JobNeeds], Iterable[Finding]]] = {
@@ -142,6 +138,7 @@ def check_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str]) -> list[
         "operator": cluster_checks.check_operator,
         "nodes": check_nodes,
         "storage": cluster_checks.check_storage,
+        "service account": cluster_checks.check_service_account,
         "quota": cluster_checks.check_quota,
         "image pull secret": cluster_checks.check_pull_secret,
         "EKS": lambda kube, complete_needs: aws.check_eks(*eks, on_hyperpod),
@@ -163,7 +160,7 @@ def print_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], fail_on:
     unchecked = [cluster_checks.check_server(kube)]
     if unchecked[0].severity == findings.ERROR:
         findings.print_findings(unchecked)
-        findings.require_ready(unchecked, fail_on, "this cluster")
+        findings.require_ready(unchecked, fail_on, kube.cluster.title)
     nodes = _list_nodes(kube, unchecked)
     log.info(f"{len(nodes)} nodes")
     for kind in sorted({node.instance_type for node in nodes}):
@@ -226,10 +223,9 @@ def manage_eks_cluster(
     if create_if_missing:
         aws.require_cluster(name, region)
     aws.connect_kubectl(name, region)
-    kube = Kubectl(needs.namespace)
-    cluster_findings = _check_after_fix(
-        kube, needs, find_eks(kube, name, region), validate_components, auto_fix
-    )
+    kube = Kubectl(needs.namespace, "", name, region)
+    log_cluster(kube)
+    cluster_findings = _check_after_fix(kube, needs, find_eks(kube), validate_components, auto_fix)
     findings.print_findings(cluster_findings)
     return cluster_findings
 
@@ -275,14 +271,14 @@ def _has_autoscaler(kube: Kubectl) -> bool:
         return False
 
 
-def find_eks(kube: Kubectl, name: str, region: str) -> tuple[str, str]:
-    """Return name and region of the EKS cluster, by default those of the context."""
-    context = kube.context
-    if not context:
-        with suppress(KubectlError, UsageError):
-            context = kube.run("config", "current-context").strip()
-    context_cluster = aws.parse_cluster_arn(context)
-    return name or context_cluster[0], region or context_cluster[1]
+def find_eks(kube: Kubectl) -> tuple[str, str]:
+    """Return name and region of the EKS cluster that is queried; empty if it is none."""
+    return kube.cluster.eks, kube.cluster.region
+
+
+def log_cluster(kube: Kubectl) -> None:
+    """Print which cluster is queried."""
+    log.info(f"cluster: {kube.cluster}")
 
 
 def _format_crd(item: dict[str, Any]) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from launch.checks.findings import ERROR, INFO, WARNING, Finding, not_checked
+from launch.kube import remedies
 from launch.kube.job_options import JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode, parse_quantity
+from lib.core import commands
 from lib.core.commands import ROOT
 from lib.parallel.torch_builds import driver_problem, find_pin
-
-_FSX = "fsx.csi.aws.com"
 
 
 def run_check(check: str, find: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -40,9 +40,9 @@ def check_server(kube: Kubectl) -> Finding:
         return Finding(
             ERROR,
             "API server",
-            error.last_line[:300],
-            "kubectl config get-contexts; on EKS: "
-            "aws eks update-kubeconfig --name CLUSTER --region REGION",
+            f"{kube.cluster.title}: {error.last_line[:300]}",
+            "kubectl config get-contexts shows the clusters that are configured here",
+            run=remedies.connect(kube.cluster.eks, kube.cluster.region) if kube.cluster.eks else "",
         )
     version = answer.get("serverVersion", {}).get("gitVersion", "an unknown version")
     return Finding(INFO, "API server", f"Kubernetes {version}")
@@ -55,8 +55,17 @@ def check_namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             ERROR,
             "namespace",
             f"there is no namespace {kube.namespace}",
-            f"kubectl create namespace {kube.namespace}",
+            "create it, or name another with --namespace",
+            run=remedies.create_namespace(kube.cluster, kube.namespace),
         )
+
+
+# Verb, resource and group; only commands that work beside the data need them.
+_RIGHTS_BESIDE_DATA = (
+    ("create", "pods", ""),
+    ("delete", "pods", ""),
+    ("create", "pods/exec", ""),
+)
 
 
 def check_rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
@@ -69,6 +78,7 @@ def check_rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         ("get", "pods/log", ""),
         ("list", "events", ""),
         ("create", "secrets", ""),
+        *_RIGHTS_BESIDE_DATA,
     ]
     reviews = {
         "apiVersion": "v1",
@@ -84,12 +94,14 @@ def check_rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         'jsonpath={.status.allowed}{"\\n"}',
         given=json.dumps(reviews),
     ).split()
-    for (verb, resource, _), allowed in zip(rights, answers, strict=True):
+    for right, allowed in zip(rights, answers, strict=True):
         if allowed != "true":
+            is_beside = right in _RIGHTS_BESIDE_DATA
             yield Finding(
-                ERROR,
+                WARNING if is_beside else ERROR,
                 "rights",
-                f"you may not {verb} {resource} in {kube.namespace}",
+                f"you may not {right[0]} {right[1]} in {kube.namespace}"
+                + (", which `run`, `shell` and `fetch` need" if is_beside else ""),
                 "ask an administrator for a RoleBinding there",
             )
 
@@ -116,7 +128,8 @@ def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     row = KINDS[wanted.kind]
     crd = row.resource
     version = row.version
-    remedy = row.install
+    remedy = f"install the operator: {row.product}"
+    install = remedies.install_operator(kube.cluster, wanted.kind)
     definition = kube.find("customresourcedefinition", crd)
     if definition is None:
         yield Finding(
@@ -124,12 +137,17 @@ def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             "operator",
             f"the cluster knows no {wanted.kind} (no CRD {crd})",
             f"{remedy}, or choose another --kind",
+            run=install,
         )
         return
     served = [v["name"] for v in definition["spec"]["versions"] if v.get("served")]
     if version not in served:
         yield Finding(
-            ERROR, "operator", f"{crd} is served as {', '.join(served)}, not {version}", remedy
+            ERROR,
+            "operator",
+            f"{crd} is served as {', '.join(served)}, not {version}",
+            remedy,
+            run=install,
         )
     running = [
         item
@@ -138,7 +156,11 @@ def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     ]
     if not running:
         yield Finding(
-            WARNING, "operator", f"no deployment called {row.operator}* was found", remedy
+            WARNING,
+            "operator",
+            f"no deployment called {row.operator}* was found",
+            remedy,
+            run=install,
         )
     for item in running:
         name = f"{item['metadata']['namespace']}/{item['metadata']['name']}"
@@ -159,15 +181,14 @@ def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
     claim = wanted.pvc
     volume_claim = kube.find("persistentvolumeclaim", claim)
     if volume_claim is None:
-        classes = kube.items("storageclasses")
-        drivers = {item["provisioner"] for item in classes}
-        names = ", ".join(item["metadata"]["name"] for item in classes) or "none"
+        classes = list_storage_classes(kube)
+        names = ", ".join(name for name, _ in classes) or "none"
         yield Finding(
             ERROR,
             "storage",
             f"no claim {claim} in {kube.namespace} (storage classes: {names})",
-            "create it with access mode ReadWriteMany, or name another with "
-            "--pvc" + ("" if _FSX in drivers else f"; for FSx install the driver {_FSX}"),
+            "create it with access mode ReadWriteMany, or name another with --pvc",
+            run=remedies.create_claim(kube.cluster, kube.namespace, claim, classes),
         )
         return
     phase = volume_claim.get("status", {}).get("phase")
@@ -184,11 +205,36 @@ def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             ERROR,
             "storage",
             f"claim {claim} has access mode {', '.join(modes)}, which many nodes cannot mount",
-            "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS)",
+            "use one with access mode ReadWriteMany (FSx for Lustre, EFS, NFS), and its --pvc",
+            run=remedies.create_claim(
+                kube.cluster, kube.namespace, f"{claim}-shared", list_storage_classes(kube)
+            ),
         )
     else:
         size = volume_claim.get("status", {}).get("capacity", {}).get("storage", "unknown size")
         yield Finding(INFO, "storage", f"claim {claim}, {size}, {', '.join(modes)}")
+
+
+def list_storage_classes(kube: Kubectl) -> list[tuple[str, str]]:
+    """Return name and provisioner of the storage classes; empty if that is not allowed."""
+    try:
+        classes = kube.items("storageclasses")
+    except KubectlError:
+        return []
+    return [(item["metadata"]["name"], item["provisioner"]) for item in classes]
+
+
+def check_service_account(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+    """Yield an error if the account of the pods is missing."""
+    name = wanted.service_account
+    if name and kube.find("serviceaccount", name) is None:
+        yield Finding(
+            ERROR,
+            "service account",
+            f"no service account {name} in {kube.namespace}",
+            "launch/kube/templates/service-account.yaml gives it a role of AWS as well",
+            run=remedies.create_service_account(kube.cluster, kube.namespace, name),
+        )
 
 
 def check_quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
@@ -213,6 +259,13 @@ def check_quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
                     f"{item['metadata']['name']} leaves {available} of "
                     f"{resource}, the job needs {amount}",
                     "raise the quota, end other jobs, or use fewer --nodes",
+                    run=remedies.raise_namespace_quota(
+                        kube.cluster,
+                        kube.namespace,
+                        item["metadata"]["name"],
+                        resource,
+                        parse_quantity(used.get(resource, "0")) + amount,
+                    ),
                 )
 
 
@@ -230,8 +283,8 @@ def check_pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
                 ERROR,
                 "image pull secret",
                 f"no secret {name} in {kube.namespace}",
-                f"kubectl -n {kube.namespace} create secret docker-registry {name} "
-                "--docker-server=… --docker-username=… --docker-password=…",
+                "create it with your name and password at the registry",
+                run=remedies.create_pull_secret(kube.cluster, kube.namespace, name, image),
             )
             return
         if kind != "kubernetes.io/dockerconfigjson":
@@ -239,7 +292,10 @@ def check_pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
                 ERROR,
                 "image pull secret",
                 f"{name} is of type {kind}",
-                "create it with `kubectl create secret docker-registry`",
+                "create one of another name with the credentials of the registry",
+                run=remedies.create_pull_secret(
+                    kube.cluster, kube.namespace, f"{name}-registry", image
+                ),
             )
         return
     if not image or ".dkr.ecr." in image:
@@ -269,5 +325,8 @@ def check_drivers(nodes: list[ClusterNode]) -> Iterable[Finding]:
                 ERROR,
                 "driver",
                 f"{node}: {problem}",
-                f"update it, or build the image with --driver-version {version} --auto-fix",
+                "update it, or build the image for this driver",
+                run=commands.script(
+                    "launch/build_image.py", "--driver-version", version, "--auto-fix"
+                ),
             )

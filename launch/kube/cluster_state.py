@@ -54,7 +54,8 @@ def find_job(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
         if not error.is_unknown_type:
             raise
     raise UsageError(
-        f"no job {name} of type {resource} in namespace {kubectl.namespace}",
+        f"no job {name} of type {resource} in namespace "
+        f"{kubectl.namespace} of {kubectl.cluster.title}",
         found=", ".join(names) or "none of that type at all",
         hint=f"`kubectl get {resource} --all-namespaces` shows those of other namespaces",
     )
@@ -127,10 +128,12 @@ def print_pods(pods: list[failure_causes.Pod]) -> None:
         log.info(f"  {'  '.join(cells)}  {row[4]}".rstrip())
 
 
-def print_cause(cause: failure_causes.Cause) -> None:
-    """Print a cause with its evidence and its remedy."""
+def print_cause(cause: failure_causes.Cause, run: str = "") -> None:
+    """Print a cause with its evidence and its remedy. run: the commands that remove it, if any."""
     where = f" ({cause.pod})" if cause.pod else ""
     log.info(f"cause: {cause.name}{where}")
     for line in cause.evidence.splitlines()[-12:]:
         log.info(f"  | {line}")
     log.info(f"  → {cause.remedy}")
+    for line in run.splitlines():
+        log.info(f"  run: {line}")

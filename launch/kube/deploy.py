@@ -9,7 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from launch.kube import cluster_state, failure_causes
+from launch.kube import cluster_state, failure_causes, remedies
+from launch.kube.cluster_checks import list_storage_classes
 from launch.kube.cluster_state import ACTIVE, FAILED, SUCCEEDED
 from launch.kube.failure_causes import Cause
 from launch.kube.job import Job, render_manifests
@@ -83,8 +84,11 @@ def stop_job(job: JobOptions, kubectl: Kubectl) -> None:
         kubectl.run("delete", runtimes, job.runtime, "--ignore-not-found")
 
 
-def require_needs(job: Job, kubectl: Kubectl) -> None:
-    """Raise UsageError with everything that the job needs and the cluster lacks."""
+def require_needs(job: Job, kubectl: Kubectl, has_token: bool = False) -> None:
+    """Raise UsageError with everything that the job needs and the cluster lacks.
+
+    has_token: whether the secret of the Hub's token will be created.
+    """
     kubectl.run("get", "--raw", "/version")  # report an unreachable cluster only once
     problems = Problems()
     try:
@@ -93,24 +97,55 @@ def require_needs(job: Job, kubectl: Kubectl) -> None:
         if error.is_transient:
             raise
         problems.add(
-            f"the cluster does not accept {job.resource}",
+            f"{kubectl.cluster.title} does not accept {job.resource}",
             found=error.text.strip(),
             expected=f"the operator for --kind {job.kind}, and the right to use it",
+            run="" if error.is_forbidden else remedies.install_operator(kubectl.cluster, job.kind),
         )
     for flag, name in (("--pvc", job.pvc), ("--bucket-pvc", job.bucket_pvc)):
         claim = _find_object(kubectl, "pvc", name) if name else {}
         if claim is None:
             problems.add(
-                f"{flag}: no claim {name} in namespace {job.namespace}",
+                f"{flag}: no claim {name} in namespace {job.namespace} of {kubectl.cluster.title}",
                 hint=f"`kubectl get pvc --namespace {job.namespace}` shows all claims",
+                run=remedies.create_bucket_claim(kubectl.cluster, job.namespace, name)
+                if flag == "--bucket-pvc"
+                else remedies.create_claim(
+                    kubectl.cluster, job.namespace, name, list_storage_classes(kubectl)
+                ),
             )
         elif (phase := claim.get("status", {}).get("phase", "Bound")) == "Lost":
-            problems.add(f"{flag}: {name} is {phase}")
+            problems.add(f"{flag}: {name} is {phase} on {kubectl.cluster.title}")
     if job.image_pull_secret and _find_object(kubectl, "secret", job.image_pull_secret) is None:
-        problems.add(f"--image-pull-secret: no secret {job.image_pull_secret}")
+        problems.add(
+            f"--image-pull-secret: no secret {job.image_pull_secret} in namespace {job.namespace} "
+            f"of {kubectl.cluster.title}",
+            run=remedies.create_pull_secret(
+                kubectl.cluster, job.namespace, job.image_pull_secret, job.image
+            ),
+        )
+    _check_accounts(job, kubectl, has_token, problems)
     problems.raise_if_any()
     if job.instance_type:
         _warn_of_missing_nodes(job, kubectl)
+
+
+def _check_accounts(job: Job, kubectl: Kubectl, has_token: bool, problems: Problems) -> None:
+    """Add a problem if the account of the pods or the secret of the token is missing."""
+    place = f"in namespace {job.namespace} of {kubectl.cluster.title}"
+    account = job.service_account
+    if account and _find_object(kubectl, "serviceaccount", account) is None:
+        problems.add(
+            f"--service-account: no account {account} {place}",
+            hint="launch/kube/templates/service-account.yaml gives it a role of AWS as well",
+            run=remedies.create_service_account(kubectl.cluster, job.namespace, account),
+        )
+    secret = job.token_secret
+    if secret and not has_token and _find_object(kubectl, "secret", secret) is None:
+        problems.add(
+            f"--token-secret: no secret {secret} {place}",
+            run=remedies.create_token_secret(kubectl.cluster, job.namespace, secret),
+        )
 
 
 def _find_object(kubectl: Kubectl, kind: str, name: str) -> dict[str, Any] | None:
@@ -135,6 +170,8 @@ def _warn_of_missing_nodes(job: Job, kubectl: Kubectl) -> None:
             f"{there} of {job.nodes} nodes of type {job.instance_type} exist; the "
             f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}"
         )
+        if run := remedies.add_nodes(kubectl.cluster, "", job.nodes):
+            log.info(f"  run: {run}")
 
 
 def put_token(kubectl: Kubectl, name: str, token: str) -> None:
@@ -163,13 +200,16 @@ def deploy(
     token: str = "",
     monitor: bool = True,
     patience: Patience | None = None,
+    is_checked: bool = False,
 ) -> None:
     """Run a job to its end. Raises JobFailed if that is impossible.
 
     token: for the Hub, stored in a secret. monitor: whether to print the first node's log.
+    is_checked: `require_needs` has just succeeded.
     """
     patience = patience or Patience()
-    require_needs(job, kubectl)
+    if not is_checked:
+        require_needs(job, kubectl, has_token=bool(token))
     if token:
         job = replace(job, token_secret=job.token_secret or f"{job.job_name}-hub-token")
     for attempt in range(1, patience.attempts + 1):
@@ -221,9 +261,10 @@ def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFaile
         remains = "the job was deleted from the cluster"
     attempts_text = f"after {attempt} attempts" if attempt > 1 else "at the first attempt"
     return JobFailed(
-        f"job {job.job_name} failed {attempts_text}: {cause.name}",
+        f"job {job.job_name} on {kubectl.cluster.title} failed {attempts_text}: {cause.name}",
         cause.code,
         hint=cause.remedy,
+        run=remedies.explain_cause(cause, job, kubectl.cluster),
         found=f"{cause.evidence.strip() or 'the operator reports no reason'}\n({remains})",
     )
 
@@ -367,7 +408,7 @@ class _JobWatch:
         self._silent += 1
         if self._silent >= _MAX_SILENT_POLLS:
             raise error
-        log.warn(f"the cluster does not answer: {error.last_line}")
+        log.warn(f"{self._kubectl.cluster.title} does not answer: {error.last_line}")
 
     def _follow_log(
         self, pods: list[failure_causes.Pod], phases: Collection[str] = ("Running",)

@@ -126,11 +126,11 @@ def expand_train_options(job_options: JobOptions, train_words: Sequence[str]) ->
             found=f"--log-style {parsed.log_style}",
             expected="no --log-style, or dict",
         )
-    if not parsed.dataset_name:
+    if not (parsed.dataset_name or parsed.bench):
         raise UsageError("no dataset is given", expected="-d NAME after `--`")
-    return (
-        words if parsed.experiment_name else [f"--experiment-name={job_options.job_name}", *words]
-    )
+    if parsed.experiment_name or parsed.bench:
+        return words
+    return [f"--experiment-name={job_options.job_name}", *words]
 
 
 def _check_division(job_options: JobOptions, train: Config, per_node: int) -> None:

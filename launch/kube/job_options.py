@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from launch.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
 from lib.core import aliases, commands, config_file, options, units
 from lib.core.declared import flag, option
-from lib.core.errors import Problems
+from lib.core.errors import Problems, UsageError
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 MAX_LABEL = 63  # characters of a label (RFC 1123)
@@ -37,6 +37,11 @@ class JobNeeds:
     namespace: str = option("default", metavar="NS", help="namespace of the job")
     context: str = option(
         "", metavar="NAME", help="context of the kubeconfig (default: the current one)"
+    )
+    region: str = option(
+        "",
+        metavar="NAME",
+        help="AWS region (default: that of the context, or of the AWS settings)",
     )
     nodes: int = option(1, group="the nodes", parse=options.positive_int, help="nodes of the job")
     instance_type: str = option(
@@ -82,8 +87,23 @@ class JobNeeds:
 
     @property
     def node(self) -> dict[str, Any]:
-        """Return the row of instances.yaml (gpus, efa, env); empty for other types."""
+        """Return the row of instances.yaml (gpus, efa, env …); empty for other types."""
         return read_instances().get(self.bare_type, {})
+
+    @property
+    def price(self) -> float:
+        """Return the price of a node in USD per hour, 0 if instances.yaml contains none.
+
+        Raises UsageError if a user has written something else than a number there.
+        """
+        is_prefixed = KINDS[self.kind].on_hyperpod or self.instance_type != self.bare_type
+        price = self.node.get("ml_price" if is_prefixed else "price", 0)
+        if isinstance(price, bool) or not isinstance(price, (int, float)) or price < 0:
+            raise UsageError(
+                f"{TEMPLATES / 'instances.yaml'}: the price of {self.bare_type} is {price!r}",
+                expected="USD per hour, such as 2.448",
+            )
+        return price
 
     def with_defaults(self: Needs) -> Needs:
         """Return the options with a node's devices, and with HyperPod's prefix where needed."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 class JobKind:
     """A kind of job.
 
-    title: the operator's name. resource: the job's type as kubectl names it. version: the API
-    version of the template. operator: prefix of the names of the operator's deployments. install:
-    how to install a missing operator. container, port: the container's name, and the port's name
+    title: the operator's name. release: the operator's version, empty for that of the EKS add-on.
+    resource: the job's type as kubectl names it. version: the API version of the template.
+    operator: prefix of the names of the operator's deployments. install: the commands that install
+    a missing operator, in this order; {context}, {cluster} and {region} stand for options that
+    choose the cluster. container, port: the container's name, and the port's name
     and number, as the operator expects them. agent: the command that starts the ranks in a pod, if
     the operator has its own launcher. runtime: type of an object that is created for each job and
     belongs to the whole cluster, if any. pod_restart: restartPolicy of the pods, empty for the
@@ -23,10 +25,11 @@ class JobKind:
     """
 
     title: str
+    release: str
     resource: str
     version: str
     operator: str
-    install: str
+    install: tuple[str, ...]
     container: str
     port: tuple[str, int]
     agent: tuple[str, ...] = ()
@@ -35,23 +38,51 @@ class JobKind:
     is_elastic: bool = True
     on_hyperpod: bool = False
 
+    @property
+    def product(self) -> str:
+        """Return the operator with its version, as the documentation names it."""
+        return f"{self.title} {self.release}".strip()
+
+    def install_commands(self, cluster: str = "", region: str = "", context: str = "") -> list[str]:
+        """Return the commands that install the operator, to be typed as they stand.
+
+        cluster, region: of the EKS cluster, if its name is known. context: for kubectl.
+        """
+        return [
+            command.format(
+                release=self.release,
+                context=f" --context {context}" if context else "",
+                cluster=cluster or "CLUSTER",
+                region=f" --region {region}" if region else "",
+            )
+            for command in self.install
+        ]
+
 
 KINDS = {
     "pytorchjob": JobKind(
         title="Kubeflow training operator",
+        release="1.9.3",
         resource="pytorchjobs.kubeflow.org",
         version="v1",
         operator="training-operator",
-        install="install the Kubeflow training operator, release 1.9",
+        install=(
+            "kubectl{context} apply --server-side -k 'https://github.com/kubeflow/trainer.git/"
+            "manifests/overlays/standalone?ref=v{release}'",
+        ),
         container="pytorch",
         port=("pytorchjob-port", 23456),
     ),
     "trainjob": JobKind(
         title="Kubeflow trainer",
+        release="2.3.0",
         resource="trainjobs.trainer.kubeflow.org",
         version="v1alpha1",
         operator="kubeflow-trainer",
-        install="install the Kubeflow trainer, release 2.3, with its runtimes",
+        install=(
+            "kubectl{context} apply --server-side -k 'https://github.com/kubeflow/trainer.git/"
+            "manifests/overlays/manager?ref=v{release}'",
+        ),
         container="node",
         port=("torch", 29500),
         pod_restart="Never",
@@ -59,11 +90,22 @@ KINDS = {
         runtime="clustertrainingruntimes.trainer.kubeflow.org",
     ),
     "hyperpod": JobKind(
-        title="SageMaker HyperPod",
+        title="SageMaker HyperPod training operator",
+        release="",
         resource="hyperpodpytorchjobs.sagemaker.amazonaws.com",
         version="v1",
         operator="hp-training-operator",
-        install="install the EKS add-on amazon-sagemaker-hyperpod-training-operator",
+        install=(
+            "aws eks create-addon --cluster-name {cluster} --addon-name cert-manager{region}",
+            "eksctl create podidentityassociation --cluster {cluster}{region} "
+            "--namespace aws-hyperpod "
+            "--service-account-name hp-training-operator-controller-manager "
+            "--permission-policy-arns "
+            "arn:aws:iam::aws:policy/AmazonSageMakerHyperPodTrainingOperatorAccess",
+            "aws eks create-addon --cluster-name {cluster} "
+            "--addon-name amazon-sagemaker-hyperpod-training-operator "
+            "--resolve-conflicts OVERWRITE{region}",
+        ),
         container="pytorch",
         port=("agent", 8080),
         on_hyperpod=True,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from functools import cached_property
 from typing import Any
 
+from launch.kube.kubeconfig import ClusterName, find_cluster, parse_context
+from lib.core import commands
 from lib.core.errors import StageError, UsageError
 
 _TIMEOUT_S = 120
@@ -29,15 +32,15 @@ _DEFAULT_SERVER = "localhost:8080"  # where kubectl looks without a kubeconfig
 class KubectlError(StageError):
     """The cluster refused a call or did not answer. text: the output of kubectl."""
 
-    def __init__(self, arguments: list[str], text: str) -> None:
+    def __init__(self, arguments: list[str], text: str, cluster: str = "the cluster") -> None:
         output = (
             "\n".join(line for line in text.splitlines() if not _KUBECTL_LOG.match(line)) or text
         )
         is_away = bool(_UNREACHABLE.search(text))
         super().__init__(
-            "the cluster does not answer"
+            f"{cluster} does not answer"
             if is_away
-            else f"kubectl {' '.join(arguments[:3])} failed",
+            else f"kubectl {' '.join(arguments[:3])} failed on {cluster}",
             found=output.strip()[-2000:],
             hint="`kubectl config get-contexts` lists the clusters that are configured "
             "here; --context chooses one"
@@ -53,11 +56,23 @@ class KubectlError(StageError):
 
 
 class Kubectl:
-    """Calls kubectl in a namespace. context: a kubeconfig context, empty for the current one."""
+    """Calls kubectl in a namespace.
 
-    def __init__(self, namespace: str, context: str = "") -> None:
+    context: a kubeconfig context, empty for the current one. cluster_name, region: EKS cluster and
+    AWS region as they were given, if they were.
+    """
+
+    def __init__(
+        self, namespace: str, context: str = "", cluster_name: str = "", region: str = ""
+    ) -> None:
         self.namespace = namespace
         self.context = context
+        self._given = (cluster_name, region)
+
+    @cached_property
+    def cluster(self) -> ClusterName:
+        """Return the cluster that the calls query."""
+        return find_cluster(self.context, *self._given)
 
     def command(self, *arguments: str) -> list[str]:
         context = ["--context", self.context] if self.context else []
@@ -81,11 +96,15 @@ class Kubectl:
             ) from None
         except subprocess.TimeoutExpired:
             raise KubectlError(
-                list(arguments), f"no answer within {timeout:.0f} s (i/o timeout)"
+                list(arguments),
+                f"no answer within {timeout:.0f} s (i/o timeout)",
+                self.cluster.title,
             ) from None
         if process.returncode:
             _require_configured(process.stderr, self.context)
-            raise KubectlError(list(arguments), process.stderr or process.stdout)
+            raise KubectlError(
+                list(arguments), process.stderr or process.stdout, self.cluster.title
+            )
         return process.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
@@ -124,15 +143,25 @@ class Kubectl:
         return subprocess.Popen(self.command(*arguments), stdin=subprocess.DEVNULL)
 
 
+def _connect_command(context: str) -> str:
+    """Return the command that makes the context of an EKS cluster; empty for other contexts."""
+    name, region = parse_context(context, "")
+    words = ("--name", name, "--region", region)
+    return commands.shell("aws", "eks", "update-kubeconfig", *words) if name else ""
+
+
 def _require_configured(output: str, context: str) -> None:
     """Raise UsageError if kubectl's output means that no cluster is configured."""
     if _DEFAULT_SERVER in output and _UNREACHABLE.search(output):
         raise UsageError(
             "no cluster is configured here: kubectl has no kubeconfig",
-            expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name CLUSTER`",
+            expected="KUBECONFIG=FILE, or for EKS `aws eks update-kubeconfig --name CLUSTER`; "
+            "`setup` prints how to create a cluster",
+            run=commands.script("launch/kubernetes.py", "setup"),
         )
     if "context was not found" in output or f'context "{context}" does not exist' in output:
         raise UsageError(
             f"the kubeconfig has no context {context}",
             hint="`kubectl config get-contexts` lists all contexts",
+            run=_connect_command(context),
         )

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
+from launch.kube import remedies
 from launch.kube.job_options import JobNeeds, Needs
-from launch.kube.kinds import HYPERPOD_PREFIX
+from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
+from launch.kube.kubeconfig import ClusterName
 from lib.core import log, units
 from lib.core.errors import UsageError
 
@@ -16,6 +18,7 @@ GPU = "nvidia.com/gpu"
 EFA = "vpc.amazonaws.com/efa"
 HUGE_PAGES = "hugepages-2Mi"
 INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+_NODE_GROUP = "eks.amazonaws.com/nodegroup"
 _HEALTH_LABEL = "sagemaker.amazonaws.com/node-health-status"
 _TOLERATED_TAINTS = {GPU}
 _BINARY = {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -25,7 +28,11 @@ HUGE_PAGES_NEEDED = 5 << 30  # the request of a pod in launch/kube/templates/pod
 
 @dataclass
 class ClusterNode:
-    """A node. unfit: why it accepts no pods, empty if it does. driver: empty if unknown."""
+    """A node.
+
+    unfit: why it accepts no pods, empty if it does. driver, group: the version of the driver and
+    the node group of EKS, empty if unknown.
+    """
 
     name: str
     instance_type: str
@@ -34,6 +41,7 @@ class ClusterNode:
     efa: int
     huge_pages: int
     driver: str
+    group: str = ""
     gpus_used: int = 0
 
     @property
@@ -75,6 +83,7 @@ def _parse_node(item: dict[str, Any]) -> ClusterNode:
         efa=parse_quantity(allocatable.get(EFA, "0")),
         huge_pages=parse_quantity(allocatable.get(HUGE_PAGES, "0")),
         driver=_find_driver(labels),
+        group=labels.get(_NODE_GROUP, ""),
     )
 
 
@@ -111,7 +120,7 @@ def _describe_unfit(item: dict[str, Any], labels: dict[str, str]) -> str:
     return ", ".join(reasons)
 
 
-def fill_from_nodes(needs: Needs, nodes: list[ClusterNode]) -> Needs:
+def fill_from_nodes(needs: Needs, nodes: list[ClusterNode], cluster: ClusterName) -> Needs:
     """Return options with the instance type and devices filled in from the nodes with GPUs.
 
     Raises UsageError if no node has GPUs, or if they are of several types.
@@ -132,13 +141,14 @@ def fill_from_nodes(needs: Needs, nodes: list[ClusterNode]) -> Needs:
     )
     if not kind and needs.gpus_per_node is None:
         raise UsageError(
-            "the nodes with GPUs are of several instance types"
+            f"the nodes with GPUs of {cluster.title} are of several instance types"
             if kinds
-            else "no node of the cluster has GPUs",
+            else f"no node of {cluster.title} has GPUs",
             expected="--instance-type",
             found=", ".join(kinds)
             or ", ".join(sorted({n.instance_type for n in nodes}))
             or "no nodes",
+            run="" if kinds else remedies.add_nodes(cluster, "", needs.nodes),
         )
     devices = kinds.get(kind)
     if devices is None or (needs.instance_type and needs.node):
@@ -153,11 +163,12 @@ def fill_from_nodes(needs: Needs, nodes: list[ClusterNode]) -> Needs:
 
 
 def check_capacity(
-    nodes: list[ClusterNode], needs: JobNeeds, has_autoscaler: bool
+    nodes: list[ClusterNode], needs: JobNeeds, has_autoscaler: bool, cluster: ClusterName
 ) -> Iterable[Finding]:
     """Yield whether the nodes suffice for a job.
 
     needs: the needs of the job, after `with_defaults`. has_autoscaler: whether nodes can be added.
+    cluster: whose nodes they are.
     """
     gpus = needs.gpus_per_node or 0
     efa = needs.efa_per_node or 0
@@ -178,7 +189,7 @@ def check_capacity(
             )
     usable = [node for node in candidates if not node.unfit]
     suitable = [node for node in usable if node.gpus >= gpus and node.efa >= efa]
-    yield from _check_devices(usable, gpus, efa)
+    yield from _check_devices(usable, gpus, efa, cluster)
     free = [node for node in suitable if node.gpus_free >= gpus]
     requirement = f"{needs.nodes} with {gpus} GPUs and {efa} EFA each"
     if len(suitable) < needs.nodes:
@@ -188,6 +199,11 @@ def check_capacity(
             f"{len(suitable)} of {len(candidates)} {label} can run a pod, the job needs "
             f"{requirement}" + (" (an autoscaler may add some)" if has_autoscaler else ""),
             "add nodes, or use fewer --nodes or --gpus-per-node",
+            run=""
+            if KINDS[needs.kind].on_hyperpod
+            else remedies.add_nodes(
+                cluster, candidates[0].group if candidates else "", needs.nodes
+            ),
         )
     elif len(free) < needs.nodes:
         yield Finding(
@@ -202,7 +218,9 @@ def check_capacity(
         )
 
 
-def _check_devices(nodes: list[ClusterNode], gpus: int, efa: int) -> Iterable[Finding]:
+def _check_devices(
+    nodes: list[ClusterNode], gpus: int, efa: int, cluster: ClusterName
+) -> Iterable[Finding]:
     """Yield the nodes that lack devices."""
     if gpus and (lacking := [node.name for node in nodes if not node.gpus]):
         yield Finding(
@@ -211,6 +229,7 @@ def _check_devices(nodes: list[ClusterNode], gpus: int, efa: int) -> Iterable[Fi
             f"no {GPU} on {units.join_names(lacking, 4)}",
             "install NVIDIA's device plugin or GPU operator; "
             "kubectl get daemonsets -A | grep nvidia",
+            run=remedies.install_nvidia_plugin(cluster),
         )
     if efa and (lacking := [node.name for node in nodes if node.efa < efa]):
         yield Finding(
@@ -219,6 +238,7 @@ def _check_devices(nodes: list[ClusterNode], gpus: int, efa: int) -> Iterable[Fi
             f"fewer than {efa} {EFA} on {units.join_names(lacking, 4)}",
             "install the EFA device plugin (aws-efa-k8s-device-plugin), and launch the "
             "nodes with EFA interfaces",
+            run=remedies.install_efa_plugin(cluster),
         )
     if efa and (with_few_pages := [node for node in nodes if node.huge_pages < HUGE_PAGES_NEEDED]):
         yield Finding(

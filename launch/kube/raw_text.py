@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,14 +11,14 @@ from pathlib import Path
 from lib.core import options, paths
 from lib.core.declared import flag, option
 from lib.core.errors import UsageError
-from lib.tokens import dataset_errors
 from lib.train import command_line
 from lib.train.config import Config
 
+SCRATCH_PREFIX = "scratch-"  # prefix of models that stage 03 makes from a size
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _DATASETS = Path("hf_datasets")
-_SCRATCH_PREFIX = "scratch-"  # prefix of models that stage 03 makes from a size
 _VOCABULARY = 32_000
+_QUICK = "test-quick"
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class RawText:
 
     data: str = option(
         "",
-        group="prepare: the raw text of a dataset that does not exist yet",
+        group="prepare, deploy: the raw text of a dataset that does not exist yet",
         metavar="ORG/NAME|DIR",
         help="dataset on the Hub, or a directory of files, such as /bucket/raw "
-        f"(default: ten files of allenai/c4 for {command_line.DATASET}; required for others)",
+        f"(default: the first file of allenai/c4 for {command_line.DATASET}; required for others)",
     )
     include: list[str] = option(
         [],
@@ -51,20 +52,27 @@ class RawText:
         metavar="P",
         help="percentage of the rows for the validation split",
     )
+    quick: bool = option(
+        False,
+        help="make the small dataset and model of `make test-quick` from the source code of "
+        "Python's standard library, and replace earlier ones",
+    )
 
     def words(self) -> list[str]:
         """Return the options as command-line arguments for launch/prepare.py."""
+        values = {name: value for name, value in asdict(self).items() if name != "quick"}
         return [
-            f"{flag(name)}={item}"
-            for name, value in asdict(self).items()
-            for item in (value if isinstance(value, list) else [value])
-            if item != ""
+            *(["--quick"] if self.quick else []),
+            *(
+                f"{flag(name)}={item}"
+                for name, value in values.items()
+                for item in (value if isinstance(value, list) else [value])
+                if item != ""
+            ),
         ]
 
 
-_C4_TEXT = RawText(
-    data="allenai/c4", include=[dataset_errors.FIRST_FILES["allenai/c4"][0]], fields="text"
-)
+_C4_TEXT = RawText(data="allenai/c4", include=["en/c4-train.00000-of-01024.json.gz"], fields="text")
 
 
 def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> Iterator[list[str]]:
@@ -73,7 +81,15 @@ def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> It
     train: options of stage 04. config: the same options, parsed. Existing artifacts are kept.
     Raises UsageError if the raw text of a dataset is unknown.
     """
-    missing = [path for path in map(_find_dataset_dir, config.dataset_name) if not path.exists()]
+    yield from _list_quick_steps() if raw.quick else _list_missing_steps(raw, config)
+    if not config.bench:  # which trains at once, by default without data
+        yield [command_line.SCRIPT, *train, "--prepare-only"]
+
+
+def _list_missing_steps(raw: RawText, config: Config) -> Iterator[list[str]]:
+    """Yield the commands that make the dataset and the model of a run, if they do not exist."""
+    named = [] if config.is_synthetic else config.dataset_name
+    missing = [path for path in map(_find_dataset_dir, named) if not path.exists()]
     if len(missing) > 1:
         raise UsageError(
             f"{len(missing)} datasets are missing, but --data is the raw text of one",
@@ -83,7 +99,19 @@ def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> It
     for path in missing:
         yield from _list_dataset_steps(raw, path)
     yield from _list_model_steps(config)
-    yield [command_line.SCRIPT, *train, "--prepare-only"]
+
+
+def _list_quick_steps() -> Iterator[list[str]]:
+    """Yield the commands that make the small dataset and model of `make test-quick`."""
+    text = Path(sysconfig.get_paths()["stdlib"]) / "json"  # exists wherever Python does
+    splits = f"splits_{_QUICK}"
+    dataset = str(_DATASETS / _QUICK)
+    organize = ["01_organize_data.py", "--src-dir", str(text), "--dst-root", splits]
+    yield [*organize, "--num-dirs", "2", "--include", "*.py", "--mode", "copy"]
+    yield ["02_build_hf_dataset.py", "--data-folder", splits, "--save-dir", dataset, "--overwrite"]
+    model = ["03_download_model.py", "--from-scratch", "--model-size", "tiny", "--overwrite"]
+    tokenizer = ["--train-tokenizer", dataset, "--vocab-size", "512"]
+    yield [*model, "--model-name", _QUICK, *tokenizer]
 
 
 def _find_dataset_dir(word: str) -> Path:
@@ -142,14 +170,14 @@ def _list_model_steps(config: Config) -> Iterator[list[str]]:
         yield ["03_download_model.py", "--model-name", config.tokenizer.name.replace("--", "/", 1)]
     if not name or Path(name).exists() or (models / paths.model_dir_name(name)).exists():
         return
-    if name.startswith(_SCRATCH_PREFIX):
+    if name.startswith(SCRATCH_PREFIX):
         yield [
             "03_download_model.py",
             "--from-scratch",
             "--model-name",
             name,
             "--model-size",
-            name.removeprefix(_SCRATCH_PREFIX),
+            name.removeprefix(SCRATCH_PREFIX),
             "--vocab-size",
             str(_VOCABULARY),
             "--train-tokenizer",

@@ -1,0 +1,147 @@
+# covers: launch/kube/fetch.py, launch/kube/sender.py
+"""Test copies of directories from the volume, through `kubectl exec` with its real client."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.kube import fetch
+from launch.kube.kubectl import Kubectl
+from lib.core import partial_dirs
+from lib.core.errors import ArtifactError
+from tests.kube_cluster import SCRIPT, run_launcher
+from tests.kube_exec import Call
+from tests.kube_node import Node, list_pods
+from tests.kube_server import Cluster, Object
+
+FETCH = ("fetch", "outputs/exp/export", "copy")
+ORIGIN = "claim fsx-claim, namespace default, context current"
+
+
+def make_export(volume: Path, megabytes: int = 3) -> dict[str, str]:
+    """Write a directory with files of several kinds; return the SHA-256 of each."""
+    export = volume / "outputs" / "exp" / "export"
+    (export / "a b" / "ü").mkdir(parents=True)
+    (export / "model.safetensors").write_bytes(os.urandom(megabytes << 20))
+    (export / "empty").touch()
+    (export / "a b" / "ü" / "config.json").write_text("{}\n")
+    (export / "link").symlink_to("a b/ü/config.json")
+    return hash_files(export)
+
+
+def hash_files(root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.rglob("*")
+        if path.is_file() and path.name != fetch.RECORD
+    }
+
+
+def test_a_directory_is_copied_and_its_digests_are_kept(node: Node, kube: Cluster) -> None:
+    expected = make_export(node.volume)
+    result = run_launcher(*FETCH, *node.options())
+    assert hash_files(Path("copy")) == expected and "SHA-256" in result.stderr
+    record = json.loads(Path("copy", fetch.RECORD).read_text())
+    assert record["files"] == {name: f"sha256:{digest}" for name, digest in expected.items()}
+    assert not Path("copy/link").is_symlink()
+    assert [path.name for path in Path().iterdir()] == ["copy"] and not list_pods(kube)
+    refused = run_launcher(*FETCH, *node.options(), expect=2)
+    assert "copy exists" in refused.stderr and "--overwrite" in refused.stderr
+    (node.volume / "outputs" / "exp" / "export" / "empty").unlink()
+    run_launcher(*FETCH, *node.options(), "--overwrite")
+    assert len(hash_files(Path("copy"))) == len(expected) - 1
+    assert [path.name for path in Path().iterdir()] == ["copy"]
+    run_launcher("fetch", "outputs/exp/export/model.safetensors", "one/file", *node.options())
+    assert [*hash_files(Path("one/file"))] == ["model.safetensors"]
+
+
+def test_other_directories_are_not_replaced(node: Node, kube: Cluster) -> None:
+    make_export(node.volume)
+    Path("copy").mkdir()
+    Path("copy/mine").touch()
+    before = len(kube.requests)
+    for more in ((), ("--overwrite",)):
+        refused = run_launcher(*FETCH, *node.options(), *more, expect=2)
+        assert "copy exists" in refused.stderr and "run:" not in refused.stderr
+    assert len(kube.requests) == before and Path("copy/mine").exists()
+    missing = run_launcher("fetch", "outputs/none", "other", *node.options(), expect=2)
+    assert "outputs/none is not on the volume" in missing.stderr and not list_pods(kube)
+    (node.volume / "outputs" / "exp" / "export" / "gone").symlink_to("nowhere")
+    odd = run_launcher("fetch", "outputs/exp/export", "other", *node.options(), expect=2)
+    assert "gone is neither a file nor a directory" in odd.stderr and not Path("other").exists()
+
+
+def test_a_copy_continues_over_lost_connections_and_damage(node: Node, kube: Cluster) -> None:
+    expected = make_export(node.volume)
+    node.calls += [{}, {"cut_after": 1 << 20}, {}, {"flip": 1 << 20}, {}, {}]
+    result = run_launcher(*FETCH, *node.options())
+    assert hash_files(Path("copy")) == expected
+    assert "the connection to the pod was lost" in result.stderr
+    assert "arrived with another SHA-256" in result.stderr and not node.calls
+
+
+def test_damage_of_every_attempt_is_an_error(node: Node, kube: Cluster) -> None:
+    make_export(node.volume)
+    node.calls += [{}, {"flip": 2 << 20}, {}, {"flip": 2 << 20}]
+    result = run_launcher(*FETCH, *node.options(), expect=ArtifactError.code)
+    assert "arrived twice with another SHA-256" in result.stderr
+    assert not Path("copy").exists() and not list_pods(kube)
+
+
+def test_an_interrupted_copy_continues_with_the_next_command(
+    node: Node, kube: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = make_export(node.volume, megabytes=8)
+    node.calls += [{}, *({"cut_after": 5 << 20}, {"cut_after": 0}) * 3]
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, *FETCH, *node.options()], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert any("continuing in" in line for line in process.stderr)
+    process.kill()
+    process.wait()
+    [partial] = Path().glob("copy.partial-*")
+    kept = (partial / "content" / "model.safetensors").stat().st_size
+    assert kept > 1 << 20 and not Path("copy").exists()
+    node.calls.clear()
+    result = run_launcher(*FETCH, *node.options())
+    assert "of it here already" in result.stderr and hash_files(Path("copy")) == expected
+    assert not [*Path().glob("copy.partial-*")]
+
+
+def test_a_directory_that_changes_is_not_copied(node: Node, kube: Cluster) -> None:
+    make_export(node.volume)
+    changing = node.volume / "outputs" / "exp" / "export" / "model.safetensors"
+    calls = []
+
+    def change_first(cluster: Cluster, pod: Object, call: Call) -> None:
+        calls.append(call)
+        if len(calls) == 3:  # list, send, list
+            os.utime(changing)
+        node.run_call(cluster, pod, call)
+
+    kube.on_exec = change_first
+    result = run_launcher(*FETCH, *node.options(), expect=2)
+    assert "changed while it was copied" in result.stderr and not Path("copy").exists()
+    run_launcher(*FETCH, *node.options())
+
+
+def test_a_copy_that_was_being_replaced_is_restored(node: Node, kube: Cluster) -> None:
+    """A kill between the two renames of --overwrite leaves no directory of that name."""
+    expected = make_export(node.volume)
+    run_launcher(*FETCH, *node.options())
+    path = str(node.volume / "outputs" / "exp" / "export")
+    copy = fetch.Copy(fetch.Source(Kubectl("default"), "pod", path), Path("copy"), ORIGIN)
+    copy._partial.mkdir()
+    partial_dirs.claim(copy._partial)
+    Path("copy").rename(copy._partial / "replaced")
+    (node.volume / "outputs" / "exp" / "export" / "empty").unlink()
+    assert "copy exists" in run_launcher(*FETCH, *node.options(), expect=2).stderr
+    assert hash_files(Path("copy")) == expected
