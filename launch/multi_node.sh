@@ -6,9 +6,10 @@
 #
 #   --nnodes N           machines (or NNODES)
 #   --node-rank R        this machine's number, 0 to N-1 (or NODE_RANK)
-#   --head ADDR          address of machine 0 that all others can reach (or HEAD_ADDR)
-#   --port P             unused port of machine 0 (default: 29500, or HEAD_PORT)
-#   --nproc-per-node K   processes on this machine (default: one per GPU, or one on the CPU)
+#   --head ADDR          address of machine 0 that all others can reach (or MASTER_ADDR, HEAD_ADDR)
+#   --port P             unused port of machine 0 (or MASTER_PORT, HEAD_PORT; default: 29500)
+#   --nproc-per-node K   processes on this machine (or NPROC_PER_NODE; default: one per GPU, or one
+#                        on the CPU)
 #   --interface IF       network interface (default: the one whose route leads to the head)
 #   --max-restarts M     maximum number of restarts in a row without a new checkpoint (default: 3)
 #   --dry-run            print the command and start nothing
@@ -19,31 +20,72 @@
 # and all machines end with exit code 75; a second SIGINT kills the ranks without a save (130). The
 # other exit codes are those of stage 04, the same on every machine.
 #
-# Environment variables: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
+# An option replaces its variables, and two of its variables may not differ. torchrun's PET_NNODES,
+# PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE are read as well. WORLD_SIZE
+# and RANK are not, since they count machines on some clusters and processes on others.
+#
+# Other variables: PYTHON, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
 
 set -euo pipefail
 : "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # the command that messages of the run repeat
 export LAUNCHED_AS
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
-nnodes=${NNODES:-} node_rank=${NODE_RANK:-} head=${HEAD_ADDR:-} port=${HEAD_PORT:-29500}
-nproc=${NPROC_PER_NODE:-}
+nnodes='' node_rank='' head='' port='' nproc=''
 supervise=()
 while (($#)); do
-  value=${2:-} words=2
+  value=${2:-} words=2 name=${1%%=*}
   if [[ $1 == --*=* ]]; then value=${1#*=} words=1; fi
-  case $1 in
+  case ${name//_/-} in
     -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --) shift; break ;;
-    --nnodes | --nnodes=*) nnodes=$value ;;
-    --node-rank | --node-rank=*) node_rank=$value ;;
-    --head | --head=*) head=$value ;;
-    --port | --port=*) port=$value ;;
-    --nproc-per-node | --nproc-per-node=*) nproc=$value ;;
+    --nnodes) nnodes=$value ;;
+    --node-rank) node_rank=$value ;;
+    --head | --master-addr) head=$value ;;
+    --port | --master-port) port=$value ;;
+    --nproc-per-node) nproc=$value ;;
     *) supervise+=("$1") words=1 ;;
   esac
   shift $((words < $# ? words : $#))
 done
+
+problems=()
+read_variables() {  # VALUE OPTION VARIABLE…: fill in a value that no option has set
+  local -n value=$1
+  local option=$2 typed=$value first='' name
+  for name in "${@:3}"; do
+    if [[ -z ${!name:-} || ${!name} == "$value" ]]; then continue; fi
+    if [[ -n $typed ]]; then
+      echo "launcher: $option $typed replaces $name=${!name} of the environment" >&2
+    elif [[ -n $first ]]; then
+      problems+=("$first=$value and $name=${!name} contradict each other, and $option is not given")
+    else
+      first=$name value=${!name}
+    fi
+  done
+  if [[ -n $first && $option != --head && ! $value =~ ^[0-9]+$ ]]; then
+    problems+=("$first=$value in the environment is not a whole number ($option)")
+  fi
+}
+if [[ ${PET_NPROC_PER_NODE:-} == @(auto|gpu) ]]; then unset PET_NPROC_PER_NODE; fi
+read_variables nnodes --nnodes NNODES PET_NNODES
+read_variables node_rank --node-rank NODE_RANK PET_NODE_RANK
+read_variables head --head MASTER_ADDR HEAD_ADDR PET_MASTER_ADDR
+read_variables port --port MASTER_PORT HEAD_PORT PET_MASTER_PORT
+read_variables nproc --nproc-per-node NPROC_PER_NODE PET_NPROC_PER_NODE
+if ((${#problems[@]})); then
+  printf 'error: %s\n' "${problems[@]}" >&2
+  exit 2
+fi
+if [[ -z $nnodes && -n ${WORLD_SIZE:-} ]]; then
+  echo "launcher: WORLD_SIZE=$WORLD_SIZE is not read; NNODES counts the machines" >&2
+fi
+if [[ -z $node_rank && -n ${RANK:-} ]]; then
+  echo "launcher: RANK=$RANK is not read; NODE_RANK numbers the machines" >&2
+fi
+unset WORLD_SIZE RANK LOCAL_RANK  # or the launcher would print as a rank
+port=${port:-29500}
+unset "${!PET_@}"  # torchrun would read them, and PET_RDZV_ENDPOINT would replace the head
 
 python=${PYTHON:-python3}                     # EDIT: an interpreter with requirements.txt
 if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then

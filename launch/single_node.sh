@@ -31,6 +31,9 @@ while (($#)); do
   esac
 done
 
+# torchrun sets these for its ranks, and would read PET_… as its own options.
+unset "${!PET_@}" WORLD_SIZE RANK LOCAL_RANK
+
 python=${PYTHON:-python3}                     # EDIT: an interpreter with requirements.txt
 if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
