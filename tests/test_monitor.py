@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import monitor, stop
+from launch import stop
+from launch.runs import curves, page
 from launch.runs.run_files import GrowingFile, JsonLines, RunFiles
 from lib.core import liveness
 from lib.core.lease import Lease
@@ -50,6 +51,7 @@ def make_row(step: int, **more: object) -> str:
         "perf/run_tokens_per_sec": 4321.0,
         "perf/eta_sec": 4000.0 - 10 * step,
         "perf/tokens_per_sec": 5000.0,
+        "perf/samples_per_sec": 2.4414,
         "perf/tokens_per_sec_per_device": 2500.0,
         "perf/tflops": 100.0,
         "perf/mfu": 0.31,
@@ -103,7 +105,8 @@ def test_the_page_shows_the_figures_of_the_last_row(run: Path):
     assert re.search(r"exp +running, 16 ranks\n", text)
     assert "25.0 %, step 100 of 400, 50 min 00 s left" in text
     assert "7.0500 on average since step 90, 7.0000 in step 100;" in text
-    assert "5,000 tok/s since step 90, 4,321 tok/s in this launch after its first step, " in text
+    assert "5,000 tok/s, 2.44 samples/s since step 90, 4,321 tok/s in this launch after " in text
+    assert "after its first step, " in text
     assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in text
     assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %), on rank 3" in text
     assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in text
@@ -136,7 +139,7 @@ def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.
     ):
         tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
         with hold_run(run):
-            shown[name] = "\n".join(monitor.render_page(files, 100))
+            shown[name] = "\n".join(page.render_page(files, 100))
     assert re.search(
         r"GPUs +on \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
         r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C",
@@ -149,11 +152,11 @@ def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.
         plain = run_once(run, PYTHONIOENCODING="ascii")
     assert "4 W, 61 C" in plain and plain.isascii() and "\\" not in plain
     assert "GPU" not in shown["broken"] + "\n".join(
-        monitor.render_page(files, 100)
+        page.render_page(files, 100)
     )  # no process holds the run
     tool.unlink()
     with hold_run(run):
-        assert "GPU" not in "\n".join(monitor.render_page(files, 100))
+        assert "GPU" not in "\n".join(page.render_page(files, 100))
 
 
 def test_the_page_names_a_straggler(run: Path):
@@ -179,12 +182,12 @@ def test_rows_without_the_slowest_rank_or_its_ratio_are_ignored(
         for step in range(110, 210, 10):
             file.write(json.dumps({**slow, "step": step, **partial}) + "\n")
     files.update()
-    assert "slowest" not in "\n".join(monitor.render_page(files, 100))
+    assert "slowest" not in "\n".join(page.render_page(files, 100))
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(210, 320, 10):
             file.write(json.dumps({**slow, "step": step}) + "\n")
     files.update()
-    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(monitor.render_page(files, 100))
+    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(page.render_page(files, 100))
 
 
 def test_the_page_tolerates_torn_and_missing_files(run: Path):
@@ -357,13 +360,13 @@ def test_the_curve_of_a_long_run_fits_a_narrow_terminal(run: Path, monkeypatch: 
     (run / "metrics.jsonl").write_text("".join(make_row(step) for step in range(1, 5001)))
     files = RunFiles(run)
     files.update()
-    monkeypatch.setattr(monitor, "_is_unicode", lambda: True)
-    picture = monitor.render_curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
+    monkeypatch.setattr(curves, "is_unicode", lambda: True)
+    picture = curves.render_curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
     assert all(len(line) < 60 for line in picture)
     assert (
-        monitor.render_curve([], 60, (0, 0))
+        curves.render_curve([], 60, (0, 0))
         == []
-        == monitor.render_curve([float("nan")] * 5, 60, (1, 5))
+        == curves.render_curve([float("nan")] * 5, 60, (1, 5))
     )
 
 
@@ -457,7 +460,7 @@ def shown(root: Path) -> str:
     """Return all output of the monitor and the stop command about a run."""
     run = RunFiles(root)
     run.update()
-    text = "\n".join(monitor.render_page(run, 100))
+    text = "\n".join(page.render_page(run, 100))
     return text + run.status().text + stop._describe_step(run) + str(run.checkpoints())
 
 

@@ -78,7 +78,8 @@ def find_process(root: Path) -> RunProcess | None:
                 / (stage_options.save_dir or paths.OUTPUTS)
                 / (stage_options.experiment_name or "")
             )
-            if names[0].startswith("python") and directory.resolve() == root:
+            is_run = names[0].startswith("python") and not stage_options.bench
+            if is_run and directory.resolve() == root:
                 is_launcher = names[1] == "supervise.py"
                 processes[process.pid] = RunProcess(process.pid, process.parent, is_launcher)
     roots = [process for process in processes.values() if process.parent not in processes]
@@ -121,10 +122,13 @@ class GrowingFile:
 
 
 class JsonLines:
-    """Follows a growing file of JSON lines. It ignores torn lines and values other than objects."""
+    """Follows a growing file of JSON lines. It ignores torn lines and values other than objects.
 
-    def __init__(self, path: Path) -> None:
-        self._file = GrowingFile(path)
+    tail: see GrowingFile.
+    """
+
+    def __init__(self, path: Path, tail: int | None = None) -> None:
+        self._file = GrowingFile(path, tail)
         self.rows: list[Row] = []
 
     def update(self) -> list[Row]:
@@ -137,19 +141,23 @@ class JsonLines:
 
 
 class RunStatus(NamedTuple):
-    """The status of a run, as a text. is_held: whether a process holds its lock."""
+    """The status of a run, as a text and as a word. is_held: whether a process holds its lock."""
 
     text: str
+    word: str
     is_held: bool = False
 
 
 class RunFiles:
-    """The files of `outputs/<exp>/` as they were at the last `update`."""
+    """The files of `outputs/<exp>/` as they were at the last `update`.
 
-    def __init__(self, root: Path) -> None:
+    tail: bytes of metrics.jsonl and events.jsonl to begin with (default: the whole files).
+    """
+
+    def __init__(self, root: Path, tail: int | None = None) -> None:
         self.experiment = Experiment(root.parent, root.name)
-        self._metrics = JsonLines(self.experiment.metrics)
-        self._events = JsonLines(self.experiment.events)
+        self._metrics = JsonLines(self.experiment.metrics, tail)
+        self._events = JsonLines(self.experiment.events, tail)
         self._log_warnings: dict[Path, tuple[int, list[str]]] = {}  # size of the log, warnings
         self.state: Row = {}
         self.rows: list[Row] = []
@@ -171,29 +179,34 @@ class RunFiles:
         if not status:
             return self._status_before_first_step(record)
         if status != "running":
-            return RunStatus(status)
+            return RunStatus(status, status.replace("_", " "))
         holder = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
         if not record or not self._is_held(record):
             return RunStatus(
                 f"died: {holder if record else 'its process'} is gone, and state.json "
-                "still says running; the same command resumes from the last checkpoint"
+                "still says running; the same command resumes from the last checkpoint",
+                "died",
             )
         silence = self._silence()
         if silence > self._longest_silence():
             return RunStatus(
                 f"running, but silent for {silence / 60:.0f} min: a long save or "
                 f"evaluation, or a hang ({holder})",
+                "silent",
                 True,
             )
-        return RunStatus("running", True)
+        return RunStatus("running", "running", True)
 
     def _status_before_first_step(self, record: Row) -> RunStatus:
         if record and self._is_held(record):
-            return RunStatus("starting", True)
+            return RunStatus("starting", "starting", True)
+        if self.experiment.state.exists():
+            return RunStatus("unknown: state.json cannot be read", "unreadable")
         if self.experiment.config.exists():
-            return RunStatus("stopped before its first step")
-        process = find_process(self.experiment.root)
-        return RunStatus(f"being prepared by process {process.pid}" if process else "not begun")
+            return RunStatus("stopped before its first step", "not begun")
+        if process := find_process(self.experiment.root):
+            return RunStatus(f"being prepared by process {process.pid}", "preparing")
+        return RunStatus("not begun", "not begun")
 
     def is_complete(self) -> bool:
         """Return whether the run has done all its steps."""

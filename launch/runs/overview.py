@@ -1,0 +1,296 @@
+"""List all runs of a directory: status, progress, loss, speed, last change, and their options."""
+
+from __future__ import annotations
+
+import calendar
+import math
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from launch.runs.curves import is_unicode
+from launch.runs.run_files import RunFiles, RunStatus
+from lib.core import declared, options, run_records, units
+from lib.core.run_records import mean_loss, one_line
+from lib.train import journal
+from lib.train.config import DEFAULTS, Config
+
+WIDTH = 119  # of the table, at most
+_DEEPEST = 4  # levels of directories below the one that is listed
+_TAIL = 64 << 10  # bytes of metrics.jsonl and events.jsonl, however long they are
+_HEAD = 4 << 10  # bytes of events.jsonl
+_LONGEST_NAME = 32
+_MOST_SKIPPED = 10
+_RUN_FILES = ("state.json", "metrics.jsonl", "lock.json", "model")  # one of them beside config.yaml
+_HIDDEN_OPTIONS = {  # they say nothing about what a run trains
+    *("experiment_name", "save_dir", "checkpoint_dir", "cache_dir", "config", "dry_run"),
+    *("overwrite", "num_workers", "no_progress", "on_end", "on_end_seconds", "resume"),
+    *("resume_with_changes", "log_style", "prepare_only", "plan_only_warn"),
+}
+
+
+class RunSummary(NamedTuple):
+    """What the table shows of a run. started, updated: seconds since 1970, 0 if unknown.
+
+    options: the typed options whose value is not the default.
+    """
+
+    name: str
+    path: Path
+    status: RunStatus
+    step: int
+    total_steps: int | None
+    figures: dict[str, Any]
+    ranks: int
+    started: float
+    updated: float
+    options: dict[str, Any]
+
+    @property
+    def loss(self) -> float:
+        """Return the mean training loss of the last row, NaN without a row."""
+        return mean_loss(self.figures) if "train/loss" in self.figures else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary as values for JSON; unknown numbers are null."""
+        figures = {
+            key: self.figures.get(name)
+            for key, name in (
+                ("tokens", "train/tokens_seen"),
+                ("validation_loss", "eval/loss"),
+                ("tokens_per_sec", "perf/tokens_per_sec"),
+                ("samples_per_sec", "perf/samples_per_sec"),
+                ("mfu", "perf/mfu"),
+                ("peak_gib", "memory/max_peak_gib"),
+            )
+        }
+        values = {
+            "name": self.name,
+            "path": str(self.path),
+            "status": self.status.word,
+            "status_text": self.status.text,
+            "step": self.step,
+            "total_steps": self.total_steps,
+            "loss": self.loss,
+            **figures,
+            "ranks": self.ranks or None,
+            "started": journal.format_time(self.started) if self.started else None,
+            "updated": journal.format_time(self.updated) if self.updated else None,
+            "options": self.options,
+        }
+        return {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in values.items()
+        }
+
+
+def find_runs(directory: Path) -> tuple[list[Path], list[str]]:
+    """Return the runs below a directory, and the other directories, some with a reason."""
+    runs: list[Path] = []
+    skipped: list[str] = []
+    seen: set[tuple[int, int]] = set()  # links may lead in a circle
+
+    def search(parent: Path, name: str, levels: int) -> bool:
+        """Search a directory, and return whether it contains a run. name: relative, for texts."""
+        try:
+            status = parent.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                return True
+            seen.add((status.st_dev, status.st_ino))
+            children = _list_directories(parent)
+        except OSError as error:
+            skipped.append(f"{name} ({error.strerror})")
+            return True
+        has_run = False
+        others = []
+        for child in children:
+            child_name = f"{name}/{child.name}".lstrip("/")
+            if is_run(child):
+                runs.append(child)
+                has_run = True
+            elif levels and search(child, child_name, levels - 1):
+                has_run = True
+            else:
+                has_parts = any((child / part).exists() for part in _RUN_FILES[:3])
+                others.append(f"{child_name} (no config.yaml)" if has_parts else child_name)
+        if has_run or not name:
+            skipped.extend(others)
+        return has_run
+
+    search(directory, "", _DEEPEST)
+    return runs, skipped
+
+
+def _list_directories(directory: Path) -> list[Path]:
+    """Return the directories in a directory, except hidden ones, sorted by name."""
+    with os.scandir(directory) as entries:
+        return sorted(
+            directory / entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()
+        )
+
+
+def is_run(directory: Path) -> bool:
+    """Return whether stage 04 has written a directory."""
+    try:
+        has_config = (directory / "config.yaml").is_file()
+        names = _RUN_FILES if has_config else ("lock.json",)
+        return any((directory / name).exists() for name in names)
+    except OSError:  # it cannot be read
+        return False
+
+
+def summarise(path: Path, name: str) -> RunSummary:
+    """Return the summary of a run. Reads only the end of its long files."""
+    run = RunFiles(path, _TAIL)
+    run.update()
+    figures: dict[str, Any] = run.rows[-1] if run.rows else {}
+    if run.evaluations:
+        figures = {"eval/loss": run.evaluations[-1]["eval/loss"], **figures}
+    return RunSummary(
+        name,
+        path,
+        run.status(),
+        max(run.state.get("step", 0), figures.get("step", 0)),
+        run.state.get("total_steps"),
+        figures,
+        run.ranks(),
+        _find_start(run),
+        _find_last_change(run),
+        read_options(run.experiment.root),
+    )
+
+
+def read_options(root: Path) -> dict[str, Any]:
+    """Return the options of a run that were typed and are not the defaults, by field."""
+    content = journal.read_config(RunFiles(root).experiment)
+    settled = content.get("settled", {})
+    defaults = options.to_plain_values(options.Options(**vars(DEFAULTS)))
+    values = content.get("options", {})
+    return {
+        field.name: values[field.name]
+        for field in declared.list_fields(Config)
+        if field.name in values
+        and field.name not in {*settled, *_HIDDEN_OPTIONS}
+        and values[field.name] != defaults.get(field.name)
+    }
+
+
+def _find_start(run: RunFiles) -> float:
+    """Return when the first launch started to train, in seconds since 1970; 0 if unknown."""
+    with suppress(OSError), run.experiment.events.open("rb") as file:
+        row = run_records.parse_row(file.read(_HEAD).partition(b"\n")[0])
+        with suppress(ValueError):
+            return calendar.timegm(time.strptime((row or {}).get("time", ""), "%Y-%m-%dT%H:%M:%SZ"))
+    return 0.0
+
+
+def _find_last_change(run: RunFiles) -> float:
+    """Return when the run last wrote a row or its state; 0 if it never did."""
+    times = [0.0]
+    for path in (run.experiment.state, run.experiment.metrics, run.experiment.config):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
+
+
+def list_runs(directory: Path) -> tuple[list[RunSummary], list[str]]:
+    """Return the summaries of the runs below a directory, and the names of what was skipped.
+
+    Runs that a process holds come first, then the ones that changed last.
+    """
+    paths, skipped = find_runs(directory)
+    summaries = [summarise(path, os.path.relpath(path, directory)) for path in paths]
+    summaries.sort(key=lambda run: (not run.status.is_held, -run.updated, run.name))
+    return summaries, skipped
+
+
+def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list[str]:
+    """Return the lines of the table. width: columns, of which at most WIDTH are used."""
+    shared = _find_shared_options(runs)
+    rows = [("run", "status", "step", "loss", "tok/s", "last change", "options that differ")]
+    for run in runs:
+        chosen = {key: value for key, value in run.options.items() if key not in shared}
+        rows.append(
+            (
+                shorten(one_line(run.name), _LONGEST_NAME),
+                run.status.word,
+                _format_step(run),
+                f"{run.loss:.4f}" if math.isfinite(run.loss) else "",
+                _format_speed(run),
+                _format_age(run.updated),
+                ", ".join(f"{key} {format_value(value)}" for key, value in chosen.items()),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    width = min(width, WIDTH)
+    lines = []
+    for row in rows:
+        cells = [
+            text.rjust(size) if number in (2, 3, 4) else text.ljust(size)
+            for number, (text, size) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(shorten("  ".join(cells).rstrip(), width, at_end=True))
+    if shared:
+        text = ", ".join(f"{key} {format_value(value)}" for key, value in shared.items())
+        lines += ["", shorten(f"all: {one_line(text)}", width, at_end=True)]
+    if skipped:
+        names = units.join_names([one_line(name) for name in skipped], _MOST_SKIPPED)
+        lines += ["", shorten(f"skipped, no runs: {names}", width, at_end=True)]
+    return lines
+
+
+def _find_shared_options(runs: list[RunSummary]) -> dict[str, Any]:
+    """Return the options that all runs have in common; a single run has none in common."""
+    if len(runs) < 2:
+        return {}
+    return {
+        key: value
+        for key, value in runs[0].options.items()
+        if all(run.options.get(key) == value for run in runs)
+    }
+
+
+def _format_step(run: RunSummary) -> str:
+    if not run.total_steps:
+        return f"{run.step:,}" if run.step else ""
+    return f"{run.step:,}/{run.total_steps:,} {100 * run.step / run.total_steps:3.0f} %"
+
+
+def _format_speed(run: RunSummary) -> str:
+    speed = run.figures.get("perf/tokens_per_sec", math.nan)
+    return f"{speed:,.0f}" if math.isfinite(speed) else ""
+
+
+def _format_age(moment: float) -> str:
+    """Return how long ago a moment was, in one unit; a date if that is more than a week."""
+    age = time.time() - moment
+    if not moment:
+        return ""
+    for unit, seconds, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 24), ("d", 86400, 8)):
+        if age < most * seconds:
+            return f"{max(0, int(age // seconds))} {unit} ago"
+    return time.strftime("%Y-%m-%d", time.localtime(moment))
+
+
+def format_value(value: Any) -> str:
+    """Return the value of an option: paths by their last part, lists with commas."""
+    if isinstance(value, list):
+        return "+".join(map(format_value, value))
+    if isinstance(value, str):
+        return one_line(value.rstrip("/").rpartition("/")[2] or value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else one_line(value)
+
+
+def shorten(text: str, most: int, at_end: bool = False) -> str:
+    """Return a text of at most `most` characters, with … in its middle or at its end."""
+    if len(text) <= most:
+        return text
+    mark = "…" if is_unicode() else "~"
+    if at_end:
+        return text[: most - 1] + mark
+    head = (most - 1) // 2
+    return text[:head] + mark + text[len(text) - (most - 1 - head) :]
