@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +65,20 @@ _BLOCK = 16 << 20  # bytes of rows that are read at a time
 
 Shape = tuple[int, ...]
 TensorPart = tuple[slice, ...]
+
+
+class StoredTensors(Protocol):
+    """Tensors in files that can be read by name, completely or in part.
+
+    dtypes: names of dtypes as in safetensors files. problems: one message per contradiction.
+    """
+
+    shapes: dict[str, Shape]
+    dtypes: dict[str, str]
+    problems: list[str]
+
+    def read(self, key: str, part: TensorPart | None = None) -> Tensor:
+        """Return a tensor, or only a part of it. Several threads may call this."""
 
 
 @dataclass

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from lib.models.sharded import (
     plain,
     restore_ties,
 )
-from lib.models.tensors import HubTensors
+from lib.models.tensors import HubTensors, StoredTensors
 
 FullParameters = dict[str, tuple[nn.Parameter, nn.Parameter]]  # name → (shard, full parameter)
 Kept = Set[tuple[type[nn.Module], str]]  # parameters by class and attribute of their module
@@ -45,28 +46,40 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     dtype of the parameter. Raises ArtifactError with all tensors that are missing, unexpected or of
     another shape.
     """
+    with HubTensors(model_dir) as stored:
+        load_stored(model, stored, partial(_raise_if_any, model_dir))
+
+
+@torch.no_grad()
+def load_stored(
+    model: PreTrainedModel, stored: StoredTensors, raise_if_any: Callable[[list[str]], None]
+) -> None:
+    """Load the parameters and buffers of a model in place from stored tensors.
+
+    model: see `load_pretrained`. raise_if_any: raises an error that lists its argument, the reasons
+    why the tensors do not fit, unless there are none.
+    """
     restore_ties(model)
-    with HubTensors(model_dir) as stored, torch.no_grad():
-        plan = plan_reading(model, stored, model_dir)
-        tensors = model.state_dict(keep_vars=True)
-        restore_buffers(model)
-        names_of = list(keys.group_tied(model).values())
+    plan, problems = plan_stored(model, stored)
+    raise_if_any(problems)
+    tensors = model.state_dict(keep_vars=True)
+    restore_buffers(model)
+    names_of = list(keys.group_tied(model).values())
 
-        def load_tied(names: list[str]) -> bool:
-            recipes = [plan.recipes[name] for name in names if name in plan.recipes]
-            return _load_tensor(tensors[names[0]], recipes, stored)
+    def load_tied(names: list[str]) -> bool:
+        recipes = [plan.recipes[name] for name in names if name in plan.recipes]
+        return _load_tensor(tensors[names[0]], recipes, stored)
 
-        with workers.thread_pool(_READERS, "reader") as readers:
-            agreements = list(readers.map(load_tied, names_of))
-        _raise_if_any(
-            model_dir,
-            [
-                f"{' and '.join(names)} have different values, but config.json ties them; set "
-                "tie_word_embeddings to false there"
-                for names, agree in zip(names_of, agreements, strict=True)
-                if not agree
-            ],
-        )
+    with workers.thread_pool(_READERS, "reader") as readers:
+        agreements = list(readers.map(load_tied, names_of))
+    raise_if_any(
+        [
+            f"{' and '.join(names)} have different values, but config.json ties them; set "
+            "tie_word_embeddings to false there"
+            for names, agree in zip(names_of, agreements, strict=True)
+            if not agree
+        ]
+    )
 
 
 def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) -> LoadPlan:
@@ -75,15 +88,22 @@ def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) ->
     Raises ArtifactError with all tensors that are missing, unexpected, or of another shape or
     dtype.
     """
-    plan = keys.plan_loading(model, stored.shapes)
-    _raise_if_any(
-        model_dir,
-        stored.problems + plan.problems + keys.list_wrong_dtypes(model, plan, stored.dtypes),
-    )
+    plan, problems = plan_stored(model, stored)
+    _raise_if_any(model_dir, problems)
     return plan
 
 
-def _load_tensor(tensor: Tensor, recipes: list[Recipe], stored: HubTensors) -> bool:
+def plan_stored(model: PreTrainedModel, stored: StoredTensors) -> tuple[LoadPlan, list[str]]:
+    """Return the plan for loading a model from stored tensors, and all reasons why they do not fit.
+
+    model: may be on meta.
+    """
+    plan = keys.plan_loading(model, stored.shapes)
+    wrong_dtypes = keys.list_wrong_dtypes(model, plan, stored.dtypes)
+    return plan, stored.problems + plan.problems + wrong_dtypes
+
+
+def _load_tensor(tensor: Tensor, recipes: list[Recipe], stored: StoredTensors) -> bool:
     """Load this rank's part of a tensor. Returns False if tied weights have different values."""
     target = local_tensor(tensor)
     part = local_slice(tensor)

@@ -1,0 +1,125 @@
+"""Find the checkpoint of another trainer, from which a new run takes its first weights.
+
+The trainer wrote it with torch.distributed.checkpoint (DCP): one file per rank, and `.metadata`. It
+has no digests, so its bytes cannot be verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.checkpoints import commit
+from lib.core import commands, file_identity, hashing, records, units
+from lib.core.errors import ArtifactError, UsageError
+
+METADATA = ".metadata"
+# Where trainers keep DCP below the directory that a person knows: an offline pipeline, and
+# accelerate (`pytorch_model_fsdp_0`, which the Hugging Face Trainer uses too).
+_FOLDERS = ("", "checkpoint", "pytorch_model_fsdp_0")
+# Files beside the weights: the position of the offline pipeline and of the Hugging Face Trainer.
+_PROGRESS_FILES = ("state.json", "trainer_state.json")
+_PROGRESS_FIELDS = ("epoch", "global_step")
+_SCHEDULERS = ("lr_scheduler.pt", "scheduler.pt", "scheduler.bin")
+_SHOWN = 8
+
+
+class ForeignRun(NamedTuple):
+    """A checkpoint of another trainer.
+
+    directory: the one with `.metadata`. files: the identities of its files, read before the
+    fingerprint, which covers `.metadata` and the sizes of the files. progress: epoch and step, if a
+    file beside the weights contains them. scheduler: name of the file with the state of the
+    learning-rate schedule, "" if there is none.
+    """
+
+    directory: Path
+    files: file_identity.Identities
+    fingerprint: str
+    progress: dict[str, int | float]
+    scheduler: str
+
+    def describe_progress(self) -> str:
+        """Return the position that the other trainer recorded, as text; "" if unknown."""
+        return " of ".join(
+            f"{words} {self.progress[name]:,}"
+            for name, words in (("global_step", "step"), ("epoch", "epoch"))
+            if name in self.progress
+        )
+
+    def describe_omissions(self) -> str:
+        """Return what a new run does not take over, as text."""
+        file = f" ({self.scheduler})" if self.scheduler else ""
+        return f"optimizer state, learning-rate schedule{file}, step and position in the data"
+
+
+def find_foreign_run(root: Path) -> ForeignRun:
+    """Return the checkpoint in a directory, without reading its tensors.
+
+    Raises ArtifactError if there is none or if it is incomplete, and UsageError for a checkpoint of
+    this project.
+    """
+    for name in (commit.COMMIT, f"../{commit.COMMIT}"):
+        if (root / name).is_file():
+            path = (root / name).resolve().parent
+            raise UsageError(
+                f"{path} is a checkpoint of this project, from which a run resumes completely",
+                run=commands.as_typed("--resume", path, drop=["--resume-from-foreign"]),
+            )
+    folders = [root / name for name in _FOLDERS]
+    directory = next((path for path in folders if (path / METADATA).is_file()), None)
+    if directory is None:
+        raise _missing_error(root, folders)
+    files = file_identity.read_identities(
+        [directory / METADATA, *sorted(directory.glob("*.distcp"))]
+    )
+    sizes = [[path.name, file.bytes] for path, file in files.items() if file]
+    return ForeignRun(
+        directory,
+        files,
+        hashing.fingerprint([hashing.file_digest(directory / METADATA, "sha256"), sizes]),
+        _read_progress([directory, directory.parent]),
+        next((name for name in _SCHEDULERS if (directory.parent / name).is_file()), ""),
+    )
+
+
+def _read_progress(folders: list[Path]) -> dict[str, int | float]:
+    """Return the fields about the position from the first of the known files."""
+    for path in (folder / name for folder in folders for name in _PROGRESS_FILES):
+        content: dict[str, Any] = records.read_mapping(path)
+        found = {
+            name: content[name]
+            for name in _PROGRESS_FIELDS
+            if type(content.get(name)) in (int, float)
+        }
+        if found:
+            return found
+    return {}
+
+
+def _missing_error(root: Path, folders: list[Path]) -> ArtifactError:
+    """Return the error for a directory in which there is no `.metadata`."""
+    torn = next((path for path in folders if any(path.glob("*.distcp"))), None)
+    if torn is not None:
+        return ArtifactError(
+            f"{torn} has no {METADATA}, which a save writes last: the save was interrupted",
+            hint="use an older checkpoint of that run",
+        )
+    others = list(islice(_list_below(root), _SHOWN + 1))
+    return ArtifactError(
+        f"--resume-from-foreign: {root} is not a checkpoint of torch.distributed.checkpoint",
+        expected=f"a directory with {METADATA} and .distcp files, or one that contains such a "
+        f"directory under the name {' or '.join(filter(None, _FOLDERS))}",
+        found=f"several below it, of which one must be named\n{units.join_lines(others, _SHOWN)}"
+        if others
+        else "",
+        hint="" if others else "for a directory with config.json and safetensors, use -m",
+    )
+
+
+def _list_below(root: Path) -> Iterator[str]:
+    """Yield the checkpoints in the children and grandchildren of a directory."""
+    for pattern in (f"*/{METADATA}", f"*/*/{METADATA}"):
+        yield from (str(path.parent) for path in sorted(root.glob(pattern)))

@@ -1,0 +1,400 @@
+# covers: lib/checkpoints/foreign_run.py, lib/checkpoints/foreign_weights.py
+# covers: lib/train/first_weights.py
+"""Checkpoints of other trainers: weights are found by name, and everything else is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+
+from lib.checkpoints import commit
+from lib.checkpoints.foreign_run import ForeignRun, find_foreign_run
+from lib.checkpoints.foreign_weights import load_foreign, require_fits
+from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.models import keys
+from lib.train import first_weights, previous_run
+from lib.train.inputs import Inputs
+
+MODEL_DIR = Path("the model")
+
+
+def build(tied: bool = False, **options: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes | options, tie_word_embeddings=tied)).float()
+
+
+def build_empty(tied: bool = False, **options: int) -> PreTrainedModel:
+    """Return the same model without its weights."""
+    model = build(tied, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+def save(directory: Path, tensors: Mapping[str, object]) -> ForeignRun:
+    dcp.save(dict(tensors), checkpoint_id=directory, no_dist=True)
+    return find_foreign_run(directory)
+
+
+def weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_loaded(run: ForeignRun, expected: Mapping[str, Tensor], tied: bool = False) -> None:
+    with torch.device("meta"):
+        require_fits(build(tied), run, MODEL_DIR)
+    model = build_empty(tied)
+    load_foreign(model, run, MODEL_DIR)
+    for name, value in model.named_parameters():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        "model.{}",
+        "{}",
+        "app.model.{}",
+        "state_dict.{}",
+        "model._orig_mod.{}",
+        "model.module.{}",
+        "model._fsdp_wrapped_module._orig_mod.{}",
+    ],
+)
+def test_weights_are_found_in_every_container(tmp_path: Path, rename: str) -> None:
+    expected = weights(build())
+    others = {
+        "optimizer.state.model.norm.weight.exp_avg": torch.ones(16),
+        "optimizer.param_groups.0.lr": 1e-3,
+        "train_state": {"step": 7},
+    }
+    named = {rename.format(name): value for name, value in expected.items()}
+    assert_loaded(save(tmp_path, named | others), expected)
+
+
+def test_parts_of_names_that_wrappers_add_are_dropped(tmp_path: Path) -> None:
+    expected = weights(build())
+
+    def wrap(name: str) -> str:
+        for block in ("layers.0", "layers.1"):
+            name = name.replace(
+                f"{block}.", f"{block}._fsdp_wrapped_module._checkpoint_wrapped_module."
+            )
+        return f"model.module.{name}"
+
+    assert_loaded(save(tmp_path, {wrap(name): value for name, value in expected.items()}), expected)
+
+
+@pytest.mark.parametrize("names", ["one name", "both names"])
+def test_tied_embeddings_need_one_name(tmp_path: Path, names: str) -> None:
+    model = build(tied=True)
+    expected = weights(model)
+    tensors = {f"model.{name}": value for name, value in expected.items()}
+    if names == "both names":
+        tensors["model.lm_head.weight"] = expected["model.embed_tokens.weight"].clone()
+    assert_loaded(save(tmp_path, tensors), expected, tied=True)
+    tensors["model.lm_head.weight"] = torch.zeros(40, 16)
+    run = save(tmp_path / "other", tensors)
+    with pytest.raises(UsageError) as error:
+        load_foreign(build_empty(tied=True), run, MODEL_DIR)
+    assert "have different values, but config.json ties them" in error.value.render()
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_experts_are_found_under_the_names_of_both_transformers(
+    tmp_path: Path, version: int
+) -> None:
+    """Version 4 has one parameter per expert, version 5 one for all experts of a layer."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+    )
+    model = MixtralForCausalLM(config)
+    expected = weights(model)
+    tensors = dict(keys.convert_to_hub(model, expected)) if version == 4 else expected
+    assert any("experts.1.w2" in name for name in tensors) == (version == 4)
+    run = save(tmp_path, {f"model.{name}": value.clone() for name, value in tensors.items()})
+    torch.manual_seed(1)
+    empty = MixtralForCausalLM(config)
+    load_foreign(empty, run, MODEL_DIR)
+    for name, value in empty.named_parameters():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_bfloat16_becomes_float32_without_loss(tmp_path: Path) -> None:
+    model = build().bfloat16()
+    run = save(tmp_path, {f"model.{name}": value for name, value in weights(model).items()})
+    assert_loaded(run, weights(model.float()))
+
+
+def test_all_weights_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
+    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    del tensors["model.model.norm.weight"]
+    tensors["model.lm_head.weight"] = torch.zeros(41, 16)
+    tensors["model.model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    tensors["model.model.embed_tokens.weight"] = torch.zeros(40, 16, dtype=torch.int64)
+    run = save(tmp_path, tensors)
+    with torch.device("meta"), pytest.raises(UsageError) as error:
+        require_fits(build(), run, MODEL_DIR)
+    text = error.value.render()
+    assert f"{tmp_path} do not fit the model the model (4 differences)" in text
+    for line in (
+        "missing: model.norm.weight",
+        "unexpected: model.layers.0.self_attn.q_proj.bias",
+        "lm_head.weight: expected shape (40, 16), found (41, 16)",
+        "embed_tokens.weight: expected floating-point numbers, found I64",
+        "-m names the model",
+    ):
+        assert line in text, text
+    assert not commit.list_checkpoints(tmp_path)
+
+
+def test_a_checkpoint_of_another_design_is_refused_by_its_names(tmp_path: Path) -> None:
+    """torchtitan names the tensors of a Llama in its own way."""
+    run = save(
+        tmp_path,
+        {
+            "tok_embeddings.weight": torch.zeros(40, 16),
+            "layers.0.attention.wq.weight": torch.zeros(16, 16),
+            "optimizer.state.layers.0.attention.wq.weight.exp_avg": torch.zeros(16, 16),
+        },
+    )
+    with pytest.raises(UsageError) as error:
+        require_fits(build(), run, MODEL_DIR)
+    text = error.value.render()
+    assert "unexpected: layers.0.attention.wq.weight" in text and "exp_avg" not in text
+
+
+def test_parameters_without_names_are_explained(tmp_path: Path) -> None:
+    name = "model._fsdp_wrapped_module._flat_param"
+    run = save(tmp_path, {name: torch.zeros(100)})
+    with pytest.raises(UsageError, match="do not fit") as error:
+        require_fits(build(), run, MODEL_DIR)
+    assert "SHARDED_STATE_DICT" in error.value.hint
+
+
+def test_one_weight_under_two_names_is_refused(tmp_path: Path) -> None:
+    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    tensors["model.module.model.norm.weight"] = torch.ones(16)
+    with pytest.raises(UsageError, match="do not fit") as error:
+        require_fits(build(), save(tmp_path, tensors), MODEL_DIR)
+    assert "ambiguous: " in error.value.found
+
+
+class Command:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("place", ["the whole", "a part"])
+def test_no_code_in_a_checkpoint_runs(tmp_path: Path, place: str) -> None:
+    directory = tmp_path / "saved"
+    save(directory, {f"model.{name}": value for name, value in weights(build()).items()})
+    attack: object = Command(f"touch {tmp_path / 'ran'}")
+    if place == "a part":
+        metadata = dcp.FileSystemReader(directory).read_metadata()
+        metadata.planner_data = attack
+        attack = metadata
+    (directory / ".metadata").write_bytes(pickle.dumps(attack))
+    with pytest.raises(ArtifactError, match="would load posix"):
+        require_fits(build(), find_foreign_run(directory), MODEL_DIR)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps([1, 2]), "cut"], ids=str)
+def test_damaged_metadata_is_reported(tmp_path: Path, content: bytes | str) -> None:
+    save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    path = tmp_path / ".metadata"
+    path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-40])
+    with pytest.raises(ArtifactError, match="metadata is damaged"):
+        require_fits(build(), find_foreign_run(tmp_path), MODEL_DIR)
+
+
+def test_files_outside_the_directory_are_not_read(tmp_path: Path) -> None:
+    save(tmp_path / "saved", {f"model.{name}": value for name, value in weights(build()).items()})
+    metadata = dcp.FileSystemReader(tmp_path / "saved").read_metadata()
+    for place in metadata.storage_data.values():
+        place.relative_path = "../" + place.relative_path
+    (tmp_path / "saved/.metadata").write_bytes(pickle.dumps(metadata))
+    (tmp_path / "saved/__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    with pytest.raises(ArtifactError, match="is incomplete") as error:
+        require_fits(build(), find_foreign_run(tmp_path / "saved"), MODEL_DIR)
+    assert "names a file outside this directory" in error.value.found
+
+
+@pytest.mark.parametrize("damage", ["gone", "truncated", "overwritten"])
+def test_damaged_files_are_reported(tmp_path: Path, damage: str) -> None:
+    run = save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    file = next(tmp_path.glob("*.distcp"))
+    if damage == "gone":
+        file.unlink()
+    elif damage == "truncated":
+        os.truncate(file, file.stat().st_size - 1)
+    else:
+        file.write_bytes(bytes(file.stat().st_size))
+    if damage == "overwritten":
+        require_fits(build(), run, MODEL_DIR)  # reads descriptions only
+        with pytest.raises(ArtifactError, match="distcp is damaged"):
+            load_foreign(build_empty(), run, MODEL_DIR)
+        return
+    with pytest.raises(ArtifactError, match="is incomplete") as error:
+        require_fits(build(), run, MODEL_DIR)
+    assert file.name in error.value.found
+
+
+def test_shards_that_do_not_cover_a_tensor_are_reported(tmp_path: Path) -> None:
+    save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata()
+    entry = metadata.state_dict_metadata["model.lm_head.weight"]
+    assert isinstance(metadata, Metadata) and isinstance(entry, TensorStorageMetadata)
+    entry.chunks.clear()
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(UsageError) as error:
+        require_fits(build(), find_foreign_run(tmp_path), MODEL_DIR)
+    assert "incomplete: the shards of model.lm_head.weight do not cover it" in error.value.found
+
+
+def test_a_file_newer_than_metadata_is_warned_about(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    require_fits(build(), run, MODEL_DIR)
+    assert not caplog.text
+    file = next(tmp_path.glob("*.distcp"))
+    later = (tmp_path / ".metadata").stat().st_mtime + 300
+    os.utime(file, (later, later))
+    require_fits(build(), run, MODEL_DIR)
+    assert f"{file} is newer than .metadata" in caplog.text
+
+
+def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
+    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    offline = tmp_path / "offline"
+    save(offline / "checkpoint", tensors)
+    (offline / "state.json").write_text(
+        json.dumps({"epoch": 2, "global_step": 1500, "epoch_step": 9, "running_loss": 1.5})
+    )
+    (offline / "lr_scheduler.pt").touch()
+    run = find_foreign_run(offline)
+    assert run.directory == offline / "checkpoint"
+    assert run.describe_progress() == "step 1,500 of epoch 2"
+    assert "(lr_scheduler.pt)" in run.describe_omissions()
+    trainer = tmp_path / "checkpoint-70"
+    save(trainer / "pytorch_model_fsdp_0", tensors)
+    (trainer / "trainer_state.json").write_text(json.dumps({"epoch": 0.5, "global_step": 70}))
+    assert find_foreign_run(trainer).describe_progress() == "step 70 of epoch 0.5"
+    (trainer / "trainer_state.json").write_text("[]")
+    assert find_foreign_run(trainer).describe_progress() == ""
+
+
+def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    tensors = {"model.a": torch.zeros(2)}
+    for name in ("step-10", "step-20"):
+        save(tmp_path / "checkpoints" / name, tensors)
+    with pytest.raises(ArtifactError, match="is not a checkpoint") as error:
+        find_foreign_run(tmp_path)
+    assert str(tmp_path / "checkpoints/step-20") in error.value.found
+    (tmp_path / "checkpoints/step-20/.metadata").unlink()
+    with pytest.raises(ArtifactError, match="the save was interrupted"):
+        find_foreign_run(tmp_path / "checkpoints/step-20")
+    with pytest.raises(ArtifactError) as error:
+        find_foreign_run(tmp_path / "nothing")
+    assert "use -m" in error.value.hint
+    (tmp_path / "own/dcp").mkdir(parents=True)
+    (tmp_path / "own" / commit.COMMIT).touch()
+    for path in (tmp_path / "own", tmp_path / "own/dcp"):
+        with pytest.raises(UsageError, match="is a checkpoint of this project"):
+            find_foreign_run(path)
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
+    tensors = {"model.a": torch.zeros(2)}
+    first = save(tmp_path / "a", tensors)
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert find_foreign_run(tmp_path / "b").fingerprint == first.fingerprint
+    assert save(tmp_path / "c", {"model.a": torch.zeros(3)}).fingerprint != first.fingerprint
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_not_trained(tmp_path: Path) -> None:
+    """The other trainer may still run, and save over it."""
+    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    run = save(tmp_path, tensors)
+    inputs = Inputs(tmp_path, [], {}, {}, None, False, foreign=run)
+    inputs.require_unchanged()
+    save(tmp_path, tensors)
+    with pytest.raises(UsageError, match="was replaced or changed while the run started"):
+        inputs.require_unchanged()
+
+
+def test_a_begun_run_needs_the_checkpoint_no_longer(tmp_path: Path) -> None:
+    identity = {"inputs": {previous_run.FOREIGN: "recorded"}}
+    gone = tmp_path / "gone"
+    assert first_weights.find_foreign(gone, identity) is None
+    assert first_weights.find_foreign(None, identity) is None
+    assert first_weights.identify_foreign(None, identity) == identity["inputs"]
+    assert first_weights.identify_foreign(None, {}) == {}
+    with pytest.raises(StageError):
+        first_weights.find_foreign(gone, {})
+
+
+def test_descriptions_of_torch_2_2_are_read(tmp_path: Path) -> None:
+    """It took the class that describes a tensor from another module."""
+    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    save(tmp_path, tensors)
+    old = "torch.distributed._shard.sharded_tensor.metadata"
+
+    class Pickler(pickle._Pickler):
+        def save_global(self, obj: object, name: str | None = None) -> None:
+            module = getattr(obj, "__module__", "")
+            kind = getattr(obj, "__name__", "")
+            if module.endswith("checkpoint.metadata") and kind in (
+                "TensorProperties",
+                "_MEM_FORMAT_ENCODING",
+            ):
+                self.write(b"c" + f"{old}\n{kind.lstrip('_')}\n".encode())
+                self.memoize(obj)
+                return
+            super().save_global(obj, name)
+
+    stream = io.BytesIO()
+    Pickler(stream, protocol=2).dump(dcp.FileSystemReader(tmp_path).read_metadata())
+    (tmp_path / ".metadata").write_bytes(stream.getvalue())
+    assert old.encode() in stream.getvalue()
+    assert_loaded(find_foreign_run(tmp_path), weights(build()))
