@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from lib.checkpoints import commit, contents, snapshot
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.contents import RunState, TrainRecord
+from lib.checkpoints.copier import Copier
 from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.search import find_newest_valid
@@ -49,6 +51,7 @@ class Checkpointer:
         tier: Tier | None = None,
         tier_every: int | None = None,
         free_memory: Callable[[], float] | None = None,
+        copier: Copier | None = None,
         note: Note = ignore_event,
     ) -> None:
         """Create the checkpointer of a run.
@@ -57,8 +60,8 @@ class Checkpointer:
         between shared checkpoints; the last step is always saved. keep, keep_every: see
         prune_checkpoints. tier: stores frequent checkpoints in addition to the shared ones, every
         tier_every steps. free_memory: returns the bytes of host memory that a rank can still use
-        for copies; if it is None, each checkpoint is written before the next step. note: records
-        events.
+        for copies; if it is None, each checkpoint is written before the next step. copier: copies
+        the shared checkpoints to a second place, on rank 0. note: records events.
         """
         self._directory = checkpoints
         self._layout = layout
@@ -72,6 +75,8 @@ class Checkpointer:
         self._tier = tier
         self._note = note
         self._free_memory = free_memory
+        self._copier = copier
+        self._pruning = Lock()
         self._copies: HostCopies | None = None
         self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
@@ -134,6 +139,8 @@ class Checkpointer:
         """
         if self._layout.rank == 0:
             commit.quarantine_newer(self._directory, step, why)
+        if self._copier:
+            self._copier.retire(step)
         if self._tier:
             self._tier.drop_newer(step if tier_step is None else tier_step, why)
 
@@ -141,6 +148,36 @@ class Checkpointer:
         """Delete the checkpoints of the second tier after the last step of a complete run."""
         if self._tier:
             self._tier.delete_all(step)
+
+    def start_copying(self, step: int) -> None:
+        """Begin to copy shared checkpoints to the second place; the run continues after a step."""
+        if self._copier:
+            self._copier.start(step, self._prune)
+
+    def finish_copying(
+        self, patience: float, is_stopped: Callable[[], bool], beat: Callable[[], None]
+    ) -> None:
+        """Wait until the newest checkpoint is copied, for at most `patience` seconds.
+
+        is_stopped: returns on rank 0 whether to stop waiting. beat: called now and then on all
+        ranks, to show a watchdog that they wait. All ranks must call this, and none waits longer
+        in a collective than rank 0 needs for its answer.
+        """
+        deadline = time.monotonic() + patience
+
+        def is_over() -> bool:
+            if self._copier is None:
+                return True
+            if self._copier.wait(min(1.0, max(0.0, deadline - time.monotonic()))):
+                return True
+            return time.monotonic() > deadline or is_stopped() or self._copier.has_given_up()
+
+        if self._copier:
+            self._copier.hurry(patience)
+        while not on_rank_0(is_over, self._layout.control):
+            beat()
+        if self._copier:
+            self._copier.close()
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint is due after a step, shared or in the second tier."""
@@ -268,6 +305,8 @@ class Checkpointer:
             if is_shared:
                 self._prune(captured.step)
             after(is_shared)
+            if is_shared and self._copier:
+                self._copier.wake()
         return checkpoint, seconds
 
     def _write(self, captured: Snapshot) -> Checkpoint:
@@ -285,13 +324,18 @@ class Checkpointer:
         """Delete leftovers and superfluous checkpoints; return whether any were deleted."""
         if deleted := commit.delete_leftovers(self._directory):
             self._note(Event.CLEAN, step, paths=deleted)
-        return self._prune(step) or bool(deleted)
+        return self._prune(step, spare_copied=False) or bool(deleted)
 
-    def _prune(self, step: int) -> bool:
-        """Delete checkpoints that retention drops; return whether any were deleted."""
+    def _prune(self, step: int, spare_copied: bool = True) -> bool:
+        """Delete checkpoints that retention drops; return whether any were deleted.
+
+        spare_copied: keep the one that is being copied to the second place. Any thread may call
+        this.
+        """
         deleted: list[int] = []
-        with self._prune_may_fail:
-            deleted = commit.prune_checkpoints(self._directory, *self._keep)
+        with self._prune_may_fail, self._pruning:
+            spared = self._copier.get_current() if self._copier and spare_copied else ()
+            deleted = commit.prune_checkpoints(self._directory, *self._keep, spared)
         if deleted:
             self._note(Event.PRUNE, step, steps=deleted)
         return bool(deleted)

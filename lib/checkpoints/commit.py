@@ -5,12 +5,13 @@
         train_state.json                step, sample cursor, …; not a pickle
         rng.safetensors                 random states, one row per rank
         manifest.json                   path, bytes and digest of every file above
-        COMMIT.json                     digest of the manifest, step, number of ranks, fingerprints,
-                                        and the digest of COMMIT itself
+        COMMIT.json                     step, number of ranks, fingerprints, digest of the manifest,
+                                        and a digest of these fields
     step_00001000/                  … then renamed. Valid only if the name and COMMIT agree.
 
 A directory that is being written contains a marker file (lib/core/partial_dirs.py). Deletion begins
-with renaming COMMIT to such a marker. So no directory is ever deleted because of its name alone.
+with renaming COMMIT to such a marker. So the code deletes only directories with a marker, none for
+its name alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ TRAIN_STATE = "train_state.json"
 RNG = "rng.safetensors"
 KIND = "checkpoint/1"
 QUARANTINE = "quarantine"
-_MIN_KEPT = 2  # checkpoints that retention always keeps
+MIN_KEPT = 2  # checkpoints that retention always keeps
 _READERS = 4  # files that a rank hashes in parallel
 _MARGIN = 1.15  # free space needed, relative to the last checkpoint
 _READ_ERROR = "[Errno "  # start of the reason in events.jsonl if a disk failed to read
@@ -77,7 +78,7 @@ class Checkpoint:
     def _problems(self) -> list[str]:
         try:
             commit = self.commit()
-            if commit.pop("digest") != _digest(commit):
+            if not has_digest(commit):
                 return [f"{COMMIT} does not match its digest"]
             manifest_bytes = (self.path / MANIFEST).read_bytes()
             if hashing.bytes_digest(manifest_bytes, "sha256") != commit["manifest"]:
@@ -128,6 +129,11 @@ class Checkpoint:
         Raises ArtifactError if a value has the wrong type.
         """
         return contents.read_record(self.path / TRAIN_STATE)
+
+
+def has_digest(content: dict[str, Any]) -> bool:
+    """Return whether the content of COMMIT.json matches the digest in it."""
+    return content["digest"] == _digest({k: v for k, v in content.items() if k != "digest"})
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -316,30 +322,44 @@ def delete_attempt(attempt: Path) -> None:
         partial_dirs.delete_marked(attempt)
 
 
-def prune_checkpoints(checkpoints: Path, keep: int, keep_every: int = 0) -> list[int]:
+def select_kept(
+    commits: Mapping[int, Mapping[str, Any]], newest: int, keep_every: int = 0
+) -> set[int]:
+    """Return the steps that the retention rules keep.
+
+    These are the `newest` last ones, the one with the lowest validation loss, and the multiples of
+    keep_every. If the last steps were bad, this includes the newest step before them, to which the
+    run may roll back. commits: the content of COMMIT by step.
+    """
+    steps = sorted(commits, reverse=True)
+    losses = {step: loss for step in steps if (loss := commits[step].get("eval_loss")) is not None}
+    return (
+        set(steps[:newest])
+        | {step for step in steps if keep_every and step % keep_every == 0}
+        | ({min(losses, key=losses.__getitem__)} if losses else set())
+        | set([step for step in steps if not commits[step].get("bad_steps")][:1])
+    )
+
+
+def prune_checkpoints(
+    checkpoints: Path, keep: int, keep_every: int = 0, spared: Collection[int] = ()
+) -> list[int]:
     """Delete the checkpoints that the retention rules do not keep; return the deleted steps.
 
-    Retention keeps the newest `keep` (at least two, because the newest may turn out to be damaged),
-    the one with the lowest validation loss, and the multiples of keep_every. If the last steps were
-    bad, it also keeps the newest checkpoint before them, to which the run may roll back. keep: 0
-    keeps all. Damaged checkpoints are neither counted nor deleted. Raises StageError, and deletes
-    nothing, if a checkpoint cannot be read.
+    keep: number of the newest checkpoints to keep (at least two, because the newest may turn out to
+    be damaged); 0 keeps all. keep_every: see select_kept. spared: steps to keep for now. Damaged
+    checkpoints are neither counted nor deleted. Raises StageError, and deletes nothing, if a
+    checkpoint cannot be read.
     """
     if not keep:
         return []
     intact = [
         c for c in list_checkpoints(checkpoints) if not c.path.is_symlink() and not c.problems()
     ]
-    newest = max(keep, _MIN_KEPT)
-    kept = {c.step for c in intact[:newest]}
-    kept |= {c.step for c in intact if keep_every and c.step % keep_every == 0}
-    if len(intact) > newest:
-        facts = {c.step: c.commit() for c in intact}
-        losses = {
-            step: f["eval_loss"] for step, f in facts.items() if f.get("eval_loss") is not None
-        }
-        kept |= {min(losses, key=losses.__getitem__)} if losses else set()
-        kept |= set([step for step, f in facts.items() if not f.get("bad_steps")][:1])
+    newest = max(keep, MIN_KEPT)
+    if len(intact) <= newest:
+        return []
+    kept = select_kept({c.step: c.commit() for c in intact}, newest, keep_every) | set(spared)
     dropped = [c for c in intact if c.step not in kept]
     delete_checkpoints(c.path for c in dropped)
     return [c.step for c in dropped]
@@ -380,13 +400,20 @@ def _is_half_deleted(path: Path) -> bool:
 
 def require_space(checkpoints: Path) -> None:
     """Raise DiskFullError if the disk has no space for another checkpoint of the same size."""
-    try:
-        newest = find_newest(checkpoints)
-        files = newest.manifest()["files"] if newest else []
-        free = shutil.disk_usage(checkpoints).free if newest else 0
-    except (OSError, StageError):  # the save itself will report the state of the disk
-        return
-    needed = int(_MARGIN * sum(entry["bytes"] for entry in files))
+    with suppress(OSError):  # the save itself will report the state of the disk
+        try:
+            newest = find_newest(checkpoints)
+            files = newest.manifest()["files"] if newest else []
+        except StageError:
+            return
+        if files:
+            require_free(checkpoints, sum(entry["bytes"] for entry in files))
+
+
+def require_free(checkpoints: Path, size: int) -> None:
+    """Raise DiskFullError if the disk has no space for a checkpoint of `size` bytes."""
+    needed = int(_MARGIN * size)
+    free = shutil.disk_usage(checkpoints).free
     if free < needed:
         raise DiskFullError(
             f"no disk space for a checkpoint in {checkpoints}",

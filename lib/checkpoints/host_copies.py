@@ -189,7 +189,7 @@ class HostMemory:
             )
 
     def _tensor(self, start: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return the memory from byte `start` on as a tensor with its own storage.
+        """Return a tensor over the memory that begins at byte `start`; it has its own storage.
 
         DCP writes such a tensor without a copy.
         """

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -37,9 +38,11 @@ from lib.models.tensors import read_into
 
 _READERS = 4  # files that a rank reads in parallel
 
+Allowlist = Mapping[str, Set[str]]  # names by module
+
 # All classes in the `.metadata` of a checkpoint of tensors. BytesStorageMetadata is not allowed, so
 # pickled objects among the tensors are refused; DCP would unpickle them without any check.
-_ALLOWED = {
+ALLOWED: Allowlist = {
     "torch.distributed.checkpoint.metadata": {
         "Metadata",
         "TensorStorageMetadata",
@@ -176,8 +179,12 @@ class HashingWriter(FileSystemWriter):
 
 
 class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], allowed: Allowlist) -> None:
+        super().__init__(file)
+        self._allowed = allowed
+
     def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
+        if name in self._allowed.get(module, ()):
             return super().find_class(module, name)
         raise ArtifactError(
             f"the checkpoint's .metadata would load {module}.{name}",
@@ -185,12 +192,25 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
+def load_metadata(directory: Path, allowed: Allowlist = ALLOWED) -> Any:
+    """Return the object in the `.metadata` of a checkpoint.
+
+    Raises ArtifactError if it would load a class that is not allowed.
+    """
+    with (directory / ".metadata").open("rb") as file:
+        return _Unpickler(file, allowed).load()
+
+
 class ShardFile:
-    """Read shards from a file of DCP without extra copies. Verify the file's digest first."""
+    """Read shards from a file of DCP without extra copies. Verify the file's digest first.
+
+    Several threads may read at the same time.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("rb", buffering=0)
+        self._lock = Lock()  # of the file's position, which describing a shard moves
         self._fake = FakeTensorMode()
         self._described: dict[bytes, Tensor] = {}
 
@@ -214,7 +234,8 @@ class ShardFile:
 
         Raises ArtifactError if the file is truncated.
         """
-        saved, begin = self._describe(place)
+        with self._lock:
+            saved, begin = self._describe(place)
         has_whole_rows = saved.is_contiguous() and saved.shape[1:] == target.shape[1:]
         if (
             has_whole_rows
@@ -258,8 +279,7 @@ class StrictReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
-            with (Path(self.path) / ".metadata").open("rb") as file:
-                self._metadata = _Unpickler(file).load()
+            self._metadata = load_metadata(Path(self.path))
             if getattr(self._metadata, "storage_meta", None) is None:
                 self._metadata.storage_meta = StorageMeta()
             self._metadata.storage_meta.load_id = self.load_id

@@ -1,0 +1,430 @@
+"""Keep copies of a run's checkpoints in a second place: a directory, or a prefix in an S3 bucket.
+
+    <place>/<experiment>-<run ID>/
+        COPIES.json                      the mark that makes the directory ours
+        config.yaml, model/, metrics.jsonl, events.jsonl
+        checkpoints/step_00001000/       the files of the checkpoint, unchanged
+
+So a copy is laid out like a run: stages 04 and 05 can read the one in a directory where it is. In a
+directory, a copy is written by the protocol of commit.py. In a bucket, where nothing can be
+renamed, an object `.unfinished-…` comes first, COMMIT.json last, and a copy without COMMIT.json
+does not exist. Only files below COPIES.json are ever deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lib.checkpoints import commit
+from lib.checkpoints.commit import COMMIT, KIND, MANIFEST, Checkpoint
+from lib.core import hashing, manifest, partial_dirs, paths, publish, records
+from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.core.paths import Experiment
+from lib.hub import s3
+from lib.hub.s3 import Bucket
+
+LABEL = "COPIES.json"
+_LABEL_KIND = "checkpoint copies/1"
+_CHECKPOINTS = "checkpoints"
+_SUPERSEDED = f"{COMMIT}.superseded"
+_CHUNK = 1 << 22
+_RUN_ID = re.compile(r"[0-9a-f]+")
+
+
+class CopyPlace(ABC):
+    """The copies of one run's checkpoints. where: the directory or URL, for messages."""
+
+    where: str
+
+    def __init__(self, experiment: str, run: str) -> None:
+        """experiment: its name. run: the ID of the run."""
+        self._label = {"kind": _LABEL_KIND, "experiment": experiment, "run": run}
+        self._run_files: dict[str, str] = {}  # digests of the files written by this process
+
+    def open(self) -> tuple[dict[int, dict[str, Any]], list[str]]:
+        """Return the content of COMMIT of each copy by step, and the names of deleted leftovers.
+
+        Creates the place if needed. Raises UsageError if it cannot be used.
+        """
+        label = self._read_label()
+        if label is None:
+            self.write_file(LABEL, json.dumps(self._label).encode())
+        elif label != self._label:
+            raise UsageError(
+                f"{self.where} contains something else than copies of this run",
+                expected=f"a {LABEL} of run {self._label['run']}",
+                found=str(label)[:200],
+            )
+        return self.read_commits(), self._delete_leftovers()
+
+    def is_ours(self) -> bool:
+        """Return whether the place contains copies of this run."""
+        return self._read_label() == self._label
+
+    def _read_label(self) -> Any:
+        """Return the content of the label, or None if there is none."""
+        try:
+            return records.parse_json(b"".join(self.read(LABEL)))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            return "a damaged file"
+
+    def restore(self, step: int, checkpoints: Path) -> Checkpoint:
+        """Write a copy of a step to the directory of a run's checkpoints.
+
+        Raises ArtifactError if the copy is damaged.
+        """
+        folder = f"{_CHECKPOINTS}/{paths.step_name(step)}"
+
+        def read(name: str) -> Iterator[bytes]:
+            try:
+                yield from self.read(f"{folder}/{name}")
+            except FileNotFoundError:
+                raise ArtifactError(f"{self.where}/{folder}/{name} is missing") from None
+
+        return write_checkpoint(checkpoints, step, read)
+
+    def copy_run_files(self, experiment: Experiment) -> None:
+        """Write the files beside the checkpoints that have changed since the last call."""
+        for path in _list_run_files(experiment):
+            content = path.read_bytes()
+            digest = hashing.bytes_digest(content)
+            name = path.relative_to(experiment.root).as_posix()
+            if self._run_files.get(name) != digest:
+                self.write_file(name, content)
+                self._run_files[name] = digest
+
+    def restore_run_files(self, experiment: Experiment) -> list[Path]:
+        """Write the files beside the checkpoints that a run lacks, and return their paths."""
+        written = []
+        manifest.remove_temporary(experiment.root)
+        ours = {experiment.config.name, experiment.metrics.name, experiment.events.name}
+        for name in self._list_files():
+            path = experiment.root / name
+            is_of_model = name.startswith(f"{experiment.model.name}/")
+            if (name in ours or is_of_model) and not records.leads_out(name) and not path.exists():
+                _replace_file(path, b"".join(self.read(name)))
+                written.append(path)
+        return written
+
+    @abstractmethod
+    def list_steps(self) -> list[int]:
+        """Return the steps that have a copy, even a damaged one, newest first."""
+
+    @abstractmethod
+    def read_commits(self) -> dict[int, dict[str, Any]]:
+        """Return the content of COMMIT of each complete copy, by step."""
+
+    @abstractmethod
+    def copy(self, checkpoint: Checkpoint) -> None:
+        """Write a copy, and verify it before it gets its final name; replace an older one.
+
+        Raises FileNotFoundError if the checkpoint is deleted meanwhile, ArtifactError if it does
+        not match its manifest, DiskFullError, or the error of the place.
+        """
+
+    @abstractmethod
+    def retire(self, steps: Collection[int]) -> None:
+        """Make copies of an abandoned line of the run unusable, without deleting their files."""
+
+    @abstractmethod
+    def delete(self, steps: Collection[int]) -> None:
+        """Delete copies."""
+
+    @abstractmethod
+    def read(self, name: str) -> Iterator[bytes]:
+        """Yield the content of a file; raise FileNotFoundError if it does not exist."""
+
+    @abstractmethod
+    def write_file(self, name: str, content: bytes) -> None:
+        """Write a small file."""
+
+    @abstractmethod
+    def _list_files(self) -> list[str]:
+        """Return the names of the files that belong to no checkpoint."""
+
+    @abstractmethod
+    def _delete_leftovers(self) -> list[str]:
+        """Delete what killed copies and deletions left; return the names."""
+
+
+class DirectoryPlace(CopyPlace):
+    """Copies in a directory; see CopyPlace."""
+
+    def __init__(self, directory: Path, experiment: str, run: str) -> None:
+        super().__init__(experiment, run)
+        self._root = directory / f"{experiment}-{run}"
+        self._checkpoints = self._root / _CHECKPOINTS
+        self.where = str(self._root)
+
+    def list_steps(self) -> list[int]:
+        return [copy.step for copy in commit.list_checkpoints(self._checkpoints)]
+
+    def read_commits(self) -> dict[int, dict[str, Any]]:
+        copies = commit.list_checkpoints(self._checkpoints)
+        return {copy.step: copy.commit() for copy in copies if not copy.problems()}
+
+    def copy(self, checkpoint: Checkpoint) -> None:
+        write_checkpoint(
+            self._checkpoints, checkpoint.step, lambda name: _read_file(checkpoint.path / name)
+        )
+
+    def retire(self, steps: Collection[int]) -> None:
+        for copy in commit.list_checkpoints(self._checkpoints):
+            if copy.step in steps:
+                commit.quarantine(copy, "the run continues from an earlier step")
+
+    def delete(self, steps: Collection[int]) -> None:
+        commit.delete_checkpoints(self._checkpoints / paths.step_name(step) for step in steps)
+
+    def read(self, name: str) -> Iterator[bytes]:
+        return _read_file(self._root / name)
+
+    def write_file(self, name: str, content: bytes) -> None:
+        _replace_file(self._root / name, content)
+
+    def _list_files(self) -> list[str]:
+        names = (p.relative_to(self._root).as_posix() for p in self._root.rglob("*") if p.is_file())
+        return [name for name in names if not name.startswith(f"{_CHECKPOINTS}/")]
+
+    def _delete_leftovers(self) -> list[str]:
+        manifest.remove_temporary(self._root)
+        return commit.delete_leftovers(self._checkpoints)
+
+
+class BucketPlace(CopyPlace):
+    """Copies in an S3 bucket; see CopyPlace."""
+
+    def __init__(self, url: str, experiment: str, run: str) -> None:
+        super().__init__(experiment, run)
+        self._bucket = Bucket(url, f"{experiment}-{run}")
+        self.where = self._bucket.url
+
+    def list_steps(self) -> list[int]:
+        names = self._bucket.list_names(f"{_CHECKPOINTS}/")
+        folders = [name.split("/")[1] for name in names if name.split("/")[2:] == [COMMIT]]
+        steps = [step for step in map(paths.step_of, folders) if step is not None]
+        return sorted(steps, reverse=True)
+
+    def read_commits(self) -> dict[int, dict[str, Any]]:
+        commits = {}
+        for step in self.list_steps():
+            try:
+                content = records.parse_json(b"".join(self.read(f"{_folder(step)}/{COMMIT}")))
+                if commit.has_digest(content) and content["step"] == step:
+                    commits[step] = content
+            except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+                continue  # a damaged copy is made again
+        return commits
+
+    def copy(self, checkpoint: Checkpoint) -> None:
+        folder = _folder(checkpoint.step)
+        commit_bytes = (checkpoint.path / COMMIT).read_bytes()
+        manifest_bytes = (checkpoint.path / MANIFEST).read_bytes()
+        files = parse_manifest(checkpoint.step, commit_bytes, manifest_bytes)
+        self._bucket.write(f"{folder}/{_mark(checkpoint.step)}", b"")
+        kept = {f"{folder}/{entry['path']}" for entry in files} | {
+            f"{folder}/{_mark(checkpoint.step)}"
+        }
+        older = [name for name in self._bucket.list_names(f"{folder}/") if name not in kept]
+        self._bucket.delete([name for name in older if name.endswith(f"/{COMMIT}")])
+        self._bucket.delete(older)
+        for entry in files:
+            self._bucket.upload(
+                f"{folder}/{entry['path']}",
+                checkpoint.path / entry["path"],
+                entry["bytes"],
+                entry["digest"],
+            )
+        self._bucket.write(f"{folder}/{MANIFEST}", manifest_bytes)
+        self._bucket.write(f"{folder}/{COMMIT}", commit_bytes)
+        self._bucket.delete([f"{folder}/{_mark(checkpoint.step)}"])
+
+    def retire(self, steps: Collection[int]) -> None:
+        for step in steps:
+            content = b"".join(self.read(f"{_folder(step)}/{COMMIT}"))
+            self._bucket.write(f"{_folder(step)}/{_SUPERSEDED}", content)
+            self._bucket.delete([f"{_folder(step)}/{COMMIT}"])
+
+    def delete(self, steps: Collection[int]) -> None:
+        for step in steps:
+            self._bucket.write(f"{_folder(step)}/{_mark(step)}", b"")
+            self._bucket.delete([f"{_folder(step)}/{COMMIT}"])
+            self._delete_marked(step)
+
+    def _delete_marked(self, step: int) -> None:
+        """Delete the objects of a copy without COMMIT, its mark last."""
+        mark = f"{_folder(step)}/{_mark(step)}"
+        names = self._bucket.list_names(f"{_folder(step)}/")
+        self._bucket.delete([name for name in names if name != mark])
+        self._bucket.delete([mark])
+
+    def read(self, name: str) -> Iterator[bytes]:
+        return self._bucket.read(name)
+
+    def write_file(self, name: str, content: bytes) -> None:
+        self._bucket.write(name, content)
+
+    def _list_files(self) -> list[str]:
+        names = self._bucket.list_names()
+        return [name for name in names if not name.startswith(f"{_CHECKPOINTS}/")]
+
+    def _delete_leftovers(self) -> list[str]:
+        self._bucket.abort_uploads(f"{_CHECKPOINTS}/")
+        names = set(self._bucket.list_names(f"{_CHECKPOINTS}/"))
+        deleted = []
+        for step in sorted({step for name in names if (step := _step_in(name)) is not None}):
+            folder = _folder(step)
+            if f"{folder}/{_mark(step)}" not in names:
+                continue
+            if f"{folder}/{COMMIT}" in names:  # complete; only the mark was not deleted
+                self._bucket.delete([f"{folder}/{_mark(step)}"])
+            else:
+                self._delete_marked(step)
+                deleted.append(paths.step_name(step))
+        return deleted
+
+
+def _folder(step: int) -> str:
+    return f"{_CHECKPOINTS}/{paths.step_name(step)}"
+
+
+def _mark(step: int) -> str:
+    """Return the name of the mark of an unfinished copy, as lib/core/partial_dirs.py defines it."""
+    return partial_dirs.mark_path(Path(paths.step_name(step))).name
+
+
+def _step_in(name: str) -> int | None:
+    """Return the step to whose copy an object belongs."""
+    return paths.step_of(name.split("/")[1])
+
+
+def open_place(target: str, experiment: str, run: str) -> CopyPlace:
+    """Return the place for the copies of a run. target: the value of --ckpt-copy-to."""
+    if s3.is_url(target):
+        return BucketPlace(target, experiment, run)
+    return DirectoryPlace(Path(target), experiment, run)
+
+
+def name_place(target: str, experiment: str, run: str) -> str:
+    """Return the name of the place for the copies of a run, for messages."""
+    return f"{target.rstrip('/')}/{experiment}-{run}"
+
+
+def find_last_run(target: str, experiment: str) -> str:
+    """Return the ID of the last run of this name that has copies in a place, or "".
+
+    target: the value of --ckpt-copy-to.
+    """
+    if s3.is_url(target):
+        names: Iterable[str] = Bucket(target).list_folders(f"{experiment}-")
+    else:
+        directory = Path(target)
+        names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    runs = [run for name, _, run in (name.rpartition("-") for name in names) if name == experiment]
+    # An ID is the time at which the run was begun.
+    for run in sorted(filter(_RUN_ID.fullmatch, runs), key=lambda run: int(run, 16), reverse=True):
+        if open_place(target, experiment, run).is_ours():
+            return run
+    return ""
+
+
+def _list_run_files(experiment: Experiment) -> list[Path]:
+    """Return the files of a run that are copied with its checkpoints."""
+    files = [experiment.config, experiment.metrics, experiment.events]
+    return [path for path in [*files, *sorted(experiment.model.rglob("*"))] if path.is_file()]
+
+
+def _read_file(path: Path) -> Iterator[bytes]:
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def write_checkpoint(
+    checkpoints: Path, step: int, read: Callable[[str], Iterable[bytes]]
+) -> Checkpoint:
+    """Write a copy of a checkpoint that lies elsewhere, and publish it once it is verified.
+
+    The protocol is that of a save: files are hashed while they are written, fsynced, and read again
+    from the disk; then come manifest and COMMIT. read: returns the content of a file by its path in
+    the checkpoint. Raises ArtifactError if the content does not match the manifest, DiskFullError
+    without disk space, or the error of `read`.
+    """
+    commit_bytes = b"".join(read(COMMIT))
+    manifest_bytes = b"".join(read(MANIFEST))
+    files = parse_manifest(step, commit_bytes, manifest_bytes)
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    commit.require_free(checkpoints, sum(entry["bytes"] for entry in files))
+    attempt = commit.create_attempt(checkpoints, step)
+    try:
+        for entry in files:
+            _write_file(attempt / entry["path"], entry, read(entry["path"]))
+        for name, content in ((MANIFEST, manifest_bytes), (COMMIT, commit_bytes)):
+            if name == COMMIT and (damage := Checkpoint(attempt, step).content_problems(0, 1)):
+                raise StageError(f"the copy differs from what was written: {damage[0]}")
+            _write_bytes(attempt / name, content)
+        for directory in {attempt, *((attempt / entry["path"]).parent for entry in files)}:
+            publish.fsync(directory)
+        return commit.publish_attempt(attempt, step)
+    except BaseException:
+        commit.delete_attempt(attempt)
+        raise
+
+
+def parse_manifest(step: int, commit_bytes: bytes, manifest_bytes: bytes) -> list[dict[str, Any]]:
+    """Return the entries of a checkpoint's files; raise ArtifactError if COMMIT does not fit."""
+    is_sound = False
+    files: list[dict[str, Any]] = []
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        content = records.parse_json(commit_bytes)
+        files = records.parse_json(manifest_bytes)["files"]
+        is_sound = (
+            commit.has_digest(content)
+            and content["step"] == step
+            and content["manifest"] == hashing.bytes_digest(manifest_bytes, "sha256")
+            and all(manifest.is_valid_entry(entry, KIND) for entry in files)
+        )
+    if not is_sound:
+        raise ArtifactError(f"{COMMIT} or {MANIFEST} of step {step:,} is damaged")
+    return files
+
+
+def _write_file(path: Path, entry: dict[str, Any], chunks: Iterable[bytes]) -> None:
+    """Write a file and check its digest; the next reader gets its bytes from the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with hashing.HashedFile(path, entry["digest"].partition(":")[0]) as file:
+        for chunk in chunks:
+            file.write(chunk)
+        file.sync()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if (file.bytes, file.digest()) != (entry["bytes"], entry["digest"]):
+            raise ArtifactError(f"{entry['path']} has other content than when it was saved")
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    """Write a file through a temporary one, so that it is complete or does not exist."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.unlink(missing_ok=True)
+        _write_bytes(temporary, content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    publish.fsync(path.parent)
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())

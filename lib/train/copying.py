@@ -1,0 +1,238 @@
+"""Copy the checkpoints of a run to the place of --ckpt-copy-to, and restore a lost run from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.checkpoints import commit, copies
+from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.copier import Copier
+from lib.checkpoints.copies import CopyPlace
+from lib.core import commands, launcher, log, manifest, units
+from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, StageError, UsageError
+from lib.core.events import Event
+from lib.core.lease import DirectoryHeld, Lease
+from lib.core.paths import Experiment
+from lib.core.retry import poll
+from lib.hub import s3
+from lib.train.config import Config
+from lib.train.journal import Journal, is_restart, read_config, read_state
+
+if TYPE_CHECKING:  # these import torch, which a run that is complete does not wait for
+    from lib.checkpoints.checkpointer import Checkpointer
+    from lib.checkpoints.tier import Note
+    from lib.parallel.layout import ParallelLayout
+    from lib.parallel.stop_request import StopRequest
+    from lib.train.meters import Meters
+    from lib.train.state import TrainState
+
+_WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after 30 s
+
+
+def restore_lost_run(config: Config, experiment: Experiment) -> None:
+    """Restore the newest copy of a run that has no complete checkpoint, if there is one.
+
+    This happens before the run looks for its earlier launches, so that it then resumes as usual.
+    All ranks must call this; rank 0 restores while the others wait. Raises ArtifactError if there
+    are copies but none is intact, and UsageError or StageError if the place cannot be read: a run
+    that may have copies must not start from the beginning.
+    """
+    if (
+        not config.ckpt_copy_to
+        or config.overwrite
+        or config.resume != "auto"
+        or config.dry_run
+        or config.prepare_only
+        or commit.find_newest(experiment.checkpoints)
+    ):
+        return
+    from lib.parallel.layout import meet  # imports torch
+
+    if meeting := meet():
+        meeting.run_on_rank_0(lambda: _restore(config, experiment))
+    else:
+        _restore(config, experiment)
+
+
+def _restore(config: Config, experiment: Experiment) -> None:
+    assert config.ckpt_copy_to
+    try:
+        place = _find_copies(config.ckpt_copy_to, experiment)
+        steps = place.list_steps() if place else []
+    except (StageError, OSError) as error:
+        problem = error.problem if isinstance(error, StageError) else str(error)
+        kind = UsageError if isinstance(error, (UsageError, OSError)) else StageError
+        raise kind(
+            f"{experiment.root} has no complete checkpoint, and --ckpt-copy-to, which may have "
+            "copies, cannot be read",
+            found=problem,
+            hint="if this run has no copies, start it without looking for them:",
+            run=commands.as_typed("--resume", "never"),
+        ) from error
+    if place is None or not steps:
+        return
+    experiment.root.mkdir(parents=True, exist_ok=True)
+    try:
+        lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
+    except DirectoryHeld:
+        return  # another launch trains this run; `claim` refuses this one
+    written: list[Path] = []
+    try:
+        # First the record of the run: after a kill, the next launch knows the run by it.
+        written += place.restore_run_files(experiment)
+        commit.delete_leftovers(experiment.checkpoints)
+        checkpoint = _restore_newest(place, steps, experiment)
+    except BaseException:
+        with suppress(OSError):
+            _delete_restored(experiment, written)
+        raise
+    finally:
+        lease.release()
+    Journal(experiment, 0).add_event(Event.RESTORE, checkpoint.step, path=place.where)
+    log.warn(
+        f"{experiment.root} had no complete checkpoint; step {checkpoint.step:,} was restored from "
+        f"its copy in {place.where}, and the run continues from there"
+    )
+
+
+def _delete_restored(experiment: Experiment, written: list[Path]) -> None:
+    """Delete restored files, and the directories that are empty without them."""
+    for path in written:
+        path.unlink()
+    folders = [path for path in experiment.root.rglob("*") if path.is_dir()]
+    for folder in sorted(folders, reverse=True):
+        with suppress(OSError):  # not empty
+            folder.rmdir()
+
+
+def _find_copies(target: str, experiment: Experiment) -> CopyPlace | None:
+    """Return the place with the copies of a run, or None if there is none.
+
+    If the run's directory is lost, too, these are the copies of the last run of its name.
+    """
+    name = experiment.root.name
+    run = read_config(experiment).get("run") or copies.find_last_run(target, name)
+    place = copies.open_place(target, name, run) if run else None
+    return place if place and place.is_ours() else None
+
+
+def _restore_newest(place: CopyPlace, steps: list[int], experiment: Experiment) -> Checkpoint:
+    """Restore the newest copy that is intact. steps: newest first."""
+    problems = []
+    for step in steps:
+        log.info(f"restoring step {step:,} from {place.where}")
+        try:
+            return place.restore(step, experiment.checkpoints)
+        except ArtifactError as error:
+            problems.append(f"step {step:,}: {error.problem}")
+            log.warn(f"the copy of step {step:,} in {place.where} is damaged: {error.problem}")
+    raise ArtifactError(
+        f"{experiment.root} has no complete checkpoint, and none of its copies in {place.where} is "
+        "intact",
+        found=units.join_lines(problems, 8),
+        hint="to train from the beginning:",
+        run=commands.as_typed("--resume", "never"),
+    )
+
+
+def make_copier(
+    config: Config, experiment: Experiment, layout: ParallelLayout, journal: Journal
+) -> Copier | None:
+    """Return the copier of a run's checkpoints on rank 0, and None elsewhere or without the option.
+
+    All ranks must call this. Raises UsageError if the place cannot be used, unless a launcher has
+    restarted the run: the copier then retries.
+    """
+    from lib.parallel.layout import on_rank_0
+
+    if not config.ckpt_copy_to:
+        return None
+    copier = None
+    if layout.rank == 0:
+        copier = _make_copier(config, experiment, journal.add_event, journal.update_copy_state)
+
+    def open_copier() -> None:
+        if copier and not journal.is_restart:
+            copier.open()
+            _warn_of_same_disk(config, experiment)
+
+    on_rank_0(open_copier, layout.control)
+    return copier
+
+
+def begin_copying(
+    stack: ExitStack,
+    state: TrainState,
+    checkpointer: Checkpointer,
+    meters: Meters,
+    stop_request: StopRequest,
+) -> None:
+    """Begin to copy, and wait for the copy of the last checkpoint when the stack is closed.
+
+    After an error nothing waits. All ranks must call this.
+    """
+    patience = 60 * state.plan.config.ckpt_copy_wait
+
+    def finish(kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            checkpointer.finish_copying(patience, lambda: stop_request.reason > 0, meters.show_end)
+        elif issubclass(kind, Preempted):
+            checkpointer.finish_copying(_WAIT_IF_STOPPED_S, lambda: False, meters.show_end)
+
+    checkpointer.start_copying(state.step)
+    stack.push(finish)
+
+
+def copy_complete_run(config: Config, experiment: Experiment) -> None:
+    """Copy what earlier launches of a complete run have not copied; other ranks do nothing."""
+    if not config.ckpt_copy_to or config.dry_run or log.rank() != 0:
+        return
+    newest = commit.find_newest(experiment.checkpoints)
+    assert newest, "the run is complete"
+
+    def show(**facts: Any) -> None:
+        manifest.write_json(experiment.state, read_state(experiment) | facts)
+
+    copier = _make_copier(config, experiment, Journal(experiment, 0).add_event, show)
+    try:
+        lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
+    except DirectoryHeld:
+        return  # the launch that has completed the run is still copying
+    try:
+        if not is_restart(experiment):
+            copier.open()
+        copier.start(newest.step, lambda step: None)
+        copier.hurry(60 * config.ckpt_copy_wait)
+        poll(lambda: copier.wait(1.0) or copier.has_given_up(), 0.0, 60 * config.ckpt_copy_wait)
+        copier.close()
+    finally:
+        lease.release()
+
+
+def _make_copier(
+    config: Config, experiment: Experiment, note: Note, show: Callable[..., None]
+) -> Copier:
+    assert config.ckpt_copy_to
+    return Copier(
+        config.ckpt_copy_to,
+        experiment,
+        read_config(experiment)["run"],
+        keep=config.ckpt_copy_keep,
+        keep_every=config.ckpt_keep_every or 0,
+        note=note,
+        show=show,
+    )
+
+
+def _warn_of_same_disk(config: Config, experiment: Experiment) -> None:
+    target = Path(config.ckpt_copy_to or "")
+    if s3.is_url(str(config.ckpt_copy_to)) or not target.is_dir():
+        return
+    if target.stat().st_dev == experiment.root.stat().st_dev:
+        log.warn(
+            f"--ckpt-copy-to {target} is on the same file system as {experiment.root}: the copies "
+            "do not survive its loss"
+        )

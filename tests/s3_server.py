@@ -1,0 +1,247 @@
+"""A local stand-in for S3: an HTTP server with the requests that lib/hub/s3.py makes, and faults.
+
+If S3_TEST_ENDPOINT is the address of another server, such as that of moto, the tests that need no
+faults use it instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import itertools
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+OTHER_SERVER = os.environ.get("S3_TEST_ENDPOINT", "")
+BUCKET = "bucket"
+_KEY_ID = "test-key"
+_SECRET = "the-secret-of-the-tests"
+_PAGE = 3  # names in an answer, so that listings have several pages
+
+
+@dataclass
+class S3Store:
+    """The objects of one bucket, by name, and the faults of the server.
+
+    checksums: by name, as S3 reports them. uploads: parts by number, by upload. keeps_checksums:
+    report them. corrupts: a bit changes in objects whose names match. status: answer all requests
+    with this error. hangs: answer nothing. seconds: time before the answer to an upload. requests:
+    method and name of each request.
+    """
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)
+    uploads: dict[str, tuple[str, dict[int, bytes]]] = field(default_factory=dict)
+    keeps_checksums: bool = True
+    corrupts: str = "nothing is corrupted"
+    status: int = 0
+    hangs: bool = False
+    seconds: float = 0.0
+    requests: list[tuple[str, str]] = field(default_factory=list)
+
+    def put(self, name: str, content: bytes, checksum: str) -> None:
+        """Store an object, perhaps damaged; the checksum is that of the stored bytes."""
+        if re.search(self.corrupts, name) and content:
+            content = bytes([content[0] ^ 1]) + content[1:]
+            checksum = _checksum(content)
+        self.objects[name] = content
+        self.checksums[name] = checksum
+
+
+def _checksum(content: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(content).digest()).decode()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    store: S3Store
+    connections: list[socket.socket]
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # bytes; headers and content in one packet
+    _numbers = itertools.count(1)
+
+    def setup(self) -> None:
+        super().setup()
+        self.connections.append(self.connection)
+
+    def handle_expect_100(self) -> bool:
+        is_expected = super().handle_expect_100()
+        self.wfile.flush()  # the client waits for this answer before it sends the content
+        return is_expected
+
+    def do_GET(self) -> None:
+        self._serve()
+
+    do_PUT = do_POST = do_HEAD = do_DELETE = do_GET
+
+    def _serve(self) -> None:
+        content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = urlsplit(self.path)
+        bucket, _, name = unquote(parts.path).lstrip("/").partition("/")
+        query = {key: values[0] for key, values in parse_qs(parts.query, True).items()}
+        self.store.requests.append((self.command, name))
+        while self.store.hangs:
+            time.sleep(0.05)
+        claimed = self.headers.get("x-amz-checksum-sha256")
+        if self.store.status:
+            self._refuse(self.store.status, "SlowDown", "Please reduce your request rate.")
+        elif f"Credential={_KEY_ID}/" not in self.headers.get("Authorization", ""):
+            self._refuse(403, "InvalidAccessKeyId", "The AWS Access Key Id does not exist.")
+        elif bucket != BUCKET:
+            self._refuse(404, "NoSuchBucket", "The specified bucket does not exist")
+        elif claimed and self.command == "PUT" and claimed != _checksum(content):
+            self._refuse(400, "BadDigest", "The SHA256 you specified did not match.")
+        else:
+            if self.command == "PUT":
+                time.sleep(self.store.seconds)
+            getattr(self, f"_{self.command.lower()}")(name, query, content)
+
+    def _put(self, name: str, query: dict[str, str], content: bytes) -> None:
+        if "uploadId" in query:
+            self.store.uploads[query["uploadId"]][1][int(query["partNumber"])] = content
+        else:
+            self.store.put(name, content, _checksum(content))
+        self._answer(b"", {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
+
+    def _post(self, name: str, query: dict[str, str], content: bytes) -> None:
+        if "delete" in query:
+            keys = [e.text or "" for e in ElementTree.fromstring(content).iter() if "Key" in e.tag]
+            for key in keys:
+                self.store.objects.pop(key, None)
+            self._answer(b"<DeleteResult></DeleteResult>")
+        elif "uploads" in query:
+            upload = f"upload-{next(self._numbers)}"
+            self.store.uploads[upload] = name, {}
+            self._answer(f"<R><UploadId>{upload}</UploadId></R>".encode())
+        else:
+            parts = self.store.uploads.pop(query["uploadId"])[1]
+            ordered = [parts[number] for number in sorted(parts)]
+            digests = b"".join(hashlib.sha256(part).digest() for part in ordered)
+            self.store.put(name, b"".join(ordered), f"{_checksum(digests)}-{len(parts)}")
+            self._answer(b'<R><ETag>"e"</ETag></R>')
+
+    def _get(self, name: str, query: dict[str, str], content: bytes) -> None:
+        if "uploads" in query:
+            uploads = "".join(
+                f"<Upload><Key>{escape(key)}</Key><UploadId>{upload}</UploadId></Upload>"
+                for upload, (key, _) in self.store.uploads.items()
+                if key.startswith(query["prefix"])
+            )
+            self._answer(f"<R><IsTruncated>false</IsTruncated>{uploads}</R>".encode())
+        elif "list-type" in query:
+            self._list(query)
+        elif name in self.store.objects:
+            self._answer(self.store.objects[name])
+        else:
+            self._refuse(404, "NoSuchKey", "The specified key does not exist.")
+
+    def _list(self, query: dict[str, str]) -> None:
+        start = query["prefix"]
+        names = sorted(name for name in self.store.objects if name.startswith(start))
+        folders = set()
+        if "delimiter" in query:
+            rests = {name: name[len(start) :] for name in names}
+            folders = {start + r.partition("/")[0] + "/" for r in rests.values() if "/" in r}
+            names = [name for name, rest in rests.items() if "/" not in rest]
+        entries = [("CommonPrefixes", "Prefix", each) for each in sorted(folders)]
+        entries += [("Contents", "Key", each) for each in names]
+        first = int(query.get("continuation-token", 0))
+        page = "".join(
+            f"<{outer}><{inner}>{escape(text)}</{inner}></{outer}>"
+            for outer, inner, text in entries[first : first + _PAGE]
+        )
+        is_cut = len(entries) > first + _PAGE
+        more = f"<NextContinuationToken>{first + _PAGE}</NextContinuationToken>" if is_cut else ""
+        cut = str(is_cut).lower()
+        self._answer(f"<R><IsTruncated>{cut}</IsTruncated>{page}{more}</R>".encode())
+
+    def _head(self, name: str, query: dict[str, str], content: bytes) -> None:
+        if name not in self.store.objects:
+            self._answer(b"", status=404)
+            return
+        checksum = self.store.checksums[name]
+        headers = {"x-amz-checksum-sha256": checksum} if self.store.keeps_checksums else {}
+        self._answer(self.store.objects[name], headers)
+
+    def _delete(self, name: str, query: dict[str, str], content: bytes) -> None:
+        self.store.uploads.pop(query["uploadId"], None)
+        self._answer(b"", status=204)
+
+    def _refuse(self, status: int, code: str, text: str) -> None:
+        self._answer(
+            f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode(), {}, status
+        )
+
+    def _answer(
+        self, content: bytes, headers: dict[str, str] | None = None, status: int = 200
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+class S3Server:
+    """A server that can be stopped and started again with its objects."""
+
+    def __init__(self) -> None:
+        self.store = S3Store()
+        self._connections: list[socket.socket] = []
+        more = {"store": self.store, "connections": self._connections}
+        self._handler = type("Handler", (_Handler,), more)
+        self._port = 0
+        self.start()
+
+    def start(self) -> None:
+        """Listen on the port of the first start."""
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), self._handler)
+        self._server.daemon_threads = True
+        self._port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Break all connections, as if the server was killed, and refuse new ones."""
+        self._server.shutdown()
+        self._server.server_close()
+        for connection in self._connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._connections.clear()
+
+    def environment(self, key_id: str = _KEY_ID) -> dict[str, str]:
+        """Return the environment variables of a client, with an address and credentials."""
+        return {
+            "AWS_ENDPOINT_URL": OTHER_SERVER or f"http://127.0.0.1:{self._port}",
+            "AWS_ACCESS_KEY_ID": key_id,
+            "AWS_SECRET_ACCESS_KEY": _SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+
+@contextmanager
+def serve_s3() -> Iterator[S3Server]:
+    """Run a server for the time of a context."""
+    server = S3Server()
+    try:
+        yield server
+    finally:
+        server.store.hangs = False
+        server.stop()
