@@ -12,10 +12,12 @@ the run, on every node.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launch.supervision import network
 from launch.supervision.attempt import NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
+from launch.supervision.end_command import EndCommand
 from launch.supervision.head import Head
 from launch.supervision.node import Follower, NodeLauncher
 from lib.core import commands, launcher, liveness, options, stage, units
@@ -129,7 +132,10 @@ def parse(argv: list[str]) -> Options:
             expected=f"0 to {opts.nnodes - 1}, a different number on every node",
         )
     if opts.nnodes > 1 and not opts.head:
-        problems.add("--head is missing: the address of node 0")
+        problems.add(
+            "--head is missing: the address of node 0",
+            expected="the option, or MASTER_ADDR in the environment of launch/multi_node.sh",
+        )
     problems.raise_if_any()
     return opts
 
@@ -137,7 +143,7 @@ def parse(argv: list[str]) -> Options:
 def read_stage_options(words: list[str]) -> Config:
     """Return the options of stage 04. Raises UsageError without an experiment or a dataset."""
     opts = command_line.parse_options(words)
-    if not opts.experiment_name or not opts.dataset_name:
+    if not opts.bench and not (opts.experiment_name and opts.dataset_name):
         raise UsageError("-e and -d are missing after `--`: a name for the run, and a dataset")
     return opts
 
@@ -190,12 +196,14 @@ def main(argv: list[str]) -> None:
     assert opts and config  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
-    experiment = Experiment((config.save_dir or OUTPUTS).absolute(), config.experiment_name or "")
+    name = "bench" if config.bench else config.experiment_name
+    experiment = Experiment((config.save_dir or OUTPUTS).absolute(), name)
     print_command(opts, command)
     if opts.dry_run:
         print("dry run: nothing was started")
         return
     os.environ.setdefault(launcher.MARK, liveness.process_identity(os.getpid()))
+    os.environ[launcher.ENDS_RUN] = json.dumps(liveness.process_record(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
     board.require_writable()
@@ -209,6 +217,7 @@ def main(argv: list[str]) -> None:
             experiment,
             opts.max_restarts,
             opts.backoff,
+            EndCommand(config, experiment),
         )
 
     def handle_signal(number: int, frame: FrameType | None) -> None:
@@ -217,6 +226,9 @@ def main(argv: list[str]) -> None:
     for number in _SIGNALS:
         signal.signal(number, handle_signal)
     code = node.run()
+    if config.bench:
+        with suppress(OSError):  # there is none, or it contains more than notes of launchers
+            OUTPUTS.rmdir()
     sys.stdout.flush()
     os._exit(code)
 

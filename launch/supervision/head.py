@@ -9,6 +9,7 @@ from typing import Any
 from launch.supervision import outcome
 from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
+from launch.supervision.end_command import EndCommand
 from launch.supervision.node import ANNOUNCE_AFTER_S, OTHERS_LEAVE_TIMEOUT_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
 from lib.core import paths, run_records, units
@@ -23,7 +24,8 @@ _MAX_BACKOFF_S = 300.0
 class Head(NodeLauncher):
     """The launcher of node 0.
 
-    backoff: seconds before the first restart; doubled each time.
+    backoff: seconds before the first restart; doubled each time. end_command: runs when the launch
+    is over.
     """
 
     def __init__(
@@ -35,11 +37,14 @@ class Head(NodeLauncher):
         experiment: Experiment,
         max_restarts: int,
         backoff: float,
+        end_command: EndCommand,
     ) -> None:
         super().__init__(command, board, patience)
         self._others = range(1, nodes)
         self._experiment = experiment
         self._backoff = backoff
+        self._end_command = end_command
+        self._is_held = False  # by another launch, whose run this one must not end
         self._history = History(max_restarts, newest=self._newest())
         self._digest_before = self._config_digest()
         self._not_before = 0.0
@@ -128,6 +133,7 @@ class Head(NodeLauncher):
             ):
                 attempt.abandon()
         outcomes, lost = self._wait_for_others([attempt.outcome()], members)
+        self._is_held = any(f.is_held() for node in outcomes for f in node.failures)
         self._history.note_newest(self._newest())
         state = self._new_state()
         if self.gave_up and (verdict := outcome.judge_given_up(outcomes, state, self.since_save())):
@@ -182,8 +188,12 @@ class Head(NodeLauncher):
         return outcomes, lost
 
     def _leave(self, code: int, why: str) -> int:
-        """Post the exit code for all nodes, and wait until they have read it."""
+        """Run the command of --on-end, then post the exit code and wait until all have read it."""
         self.announce(f"exit code {code}: {why}")
+        if not self._is_held:
+            self._end_command.start(code, why, self.announce)
+        while self._end_command.is_running():  # Slurm kills this node soon after others have left
+            self.turn(self._others, "finish", **self._round_facts)
         deadline = time.monotonic() + OTHERS_LEAVE_TIMEOUT_S
         self.post("leave", code=code)
         while (

@@ -57,15 +57,17 @@ class Failure:
             self.kind in ("StageError", "Watchdog") or bool(_NETWORK_ERROR.search(self.text))
         )
 
+    def is_held(self) -> bool:
+        """Return whether another launch holds the directory of the run."""
+        return self.kind == ExperimentHeld.__name__
+
     def is_final(self, has_begun: bool) -> bool:
         """Return whether this failure ends the run. has_begun: see `judge`.
 
         After a restart, a lock of the experiment that is still held is not final: a node that was
         cut off may hold it for a while.
         """
-        return self.code in _FINAL_CODES and not (
-            has_begun and self.kind == ExperimentHeld.__name__
-        )
+        return self.code in _FINAL_CODES and not (has_begun and self.is_held())
 
     def is_bug(self) -> bool:
         return (

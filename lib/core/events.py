@@ -20,8 +20,13 @@ class Event(str, Enum):
     ROLLBACK = "rollback"
     DISK_FULL = "disk_full"
     LOCAL_SAVE_FAILED = "local_save_failed"
+    COPY = "copy"
+    COPY_FAILED = "copy_failed"
+    RESTORE = "restore"
     FAILED = "failed"
     COMPLETE = "complete"
+    ON_END = "on_end"
+    ON_END_FAILED = "on_end_failed"
 
 
 class EventDescription(NamedTuple):
@@ -35,7 +40,13 @@ class EventDescription(NamedTuple):
 
 
 DESCRIPTIONS = {
-    Event.START: EventDescription("A run begins at step 0.", {"ranks": "number of ranks"}),
+    Event.START: EventDescription(
+        "A run begins at step 0.",
+        {
+            "ranks": "number of ranks",
+            "weights": "the directory of `--resume-from-foreign`; absent without that option",
+        },
+    ),
     Event.RESUME: EventDescription(
         "A launch continues from the checkpoint of this step.",
         {
@@ -52,7 +63,8 @@ DESCRIPTIONS = {
         "Checkpoints were deleted.",
         {
             "steps": "steps of the deleted checkpoints",
-            "where": "the second tier; absent for the shared checkpoints",
+            "where": "the second tier, or the place of `--ckpt-copy-to`; absent for the shared "
+            "checkpoints",
             "reason": "the cause; absent if it is the retention rules",
         },
     ),
@@ -60,7 +72,8 @@ DESCRIPTIONS = {
         "Leftovers of killed saves or interrupted deletions were deleted.",
         {
             "paths": "the deleted paths",
-            "where": "the second tier; absent for the shared checkpoints",
+            "where": "the second tier, or the place of `--ckpt-copy-to`; absent for the shared "
+            "checkpoints",
         },
     ),
     Event.QUARANTINE: EventDescription(
@@ -89,12 +102,37 @@ DESCRIPTIONS = {
     Event.LOCAL_SAVE_FAILED: EventDescription(
         "A save to the second tier was skipped.", {"reason": "the error"}
     ),
+    Event.COPY: EventDescription(
+        "The checkpoint of this step was copied with `--ckpt-copy-to`, and the copy was verified.",
+        {"path": "the copy", "seconds": "how long that took"},
+    ),
+    Event.COPY_FAILED: EventDescription(
+        "A checkpoint could not be copied; it is tried again. `step` is that of the newest copy.",
+        {"reason": "the error"},
+    ),
+    Event.RESTORE: EventDescription(
+        "The run had no complete checkpoint, and that of this step was restored from its copy.",
+        {"path": "the copy"},
+    ),
     Event.FAILED: EventDescription(
         "An error ended the launch. An error before the first step is only in the log.",
         {"reason": "first line of the error"},
     ),
     Event.COMPLETE: EventDescription(
         "The run has done all its steps, and the last one is saved.", {}
+    ),
+    Event.ON_END: EventDescription(
+        "The command of `--on-end` has succeeded.",
+        {"status": "`STATUS` of the command", "seconds": "how long it ran"},
+    ),
+    Event.ON_END_FAILED: EventDescription(
+        "The command of `--on-end` has failed or was killed; `logs/on_end.log` contains its "
+        "output.",
+        {
+            "status": "`STATUS` of the command",
+            "seconds": "how long it ran",
+            "reason": "its exit code, or why it has none",
+        },
     ),
 }
 
@@ -106,5 +144,8 @@ PROBLEMS = {
     Event.ROLLBACK,
     Event.DISK_FULL,
     Event.LOCAL_SAVE_FAILED,
+    Event.COPY_FAILED,
+    Event.RESTORE,
     Event.FAILED,
+    Event.ON_END_FAILED,
 }

@@ -1,4 +1,4 @@
-"""Define the units and meanings of the keys of metrics.jsonl and state.json."""
+"""Define the units and meanings of the keys of metrics.jsonl, state.json and metrics.prom."""
 
 from __future__ import annotations
 
@@ -7,121 +7,185 @@ from typing import NamedTuple
 
 
 class Figure(NamedTuple):
-    """Describes a key of metrics.jsonl or state.json. unit: empty if the value has none."""
+    """Describes a key of metrics.jsonl or state.json.
+
+    unit: empty if the value has none. prometheus: name of the gauge in metrics.prom without
+    `llm_train_`; empty if that file omits the value.
+    """
 
     unit: str
     meaning: str
+    prometheus: str = ""
 
 
 # In the order in which a row contains them. NN stands for the number of a layer, DATASET for the
 # name of a dataset.
 METRICS = {
-    "step": Figure("", "optimizer steps done"),
+    "step": Figure("", "optimizer steps done", "step"),
     "time": Figure(
-        "UTC", "when the host ended the step; a GPU may be behind by less than one step"
+        "UTC",
+        "when the host ended the step; a GPU may be behind by less than one step",
+        "row_timestamp_seconds",
     ),
     "epoch": Figure(
         "",
         "passes over the data until then; with `--streaming`, passes of rank 0 over its part of "
         "the files",
+        "epoch",
     ),
     "train/loss": Figure(
         "nats per token",
         "mean over the label tokens of this step on all ranks; 0 if the step has none, which can "
         "happen with a chat dataset",
+        "loss",
     ),
     "train/loss_mean": Figure(
         "nats per token",
         "mean of `train/loss` over the window; the console, the progress bar and the line in "
         "`loss.png` show this value",
+        "loss_mean",
     ),
-    "train/grad_norm": Figure("", "global gradient norm of this step, before clipping"),
-    "train/learning_rate": Figure("", "learning rate of this step"),
-    "train/tokens_seen": Figure("tokens", "tokens of all launches, without padding"),
+    "train/grad_norm": Figure(
+        "", "global gradient norm of this step, before clipping", "gradient_norm"
+    ),
+    "train/learning_rate": Figure("", "learning rate of this step", "learning_rate"),
+    "train/tokens_seen": Figure("tokens", "tokens of all launches, without padding", "seen_tokens"),
     "train/router_aux_loss": Figure(
         "",
         "load-balancing loss of this step before its coefficient, not part of `train/loss`; with "
         "`--router-aux-loss`",
+        "router_aux_loss",
     ),
-    "experts/max_load": Figure("× mean", "largest `experts/layer_NN/max_load`"),
+    "experts/max_load": Figure(
+        "× mean", "largest `experts/layer_NN/max_load`", "experts_max_load_ratio"
+    ),
     "experts/layer_NN/max_load": Figure(
-        "× mean", "load of the layer's fullest expert in the window, relative to the mean load"
+        "× mean",
+        "load of the layer's fullest expert in the window, relative to the mean load",
+        "experts_layer_max_load_ratio",
     ),
-    "experts/starved": Figure("share", "mean of `experts/layer_NN/starved`"),
+    "experts/starved": Figure(
+        "share", "mean of `experts/layer_NN/starved`", "experts_starved_ratio"
+    ),
     "experts/layer_NN/starved": Figure(
-        "share", "experts of the layer with less than a tenth of the mean load in the window"
+        "share",
+        "experts of the layer with less than a tenth of the mean load in the window",
+        "experts_layer_starved_ratio",
     ),
     "perf/tokens_per_sec": Figure(
-        "tokens/s", "tokens of a step on all ranks, padding included, ÷ `time/total`"
+        "tokens/s",
+        "tokens of a step on all ranks, padding included, ÷ `time/total`",
+        "tokens_per_second",
     ),
-    "perf/tokens_per_sec_per_device": Figure("tokens/s", "`perf/tokens_per_sec` ÷ ranks"),
+    "perf/tokens_per_sec_per_device": Figure(
+        "tokens/s", "`perf/tokens_per_sec` ÷ ranks", "device_tokens_per_second"
+    ),
     "perf/label_tokens_per_sec": Figure(
-        "tokens/s", "label tokens of the window on all ranks ÷ its time"
+        "tokens/s", "label tokens of the window on all ranks ÷ its time", "label_tokens_per_second"
+    ),
+    "perf/samples_per_sec": Figure(
+        "samples/s",
+        "samples of a step on all ranks (the global batch) ÷ `time/total`",
+        "samples_per_second",
     ),
     "perf/tflops": Figure(
         "TFLOP/s",
         "operations of one device in the window, counted as 6 N + 12 L H Q T per token (4 N for "
         "frozen weights)",
+        "device_flop_per_second",
     ),
-    "perf/mfu": Figure("share", "`perf/tflops` ÷ the peak that the log prints at the start"),
+    "perf/mfu": Figure(
+        "share", "`perf/tflops` ÷ the peak that the log prints at the start", "mfu_ratio"
+    ),
     "perf/run_tokens_per_sec": Figure(
         "tokens/s",
         "tokens of a step on all ranks, padding included, ÷ mean step time of the launch, with "
         "evaluation and saves; from the second step on",
+        "launch_tokens_per_second",
     ),
     "perf/eta_sec": Figure(
         "s",
         "remaining steps × mean step time of the launch, with evaluation and saves; absent in the "
         "first and the last row",
+        "remaining_seconds",
     ),
-    "time/data": Figure("ms per step", "mean time to get the batches, over the window"),
-    "time/forward": Figure("ms per step", "mean time of the forward passes"),
-    "time/backward": Figure("ms per step", "mean time of the backward passes"),
-    "time/update": Figure("ms per step", "mean time of clipping and the optimizer"),
-    "time/optimizer": Figure("ms per step", "mean time of the optimizer, a part of `time/update`"),
+    "time/data": Figure(
+        "ms per step", "mean time to get the batches, over the window", "step_data_seconds"
+    ),
+    "time/forward": Figure(
+        "ms per step", "mean time of the forward passes", "step_forward_seconds"
+    ),
+    "time/backward": Figure(
+        "ms per step", "mean time of the backward passes", "step_backward_seconds"
+    ),
+    "time/update": Figure(
+        "ms per step", "mean time of clipping and the optimizer", "step_update_seconds"
+    ),
+    "time/optimizer": Figure(
+        "ms per step",
+        "mean time of the optimizer, a part of `time/update`",
+        "step_optimizer_seconds",
+    ),
     "time/total": Figure(
         "ms per step",
         "wall time of the window ÷ its steps, on a GPU by the GPU's clock, without evaluation and "
         "waits for saves",
+        "step_seconds",
     ),
     "perf/loader_share": Figure(
-        "share", "share of the step time spent waiting for data; with `--streaming`"
+        "share",
+        "share of the step time spent waiting for data; with `--streaming`",
+        "loader_wait_ratio",
     ),
     "perf/loader_tokens_per_sec_per_device": Figure(
-        "tokens/s", "tokens that the workers of this rank could produce; with `--streaming`"
+        "tokens/s",
+        "tokens that the workers of this rank could produce; with `--streaming`",
+        "loader_device_tokens_per_second",
     ),
-    "memory/current_gib": Figure("GiB", "memory in use, rank 0"),
-    "memory/reserved_gib": Figure("GiB", "memory held by the allocator, rank 0"),
-    "memory/total_gib": Figure("GiB", "memory of the device, rank 0"),
+    "memory/current_gib": Figure("GiB", "memory in use, rank 0", "memory_in_use_bytes"),
+    "memory/reserved_gib": Figure(
+        "GiB", "memory held by the allocator, rank 0", "memory_reserved_bytes"
+    ),
+    "memory/total_gib": Figure("GiB", "memory of the device, rank 0", "memory_size_bytes"),
     "memory/peak_gib": Figure(
         "GiB",
         "largest memory in use since this launch allocated the model (a GPU's allocator; resident "
         "memory on a CPU), rank 0",
+        "memory_peak_bytes",
     ),
     "memory/window_peak_gib": Figure(
         "GiB",
         "the peak since the previous row, with evaluation and saves. Some Linux kernels do not let "
         "a process reset its peak; a CPU run then reports the peak of the process",
+        "memory_window_peak_bytes",
     ),
     "memory/alloc_retries": Figure(
         "",
         "how often the allocator of a GPU had to return cached memory since the launch began, "
         "rank 0; not on a CPU",
+        "memory_allocation_retries",
     ),
-    "perf/slowest_rank": Figure("rank", "the rank that takes longest for data and optimizer"),
+    "perf/slowest_rank": Figure(
+        "rank", "the rank that takes longest for data and optimizer", "slowest_rank"
+    ),
     "perf/slowest_ratio": Figure(
-        "× median", "time of that rank for them, relative to the median rank"
+        "× median", "time of that rank for them, relative to the median rank", "slowest_rank_ratio"
     ),
-    "memory/max_peak_gib": Figure("GiB", "largest `memory/peak_gib` of all ranks"),
-    "memory/max_peak_rank": Figure("rank", "the rank with that peak"),
+    "memory/max_peak_gib": Figure(
+        "GiB", "largest `memory/peak_gib` of all ranks", "memory_max_peak_bytes"
+    ),
+    "memory/max_peak_rank": Figure("rank", "the rank with that peak", "memory_max_peak_rank"),
     "eval/loss": Figure(
         "nats per token",
         "mean over the label tokens of the first `--eval-batches` global batches of the "
         "validation split; with several datasets, their weighted mean",
+        "validation_loss",
     ),
-    "eval/perplexity": Figure("", "exp(`eval/loss`)"),
+    "eval/perplexity": Figure("", "exp(`eval/loss`)", "validation_perplexity"),
     "eval/loss/DATASET": Figure(
-        "nats per token", "validation loss of one dataset; with several datasets"
+        "nats per token",
+        "validation loss of one dataset; with several datasets",
+        "dataset_validation_loss",
     ),
 }
 
@@ -129,6 +193,7 @@ STATE = {
     "status": Figure(
         "",
         "`running` (also after a kill), `complete`, `preempted`, `failed` or `disk_full`",
+        "status",
     ),
     "step": Figure("", "optimizer steps done"),
     "global_step": Figure("", "the value of `step`, under the name that other trainers use"),
@@ -137,12 +202,22 @@ STATE = {
         "passes over the data; with `--streaming`, passes of rank 0 over its part of the files, "
         "in whole pieces of files",
     ),
-    "total_steps": Figure("", "steps of the whole run"),
+    "total_steps": Figure("", "steps of the whole run", "planned_steps"),
     "tokens": Figure("tokens", "tokens of all launches, without padding"),
     "sample_cursor": Figure("samples", "samples read so far"),
     "samples": Figure("samples", "samples in an epoch"),
-    "checkpoints": Figure("", "steps of the complete checkpoints"),
-    "updated": Figure("UTC", "when the file was written"),
+    "checkpoints": Figure(
+        "", "steps of the complete checkpoints (in metrics.prom: the newest)", "checkpoint_step"
+    ),
+    "copied": Figure(
+        "",
+        "step of the newest complete copy, null if there is none; with `--ckpt-copy-to`",
+        "copied_checkpoint_step",
+    ),
+    "copy_error": Figure(
+        "", "why the last copy failed, empty if it did not; with `--ckpt-copy-to`"
+    ),
+    "updated": Figure("UTC", "when the file was written", "state_timestamp_seconds"),
 }
 
 

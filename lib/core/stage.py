@@ -15,6 +15,7 @@ from lib.core import commands, launcher, log, offline, streams
 from lib.core.errors import EXIT_BUG, EXIT_DONE, Preempted, StageError, UsageError, from_os_error
 
 _AFTER_RANK_0_S = 2.0
+_at_end: list[Callable[[int, BaseException | None], object]] = []
 
 
 def run(
@@ -30,22 +31,35 @@ def run(
         offline.enable()
     faulthandler.enable()
     log.setup()
+    ended_by: BaseException | None = None
     try:
         main(sys.argv[1:])
         code = EXIT_DONE
     except SystemExit:  # --help
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        ended_by = error
         if log.rank() == 0:  # all ranks receive Ctrl-C
             print("\ninterrupted; run the same command again to continue", file=sys.stderr)
         code = 128 + signal.SIGINT
     except BaseException as error:  # DCP raises errors that are no Exception
-        known = _find_known_error(error)
+        ended_by = error
+        known = find_known_error(error)
         code = _report_error(known) if known else _report_bug(error)
+    for function in _at_end:
+        function(code, ended_by)
     _end_process(code)
 
 
-def _find_known_error(error: BaseException) -> StageError | None:
+def call_at_end(function: Callable[[int, BaseException | None], object]) -> None:
+    """Call a function with the exit code and the error (or None), after the error was printed.
+
+    The function must raise nothing.
+    """
+    _at_end.append(function)
+
+
+def find_known_error(error: BaseException) -> StageError | None:
     """Return the StageError for an error that a person can fix, None for a bug."""
     if isinstance(error, StageError):
         return error

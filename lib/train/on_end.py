@@ -1,0 +1,163 @@
+"""Run the command of --on-end: with a time limit, without a terminal, and without consequences.
+
+Launchers call this, and the watcher of stage 04 (lib/train/end_watcher.py). Nothing that the
+command does changes the exit code of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from typing import IO, NamedTuple
+
+from lib.core import launcher, offline, records, run_records
+from lib.core.commands import LAUNCHED_AS
+from lib.core.errors import EXIT_DISK_FULL, EXIT_DONE, EXIT_PREEMPTED
+from lib.core.events import Event
+from lib.core.paths import Experiment
+from lib.train.journal import Journal, format_time
+
+EXIT_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
+KILL_S = 3.0  # the most seconds that it takes to kill a command
+_TERMINATE_S = 2.0  # of these, between SIGTERM and SIGKILL
+_DRAIN_S = 0.5
+_MOST_OUTPUT = 64 << 10  # bytes that are kept
+_TAIL = 256 << 10  # bytes of metrics.jsonl
+_LONGEST_REASON = 500
+# A command may start torch itself, and another run.
+_OF_THE_LAUNCH = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PET_.*|"
+    rf"{launcher.MARK}|{launcher.ENDS_RUN}|{LAUNCHED_AS}"
+)
+
+
+class Ending(NamedTuple):
+    """How a launch ended. status: as in state.json. reason: one line, empty if complete."""
+
+    status: str
+    exit_code: int
+    reason: str = ""
+
+
+def ending_of(exit_code: int, reason: str) -> Ending:
+    """Return the ending of a launch with an exit code."""
+    statuses = {code: status for status, code in EXIT_CODES.items()}
+    status = statuses.get(exit_code, "failed")
+    return Ending(status, exit_code, "" if status == "complete" else reason)
+
+
+def run_command(
+    command: str,
+    seconds: float,
+    experiment: Experiment,
+    ending: Ending,
+    environment: dict[str, str],
+) -> str:
+    """Run a command with `sh -c`, record its outcome as an event, and return a text about it.
+
+    environment: variables besides those about the run. Takes at most `seconds` and KILL_S, and
+    raises nothing.
+    """
+    facts = read_facts(experiment, ending)
+    began = time.monotonic()
+    failure, output = _execute(command, seconds, environment | facts)
+    duration = round(time.monotonic() - began, 1)
+    outcome = f"the command of --on-end {'failed: ' + failure if failure else 'succeeded'}"
+    if experiment.root.is_dir():
+        reason = {"reason": failure} if failure else {}
+        journal = Journal(experiment, 0)
+        step = int(facts["STEP"])
+        if failure:
+            journal.add_event(
+                Event.ON_END_FAILED, step, status=ending.status, seconds=duration, **reason
+            )
+        else:
+            journal.add_event(Event.ON_END, step, status=ending.status, seconds=duration)
+        with suppress(OSError):
+            experiment.logs.mkdir(exist_ok=True)
+            with (experiment.logs / "on_end.log").open("ab", buffering=0) as file:
+                file.write(f"{format_time()} {ending.status}: {outcome}\n".encode() + output)
+        if output:
+            outcome += f"; its output is in {experiment.logs / 'on_end.log'}"
+    return f"{outcome} ({duration:g} s)"
+
+
+def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
+    """Return the variables about a run, from its files, which a killed rank leaves behind too."""
+    state = run_records.read_state(experiment.state)
+    rows = [row for row in records.read_log_tail(experiment.metrics, _TAIL) if "train/loss" in row]
+    loss = run_records.mean_loss(rows[-1]) if rows else math.nan
+    return {
+        "EXP": experiment.root.name,
+        "SAVE_DIR": str(experiment.root.parent.absolute()),
+        "STATUS": ending.status,
+        "STEP": str(max(state.get("step", 0), rows[-1]["step"] if rows else 0)),
+        "LOSS": f"{loss:.6g}" if rows else "",
+        "EXIT_CODE": str(ending.exit_code),
+        "REASON": run_records.one_line(ending.reason)[:_LONGEST_REASON],
+    }
+
+
+def user_environment() -> dict[str, str]:
+    """Return the environment of this process as the user made it, for a command of the user.
+
+    The command may use the network, and it is no rank of torchrun.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if offline.OFFLINE_ENVIRONMENT.get(name) != value and not _OF_THE_LAUNCH.fullmatch(name)
+    }
+
+
+def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple[str, bytes]:
+    """Run a command; return why it failed, "" if it succeeded, and the beginning of its output."""
+    try:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    except (OSError, ValueError) as error:
+        return f"it cannot be started: {error}", b""
+    output = bytearray()
+    reader = threading.Thread(target=_drain, args=(process.stdout, output), daemon=True)
+    reader.start()
+    try:
+        code = process.wait(seconds)
+        failure = f"exit code {code}" if code > 0 else ""
+        if code < 0:
+            failure = f"killed by {signal.Signals(-code).name}"
+    except subprocess.TimeoutExpired:
+        failure = f"it did not end within {seconds:g} s and was killed"
+        _kill(process)
+    reader.join(_DRAIN_S)  # a process in the background may keep the pipe open
+    return failure, bytes(output)
+
+
+def _drain(pipe: IO[bytes], output: bytearray) -> None:
+    """Read a pipe to its end, and keep the beginning."""
+    with suppress(OSError, ValueError):
+        while chunk := os.read(pipe.fileno(), 1 << 16):
+            output += chunk[: max(0, _MOST_OUTPUT - len(output))]
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command with all processes of its session's first group."""
+    for number, patience in (
+        (signal.SIGTERM, _TERMINATE_S),
+        (signal.SIGKILL, KILL_S - _TERMINATE_S),
+    ):
+        with suppress(OSError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)

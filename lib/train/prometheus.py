@@ -1,0 +1,148 @@
+"""Write metrics.prom: the figures of a run for the textfile collector of Prometheus' node_exporter.
+
+The file contains the last row of metrics.jsonl and the status of state.json as gauges. It is
+replaced by a rename, so a reader never sees a part of it, and it does not grow.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from threading import Lock
+from typing import Any, NamedTuple
+
+from lib.core import log
+from lib.core.figures import METRICS, STATE, documented_name
+from lib.core.paths import Experiment
+
+PREFIX = "llm_train_"
+STATUSES = ("running", "complete", "preempted", "failed", "disk_full")
+_SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # to the base units of Prometheus
+_LAYER = re.compile(r"/layer_(\d+)/")
+_EVERY_S = 1.0  # between two rows; Prometheus reads less often
+_STICKY = "eval/"  # figures that stay until they are measured again
+
+
+class GaugeValue(NamedTuple):
+    """A value of a gauge, with its labels besides `exp`."""
+
+    name: str
+    help: str
+    labels: dict[str, str]
+    value: float
+
+
+class PrometheusFile:
+    """Replaces metrics.prom at each change of state.json and after rows, at most once per second.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, experiment: Experiment, rank: int, is_kept: bool = True) -> None:
+        """Write on rank 0, unless is_kept is False, as for a bench."""
+        self._active = rank == 0 and is_kept
+        self._path = experiment.prometheus
+        self._name = experiment.root.name
+        self._lock = Lock()
+        self._may_fail = log.WarnOnce(self._path.name)
+        self._row: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+        self._written = -_EVERY_S
+
+    def set_row(self, row: Mapping[str, Any], ended: float) -> None:
+        """Show a row of metrics.jsonl. ended: end of its step, in seconds since the epoch."""
+        with self._lock:
+            kept = {key: value for key, value in self._row.items() if key.startswith(_STICKY)}
+            self._row = {**kept, **row, "time": ended}
+            if time.monotonic() - self._written >= _EVERY_S:
+                self._write()
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Show the content of state.json, which changes now."""
+        with self._lock:
+            self._state = {**state, "updated": time.time()}
+            self._row["step"] = state.get("step", self._row.get("step"))
+            self._write()
+
+    def _write(self) -> None:
+        if not self._active:
+            return
+        self._written = time.monotonic()
+        samples = [*_read_state(self._state), *_read_row(self._row)]
+        # node_exporter reads names that end in .prom. A crash of the machine may leave an empty
+        # file; the next row replaces it.
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        with self._may_fail:
+            temporary.write_text(format_samples(samples, self._name), encoding="utf-8")
+            temporary.replace(self._path)
+
+
+def _read_row(row: Mapping[str, Any]) -> Iterator[GaugeValue]:
+    """Yield the samples of a row, in the order of METRICS."""
+    order = {key: number for number, key in enumerate(METRICS)}
+    documented = [(documented_name(key), key, value) for key, value in row.items()]
+    for name, key, value in sorted(documented, key=lambda item: order.get(item[0], -1)):
+        if name not in METRICS or not isinstance(value, (int, float)):
+            continue
+        unit, meaning, gauge = METRICS[name]
+        labels = {}
+        if layer := _LAYER.search(key):
+            labels = {"layer": str(int(layer[1]))}
+        elif name != key:
+            labels = {"dataset": key.removeprefix("eval/loss/")}
+        yield GaugeValue(gauge, meaning, labels, value * _SCALES.get(unit, 1))
+
+
+def _read_state(state: Mapping[str, Any]) -> Iterator[GaugeValue]:
+    """Yield the samples of state.json: one for each status, of which one is 1."""
+    values: dict[str, float | None] = {
+        "total_steps": state.get("total_steps"),
+        "checkpoints": max(state.get("checkpoints", []), default=None),
+        "copied": state.get("copied"),
+        "updated": state.get("updated"),
+    }
+    for status in STATUSES if state else ():
+        is_current = float(status == state.get("status"))
+        _, meaning, gauge = STATE["status"]
+        yield GaugeValue(gauge, meaning, {"status": status}, is_current)
+    for key, value in values.items():
+        if value is not None:
+            _, meaning, gauge = STATE[key]
+            yield GaugeValue(gauge, meaning, {}, value)
+
+
+def format_samples(samples: list[GaugeValue], experiment: str) -> str:
+    """Return samples in the text format of Prometheus. Those of a gauge must be adjacent.
+
+    Without timestamps, because the textfile collector refuses them.
+    """
+    lines = []
+    before = ""
+    for name, meaning, labels, value in samples:
+        if name != before:
+            before = name
+            lines += [
+                f"# HELP {PREFIX}{name} {_escape(meaning.replace('`', ''))}",
+                f"# TYPE {PREFIX}{name} gauge",
+            ]
+        pairs = [f'{key}="{_escape(text, True)}"' for key, text in _label(experiment, labels)]
+        lines.append(f"{PREFIX}{name}{{{','.join(pairs)}}} {_format_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _label(experiment: str, labels: dict[str, str]) -> list[tuple[str, str]]:
+    return [("exp", experiment), *labels.items()]
+
+
+def _escape(text: str, in_quotes: bool = False) -> str:
+    """Return a text as the format requires it: one line, and UTF-8 also for odd file names."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    text = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return text.replace('"', '\\"') if in_quotes else text
+
+
+def _format_number(value: float) -> str:
+    """Return a number as Go reads it."""
+    text = repr(value)
+    return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)
