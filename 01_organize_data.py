@@ -68,7 +68,7 @@ class OrganizeOptions(CommonOptions):
     )
     follow_symlinks: bool = option(
         False,
-        help="also take the targets of symbolic links, inside or outside the source "
+        help="also take the targets of symbolic links, even targets outside --src-dir "
         "(default: follow no link)",
     )
     num_workers: int = option(1)

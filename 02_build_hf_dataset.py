@@ -8,13 +8,14 @@
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
-Reads the splits of stage 01, or any directory. A plain-text file is one document. JSON has one
-document per element of a top-level list, otherwise one; JSON Lines one per line; YAML one per YAML
-document; CSV, TSV, Parquet and Arrow one per row. Files may be compressed (.gz .bz2 .xz .zst). The
-text of a structured document is all its string values, joined by newlines. With --format chat each
-record is a conversation: messages, prompt and completion, ShareGPT conversations, or alpaca
-(instruction and output). Writes a directory that datasets.load_from_disk opens. errors.jsonl in it
-lists every document and file that was skipped or repaired. This stage needs no network.
+Reads the splits of stage 01, or any directory. A plain-text file is one document. A JSON file
+gives one document per element if its top level is a list, and otherwise one document. JSON Lines
+gives one per line, YAML one per YAML document, and CSV, TSV, Parquet and Arrow one per row. Files
+may be compressed (.gz .bz2 .xz .zst). The text of a structured document is all its string values,
+joined by newlines. With --format chat each record is a conversation in one of four formats:
+`messages`, `prompt`/`completion`, ShareGPT (`conversations`) or alpaca (`instruction`/`output`).
+Writes a directory that datasets.load_from_disk opens. errors.jsonl in it lists every document and
+file that was skipped or repaired. This stage needs no network.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class BuildOptions(RowOptions, CommonOptions):
         1.0,
         parse=options.fraction,
         metavar="F",
-        help="fail if more than this fraction of the files cannot be read completely (1: never)",
+        help="fail if more than this fraction of the files is unreadable, wholly or in part "
+        "(1: never fail)",
     )
     only_splits: list[int] | None = option(
         None,

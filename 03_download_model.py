@@ -12,10 +12,10 @@ A model is written to .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/):
 and, from the Hub, safetensors weights. `from_pretrained` loads this plain directory, which can be
 copied to a machine without a network. Raw text is written to raw_text/ORG--NAME/, for stage 01.
 Each file is checked against the digest that the Hub declares. Files in the Hugging Face cache of
-this machine (HF_HOME) are not downloaded again. Pickled weights and code are downloaded only with
---allow-pickle and --trust-remote-code. A model from scratch has no weights; stage 04 initialises
-them from its seed. HF_TOKEN, --token or a login gives access to gated repositories, and HF_ENDPOINT
-names a mirror. --verify and --from-scratch never use the network.
+this machine (HF_HOME) are not downloaded again. Pickled weights are downloaded only with
+--allow-pickle, and code only with --trust-remote-code. A model from scratch has no weights; stage
+04 initialises them from its seed. HF_TOKEN, --token or a login gives access to gated repositories,
+and HF_ENDPOINT names a mirror. --verify and --from-scratch never use the network.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class DownloadOptions(CommonOptions):
         [],
         metavar="GLOB",
         help="files of the dataset to download, by path; `*` also matches `/`; may be repeated. "
-        "Without --overwrite, files of earlier downloads are kept (default: none; '*' matches all)",
+        "Earlier files stay without --overwrite (required with --dataset-name; '*' takes all)",
     )
     dst_root: Path | None = option(
         None, parse=Path, help="write the files to DIR/ORG--NAME/ (default: raw_text)"
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
     """Return the options of this stage. Raises UsageError if they contradict each other."""
     parser = options.Parser(__doc__)
     declared.add_options(parser, DownloadOptions)
-    parser.add_common("train a tokenizer; threads that hash, or download (at most 8)")
+    parser.add_common("train a tokenizer, or threads that hash or download (at most 8)")
     opts = declared.read_options(DownloadOptions, parser.parse(argv))
     check_combination(opts)
     return opts

@@ -3,6 +3,7 @@
 
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d hf_datasets/corpus
   python 04_train_fsdp.py -e exp -d corpus --dry-run   # the plan; needs no GPU
+  torchrun --nproc-per-node 8 04_train_fsdp.py --bench --model-size 7B   # speed
 
   torchrun --nproc-per-node 8 04_train_fsdp.py -e exp -d corpus -m meta-llama/Llama-3.1-8B \\
       --global-batch-size 256 --num-epochs 1
@@ -11,11 +12,12 @@
   torchrun 04_train_fsdp.py -e exp -d raw_text --streaming --max-steps 100    # without stage 02
 
 Shards the model with FSDP2. Reads a dataset from stage 02 and a model from stage 03, and uses no
-network except with --online. Writes outputs/<exp>/.
+network except with --online and --ckpt-copy-to s3://…. Writes outputs/<exp>/.
 """
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,6 +59,8 @@ def parse(argv: list[str]) -> Config:
     parser = options.Parser(__doc__, "-e NAME -d DIR [options]", declared.first_page(Config))
     add_options(parser)
     config = read_options(parser, argv)
+    if config.bench:
+        return start_bench(config)
     if not config.experiment_name or not config.dataset_name:
         raise UsageError(
             "-e and -d are needed: a name for the run, and a dataset",
@@ -66,24 +70,40 @@ def parse(argv: list[str]) -> Config:
     return config
 
 
+def start_bench(typed: Config) -> Config:
+    """Return the options of a bench, and keep standard output for its result."""
+    from lib.train import bench
+
+    log.setup(sys.stderr)
+    if ignored := bench.list_without_effect(typed):
+        log.info(f"without effect on --bench: {', '.join(ignored)}")
+    return bench.configure(typed)
+
+
 def main(argv: list[str]) -> None:
     """Plan, prepare the tokens, and train, unless the run is already complete."""
     typed = parse(argv)
 
-    from lib.train import checks, previous_run
-    from lib.train.inputs import find_inputs, is_complete, model_from_scratch
+    from lib.train import checks, end_watcher, previous_run
+    from lib.train.copying import copy_complete_run, restore_lost_run
+    from lib.train.inputs import find_inputs, is_complete
     from lib.train.journal import drop_one_time_options, is_restart
+    from lib.train.new_model import model_from_scratch
     from lib.train.settle import settle_from_files
 
     log.show_times(not (typed.dry_run or typed.prepare_only))
+    end_watcher.watch(typed)
     experiment = Experiment(typed.save_dir, typed.experiment_name)
     config = drop_one_time_options(typed, is_restart(experiment))
+    restore_lost_run(config, experiment)
     earlier_run = {} if config.overwrite else previous_run.read_previous(experiment)
     has_begun = bool(earlier_run)
     checks.require_consistent(config, has_begun)
     with model_from_scratch(config, experiment, has_begun) as new_model:
         inputs = find_inputs(config, experiment, new_model, earlier_run)
-        if not is_complete(settle_from_files(config, inputs), experiment, inputs):
+        if is_complete(settle_from_files(config, inputs), experiment, inputs):
+            copy_complete_run(config, experiment)
+        else:
             prepare_and_train(config, experiment, inputs)
 
 
@@ -92,6 +112,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.parallel import gpus
     from lib.parallel.layout import configure_allocator, meet
     from lib.train import memory_fit, overview, resume
+    from lib.train.copying import begin_copying
     from lib.train.data import prepare_data
     from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.plan import next_command
@@ -124,12 +145,14 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
         return
     with explain_errors(config, experiment), ExitStack() as stack:  # closed in reverse order
         run = set_up(config, experiment, inputs, model, data, meeting, stack)
+        begin_copying(stack, run.state, run.checkpointer, run.meters, run.stop_request)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
         run.report.note_state("complete")
         run.checkpointer.delete_tier_checkpoints(run.state.step)
         run.report.finish()
-        log.info(next_command(config, experiment))
+        if not config.bench:
+            log.info(next_command(config, experiment))
 
 
 class Run(NamedTuple):
@@ -195,6 +218,7 @@ def set_up(
     from lib.parallel.stop_request import StopRequest
     from lib.planning import capacity
     from lib.train import overview, resume
+    from lib.train.bench_report import BenchReport
     from lib.train.experiment import compute_digests
     from lib.train.meters import Meters
     from lib.train.model import load_first_weights, set_up_kernels, shard_model
@@ -218,19 +242,22 @@ def set_up(
     routers = shard_model(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
-    digests = compute_digests(experiment.model) if layout.rank == 0 else {}
+    keeps_files = layout.rank == 0 and not config.bench
+    digests = compute_digests(experiment.model) if keeps_files else {}
     state = TrainState(model, optimizer, guard, plan, layout, digests, inputs.base)
     # Resume from the newest checkpoint or the one that --resume names, or start.
     if not resume.resume(state, checkpointer, experiment, inputs, journal):
         load_first_weights(config, inputs, model, layout)
-        journal.add_event(Event.START, 0, ranks=layout.ranks)
+        weights = {"weights": str(inputs.foreign.directory)} if inputs.foreign else {}
+        journal.add_event(Event.START, 0, ranks=layout.ranks, **weights)
     float8.update_scales_with(optimizer, model)
     set_up_kernels(config, model, layout)
     compute_loss = build_loss(model, layout, config.packing, compiler)
     meters = Meters(
         config, experiment, layout, cost.flops, hardware.peak, memory_before, state.step
     )
-    report = stack.enter_context(Report(experiment, journal, state, stream, meters, estimate))
+    parts = (experiment, journal, state, stream, meters, estimate)
+    report = BenchReport(*parts, inputs) if config.bench else Report(*parts)
     return Run(
         config,
         plan,
@@ -240,9 +267,9 @@ def set_up(
         compute_loss,
         routers,
         stack.enter_context(meters),
-        Evaluation(data.held_out, plan, layout),
+        Evaluation([] if config.bench else data.held_out, plan, layout),
         checkpointer,
-        report,
+        stack.enter_context(report),
         stop_request,
     )
 
@@ -283,9 +310,10 @@ def join_ranks(
     plan = Plan.of(config, inputs.fingerprints, data.samples_per_epoch, layout.rank)
     checks.require_enough_steps(config, plan.total_steps, has_begun=bool(inputs.earlier_run))
     plan.require_alike(layout)
-    journal = Journal(experiment, layout.rank)
-    stack.enter_context(claim(experiment, plan, inputs, data.chat, journal, launch, layout))
-    log.add_file(experiment.rank_log(layout.rank))
+    journal = Journal(experiment, layout.rank, not config.bench, launch.has_begun)
+    if not config.bench:
+        stack.enter_context(claim(experiment, plan, inputs, data.chat, journal, launch, layout))
+        log.add_file(experiment.rank_log(layout.rank))
     return layout, plan, journal, estimate
 
 
@@ -297,9 +325,13 @@ def make_checkpointer(
 
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
     from lib.planning import capacity
+    from lib.train.bench_report import NoCheckpoints
+    from lib.train.copying import make_copier
     from lib.train.journal import read_config
 
     config = plan.config
+    if config.bench:
+        return NoCheckpoints()
     tier = make_tier(
         config.ckpt_hyperpod,
         config.ckpt_local_dir,
@@ -318,6 +350,7 @@ def make_checkpointer(
         keep_every=config.ckpt_keep_every or 0,
         tier=tier,
         tier_every=config.ckpt_local_freq,
+        copier=make_copier(config, experiment, layout, journal),
         note=journal.add_event,
         free_memory=partial(capacity.count_free, torch.device("cpu"))
         if config.ckpt_async

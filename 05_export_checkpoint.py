@@ -43,13 +43,12 @@ class ExportOptions(CommonOptions):
         "",
         "-e",
         metavar="NAME",
-        help="name of the run, which is a directory under --save-dir, or the path of that "
-        "directory (required)",
+        help="name of the run, a directory under --save-dir, or a path to its directory (required)",
     )
     save_dir: Path = option(
         None,
         parse=Path,
-        help="parent directory of the runs (default: outputs, or the parent of a path in -e)",
+        help="parent directory of the runs (default: outputs; if -e is a path, its parent)",
     )
     step: str = option(
         "latest",
@@ -84,12 +83,13 @@ class ExportOptions(CommonOptions):
         "5GB",
         parse=options.positive_size,
         metavar="SIZE",
-        help="maximum size of a safetensors file in bytes, for example 5GB or 512MiB",
+        help="maximum size of a safetensors file: bytes, or a number with a unit, such as "
+        "5GB or 512MiB",
     )
     trust_remote_code: bool = option(
         False,
         help="run the code that came with the model, if its model type needs that; "
-        "accepted only on the command line",
+        "a config file cannot set it",
     )
 
 
@@ -225,6 +225,10 @@ def write_export(
                 "tensors": export.tensors,
                 **config_summary,
             },
+        )
+    if not companions.has_tokenizer(out):
+        log.info(
+            f"{out} contains no tokenizer, since {experiment.root} was trained on synthetic tokens"
         )
     log.info(
         f"done: {units.counted(export.tensors, 'tensor')}, {units.size(export.bytes)}, "

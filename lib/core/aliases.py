@@ -81,13 +81,14 @@ ROWS = (
     _alias("--vocab-size", scratch="vocab_size", aws="vocab_size"),
     _advise(
         "--model-size",
-        "--from-scratch --model-size SIZE, or stage 03 with --config-json FILE",
+        "--model-size SIZE, or --config-json FILE",
         trainer="config_overrides",
         aws="hidden_width num_layers num_heads num_key_value_heads intermediate_size",
     ),
     _advise(
         "--tokenizer",
-        "the model's directory contains the tokenizer; --tokenizer DIR needs --from-scratch",
+        "the model's directory contains the tokenizer; --tokenizer DIR needs "
+        "--model-size or --config-json",
         trainer="tokenizer_name",
         axolotl="tokenizer_config",
         titan="model.tokenizer_path",

@@ -37,6 +37,17 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
 # Control characters, and bytes of a path that are not UTF-8.
 _UNTYPABLE = re.compile(r"([\x00-\x1f\x7f-\x9f\udc80-\udcff])")
 REDACTED = "[redacted]"
+SHELL_OPTIONS = {"on_end"}  # options whose value is a command line of the shell
+# Where a command line of the shell may contain a secret: the text before it, and the secret.
+_SHELL_SECRETS = (
+    re.compile(r"(https?://[^/\s'\"]+/)([^\s'\"]+)"),  # the paths of webhooks are secret
+    re.compile(
+        r"((?:authorization|[\w-]*(?:token|key|secret))\s*:\s*(?!\w+\s+\$))([^\s'\"$][^'\"$]*)",
+        re.I,
+    ),
+    re.compile(r"((?:^|\s)(?:-u|--user|--proxy-user)[= ]\s*['\"]?)([^\s'\"$]+)"),
+)
+_SHELL_VALUE = re.compile(r"(([A-Za-z_-][\w-]*)[= ]['\"]?)([^\s'\"$;&|-][^\s'\"$;&|]*)")
 
 
 def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
@@ -192,26 +203,44 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name)) and not _PUBLIC.search(name)
 
 
+def redact_shell(line: str, instead: str = REDACTED) -> str:
+    """Return a command line of the shell with `instead` in place of what may be a secret.
+
+    These are the paths of URLs, the values of headers, options and variables whose names say so,
+    and names of users with their passwords. Variables such as $TOKEN stay.
+    """
+    line = _USER_INFO.sub(f"{instead}@", line)
+    for secret in _SHELL_SECRETS:
+        line = secret.sub(rf"\1{instead}", line)
+    return _SHELL_VALUE.sub(lambda m: m[1] + instead if is_secret(m[2]) else m[0], line)
+
+
 def redact_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
     """Return a command line with `instead` in place of its secrets.
 
     Secrets are the values of secret options and variables, and the user info of URLs.
     """
     shown: list[str] = []
-    hide_next = False
+    before = ""
     for argument in argv:
-        name, equals, _ = argument.partition("=")
-        hides = name.startswith("--") and is_secret(name)
-        if hide_next:
+        name, equals, value = argument.partition("=")
+        if _is_shell_option(before):
+            shown.append(redact_shell(argument, instead))
+        elif before.startswith("--") and "=" not in before and is_secret(before):
             shown.append(instead)
+        elif equals and _is_shell_option(name):
+            shown.append(f"{name}={redact_shell(value, instead)}")
+        elif equals and name.startswith("--") and is_secret(name):
+            shown.append(f"{name}={instead}")
         else:
-            shown.append(
-                name + "=" + instead
-                if hides and equals
-                else _USER_INFO.sub(f"{instead}@", _redact_variable(argument, instead))
-            )
-        hide_next = hides and not equals
+            redacted = _redact_variable(argument, instead)
+            shown.append(_USER_INFO.sub(f"{instead}@", redacted))
+        before = argument
     return shown
+
+
+def _is_shell_option(word: str) -> bool:
+    return word.startswith("--") and word[2:].replace("-", "_") in SHELL_OPTIONS
 
 
 def _redact_variable(word: str, instead: str) -> str:

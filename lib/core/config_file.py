@@ -62,7 +62,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
             "and ignores"
         )
         values = {key: value for key, value in values.items() if key in ours}
-    if content.get("model_dir") and not values.keys() & {"model_name", "model_size"}:
+    if content.get("model_dir") and not values.keys() & {"model_name", "model_size", "config_json"}:
         values["model_name"] = content["model_dir"]
     log.info(
         f"--config: uses the {len(values)} options recorded in {config}; those on the "

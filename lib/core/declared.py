@@ -283,4 +283,8 @@ def _parse_value(declared: type, field: dataclasses.Field[Any], value: Any) -> A
         if not isinstance(value, bool):
             raise ValueError(f"expected True or False, got {value!r}")
         return value
-    return value if value == default_of(field) else field.metadata["parse"](str(value))
+    default = default_of(field)
+    parse = field.metadata["parse"]
+    if isinstance(default, list):  # an option that may be repeated
+        return [parse(str(item)) for item in (value if isinstance(value, list) else [value])]
+    return value if value == default else parse(str(value))

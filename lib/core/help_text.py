@@ -88,7 +88,7 @@ def format_short_page(parser: argparse.ArgumentParser, usage: str, first: Mappin
             f"the {len(first)} options that matter most:",
             *lines,
             "",
-            *textwrap.wrap(f"--help-all shows {more} more: {groups}", _COLUMNS),
+            *textwrap.wrap(f"--help-all shows {more} more options, by group: {groups}", _COLUMNS),
             "",
         ]
     )

@@ -17,6 +17,8 @@ from lib.core import liveness, log
 _LAST_WORDS_S = 3.0
 _TRACEBACK = "Traceback"
 MARK = "LAUNCH_MARK"  # environment variable with the same value in all processes of a launch
+# Environment variable with the record (JSON) of the launcher that runs the command of --on-end.
+ENDS_RUN = "LAUNCHER_ENDS_RUN"
 
 
 def is_torchrun() -> bool:
@@ -33,6 +35,15 @@ def parent_pid() -> int:
 def is_gone() -> bool:
     """Return whether the torchrun that started this process has ended; False without one."""
     return is_torchrun() and os.getppid() != parent_pid()
+
+
+def may_restart() -> bool:
+    """Return whether torchrun starts the ranks again if this one fails."""
+    count, most = (
+        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
+        for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    return is_torchrun() and count < most
 
 
 def launch_marks() -> list[str]:

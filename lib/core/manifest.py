@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import os
@@ -35,6 +36,7 @@ class Remedy(TypedDict, total=False):
     hint: str
 
 
+@functools.cache
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that affect an artifact."""
     versions = {"python": platform.python_version()}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lib.core import aliases, commands, config_file, help_text
-from lib.core.commands import REDACTED, is_secret
+from lib.core.commands import REDACTED, SHELL_OPTIONS, is_secret, redact_shell
 from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, combine_errors
 
 Options = argparse.Namespace
@@ -272,6 +272,17 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
+def shell_command(text: str) -> str:
+    """Parse a command line for the shell; it may be empty."""
+    if REDACTED in text:
+        raise argparse.ArgumentTypeError(
+            f"{REDACTED} stands for a secret that was not stored: type the command again"
+        )
+    if "\0" in text:
+        raise argparse.ArgumentTypeError("a command cannot contain a null character")
+    return text
+
+
 def to_plain_values(options: Any) -> dict[str, Any]:
     """Return the options as values to store: paths as strings, secrets redacted.
 
@@ -281,6 +292,8 @@ def to_plain_values(options: Any) -> dict[str, Any]:
     def plain(key: str, value: Any) -> Any:
         if value is not None and is_secret(key):
             return REDACTED
+        if key in SHELL_OPTIONS:
+            return redact_shell(value)
         return str(value) if isinstance(value, Path) else value
 
     return {key: plain(key, value) for key, value in vars(options).items()}

@@ -86,14 +86,14 @@ def existing_experiment(text: str) -> Experiment:
     """Return the experiment that a person names. Raises UsageError as `experiment` does.
 
     If outputs/ does not contain the name, a directory of that name in the current directory counts.
+    `sweep/a` may also mean outputs/sweep/a.
     """
     in_outputs = experiment(text)
-    here = Path(text).absolute()
-    return (
-        Experiment(here.parent, here.name)
-        if here.is_dir() and not in_outputs.root.exists()
-        else in_outputs
-    )
+    if not in_outputs.root.exists():
+        for root in (Path(text).absolute(), OUTPUTS / text):
+            if root.is_dir():
+                return Experiment(root.parent, root.name)
+    return in_outputs
 
 
 def experiment(text: str, save_dir: Path | None = None) -> Experiment:
@@ -129,6 +129,7 @@ class Experiment:
         self.model = self.root / "model"
         self.state = self.root / "state.json"
         self.metrics = self.root / "metrics.jsonl"
+        self.prometheus = self.root / "metrics.prom"
         self.events = self.root / "events.jsonl"
         self.tensorboard = self.root / "tb"
         self.plot = self.root / "loss.png"

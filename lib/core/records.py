@@ -98,6 +98,20 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
     return [row for row in map(parse_log_row, lines) if row]
 
 
+def read_log_tail(path: Path, size: int) -> list[dict[str, Any]]:
+    """Return the rows in the last `size` bytes of a run's log, like `read_log_rows`."""
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - size)
+            file.seek(start)
+            if start:
+                file.readline()  # a part of a row
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    return [row for row in map(parse_log_row, lines) if row]
+
+
 def yaml_loader() -> Any:
     """Return a YAML loader class that builds only plain values, libyaml's if it is available."""
     import yaml

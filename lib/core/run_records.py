@@ -12,7 +12,7 @@ from typing import Any
 from lib.core import records
 from lib.core.errors import escape_controls
 
-_TEXTS = {"status", "event", "time", "host", "machine", "born", "id"}
+_TEXTS = {"status", "event", "time", "host", "machine", "born", "id", "copy_error"}
 _COUNTS = {
     "step",
     "global_step",
@@ -22,6 +22,7 @@ _COUNTS = {
     "sample_cursor",
     "ranks",
     "pid",
+    "copied",
 }
 _LARGEST = 1 << 62  # a larger number is no count of a run, and cannot be formatted
 # Characters that change the text direction or break a line.

@@ -77,6 +77,11 @@ def count(number: float) -> str:
     return f"{number:.3g}T"
 
 
+def rate(number: float) -> str:
+    """Return a rate with at least three digits: `12,346`, `12.3`, `0.0123`."""
+    return f"{number:,.0f}" if abs(number) >= 99.95 else f"{number:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Return a duration: `0.8 s`, `42 s`, `3 min 05 s`, `2 h 07 min`, `3 d 04 h`, `237 days`."""
     if seconds < 0.05:

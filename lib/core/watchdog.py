@@ -28,6 +28,14 @@ _FROZEN_S = 15.0  # after the limit, until faulthandler ends the process
 _FACTORS = {"step": 1.0, "first step": 3.0, "evaluation": 6.0, "save": 6.0, "end": 6.0}
 
 
+_is_stopped = threading.Event()
+
+
+def stop() -> None:
+    """Stop the watchdog of this process, for a wait at its end that is limited otherwise."""
+    _is_stopped.set()
+
+
 class Watchdog:
     """Ends the process if a section of the training takes too long.
 
@@ -52,7 +60,7 @@ class Watchdog:
         self._since = time.monotonic()
 
     def _watch(self) -> None:
-        while True:
+        while not _is_stopped.is_set():
             section = self._section
             since = self._since
             limit = self._seconds * _FACTORS[section]
@@ -60,7 +68,8 @@ class Watchdog:
             if remaining < 0:
                 self._end(section, limit)
             faulthandler.dump_traceback_later(remaining + _FROZEN_S, exit=True, file=self._output)
-            time.sleep(_CHECK_EVERY_S)
+            _is_stopped.wait(_CHECK_EVERY_S)
+        faulthandler.cancel_dump_traceback_later()
 
     def _end(self, section: str, limit: float) -> None:
         text = (

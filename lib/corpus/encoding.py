@@ -109,7 +109,7 @@ class Locator:
         return len(self._text)
 
     def move(self, position: int, text: str) -> None:
-        """Replace the text by a new one that starts at `position` of the old text."""
+        """Set a new text, whose first character is at `position` of the old text."""
         self.at(position)
         self._text = text
         self._position = self._position - position

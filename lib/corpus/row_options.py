@@ -59,14 +59,14 @@ class RowOptions:
         None,
         parse=encoding.parse_encoding_name,
         metavar="NAME",
-        help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 with a byte "
-        "order mark (default: replace invalid bytes by U+FFFD)",
+        help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 (recognised by "
+        "its byte order mark) (default: replace invalid bytes by U+FFFD)",
     )
     dedup: str = option(
         "none",
         choices=("none", "exact"),
-        help="exact: drop rows whose text (or turns and tools) equals that of an earlier row; "
-        "takes about 25 bytes of memory per row",
+        help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
+        "turns and tools); takes about 25 bytes of memory per row",
     )
     validation_percent: float = option(
         0.0,

@@ -42,6 +42,8 @@ _BASE_BY_PATH = """
 `AutoPeftModelForCausalLM` finds the base model only where `base_model_name_or_path` in
 `adapter_config.json` is its path, or a name on the Hub; here it is `{base}`.
 """
+_LOAD_TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("<this directory>")'
+_NO_TOKENIZER = "# There is no tokenizer: the model was trained on synthetic tokens."
 _CHAT = """
 chat = [{"role": "user", "content": "..."}]
 inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt",
@@ -96,7 +98,11 @@ def collect_facts(
             facts[label] = f"{commit[field]:.4f}"
         elif logged:
             facts[label] = f"{logged[max(logged)]:.4f} (at step {max(logged):,})"
-    for label, key in (("trained from", "model_name"), ("data", "dataset_name")):
+    for label, key in (
+        ("trained from", "model_name"),
+        ("weights taken over from", "resume_from_foreign"),
+        ("data", "dataset_name"),
+    ):
         if value := run_options.get(key):
             values = value if isinstance(value, list) else [value]
             facts[label] = ", ".join(Path(str(path)).name for path in values)
@@ -113,11 +119,13 @@ def render_card(
     facts: dict[str, Any],
     chats: bool,
     adapter_of: str = "",
+    has_tokenizer: bool = True,
 ) -> str:
     """Return the card as Markdown, with the front matter that the Hub reads.
 
     parameters: number of parameters of the full model. chats: whether it has a chat template.
-    adapter_of: the name of the base model if the export is an adapter, else "".
+    has_tokenizer: False for a model that was trained on token IDs alone. adapter_of: the name of
+    the base model if the export is an adapter, else "".
     """
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **facts}
     if adapter_of:
@@ -147,7 +155,7 @@ library_name: {"peft" if adapter_of else "transformers"}
 
 ```python
 {_LOAD_ADAPTER.format(base=where) if adapter_of else _LOAD_MODEL}
-tokenizer = AutoTokenizer.from_pretrained("<this directory>")
+{_LOAD_TOKENIZER if has_tokenizer else _NO_TOKENIZER}
 {_CHAT if chats else ""}```
 {_BASE_BY_PATH.format(base=adapter_of) if adapter_of and not is_of_hub else ""}
 Nothing was measured here but the losses above. `manifest.json` holds the SHA-256 of every file.

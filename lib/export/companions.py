@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import hashing, manifest, records
+from lib.core import artifacts, hashing, manifest, records
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
 from lib.export import card
@@ -83,9 +83,15 @@ def write_companions(
             facts,
             chats=(out / CHAT_TEMPLATE).exists(),
             adapter_of=adapter_of,
+            has_tokenizer=has_tokenizer(out),
         ),
     )
     return config_summary
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Return whether a directory contains a tokenizer; a run on synthetic tokens needs none."""
+    return bool(artifacts.list_tokenizer_files(directory))
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:

@@ -62,13 +62,15 @@ def check_model(
     weights: bool,
     expected_sizes: Mapping[str, int] | None = None,
     trust_code: bool = False,
+    has_tokenizer: bool = True,
 ) -> ModelFacts:
     """Return the properties of a model directory after checking its files.
 
     weights: whether safetensors must exist; otherwise they must not. expected_sizes: for a
     check before the weights are downloaded, the final size of each file whose header is already
-    here, or {} if no header is. trust_code: see architecture.read_config. Raises ArtifactError with
-    all problems of the files, and UsageError for a kind of model that cannot be trained or a
+    here, or {} if no header is. trust_code: see architecture.read_config. has_tokenizer: False for
+    a model without a tokenizer; each row of its embedding counts as a token. Raises ArtifactError
+    with all problems of the files, and UsageError for a kind of model that cannot be trained or a
     tokenizer that does not load.
     """
     is_preview = expected_sizes is not None
@@ -89,8 +91,8 @@ def check_model(
     elif headers.files:
         problems.append(f"unexpected weights: {', '.join(set(headers.files.values()))}")
     rows = model.get_input_embeddings().weight.shape[0]
-    loaded = tokenizer.load_tokenizer(model_dir)
-    tokens = len(loaded)
+    loaded = tokenizer.load_tokenizer(model_dir) if has_tokenizer else None
+    tokens = rows if loaded is None else len(loaded)
     if tokens > rows:
         problems.append(
             f"the tokenizer has {tokens:,} tokens, but the model has only {rows:,} rows for them"
@@ -100,19 +102,27 @@ def check_model(
             f"the files of {model_dir} are not a complete model",
             found=units.join_lines(problems, _SHOWN),
         )
-    if (changed := tokenizer.find_losses(loaded, model_dir)) and not is_preview:
+    changed = tokenizer.find_losses(loaded, model_dir) if loaded else []
+    if changed and not is_preview:
         log.warn("the tokenizer does not decode every text unchanged: " + "; ".join(changed[:2]))
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     return ModelFacts(model.num_parameters(), dtype, rows, tokens, context)
 
 
 def check_build(
-    build: publish.Build, *, weights: bool, name: str, trust_code: bool = False
+    build: publish.Build,
+    *,
+    weights: bool,
+    name: str,
+    trust_code: bool = False,
+    has_tokenizer: bool = True,
 ) -> ModelFacts:
     """Check a model before it is published. If it fails, downloaded files are kept."""
     try:
         with rename_in_errors(name, build.dir):
-            return check_model(build.dir, weights=weights, trust_code=trust_code)
+            return check_model(
+                build.dir, weights=weights, trust_code=trust_code, has_tokenizer=has_tokenizer
+            )
     except StageError:
         if build.resumable:
             log.info(

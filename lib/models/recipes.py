@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from lib.models.tensors import HubTensors, TensorPart
+from lib.models.tensors import StoredTensors, TensorPart
 
 
 class Recipe(Protocol):
@@ -18,7 +18,7 @@ class Recipe(Protocol):
 
     @property
     def keys(self) -> tuple[str, ...]: ...
-    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor: ...
+    def read(self, tensors: StoredTensors, part: TensorPart) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Renamed:
 
     keys: tuple[str]
 
-    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
+    def read(self, tensors: StoredTensors, part: TensorPart) -> Tensor:
         """Return the part; only its bytes are read."""
         return tensors.read(self.keys[0], part)
 
@@ -48,7 +48,7 @@ class Stacked:
         """Return the names of all tensors in the checkpoint."""
         return sum(self.kinds, ())
 
-    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
+    def read(self, tensors: StoredTensors, part: TensorPart) -> Tensor:
         """Return the part, [experts, …], with the kinds concatenated along `dim`."""
         experts = part[0]
         inner = list(part[1:])
@@ -82,7 +82,7 @@ class Converted:
     convert: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
     name: str
 
-    def read(self, tensors: HubTensors, part: TensorPart) -> Tensor:
+    def read(self, tensors: StoredTensors, part: TensorPart) -> Tensor:
         """Return the part of the converted tensor; the rest is discarded."""
         return self.convert({key: tensors.read(key) for key in self.keys})[self.name][part]
 

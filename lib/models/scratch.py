@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 VOCABULARY_MULTIPLE = 64  # of embedding rows, for even shards and full tiles of tensor cores
+PREFIX = "scratch-"  # of the default name of a model
 _WEIGHT_KEYS = ("auto_map", "_name_or_path", "transformers_version")
 _COUNTS = (
     "num_hidden_layers",
@@ -80,7 +81,8 @@ class Design:
 
     size: a name in SIZES, or None if `config_json` is given. vocab_size: tokens in the vocabulary,
     or None for the default. train_on: datasets to train a tokenizer on. copy_from: directory with a
-    tokenizer to copy. Without either, the tokenizer has one token per byte.
+    tokenizer to copy. Without either, the tokenizer has one token per byte. has_tokenizer: False
+    for a model that will only see token IDs; then there are neither `train_on` nor `copy_from`.
     """
 
     size: str | None
@@ -88,10 +90,11 @@ class Design:
     vocab_size: int | None
     train_on: tuple[Path, ...]
     copy_from: Path | None
+    has_tokenizer: bool = True
 
     def choose_name(self) -> str:
         """Return the default name, such as `scratch-tiny` or `scratch-qwen2`."""
-        return f"scratch-{self.size or self._content['model_type']}"
+        return PREFIX + str(self.size or self._content["model_type"])
 
     def identity(self, name: str) -> dict[str, Any]:
         """Return the options and the fingerprints of inputs that determine the model's files."""
@@ -102,7 +105,8 @@ class Design:
             inputs["dataset content"] = training_text.fingerprint(self.train_on)
         if self.copy_from:
             inputs["tokenizer files"] = tokenizer.fingerprint_tokenizer(self.copy_from)
-        vocab_size = self.vocab_size or (self._default_vocabulary() if self.train_on else None)
+        uses_default = bool(self.train_on) or not self.has_tokenizer
+        vocab_size = self.vocab_size or (self._default_vocabulary() if uses_default else None)
         options = {
             "from_scratch": True,
             "model_name": name,
@@ -111,6 +115,8 @@ class Design:
         }
         if self.size and (like := SIZES[self.size].like):
             options["shapes"] = like  # in earlier versions this size had another shape
+        if not self.has_tokenizer:
+            options["tokenizer"] = False
         return {"options": options, "inputs": inputs}
 
     def require_same(self, before: dict[str, Any], name: str) -> None:
@@ -127,9 +133,10 @@ class Design:
     def vocabulary(self) -> int:
         """Return the number of tokens. Raises UsageError if the tokenizer exceeds --vocab-size."""
         if not self.copy_from:
-            return self.vocab_size or (
-                self._default_vocabulary() if self.train_on else tokenizer.BYTE_VOCABULARY
-            )
+            if self.vocab_size:
+                return self.vocab_size
+            is_byte_tokenizer = self.has_tokenizer and not self.train_on
+            return tokenizer.BYTE_VOCABULARY if is_byte_tokenizer else self._default_vocabulary()
         tokens = len(tokenizer.load_tokenizer(self.copy_from))
         if self.vocab_size and tokens > self.vocab_size:
             raise UsageError(
@@ -174,7 +181,9 @@ class Design:
         show_progress: bool,
         limit: int = tokenizer.SAMPLE_BYTES,
     ) -> None:
-        """Write the files of the tokenizer. limit: maximum bytes of training text."""
+        """Write the files of the tokenizer, if any. limit: maximum bytes of training text."""
+        if not self.has_tokenizer:
+            return
         if self.copy_from:
             tokenizer.copy_tokenizer(self.copy_from, self.context(), directory)
         else:
@@ -190,6 +199,8 @@ class Design:
 
     def describe_tokenizer(self) -> str:
         """Return a text that says where the tokenizer comes from."""
+        if not self.has_tokenizer:
+            return "none"
         if self.copy_from:
             return f"copied from {self.copy_from}"
         return (
@@ -205,6 +216,8 @@ class Design:
         5.23), transformers loads the tokenizer with a class for that type, whatever the tokenizer's
         files say. If this class adds tokens, the vocabulary is enlarged.
         """
+        if not self.has_tokenizer:
+            return {EARLIER_KEYS: self.write(directory, vocabulary, None)}
         alone = tokenizer.load_tokenizer(directory)
         added = self.write(directory, vocabulary, alone)
         with_config = tokenizer.load_tokenizer(directory)
@@ -254,17 +267,19 @@ class Design:
         if self.size:
             return SIZES[self.size].vocabulary
         rows = self._read_vocabulary()
-        if not isinstance(rows, int) or rows < tokenizer.SMALLEST_VOCABULARY:
+        fewest = tokenizer.SMALLEST_VOCABULARY if self.has_tokenizer else 2
+        if not isinstance(rows, int) or rows < fewest:
             raise UsageError(
-                f"{self.config_json} has no vocabulary size that a tokenizer can be trained for",
+                f"{self.config_json} has no vocabulary size that can be used",
                 expected="--vocab-size N",
             )
         return rows
 
     def _read_vocabulary(self) -> Any:
-        """Return the vocabulary size in the config.json; it may have any type."""
+        """Return the vocabulary size in the config.json, or its default; it may have any type."""
         text = self._content.get("text_config") or {}
-        return self._content.get("vocab_size") or text.get("vocab_size")
+        rows = self._content.get("vocab_size") or text.get("vocab_size")
+        return rows or getattr(self._read_config().get_text_config(), "vocab_size", None)
 
     @cached_property
     def _content(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ _ROUND_TRIP_TEXTS = (
 
 @dataclass
 class Sample:
-    """The part of the datasets that a tokenizer was trained on, in documents and bytes of UTF-8."""
+    """How much of the datasets a tokenizer was trained on: numbers of documents and UTF-8 bytes."""
 
     documents_used: int
     documents_total: int

@@ -74,8 +74,9 @@ def _sharded_error(path: Path, folder: Path) -> StageError:
         f"{folder} contains a sharded checkpoint of FSDP, but only safetensors are supported",
         expected="model.safetensors beside a config.json",
         found=", ".join(sorted(file.name for file in folder.glob(_SHARDED))[:3]),
-        hint="accelerate (pip install accelerate) merges it; after the first command, copy "
-        f"config.json and the tokenizer files of the base model to {target}:",
+        hint=f"--resume-from-foreign {folder} of stage 04 reads it, with -m for its base model. Or "
+        "accelerate (pip install accelerate) merges it; after the first command, copy config.json "
+        f"and the tokenizer files of the base model to {target}:",
         run="\n".join(
             (
                 commands.shell("accelerate", "merge-weights", folder, target),

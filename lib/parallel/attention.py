@@ -98,7 +98,7 @@ def choose_attention(option: str, packing: str, precision: str, config: Pretrain
 
 
 def resolve_flash(precision: str, config: PretrainedConfig) -> str:
-    """Return the value that --attention flash stands for here; log the reason if it is `auto`."""
+    """Return the value that replaces --attention flash here; if it is `auto`, log the reason."""
     if not (problem := flash_problem(precision, config)):
         return _FLASH
     if log.rank() == 0:

@@ -137,8 +137,8 @@ def meet() -> Meeting | None:
 def configure_allocator() -> None:
     """Set the options of torch's allocator, unless the environment sets them.
 
-    Call this before asking torch for the name or the memory of a GPU, because torch then reads the
-    options.
+    Call this before asking torch for the name or the memory of a GPU, because torch reads
+    the options when it is asked.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)

@@ -12,15 +12,18 @@ others can distinguish a rank that works from one that has died.
 
 from __future__ import annotations
 
+import functools
+import pickle
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from lib.core import launcher, log, units
-from lib.core.errors import StageError
+from lib.core.errors import StageError, from_os_error
 from lib.core.liveness import SilenceClock
 from lib.core.retry import poll
 
@@ -39,7 +42,7 @@ class Meeting:
     def __init__(self) -> None:
         """Start sending heartbeats to the store, in a thread."""
         launcher.parent_pid()  # records the parent process as it is now
-        shared, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
+        shared, self.rank, self.size = _find_store()
         self._shared = dist.PrefixStore("meeting", shared)
         self._token = uuid.uuid4().hex
         self._clock = SilenceClock()
@@ -58,6 +61,34 @@ class Meeting:
         self._has_joined.set()
         self._beats.join()
         return dist.PrefixStore(attempt, self._shared)
+
+    def run_on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run an action on rank 0 while the other ranks wait for its end, without a timeout.
+
+        No process group is needed, and `join` is called; for a later `join`, make another Meeting.
+        All ranks must call this, and raise the error of the action.
+        """
+        store = self.join()
+        key = "action"
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                known = from_os_error(error) if isinstance(error, OSError) else error
+                shared = known if isinstance(known, StageError) else StageError(str(error))
+                store.set(key, pickle.dumps(shared))
+                raise
+            store.set(key, b"")
+            return
+
+        def is_over() -> bool:
+            if launcher.is_gone():
+                raise launcher_error()
+            return store.check([key])
+
+        poll(is_over, self._poll_s)
+        if answer := store.get(key):
+            raise pickle.loads(answer)
 
     def _open(self) -> str:
         """Name the attempt, and echo all tokens once every rank has sent one (rank 0 only)."""
@@ -128,6 +159,15 @@ class Meeting:
                 return
             if self._has_joined.wait(BEAT_S):
                 return
+
+
+@functools.cache
+def _find_store() -> tuple[dist.Store, int, int]:
+    """Return the store of the launch, the rank and the number of ranks.
+
+    Without torchrun, the process of rank 0 serves the store, and must keep it for a later meeting.
+    """
+    return next(iter(dist.rendezvous("env://", timeout=START_TIMEOUT)))
 
 
 def launcher_error() -> StageError:

@@ -114,7 +114,7 @@ def replace_pin(requirements: str, torch: Torch) -> str:
 
 
 def parse_local_version(version: str) -> str:
-    """Return the CUDA of a version of torch: `12.6` for `2.13.0+cu126`, "" if it names none."""
+    """Return the CUDA version in a version of torch: `12.6` for `2.13.0+cu126`, "" without one."""
     match = re.search(r"\+cu(\d{2,})(\d)$", version)
     return f"{match[1]}.{match[2]}" if match else ""
 

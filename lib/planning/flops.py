@@ -1,59 +1,19 @@
-"""Count the floating-point operations of a model, and find the peak of a device, for MFU."""
+"""Count the floating-point operations of a model, and find the peak of this device, for MFU."""
 
 from __future__ import annotations
 
-import re
 import time
 
 import torch
 from torch import nn
 
 from lib.models.tensors import COMPUTE_DTYPES
+from lib.planning import peaks
 
-# Dense bf16/fp16 tensor-core peaks without sparsity, summed in float32, in FLOP/s, from the
-# vendors' data sheets. The keys are words in the names that the driver reports.
-_PEAKS = {
-    "GB300": 2500e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "A40": 149.7e12,
-    "A30": 165e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "V100": 125e12,
-    "RTX PRO 6000": 503.8e12,
-    "RTX 6000 Ada": 364e12,
-    "RTX A6000": 155e12,
-    "RTX 5090": 209.5e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
-_MIG = re.compile(r"\bMIG (\d)g\b")  # the number of sevenths of a GPU
 # Rows and columns of the matrices whose product is timed, enough to reach the peak.
 _SIZE = {"cuda": 8192, "cpu": 512}
 # Afterwards a CPU starts no further product, since some only emulate half precision.
 _MEASURING_S = 0.1
-_PLANNED_FOR = "H100"
-_PLANNED_FP32_PEAK = 67e12  # without tensor cores
-
-
-def find_planned_gpu(precision: str) -> tuple[float, str]:
-    """Return the peak in FLOP/s of the GPU that --plan-gpus assumes, and its name."""
-    return _PLANNED_FP32_PEAK if precision == "fp32" else _PEAKS[_PLANNED_FOR], _PLANNED_FOR
 
 
 def count_per_token(model: nn.Module, seq_length: int) -> float:
@@ -107,20 +67,11 @@ def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
     """
     if device.type == "cuda" and precision != "fp32":
         name = torch.cuda.get_device_name(device)
-        if peak := find_listed_peak(name):
+        if peak := peaks.find_listed_peak(name):
             return peak, f"data sheet of {name}" + (", for bf16" if precision == "fp8" else "")
     # The larger of two, since a CPU without hardware for half precision is faster in float32.
     measured = max(_measure_peak(device, kind) for kind in {precision, "fp32"})
     return measured, "the best of timed matrix products"
-
-
-def find_listed_peak(name: str) -> float | None:
-    """Return the peak in FLOP/s of a GPU, or of a part of one (MIG); None if it is not listed."""
-    known = [listed for listed in _PEAKS if re.search(rf"\b{listed}\b", name)]
-    if not known:
-        return None
-    part = _MIG.search(name)
-    return _PEAKS[max(known, key=len)] * (int(part[1]) / 7 if part else 1.0)
 
 
 def _measure_peak(device: torch.device, precision: str) -> float:

@@ -95,7 +95,7 @@ def flatten_messages(rows: pa.RecordBatch) -> pa.StructArray:
 
 
 def read_field(messages: pa.StructArray, name: str) -> pa.Array:
-    """Return a field of messages as large strings, with null for messages without it."""
+    """Return a field of the messages as an Arrow `large_string` array; null where it is absent."""
     import pyarrow
 
     if messages.type.get_field_index(name) < 0:

@@ -114,6 +114,16 @@ def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
     return (left << shift) | right
 
 
+def hash_numbers(numbers: np.ndarray, seed: int, stream: int = 0) -> np.ndarray:
+    """Return a pseudorandom 64-bit word for each number (int64 [N]), uint64 [N].
+
+    stream: words of different streams are independent.
+    """
+    key, other = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint64)
+    words: np.ndarray = _mix(_mix(numbers.astype(np.uint64) ^ key) + other)
+    return words
+
+
 def _mix(x: np.ndarray) -> np.ndarray:
     """Scramble 64-bit words: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -151,6 +151,12 @@ def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     return packs
 
 
+def pack_in_memory(split: Split, seq_length: int) -> Packs:
+    """Return the packs of a split without writing an index."""
+    index, _ = _pack_split(split, seq_length)
+    return Packs(split, dict[str, Numbers](index), seq_length)
+
+
 def find_packs_dir(tokens: TokenStore, seq_length: int) -> Path:
     """Return the directory of the index for a store and a sequence length."""
     return tokens.path.with_name(f"{tokens.path.name}.packs-{seq_length}")

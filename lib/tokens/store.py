@@ -31,6 +31,7 @@ from lib.core.artifacts import SPLITS, tokenizer_fingerprint
 from lib.core.errors import ArtifactError
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
+from lib.tokens.synthetic import SyntheticTokens
 
 KIND = "tokens/1"
 LABEL_MASK = "labels.bin"  # only in a store where some tokens are no labels
@@ -73,7 +74,7 @@ class FileNumbers:
         return np.asarray(self[:], dtype)
 
 
-Numbers = np.ndarray | FileNumbers
+Numbers = np.ndarray | FileNumbers | SyntheticTokens
 
 
 class Labels:

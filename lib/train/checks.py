@@ -9,11 +9,16 @@ import math
 import re
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 
 from lib.core import commands, declared, patterns, units
 from lib.core.errors import Problems, UsageError
+from lib.core.paths import Experiment
+from lib.hub import s3
+from lib.hub.repository import redact
 from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
 from lib.optim.registry import OPTIMIZERS, find_option_problems
+from lib.tokens.synthetic import find_synthetic
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
 
@@ -22,7 +27,11 @@ _SHORTEST = 8  # tokens per sample
 # from scratch and in fine-tuning. docs/explanation/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # The packages of requirements-optional.txt that options need, by field.
-_PACKAGES = {"wandb": "wandb", "ckpt_hyperpod": "amzn-sagemaker-checkpointing"}
+_PACKAGES = {
+    "wandb": "wandb",
+    "ckpt_hyperpod": "amzn-sagemaker-checkpointing",
+    "ckpt_copy_to": "boto3",  # for a bucket
+}
 _LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps
 LORA_LR = 10  # LoRA: times the default, "LoRA without regret" (Schulman et al. 2025)
@@ -38,6 +47,8 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     for check in (
         _check_model,
         _check_lora,
+        _check_foreign,
+        _check_synthetic,
         _check_streaming,
         _check_batch,
         _check_checkpoints,
@@ -72,26 +83,21 @@ def require_falling(config: Config, lr: float) -> None:
 
 
 def _check_model(config: Config, problems: Problems) -> None:
-    if config.model_size and not config.from_scratch:
-        problems.add(
-            "--model-size creates a model without weights", run=commands.as_typed("--from-scratch")
-        )
-    if config.model_size and config.model_name:
-        problems.add(f"give -m {config.model_name} or --model-size {config.model_size}, not both")
-    if (
-        config.model_size
-        and not config.tokenizer
-        and (config.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY
-    ):
+    if config.makes_model and config.model_name:
+        problems.add(f"give -m {config.model_name} or {config.makes_model}, not both")
+    if config.model_size and config.config_json:
+        problems.add("give --model-size or --config-json, not both")
+    trains_tokenizer = config.makes_model and not config.tokenizer and not config.is_synthetic
+    if trains_tokenizer and (config.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
         problems.add(
             f"--vocab-size {config.vocab_size} is too small for a tokenizer: the bytes "
             f"and special tokens alone take {tokenizer.SMALLEST_VOCABULARY}"
         )
     for name in ("vocab_size", "tokenizer"):
-        if getattr(config, name) and not config.model_size:
+        if getattr(config, name) and not config.makes_model:
             problems.add(
-                f"--{name.replace('_', '-')} belongs to --model-size",
-                expected=f"--from-scratch --model-size {'|'.join(scratch.SIZES)}",
+                f"--{name.replace('_', '-')} belongs to --model-size and --config-json",
+                expected=f"--model-size {'|'.join(scratch.SIZES)}, or --config-json FILE",
             )
 
 
@@ -140,6 +146,38 @@ def _check_lora(config: Config, problems: Problems) -> None:
             found=problem,
             expected="'q_proj|v_proj', say",
         )
+
+
+def _check_foreign(config: Config, problems: Problems) -> None:
+    if config.resume_from_foreign is None:
+        return
+    option = "--resume-from-foreign"
+    if config.from_scratch:
+        problems.add(
+            f"--from-scratch initialises the weights, and {option} reads them",
+            expected=f"one of them; with {option}, -m names the model",
+        )
+    if config.trains_lora:
+        problems.add(
+            f"{option} does not work with LoRA, whose base model must be a model directory",
+            hint="to make one, train a step with --lr 0, which changes no weight, and export it "
+            "with stage 05",
+        )
+    if config.resume not in ("auto", "never"):
+        problems.add(
+            f"--resume {config.resume} and {option} both name the weights to start from",
+            expected="one of them",
+        )
+
+
+def _check_synthetic(config: Config, problems: Problems) -> None:
+    synthetic = problems.collect(lambda: find_synthetic(config.dataset_name))
+    if synthetic and config.streaming:
+        problems.add("--streaming reads raw files, and -d synthetic has none")
+    if synthetic and config.show_samples:
+        problems.add("--show-samples prints text, and synthetic tokens stand for none")
+    if config.bench and config.prepare_only:
+        problems.add("--bench trains, and --prepare-only ends before training")
 
 
 def _check_streaming(config: Config, problems: Problems) -> None:
@@ -199,10 +237,32 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
             f"--ckpt-hyperpod {config.ckpt_hyperpod} is not an address",
             expected="auto, or one like http://host:9200",
         )
+    _check_copies(config, problems)
     if config.resume_with_changes and not config.step_limit:
         problems.add(
             "--resume-with-changes needs --max-steps: epochs of changed data or batches "
             "would count from the beginning of the run"
+        )
+
+
+def _check_copies(config: Config, problems: Problems) -> None:
+    target = config.ckpt_copy_to
+    if target is None:
+        if config.ckpt_copy_keep:
+            problems.add("--ckpt-copy-keep belongs to --ckpt-copy-to")
+        return
+    if "://" in target or target.startswith(("s3:", "/s3:")):
+        if not s3.is_url(target):
+            problems.add(
+                f"--ckpt-copy-to {redact(target)} names no bucket",
+                expected="a directory, or s3://BUCKET/PREFIX without user and password",
+            )
+        return
+    root = Experiment(config.save_dir, config.experiment_name).root
+    if Path(target).resolve().is_relative_to(root.resolve()):
+        problems.add(
+            f"--ckpt-copy-to {target} lies in the directory of the run, {root}",
+            expected="a directory on another disk",
         )
 
 
@@ -212,7 +272,8 @@ def _check_packages(config: Config, problems: Problems) -> None:
         return
     for name, package in _PACKAGES.items():
         try:
-            if getattr(config, name):
+            value = getattr(config, name)
+            if value and (package != "boto3" or s3.is_url(value)):
                 metadata.version(package)
         except metadata.PackageNotFoundError:
             problems.add(
@@ -308,12 +369,13 @@ def list_unusual_options(config: Config, steps: int, has_validation: bool) -> li
         if getattr(config, name) not in (getattr(DEFAULTS, name), 0)
     ]
     if typed and not has_validation:
+        without = "--streaming" if config.streaming else "-d synthetic"
         warnings.append(
             f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
             "no dataset has a validation split that fills a sample (stage 02 makes one "
             "with --validation-percent)"
-            if not config.streaming
-            else f"{' and '.join(typed)} do nothing with --streaming, which has no validation"
+            if not (config.streaming or config.is_synthetic)
+            else f"{' and '.join(typed)} do nothing with {without}, which has no validation"
         )
     elif steps < config.eval_freq != DEFAULTS.eval_freq:
         warnings.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
     """Return the options of a command line and of its --config; UsageError for invalid ones."""
     opts = parser.parse(argv)
     paths.expand_save_dir(opts)
-    return declared.read_options(Config, opts)
+    config = declared.read_options(Config, opts)
+    # A model that the options create has no weights.
+    return replace(config, from_scratch=True) if config.makes_model else config
 
 
 def parse_options(words: Sequence[str]) -> Config:
@@ -147,17 +150,18 @@ def add_recipe(words: Sequence[str]) -> list[str]:
     if typed.tokenizer and len(typed.tokenizer.parts) == 2 and typed.tokenizer.parts[0] != "..":
         prepared = paths.models_root(typed.cache_dir) / paths.model_dir_name(str(typed.tokenizer))
         words = [*words, f"--tokenizer={prepared}"]
-    if typed.model_name or typed.model_size or typed.config:
+    if typed.model_name or typed.makes_model or typed.config:
         return [*words]
-    if typed.dataset_name and not typed.tokenizer:
+    has_data = bool(typed.dataset_name) or typed.bench
+    if has_data and not (typed.tokenizer or typed.bench):
         return [*words]
     recipe = expand_config([f"--config={RECIPE}"])
-    if typed.tokenizer:
+    if typed.tokenizer or typed.bench:
         recipe = [
             *(word for word in recipe if not word.startswith("--model-name=")),
             *_FROM_SCRATCH,
         ]
-    dataset = [] if typed.dataset_name else [f"--dataset-name={DATASET}"]
+    dataset = [] if has_data else [f"--dataset-name={DATASET}"]
     log.info(
         f"no model is given: training a 1B model from scratch with recipes/{RECIPE.name}"
         + (f", on {DATASET}" if dataset else "")

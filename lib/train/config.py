@@ -17,6 +17,7 @@ from lib.core.options import (
     on_off,
     positive,
     positive_int,
+    shell_command,
 )
 from lib.models import scratch
 from lib.optim import registry, schedule
@@ -25,6 +26,7 @@ from lib.planning.saving import GPU_HOURS_PER_FAILURE
 
 AUTO = "auto"  # the value of options that lib/train/settle.py replaces by another one
 OFF = "off"
+SEQ_LENGTH = 1024  # tokens, the default where the model allows it
 EARLIER_LAUNCH = "earlier launch"  # in settled_by: the run was started with this value
 RESULT, ALIKE, LOCAL = Role
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
@@ -75,8 +77,8 @@ class Config:
         role=LOCAL,
         first="name of the run; files go to outputs/NAME",
         metavar="NAME",
-        help="name of the run, which is a directory under --save-dir; or the path of that "
-        "directory; not needed with --checkpoint-dir (required)",
+        help="name of the run, a directory under --save-dir, or a path to its directory; "
+        "not needed with --checkpoint-dir or --bench (required)",
     )
     dataset_name: list[str] = option(
         [],
@@ -85,7 +87,9 @@ class Config:
         first="dataset of stage 02; several make a mixture",
         metavar="DIR[=WEIGHT]",
         help="dataset of stage 02: a directory, or a name under hf_datasets/. Several make a "
-        "mixture, each with its share of the samples: -d a=0.7 -d b=0.3 (required)",
+        "mixture, each with its share of the samples: -d a=0.7 -d b=0.3. synthetic[:TOKENS]: "
+        "random tokens, without data and tokenizer; 100M in an epoch, or as many as TOKENS says. "
+        "With --bench, -d synthetic is the default (required)",
     )
     model_name: str | None = option(
         None,
@@ -100,7 +104,7 @@ class Config:
         None,
         role=LOCAL,
         parse=Path,
-        help="parent directory of the runs (default: outputs, or the parent of a path in -e)",
+        help="parent directory of the runs (default: outputs; if -e is a path, its parent)",
     )
     checkpoint_dir: Path | None = option(
         None,
@@ -129,23 +133,31 @@ class Config:
         role=RESULT,
         quiet=True,
         choices=tuple(scratch.SIZES),
-        help="with --from-scratch: create a model of this size, without stage 03 (default: use -m)",
+        help="create a model of this size from scratch, without stage 03 (default: use -m)",
+    )
+    config_json: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        metavar="FILE",
+        help="instead of a size, a config.json of any architecture that transformers supports: "
+        "train such a model from scratch (default: none)",
     )
     vocab_size: int | None = option(
         None,
         role=RESULT,
         quiet=True,
         parse=positive_int,
-        help="with --model-size: tokens in the vocabulary, padded to a multiple of "
-        f"{scratch.VOCABULARY_MULTIPLE} (default: that of --tokenizer, else 1,024 for 1M, "
-        "4,096 for tiny, 32,000 for the others)",
+        help="with --model-size or --config-json: tokens in the vocabulary, padded to a multiple "
+        f"of {scratch.VOCABULARY_MULTIPLE} (default: that of --tokenizer or --config-json; 1,024 "
+        "for 1M, 4,096 for tiny, 32,000 for the other sizes)",
     )
     tokenizer: Path | None = option(
         None,
         role=LOCAL,
         parse=Path,
-        help="with --model-size: directory of the tokenizer (default: a tokenizer trained on -d; "
-        "with --streaming, one token per byte)",
+        help="with --model-size or --config-json: directory of the tokenizer (default: a tokenizer "
+        "trained on -d; with --streaming, one token per byte; none with -d synthetic)",
     )
     trust_remote_code: bool = option(
         False,
@@ -228,6 +240,16 @@ class Config:
         help="auto: resume from the newest valid checkpoint; never: fail if the run exists; PATH: "
         "resume from this checkpoint",
     )
+    resume_from_foreign: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        metavar="DIR",
+        help="start from the weights of another trainer's checkpoint, which "
+        "torch.distributed.checkpoint wrote: its directory, or an experiment directory with "
+        "checkpoint/. -m names the model for its config and tokenizer. Step, optimizer state and "
+        "learning-rate schedule start anew (default: the weights of -m)",
+    )
     resume_with_changes: bool = option(
         False,
         role=ALIKE,
@@ -287,7 +309,7 @@ class Config:
         role=LOCAL,
         parse=positive_int,
         first="passes over the data",
-        help="passes over the data (default: 1 without --max-steps)",
+        help="passes over the data (default: 1, or until --max-steps)",
     )
     max_steps: int | None = option(
         None,
@@ -336,7 +358,7 @@ class Config:
         renumbers=True,
         parse=positive_int,
         first="tokens per sample",
-        help="sequence length: tokens per sample (default: 1024, if the model allows)",
+        help=f"sequence length: tokens per sample (default: {SEQ_LENGTH} or the model's limit)",
     )
     packing: str = option(
         None,
@@ -501,9 +523,16 @@ class Config:
         "memory)",
     )
 
+    bench: bool = option(
+        False,
+        group="measuring and planning",
+        role=ALIKE,
+        help="train 20 measured steps after 5 of warm-up, without weights and by default on "
+        "-d synthetic; print tokens/s, MFU, memory, the time by phase and the share of "
+        "communication, as a table and as one line of JSON on standard output; save nothing",
+    )
     plan_only_warn: bool = option(
         False,
-        group="planning (on any machine)",
         role=LOCAL,
         help="start the run even if the memory estimate says that it does not fit, and only warn",
     )
@@ -618,6 +647,29 @@ class Config:
         help="steps between checkpoints in --ckpt-local-dir or --ckpt-hyperpod (default: a "
         "tenth of --ckpt-freq)",
     )
+    ckpt_copy_to: str | None = option(
+        None,
+        role=ALIKE,
+        metavar="DIR|s3://BUCKET/PREFIX",
+        help="copy each checkpoint in the background to a second place, and verify it there; a run "
+        "whose own checkpoints are lost is restored from it. S3 needs the package boto3, and is "
+        "the only place to which training connects (default: no copies)",
+    )
+    ckpt_copy_keep: int = option(
+        0,
+        role=LOCAL,
+        parse=count,
+        help="keep the N newest copies (2 or more; 0: all), and those that --ckpt-keep-every and "
+        "the lowest validation loss keep",
+    )
+    ckpt_copy_wait: float = option(
+        30.0,
+        role=LOCAL,
+        parse=non_negative,
+        metavar="MINUTES",
+        help="minutes to wait at the end of a run until its last checkpoint is copied; a run that "
+        "is stopped waits at most 20 seconds",
+    )
     eval_freq: int = option(
         500,
         role=ALIKE,
@@ -636,6 +688,22 @@ class Config:
         parse=positive,
         help="save and stop (exit code 75) after this many minutes; the same command resumes "
         "(default: no limit)",
+    )
+    on_end: str = option(
+        "",
+        role=LOCAL,
+        parse=shell_command,
+        metavar="COMMAND",
+        help="shell command that runs once when the launch ends, with EXP, STATUS (complete, "
+        "preempted, failed or disk_full), STEP, LOSS, EXIT_CODE, REASON and SAVE_DIR in its "
+        "environment; it cannot change the exit code (default: none)",
+    )
+    on_end_seconds: float = option(
+        20.0,
+        role=LOCAL,
+        parse=positive,
+        metavar="S",
+        help="seconds after which the command of --on-end is killed",
     )
     watchdog_minutes: float = option(
         30.0,
@@ -683,6 +751,20 @@ class Config:
     def has_auto_batch(self) -> bool:
         """Return whether --batch-size is `auto`, or was before it was settled."""
         return self.batch_size == AUTO or "batch_size" in self.settled_by
+
+    @property
+    def makes_model(self) -> str:
+        """Return the option that creates a model from scratch, with its value; "" for none."""
+        if self.config_json:
+            return f"--config-json {self.config_json}"
+        return f"--model-size {self.model_size}" if self.model_size else ""
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Return whether the run trains on synthetic tokens."""
+        from lib.tokens.synthetic import is_synthetic  # imports numpy, which --help does not need
+
+        return any(map(is_synthetic, self.dataset_name))
 
     @property
     def trains_lora(self) -> bool:

@@ -22,7 +22,8 @@ from lib.tokens.mixture import ValidationSplit
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
-from lib.tokens.store import TokenStore
+from lib.tokens.store import Split, TokenStore
+from lib.tokens.synthetic import SyntheticText
 from lib.train.config import Config
 from lib.train.inputs import Inputs, get_text_field
 from lib.train.plan import Plan, get_degrees, get_world_size
@@ -83,6 +84,8 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
     """
     if inputs.shards:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])
+    if inputs.synthetic:
+        return make_synthetic(config, inputs.synthetic, vocab_size)
     stores = []
     for corpus in inputs.corpora:
         path = build.prepare_store(
@@ -151,6 +154,18 @@ def _cut_samples(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
         name: Windows(split.tokens, config.seq_length, split.labels)
         for name, split in tokens.splits.items()
     }
+
+
+def make_synthetic(config: Config, text: SyntheticText, vocab_size: int) -> Data:
+    """Return the samples of a run on synthetic tokens, which need no preparation.
+
+    vocab_size: tokens are below it. Raises UsageError if there are too many documents to pack.
+    """
+    tokens = text.make_tokens(vocab_size, config.seed)
+    if config.packing == "documents":
+        split = Split(tokens, text.cut_documents(config.seed))
+        return Data(packing.pack_in_memory(split, config.seq_length), [])
+    return Data(Windows(tokens, config.seq_length), [])
 
 
 def select_shards(config: Config, shards: RawShards) -> RawDocuments:

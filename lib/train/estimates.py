@@ -25,6 +25,9 @@ _MAX_FINE_TUNING_TOKENS = 1 << 22  # of the largest models
 _MAX_PRE_TRAINING_TOKENS = 1 << 24  # of the largest models
 _TOLERANCE = 4  # warn if a step has so many times fewer tokens than published
 _MIN_WARNED_PARAMETERS = 50e6
+_BACKWARD_SHARE = 2 / 3  # of the operations of a pass
+_GRADIENT_BYTES = 4  # reduced in float32
+_WEIGHT_BYTES = 2  # gathered in bf16 or fp16
 _LONG_RUN_STEPS = 10_000
 _MIN_KEPT = 2  # checkpoints, as in commit.prune_checkpoints
 
@@ -34,13 +37,16 @@ class Hardware:
     """The devices of a run.
 
     peak: FLOP/s of each device. source: where that number comes from, for messages. kind: `GPU`, or
-    `rank` for a process on a CPU.
+    `rank` for a process on a CPU. nodes: machines that contain the devices. network: bytes per
+    second that a node can send to the others (default: not part of the estimate).
     """
 
     ranks: int
     peak: float
     source: str
     kind: str
+    nodes: int = 1
+    network: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -73,9 +79,7 @@ def describe_cost(plan: Plan, cost: ModelCost, hardware: Hardware) -> dict[str, 
     measured = f"; measured after {MEASURED_STEPS} steps" if is_measured else ""
     return {
         "time": f"about {_describe_time(plan, cost, hardware)}, estimated at "
-        f"{100 * _USUAL_MFU[hardware.kind]:.0f} % of {hardware.peak / 1e12:.3g} TFLOP/s on "
-        f"{units.counted(hardware.ranks, hardware.kind)} ({hardware.source})"
-        f"{small_pass}{measured}",
+        f"{describe_utilisation(hardware)}{small_pass}{measured}",
         **table,
     }
 
@@ -84,6 +88,14 @@ def estimate_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> fl
     """Return the estimated seconds of a step; None for a model too small for an estimate."""
     is_timed = cost.parameters >= _MIN_TIMED_PARAMETERS
     return _compute_step_seconds(plan, cost, hardware) if is_timed else None
+
+
+def describe_utilisation(hardware: Hardware) -> str:
+    """Return the assumed speed of the devices, such as `40 % of 989 TFLOP/s on 8 GPUs`."""
+    return (
+        f"{100 * _USUAL_MFU[hardware.kind]:.0f} % of {hardware.peak / 1e12:.3g} TFLOP/s on "
+        f"{units.counted(hardware.ranks, hardware.kind)} ({hardware.source})"
+    )
 
 
 def suggest_global_batch(plan: Plan, cost: ModelCost, hardware: Hardware) -> str | None:
@@ -134,8 +146,24 @@ def _describe_time(plan: Plan, cost: ModelCost, hardware: Hardware) -> str:
 
 
 def _compute_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> float:
+    return sum(split_step_seconds(plan, cost, hardware))
+
+
+def split_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> tuple[float, float]:
+    """Return for how many seconds of a step the devices compute, and wait for the network.
+
+    The wait is the least for shards over all nodes: weights are gathered once per step (as with
+    --keep-gathered on), and gradients are reduced during the backward pass of each micro-batch.
+    Runs that gather weights for each pass wait longer, and runs with a replica per node less.
+    """
     speed = hardware.ranks * hardware.peak * _USUAL_MFU[hardware.kind]  # FLOP/s
-    return plan.tokens_per_step * cost.flops / speed
+    computing = plan.tokens_per_step * cost.flops / speed
+    passes = plan.division.accumulation
+    # Bytes that a node sends to the others in a ring, for each byte per parameter.
+    sent = cost.parameters * (1 - 1 / hardware.nodes)
+    reducing = _GRADIENT_BYTES * sent / hardware.network
+    waiting = max(0.0, reducing - _BACKWARD_SHARE * computing / passes)
+    return computing, passes * waiting + _WEIGHT_BYTES * sent / hardware.network
 
 
 def _describe_length(plan: Plan, steps: int) -> str:
@@ -150,6 +178,8 @@ def _count_saves(plan: Plan, steps: int) -> int:
 def _describe_checkpoints(plan: Plan, cost: ModelCost) -> str:
     """Return how many checkpoints are written, and how many exist at the same time."""
     config = plan.config
+    if config.bench:
+        return "none"
     count = _count_saves(plan, plan.total_steps)
     newest = max(config.ckpt_keep, _MIN_KEPT)
     every = config.ckpt_keep_every

@@ -1,54 +1,44 @@
-"""Find and check the model and the data that a run starts from, before torch is imported.
-
-`--from-scratch --model-size SIZE --tokenizer DIR` creates the config and tokenizer that stage 03
-would create, in `.cache/scratch/`. If that directory was deleted, it is created again.
-"""
+"""Find and check the model and the data that a run starts from, before torch is imported."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.foreign_run import ForeignRun
 from lib.core import (
     artifacts,
-    commands,
     declared,
     file_identity,
     hashing,
     log,
-    manifest,
     paths,
-    publish,
     units,
 )
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
-from lib.models import chat_files, directory, lookup, peft_adapter, tokenizer
+from lib.models import chat_files, directory, lookup
 from lib.models.peft_adapter import PeftAdapter
-from lib.models.scratch import Design
 from lib.parallel.degrees import RECOMPUTATIONS
-from lib.tokens import build, mixture, raw_shards
+from lib.tokens import mixture, raw_shards
 from lib.tokens.chat import policy
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
-from lib.train import checks, plan, previous_run
+from lib.tokens.synthetic import SyntheticText, find_synthetic
+from lib.train import checks, first_weights, plan, previous_run
 from lib.train.config import DEFAULTS, Config
 from lib.train.plan import Plan
 from lib.train.previous_run import KeptTemplate
 
-KIND = "scratch/1"
 _CHAT_OPTIONS = ("chat_template", "train_on", "too_long")
-_PREVIEW_BYTES = 2_000_000  # of text to train a tokenizer for a dry run, in a second or two
 
 
 @dataclass(frozen=True)
@@ -58,10 +48,12 @@ class Inputs:
     fingerprints: the fingerprints of model, dataset and tokenizer, by name. earlier_run: the record
     of a run with checkpoints in this directory, {} for a new run; see previous_run.read_previous.
     named_checkpoint: the checkpoint that --resume names. scratch: the weights are initialised from
-    the seed. shards: the data with --streaming, instead of corpora. model_stamps: identities of the
-    model's files, read before its fingerprint. stop_request: identity of the stop file that existed
-    when this launch started. template: source of the chat template, "" without chat datasets. base:
-    digests of the base model's weight files by name, for LoRA. adapter: the adapter of --lora-from.
+    the seed. shards, synthetic: the data with --streaming or `-d synthetic`, instead of corpora.
+    model_stamps: identities of the model's files, read before its fingerprint. stop_request:
+    identity of the stop file that existed when this launch started. template: source of the chat
+    template, "" without chat datasets. base: digests of the base model's weight files by name, for
+    LoRA. adapter: the adapter of --lora-from. foreign: the checkpoint of --resume-from-foreign,
+    None if checkpoints of this run contain its weights.
     """
 
     model_dir: Path
@@ -71,16 +63,18 @@ class Inputs:
     named_checkpoint: Checkpoint | None
     scratch: bool
     shards: RawShards | None = None
+    synthetic: SyntheticText | None = None
     model_stamps: file_identity.Identities = field(default_factory=dict)
     stop_request: file_identity.Identities = field(default_factory=dict)
     template: str = ""
     base: dict[str, str] = field(default_factory=dict)
     adapter: PeftAdapter | None = None
+    foreign: ForeignRun | None = None
 
     @property
     def datasets(self) -> str:
         """Return the names of the datasets, with their weights."""
-        return str(self.shards or ", ".join(map(str, self.corpora)))
+        return str(self.shards or self.synthetic or ", ".join(map(str, self.corpora)))
 
     def get_earlier_option(self, option: str) -> Any:
         """Return the value that an option had when the run was started, or None."""
@@ -101,10 +95,17 @@ class Inputs:
         return next((kind for kind in values if kind in RECOMPUTATIONS), "")
 
     def require_unchanged(self) -> None:
-        """Raise UsageError if the files of the model have changed since this launch started."""
+        """Raise UsageError if the files of the model have changed since this launch started.
+
+        The same holds for the checkpoint of --resume-from-foreign.
+        """
         file_identity.require_same(
             self.model_stamps, f"the model {self.model_dir}", "the run started"
         )
+        if self.foreign:
+            file_identity.require_same(
+                self.foreign.files, f"the checkpoint {self.foreign.directory}", "the run started"
+            )
 
 
 def find_inputs(
@@ -112,9 +113,9 @@ def find_inputs(
 ) -> Inputs:
     """Find and check the model and the data, without importing torch.
 
-    new_model: the directory that --model-size has created, else None. Without it and without -m, a
-    run keeps its model. earlier_run: see Inputs. Raises UsageError or ArtifactError with all
-    problems at once.
+    new_model: the directory that --model-size or --config-json has created, else None. Without it
+    and without -m, a run keeps its model. earlier_run: see Inputs. Raises UsageError or
+    ArtifactError with all problems at once.
     """
     stop_files = [experiment.stop_file] if experiment.stop_file.exists() else []
     stop_request = file_identity.read_identities(stop_files)
@@ -123,16 +124,20 @@ def find_inputs(
     model_dir = problems.collect(
         lambda: _find_model(config, experiment, new_model, earlier_run, named)
     )
+    synthetic = problems.collect(lambda: find_synthetic(config.dataset_name))
     corpora = (
         []
-        if config.streaming
+        if config.streaming or synthetic
         else problems.collect(lambda: mixture.open_corpora(config.dataset_name))
     )
     shards = (
         problems.collect(lambda: _open_shards(config, earlier_run)) if config.streaming else None
     )
     identity = _get_identity(earlier_run, named)
-    adapter = problems.collect(lambda: _find_adapter(config.lora_from, identity))
+    adapter = problems.collect(lambda: first_weights.find_adapter(config.lora_from, identity))
+    foreign = problems.collect(
+        lambda: first_weights.find_foreign(config.resume_from_foreign, identity)
+    )
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_stamps = file_identity.read_identities(directory.list_model_files(model_dir))
@@ -149,16 +154,15 @@ def find_inputs(
     template = _find_template(config, model_dir, corpora, kept_template)
     fingerprints = {
         "model": directory.fingerprint_model(model_dir),
-        "tokenizer": artifacts.tokenizer_fingerprint(model_dir),
-        **(
-            _identify_shards(config, shards)
-            if shards
-            else {"dataset": mixture.fingerprint_corpora(corpora)}
-        ),
+        **_identify_data(config, model_dir, synthetic or shards or corpora),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
-        **_identify_adapter(config, adapter, identity),
+        **first_weights.identify_adapter(config, adapter, identity),
+        **first_weights.identify_foreign(foreign, identity),
     }
-    scratch = _is_from_scratch(config, model_dir, bool(earlier_run or named))
+    has_begun = bool(earlier_run or named)
+    scratch = previous_run.FOREIGN not in fingerprints and _is_from_scratch(
+        config, model_dir, has_begun
+    )
     return Inputs(
         model_dir,
         corpora,
@@ -167,10 +171,12 @@ def find_inputs(
         named,
         scratch,
         shards,
+        synthetic,
         model_stamps,
         stop_request,
         template,
         adapter=adapter,
+        foreign=None if has_begun else foreign,
     )
 
 
@@ -183,10 +189,10 @@ def _find_model(
 ) -> Path:
     """Return the directory of the model, and log which it is.
 
-    It is the model of --model-size or -m, else the run's model, else the only prepared model.
+    It is the new model or that of -m, else the run's model, else the only prepared model.
     """
     if new_model:
-        lookup.log_model(new_model, f", {config.model_size} from scratch")
+        lookup.log_model(new_model, f", {config.makes_model} from scratch")
         return new_model
     if config.model_name:
         return lookup.find_model(config.model_name, config.cache_dir)
@@ -196,28 +202,6 @@ def _find_model(
     return lookup.find_model(
         name, config.cache_dir, f", with which {experiment.root} was begun" if name else ""
     )
-
-
-def _find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None:
-    """Return the adapter of --lora-from, None without that option.
-
-    It is also None if the directory is gone but the run's checkpoints contain the adapter.
-    identity: see Inputs. Raises UsageError or ArtifactError as `peft_adapter.read_adapter`.
-    """
-    is_kept = previous_run.ADAPTER in identity.get("inputs", {})
-    if directory is None or (is_kept and not directory.exists()):
-        return None
-    return peft_adapter.read_adapter(directory)
-
-
-def _identify_adapter(
-    config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
-) -> dict[str, str]:
-    """Return the fingerprint of the --lora-from adapter as an identity's input, {} without one."""
-    if config.lora_from is None:
-        return {}
-    name = previous_run.ADAPTER
-    return {name: adapter.fingerprint if adapter else identity["inputs"][name]}
 
 
 def has_chats(corpora: Sequence[Corpus]) -> bool:
@@ -302,11 +286,15 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
 def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     """Return whether the first weights are initialised from the seed.
 
-    This is the case with --from-scratch, for a model that stage 03 made from scratch, and for a
-    resumed run that began in one of these ways. In all other cases, raises ArtifactError if weights
-    are missing; --prepare-only and --plan-gpus only warn. Raises UsageError for LoRA from scratch.
+    This is the case with --from-scratch and --bench, for a model that stage 03 made from scratch,
+    for a model without weights on synthetic tokens, and for a resumed run that began in one of
+    these ways. In all other cases, raises ArtifactError if weights are missing; --prepare-only and
+    --plan-gpus only warn. Raises UsageError for LoRA from scratch.
     """
-    if config.from_scratch or directory.is_made_from_scratch(model_dir):
+    if config.bench:
+        return True
+    is_bare = not directory.has_weights(model_dir) and bool(find_synthetic(config.dataset_name))
+    if config.from_scratch or is_bare or directory.is_made_from_scratch(model_dir):
         if config.trains_lora:
             raise UsageError(
                 f"--lora-rank needs a base model with weights, and those of {model_dir} would be "
@@ -314,6 +302,8 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
                 expected="-m with a model that was trained before",
                 hint="without --lora-rank, the whole model is trained",
             )
+        if is_bare and not (config.from_scratch or has_begun):
+            log.info(f"{model_dir} has no weights: they are initialised from --seed {config.seed}")
         return True
     if has_begun and not config.trains_lora:
         return not directory.has_weights(model_dir)
@@ -347,93 +337,28 @@ def _open_shards(config: Config, earlier_run: dict[str, Any]) -> RawShards:
     return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
 
 
-def _identify_shards(config: Config, shards: RawShards) -> dict[str, str]:
-    """Return the inputs of a run on raw shards that must stay the same in a resume, by name.
+def _identify_data(
+    config: Config, model_dir: Path, data: SyntheticText | RawShards | list[Corpus]
+) -> dict[str, str]:
+    """Return the inputs, apart from the model, that must stay the same in a resume, by name.
 
-    The number of ranks must stay the same, because each rank resumes in its own part of the shards.
+    With raw shards the number of ranks must stay the same, because each rank resumes in its own
+    part of the shards. Synthetic tokens need no tokenizer.
     """
+    if isinstance(data, SyntheticText):
+        return {"dataset": data.fingerprint}
+    tokenizer = {"tokenizer": artifacts.tokenizer_fingerprint(model_dir)}
+    if isinstance(data, list):
+        return {**tokenizer, "dataset": mixture.fingerprint_corpora(data)}
     shared = {
-        "dataset": shards.fingerprint,
+        **tokenizer,
+        "dataset": data.fingerprint,
         "text field": get_text_field(config),
         "ranks": str(plan.get_degrees(config).dp_size(plan.get_world_size())),
     }
-    return {**shared, "commit": shards.commit} if shards.commit else shared
+    return {**shared, "commit": data.commit} if data.commit else shared
 
 
 def get_text_field(config: Config) -> str:
     """Return the name of the field or column that contains the text, for --streaming."""
     return config.text_field or "text"
-
-
-@contextmanager
-def model_from_scratch(
-    config: Config, experiment: Experiment, has_begun: bool
-) -> Iterator[Path | None]:
-    """Yield the model directory of --model-size, and create it if needed; None without the option.
-
-    The directory stays in the cache, except after a dry run. Without --tokenizer, a tokenizer is
-    trained on the datasets; a resumed run keeps its tokenizer. Raises UsageError if a tokenizer
-    does not load or fit, and the errors of `mixture.open_corpora` for datasets.
-    """
-    if not config.model_size:
-        yield None
-        return
-    keeps_tokenizer = has_begun and (experiment.model / directory.CONFIG).is_file()
-    copy_from = config.tokenizer or (experiment.model if keeps_tokenizer else None)
-    train_on = (
-        ()
-        if copy_from or config.streaming
-        else tuple(corpus.dataset.path for corpus in mixture.open_corpora(config.dataset_name))
-    )
-    design = Design(config.model_size, None, config.vocab_size, train_on, copy_from)
-    content = design.identity(design.choose_name())
-    target = (
-        paths.scratch_root(config.cache_dir)
-        / f"{config.model_size}-{hashing.fingerprint(content)[:12]}"
-    )
-    if config.dry_run and not target.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            _create_model(design, Path(folder) / target.name, content, config, _PREVIEW_BYTES)
-            yield Path(folder) / target.name
-        return
-    build.build_once(
-        target,
-        KIND,
-        content,
-        lambda: _create_model(design, target, content, config),
-        lambda existing: manifest.require_intact(
-            target,
-            existing,
-            "the model from scratch",
-            deep=True,
-            run=commands.delete_and_rerun(target),
-        ),
-    )
-    yield target
-
-
-def _create_model(
-    design: Design,
-    target: Path,
-    content: dict[str, Any],
-    config: Config,
-    limit: int = tokenizer.SAMPLE_BYTES,
-) -> None:
-    """Create the model directory. limit: bytes of text to train a tokenizer on, at most."""
-    from lib.models import check
-
-    vocabulary = design.vocabulary()
-    with publish.Build(target, KIND, content, overwrite=False) as building:
-        design.write_tokenizer(building.dir, config.num_workers, not config.no_progress, limit)
-        config_facts = design.write_configs(building.dir, vocabulary)
-        facts = check.check_build(building, weights=False, name=f"--model-size {config.model_size}")
-        design.require_same(content, design.choose_name())
-        files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
-        building.publish(
-            stage="04_train_fsdp.py",
-            options=config.to_record(),
-            files=files,
-            summary={"source": "scratch", "parameters": facts.parameters, **config_facts},
-        )
-    rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
-    log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

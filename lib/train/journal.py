@@ -27,6 +27,7 @@ from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.events import Event
 from lib.core.paths import Experiment
+from lib.train.prometheus import PrometheusFile
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
     from lib.parallel.layout import ParallelLayout
@@ -39,16 +40,24 @@ _ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 class Journal:
     """Writes config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks.
 
-    has_started: this launch has written state.json, so it was not refused.
+    is_kept: False for a bench, which writes nothing on any rank. is_restart: a launcher has started
+    this launch again. has_started: this launch has written state.json, so it was not refused.
+    prometheus: the file metrics.prom, which shows the status too.
     """
 
-    def __init__(self, experiment: Experiment, rank: int) -> None:
+    def __init__(
+        self, experiment: Experiment, rank: int, is_kept: bool = True, is_restart: bool = False
+    ) -> None:
         self.experiment = experiment
+        self.is_restart = is_restart
         self.has_started = False
-        self._active = rank == 0
+        self.prometheus = PrometheusFile(experiment, rank, is_kept)
+        self._active = rank == 0 and is_kept
         self._events = AppendOnlyFile(experiment.events)
         self._lock = Lock()
         self._is_over = False
+        self._last_state: dict[str, Any] = {}
+        self._copy_state: dict[str, Any] = {}
         self._event_may_fail = log.WarnOnce(experiment.events.name)
         self._state_may_fail = log.WarnOnce(experiment.state.name, OSError, StageError)
 
@@ -97,20 +106,32 @@ class Journal:
             self._is_over |= status != "running"
             if status == "running" and self._is_over:
                 return
-            checkpoints = [c.step for c in commit.list_checkpoints(self.experiment.checkpoints)]
-            content = {
-                "status": status,
-                **facts,
-                "checkpoints": checkpoints,
-                "updated": format_time(),
-            }
-            try:
-                manifest.write_json(self.experiment.state, content)
-            except OSError:
-                # A full disk still has the space of the old file. If that fails too, the first
-                # error is reported.
-                if not _overwrite(self.experiment.state, json.dumps(content).encode()):
-                    raise
+            self._last_state = {"status": status, **facts}
+            self._write_last_state()
+
+    def update_copy_state(self, **facts: Any) -> None:
+        """Change the fields of state.json about the copies of checkpoints; see `write_state`."""
+        with self._lock, self._state_may_fail:
+            self._copy_state |= facts
+            if self._last_state:
+                self._write_last_state()
+
+    def _write_last_state(self) -> None:
+        checkpoints = [c.step for c in commit.list_checkpoints(self.experiment.checkpoints)]
+        content = {
+            **self._last_state,
+            "checkpoints": checkpoints,
+            **self._copy_state,
+            "updated": format_time(),
+        }
+        self.prometheus.set_state(content)
+        try:
+            manifest.write_json(self.experiment.state, content)
+        except OSError:
+            # A full disk still has the space of the old file. If that fails too, the first error is
+            # reported.
+            if not _overwrite(self.experiment.state, json.dumps(content).encode()):
+                raise
 
     def add_event(self, event: Event, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl; if the disk is full, write it with a later line.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -122,6 +122,14 @@ class Timers:
         return event
 
 
+class StepProfiler(Protocol):
+    """Profiles some steps of a run. step: from 1."""
+
+    def begin_step(self, step: int) -> None: ...
+
+    def end_step(self, step: int) -> None: ...
+
+
 class Profiler:
     """Profiles the time and memory of every operation from one step to another.
 
@@ -220,8 +228,9 @@ class Meters:
         self.memory_before = memory_before
         self.memory_peak = 0.0
         self.timers = Timers(layout.device)
-        self.profiler = Profiler(config.profile, experiment.profile, layout.rank, layout.device)
-        if config.profile and self.profiler.has_passed(step) and layout.rank == 0:
+        profiler = Profiler(config.profile, experiment.profile, layout.rank, layout.device)
+        self.profiler: StepProfiler = profiler
+        if config.profile and profiler.has_passed(step) and layout.rank == 0:
             first, last = config.profile
             log.warn(
                 f"--profile {first}:{last} records nothing: the run continues after step {step:,}"
@@ -242,6 +251,10 @@ class Meters:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.show_end()
+
+    def show_end(self) -> None:
+        """Show the watchdog that this process is at the end of the run, and still works."""
         self.watchdog.enter("end")
 
     def begin_step(self, step: int) -> None:

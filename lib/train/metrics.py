@@ -30,9 +30,19 @@ _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}
 class Metrics:
     """Writes rows to all outputs; figures are not rounded. curve: the curve of loss.png."""
 
-    def __init__(self, experiment: Experiment, rank: int, step: int, wandb: bool = False) -> None:
-        """step: the step after which the run continues; rows of later steps are dropped."""
-        self._active = rank == 0
+    def __init__(
+        self,
+        experiment: Experiment,
+        rank: int,
+        step: int,
+        wandb: bool = False,
+        is_kept: bool = True,
+    ) -> None:
+        """Open the files on rank 0, unless is_kept is False, as for a bench.
+
+        step: the step after which the run continues; rows of later steps are dropped.
+        """
+        self._active = rank == 0 and is_kept
         self._experiment = experiment
         self.curve = Curve()
         if self._active:

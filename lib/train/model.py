@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lib.checkpoints import foreign_weights
 from lib.core import commands, log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
@@ -42,7 +43,7 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
     """Return the model on the meta device, with the changes that the memory estimate depends on.
 
     Raises UsageError if this model or machine does not support --seq-length or --precision, or if
-    the adapter of --lora-from does not fit the model.
+    the adapter of --lora-from or the weights of --resume-from-foreign do not fit the model.
     """
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
     longest = longest_sequence(shape)
@@ -67,6 +68,8 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
     experts.use_own_function(model)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
+    if inputs.foreign:
+        foreign_weights.require_fits(model, inputs.foreign, inputs.model_dir)
     changes = _select_changes(config, changes_memory_plan=True)
     for description in model_changes.apply_changes(model, changes, Placement()).descriptions:
         log.info(description)
@@ -95,7 +98,8 @@ def require_usable(
     previous_run.require_usable_directory(
         config, experiment, inputs.earlier_run, config.identity(inputs.fingerprints, batch)
     )
-    _require_writable(experiment.root)
+    if not config.bench:
+        _require_writable(experiment.root)
 
 
 def _require_router_method(config: Config, model: PreTrainedModel) -> None:
@@ -179,7 +183,7 @@ def shard_model(
     )
     parallelize.materialise(model, layout.device, offload)
     if is_frozen(model):
-        _load_frozen(inputs, model, layout)
+        _load_frozen(config, inputs, model, layout)
     return load
 
 
@@ -190,7 +194,12 @@ def _select_changes(config: Config, changes_memory_plan: bool) -> list[ModelChan
     return [change for change in changes if change.changes_memory_plan == changes_memory_plan]
 
 
-def _load_frozen(inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout) -> None:
+def _load_frozen(
+    config: Config, inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout
+) -> None:
+    if inputs.scratch:  # only --bench trains adapters of random weights
+        initialise(model, config.seed)
+        return
     require_same_base_on_all_nodes(inputs, layout)
     began = time.monotonic()
     load_pretrained(model, inputs.model_dir)
@@ -223,6 +232,10 @@ def load_first_weights(
         log.info(f"LoRA: adapter initialised from seed {config.seed}")
     elif inputs.scratch:
         initialise(model, config.seed)
+    elif inputs.foreign:
+        foreign_weights.load_foreign(model, inputs.foreign, inputs.model_dir)
+        inputs.require_unchanged()
+        log.info(f"not taken over, so they start anew: {inputs.foreign.describe_omissions()}")
     else:
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
@@ -238,6 +251,9 @@ def describe_weights(config: Config, inputs: Inputs) -> str:
     """Return a phrase that says where the initial weights come from."""
     if inputs.scratch:
         return f"initialised from seed {config.seed}"
+    if inputs.foreign:
+        progress = inputs.foreign.describe_progress()
+        return f"read from {inputs.foreign.directory}{progress and f' ({progress})'}"
     return (
         f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from "
         f"{inputs.model_dir}"

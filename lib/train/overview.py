@@ -14,13 +14,19 @@ from lib.core.errors import Problems, UsageError
 from lib.models.sharded import describe_size
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.planning import flops, memory, saving, sizes
+from lib.planning import flops, memory, peaks, saving, sizes
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import write
 from lib.train import checks, estimates, memory_fit
 from lib.train import plan as plans
 from lib.train.config import Config
-from lib.train.data import Data, combine_stores, make_chat_policy, select_shards
+from lib.train.data import (
+    Data,
+    combine_stores,
+    make_chat_policy,
+    make_synthetic,
+    select_shards,
+)
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.inputs import Inputs
 from lib.train.model import describe_balance, describe_weights
@@ -37,16 +43,15 @@ def show_head(
 ) -> None:
     """Print the model, the data, the settled options and the estimates of a run at its start."""
     config = plan.config
+    experiment = "" if config.bench else f" {config.save_dir / config.experiment_name}"
     log.info(
-        f"experiment {config.save_dir / config.experiment_name}: "
-        f"{_describe_model(config, inputs)}, {describe_size(model)}"
+        f"{'bench' if config.bench else 'experiment'}{experiment}: "
+        f"{describe_model(config, inputs)}, {describe_size(model)}"
     )
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
-    no_split = (
-        "none with --streaming"
-        if data.samples_per_epoch is None
-        else "none that fills a sample (stage 02 makes a split with --validation-percent)"
-    )
+    no_split = "none that fills a sample (stage 02 makes a split with --validation-percent)"
+    if inputs.shards or inputs.synthetic:
+        no_split = f"none with {'--streaming' if inputs.shards else '-d synthetic'}"
     log.table(
         {
             "dataset": inputs.datasets,
@@ -82,7 +87,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     masters = f"float32 masters{parallelize.describe_frozen(model)}"
     log.table(
         {
-            "model": f"{_describe_model(config, inputs)} "
+            "model": f"{describe_model(config, inputs)} "
             f"({model.config.model_type}, {describe_size(model)})",
             "weights": describe_weights(config, inputs),
             "dataset": inputs.datasets,
@@ -92,7 +97,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
             **_describe_ranks(config),
         }
     )
-    data, samples = _open_or_estimate(config, inputs)
+    data, samples = _open_or_estimate(config, inputs, model.config.get_text_config().vocab_size)
     configs = memory_fit.fit_to_planned_gpus(config, inputs, model) or {
         plans.get_world_size(): config
     }
@@ -196,10 +201,15 @@ def _warn_about_unusual_options(
             log.warn(warning)
 
 
-def _open_or_estimate(config: Config, inputs: Inputs) -> tuple[Data | None, int | None]:
+def _open_or_estimate(
+    config: Config, inputs: Inputs, vocab_size: int
+) -> tuple[Data | None, int | None]:
     """Return the data and the number of samples; for unprepared data, None and an estimate."""
     if inputs.shards:
         return Data(select_shards(config, inputs.shards), []), None
+    if inputs.synthetic:
+        data = make_synthetic(config, inputs.synthetic, vocab_size)
+        return data, data.samples_per_epoch
     policies = [
         make_chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora
     ]
@@ -247,7 +257,7 @@ def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
     if config.plan_gpus:
         if config.plan_gpu_tflops:
             return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
-        peak, name = flops.find_planned_gpu(config.precision)
+        peak, name = peaks.find_planned_gpu(config.precision)
         source = f"data sheet of the {name}; --plan-gpu-tflops for others"
         return Hardware(ranks, peak, source, "GPU")
     on_gpu = torch.cuda.is_available()
@@ -286,13 +296,15 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
     )
 
 
-def _describe_model(config: Config, inputs: Inputs) -> str:
+def describe_model(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
-    if not config.model_size:
+    if not config.makes_model:
         return str(inputs.model_dir)
-    tokenizer = "a tokenizer trained on the dataset"
+    tokenizer = "with a tokenizer trained on the dataset"
     if config.tokenizer:
-        tokenizer = f"the tokenizer of {config.tokenizer}"
+        tokenizer = f"with the tokenizer of {config.tokenizer}"
+    elif inputs.synthetic:
+        tokenizer = "without a tokenizer"
     elif config.streaming:
-        tokenizer = "a token for each byte"
-    return f"{config.model_size} from scratch with {tokenizer}"
+        tokenizer = "with a token for each byte"
+    return f"{config.model_size or config.config_json} from scratch {tokenizer}"

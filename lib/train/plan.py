@@ -215,7 +215,7 @@ def count_steps(config: Config, samples: int | None, global_batch: int) -> int:
     raise UsageError(
         "the dataset is too small for one step",
         found=f"{samples:,} samples in an epoch, {global_batch:,} in a step",
-        expected="more text, a smaller --seq-length or --global-batch-size, or more --num-epochs",
+        expected="more data, a smaller --seq-length or --global-batch-size, or more --num-epochs",
     )
 
 

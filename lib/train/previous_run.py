@@ -25,6 +25,7 @@ from lib.train.config import Config
 # Names of inputs in the identity of a run.
 TEMPLATE = "chat template"  # only with chat datasets
 ADAPTER = "adapter"  # only with --lora-from
+FOREIGN = "foreign weights"  # only with --resume-from-foreign
 BOS_PREFIX = "{{- bos_token }}"  # what lib/train/experiment.py adds to a template
 
 _SAMPLES = "samples in an epoch"
@@ -39,6 +40,7 @@ _OPTION_OF_INPUT = {
     "text field": "text_field",
     TEMPLATE: "chat_template",
     ADAPTER: "lora_from",
+    FOREIGN: "resume_from_foreign",
 }
 # Options that decide the names and shapes of the tensors in a checkpoint, and what differs then.
 _TENSOR_OPTIONS = {
@@ -219,15 +221,20 @@ def _has_recorded(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
 def _continue_run(
     earlier: dict[str, Any], changed: list[Difference], where: Path, config: Config
 ) -> tuple[str, str]:
-    """Return how to resume a run, as words and as a command; "" and "" if no way is certain.
+    """Return a description and a command for resuming a run; both are "" if none surely works.
 
-    The options in its config.yaml work if they still name the run's original inputs. They do not
-    if an input was replaced under the same name, or if a later launch recorded other options.
+    The options in its config.yaml work if they still name the run's original inputs. They no
+    longer work if an input was replaced under the same name, or if a later launch recorded others.
     """
     record = journal.read_config(_open_experiment(where))
     recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
+    if config.resume_from_foreign and [each.name for each in changed] == [FOREIGN]:
+        return (
+            "the weights in its checkpoints, which need no --resume-from-foreign",
+            commands.as_typed(drop=["--resume-from-foreign"]),
+        )
     options = config.to_record()
     replaced = {
         each.name
@@ -388,7 +395,7 @@ def descends_from(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
 
 
 def mark_complete(experiment: Experiment, step: int) -> None:
-    """Write to state.json that a run is complete, in case it crashed after its last save."""
+    """Write to state.json that a run is complete, if it crashed between its last save and that."""
     state = journal.read_state(experiment)
     if log.rank() > 0 or (state.get("status"), state.get("step")) == ("complete", step):
         return

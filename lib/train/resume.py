@@ -6,6 +6,7 @@ import time
 
 from lib.checkpoints import commit, search
 from lib.checkpoints.checkpointer import Checkpointer
+from lib.checkpoints.commit import Checkpoint
 from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.core.events import Event
@@ -16,6 +17,7 @@ from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
 from lib.tokens.batches import BEGINNING
 from lib.train import previous_run, symptoms
+from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.journal import Journal
 from lib.train.model_files import require_base_of_checkpoint
@@ -51,7 +53,7 @@ def resume(
         checkpoint = named
         is_named = True
         facts = {"resumed_from": named.commit()["manifest"], "resumed_path": str(named.path)}
-    elif newest := checkpointer.find_newest():
+    elif newest := _find_newest(checkpointer, plan.config):
         checkpoint = newest
         facts = newest.commit()
     else:
@@ -98,6 +100,19 @@ def resume(
             "the learning-rate schedule is stretched over the whole run"
         )
     return True
+
+
+def _find_newest(checkpointer: Checkpointer, config: Config) -> Checkpoint | None:
+    """Return the newest valid checkpoint; if all are damaged, the error says how to go on."""
+    try:
+        return checkpointer.find_newest()
+    except ArtifactError as error:
+        if config.ckpt_copy_to:  # now that they are in quarantine
+            error.hint = (
+                "run the same command again: it restores the newest copy from --ckpt-copy-to. "
+                f"Or {error.hint}"
+            )
+        raise
 
 
 def roll_back(

@@ -184,7 +184,8 @@ def read_row(
     peak = captured.memory["memory/peak_gib"]
     table = layout.gather_table([*captured.loss.sums.tolist(), local_ms, peak])
     loss, mean_loss = captured.loss.means(*table[:, :2].sum(0).tolist())
-    per_second = plan.tokens_per_step / (times["time/total"] / 1000)
+    seconds = times["time/total"] / 1000
+    per_second = plan.tokens_per_step / seconds
     per_device = per_second / layout.ranks
     labels = captured.loss.tokens_per_step
     return {
@@ -198,7 +199,8 @@ def read_row(
         **captured.load.compute_figures(),
         "perf/tokens_per_sec": per_second,
         "perf/tokens_per_sec_per_device": per_device,
-        "perf/label_tokens_per_sec": labels / (times["time/total"] / 1000),
+        "perf/label_tokens_per_sec": labels / seconds,
+        "perf/samples_per_sec": plan.division.global_batch / seconds,
         "perf/tflops": per_device * meters.flops / 1e12,
         "perf/mfu": per_device * meters.flops / meters.peak,
         **captured.speeds,

@@ -19,7 +19,7 @@ from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.train import checks, plan
-from lib.train.config import AUTO, DEFAULTS, EARLIER_LAUNCH, OFF, Config
+from lib.train.config import AUTO, DEFAULTS, EARLIER_LAUNCH, OFF, SEQ_LENGTH, Config
 from lib.train.inputs import Inputs, has_chats
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
     from lib.planning.memory_check import MemoryCheck
     from lib.train.journal import Launch
 
-_SEQ_LENGTH = 1024  # tokens, the default where the model allows it
 _BIAS_STEP = 1e-3  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2)
 _ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
 
@@ -297,7 +296,7 @@ def _fill_seq_length(config: Config, facts: Facts) -> Config:
 
     shape = architecture.read_config(facts.inputs.model_dir, config.trust_remote_code)
     longest = model.longest_sequence(shape)
-    return config.with_values("model", seq_length=min(_SEQ_LENGTH, longest or _SEQ_LENGTH))
+    return config.with_values("model", seq_length=min(SEQ_LENGTH, longest or SEQ_LENGTH))
 
 
 def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:

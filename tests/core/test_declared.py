@@ -22,6 +22,7 @@ class Base:
 class JobOptions(Base):
     job_name: str = option(group="where", metavar="J", help="name")
     is_fast: bool = option(False, help="soon")
+    parts: list[str] = option([], metavar="P", help="parts")
     follow: bool = option(True, parse=options.on_off, metavar="on|off", help="go on")
 
 
@@ -45,6 +46,8 @@ def test_parsed_options_become_an_object() -> None:
 
 def test_python_values_are_checked_like_a_command_line() -> None:
     assert declared.from_values(JobOptions, job_name="x", nodes=3, follow=False).nodes == 3
+    for text in (["a", "b"], "a"):
+        assert declared.from_values(JobOptions, job_name="x", parts=text).parts == [*text]
     with pytest.raises(UsageError) as caught:
         declared.from_values(JobOptions, job_name="x", nodes=0, kind="c")
     assert len(caught.value.several) == 2

@@ -282,7 +282,7 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, monkeypatch, swap
 
 
 def has_survived(fault: Fault, target: Path) -> bool:
-    """Replace an artifact in a child process; return whether that survived the fault."""
+    """Replace an artifact in a child process that meets a fault; return whether it survived."""
     pid = os.fork()
     if not pid:
         fault.install()

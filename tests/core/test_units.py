@@ -120,3 +120,11 @@ def test_size_rounds_into_the_next_unit(count: float, text: str) -> None:
 )
 def test_counted_agrees_in_number(given: tuple, text: str) -> None:
     assert units.counted(*given) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(12_345.6, "12,346"), (99.96, "100"), (99.94, "99.9"), (0.01234, "0.0123"), (0.0, "0")],
+)
+def test_rate(number: float, text: str) -> None:
+    assert units.rate(number) == text

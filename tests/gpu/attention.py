@@ -139,7 +139,7 @@ def boundaries(place: Place) -> None:
 
 
 def _make_offsets(documents: int, empty_count: int, length: int) -> Any:
-    """Return the offsets of equally long documents and, behind them, of empty ones; int32."""
+    """Return the int32 offsets of documents of equal length, followed by empty documents."""
     import torch
 
     offsets = torch.arange(0, length + 1, length // documents, dtype=torch.int32, device="cuda")

@@ -180,7 +180,7 @@ def _attend_with_mask(
 
 
 def bad_steps(place: Place) -> None:
-    """A step whose gradient contains NaN or infinity changes no bit, with either optimizer."""
+    """A step with NaN or infinity in a gradient leaves weights and state as they are to the bit."""
     from lib.checkpoints import contents
     from lib.optim import registry
     from lib.optim.guard import StepGuard

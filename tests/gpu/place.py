@@ -167,8 +167,8 @@ class Place:
     ) -> Stage:
         """Start a stage.
 
-        ranks: start so many with torchrun, if it is not 0. fresh: start a new interpreter instead
-        of forking this one. command: a launcher to use instead of torchrun.
+        ranks: number of ranks to start with torchrun; 0 starts no torchrun. fresh: start a new
+        interpreter instead of forking this one. command: a launcher to use instead of torchrun.
         """
         if "-e" in arguments:
             name = arguments[arguments.index("-e") + 1]

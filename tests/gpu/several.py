@@ -10,7 +10,7 @@ import re
 from tests.gpu import traces
 from tests.gpu.place import Place
 from tests.gpu.runs import FP32_TOLERANCE, read_digests, small_run_options
-from tests.gpu.speed import run_measured, summarise_run
+from tests.gpu.speed import run_bench, run_measured, summarise_run
 
 _MAX_EXPOSED_SHARE = 0.3  # of NCCL's kernel time, without another kernel running at the same time
 _MIN_SCALING = 0.8  # tokens per second of each of all GPUs, relative to a run on one
@@ -100,6 +100,18 @@ def communication(place: Place) -> None:
             assert nccl, "the trace has no kernel of NCCL"
             place.note(**{f"{model}, exposed share": exposed / nccl})
             assert exposed < _MAX_EXPOSED_SHARE * nccl, f"{model}: {exposed:.0f} of {nccl:.0f} ms"
+
+
+def bench_shares(place: Place) -> None:
+    """`--bench` on all ranks measures a share of communication, and most of it is overlapped."""
+    result = run_bench(
+        place, "bench", place.size("8b-wide", "small"), 8192, 2, ranks=count_ranks(place)
+    )
+    total = result["communication/total"]
+    exposed = result["communication/exposed"]
+    assert total and 0 <= exposed <= total < 1, (total, exposed)
+    if place.on_gpu:
+        assert exposed < _MAX_EXPOSED_SHARE * total, f"exposed {exposed:.3f} of {total:.3f}"
 
 
 def gathering(place: Place) -> None:

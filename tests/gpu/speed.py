@@ -24,6 +24,7 @@ MFU_TARGETS = {
     "1b_4x8192_compile_on": 0.45,
     "lora-8b": 0.49,
 }
+_BENCH_TOLERANCE = 0.1  # between a bench and a run of the same shapes
 _CHECKPOINT_BYTES = 40e9  # of the one checkpoint of the 8B-wide model
 _PEAK_LINE = (
     r"([\d.]+) TFLOP/s per rank .*?([\d.]+) GFLOP per token with the whole square of "
@@ -163,6 +164,35 @@ def whole_run(place: Place) -> None:
     place.note(
         seconds_in_all=time.monotonic() - began, last_words=run.printed.strip().splitlines()[-12:]
     )
+
+
+def run_bench(
+    place: Place, name: str, model: str, length: int, batch: int, **launch_options: Any
+) -> dict[str, Any]:
+    """Return the result of `--bench`, on synthetic tokens and without weights; note it."""
+    length, batch = place.size((length, batch), (64, 2))
+    options = ("--bench", "-m", place.model(model), "-s", length, "-b", batch, "--no-progress")
+    recompute = ("--activation-checkpointing", "none")
+    compiled = ("--compile", place.size("on", "off"))
+    run = place.launch(
+        "04_train_fsdp.py", "-e", name, *options, *recompute, *compiled, **launch_options
+    ).ended()
+    result = json.loads(next(line for line in run.printed.splitlines() if line.startswith("{")))
+    place.note(**{name: result})
+    assert not run.experiment.exists(), "a bench has left files"
+    return result
+
+
+def bench(place: Place) -> None:
+    """`--bench` measures the speed that a run on data has; both are noted."""
+    model = place.size("1b", "small")
+    measured = run_bench(place, "bench", model, 8192, 2)
+    run = run_measured(place, "run", model, 8192, 2, "--compile", place.size("on", "off"))
+    key = "perf/tokens_per_sec_per_device"
+    ratio = measured[key] / summarise_run(run)[key]
+    place.note(bench_to_run=ratio)
+    if place.on_gpu:
+        assert abs(ratio - 1) < _BENCH_TOLERANCE, f"{ratio:.2f} times the speed of a run on data"
 
 
 def save_stall(place: Place) -> None:

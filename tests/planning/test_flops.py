@@ -1,4 +1,4 @@
-# covers: lib/planning/flops.py
+# covers: lib/planning/flops.py, lib/planning/peaks.py
 """The operations per token follow the formula, and the peak of a GPU its data sheet."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lib.models.lora import Lora
 from lib.models.sharded import Placement
 from lib.parallel import loss
-from lib.planning import flops
+from lib.planning import flops, peaks
 from lib.tokens.batches import MicroBatch
 
 
@@ -49,7 +49,7 @@ from lib.tokens.batches import MicroBatch
     ],
 )
 def test_the_peak_of_a_gpu_is_found_by_its_whole_name(name: str, peak: float | None) -> None:
-    assert flops.find_listed_peak(name) == pytest.approx(peak)
+    assert peaks.find_listed_peak(name) == pytest.approx(peak)
 
 
 def test_attention_counts_all_pairs_of_tokens_or_the_causal_half() -> None:

@@ -52,6 +52,14 @@ def parse(*argv: Any) -> Config:
         (("--lora-rank", 8, "--lora-targets", "("), "regular expression"),
         (("--lora-rank", 8, "--lora-alpha", 1e300), "between 1e-06 and 1,000,000"),
         (
+            ("--ckpt-copy-to", "s3://key:word@bucket/x"),
+            r"s3://\[redacted\]@bucket/x names no bucket",
+        ),
+        (("--ckpt-copy-to", "s3:bucket"), "names no bucket"),
+        (("--ckpt-copy-to", "gs://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
+        (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
+        (("--ckpt-copy-keep", 3), "--ckpt-copy-keep belongs to --ckpt-copy-to"),
+        (
             ("--max-steps", 1, "--profile", "2:2"),
             "of a run of 1 step: .*steps from 1 to 1, such as --profile 1:1",
         ),
@@ -97,6 +105,7 @@ def test_all_problems_are_reported_at_once() -> None:
         ("--beta1", 0),
         ("--lr", 0),
         ("--steps-per-epoch", 1000, "--warmup-steps", 2000),
+        ("-e", "exp", "--ckpt-copy-to", "second"),  # which needs no package
     ],
 )
 def test_possible_options_are_accepted(argv: tuple) -> None:
@@ -105,7 +114,11 @@ def test_possible_options_are_accepted(argv: tuple) -> None:
 
 @pytest.mark.parametrize(
     ("argv", "package"),
-    [(("--wandb", "on"), "wandb"), (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing")],
+    [
+        (("--wandb", "on"), "wandb"),
+        (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing"),
+        (("--ckpt-copy-to", "s3://bucket/x"), "boto3"),
+    ],
 )
 def test_a_missing_package_of_an_option_is_reported_first(
     argv: tuple, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,4 +1,4 @@
-# covers: lib/train/report.py
+# covers: lib/train/console.py
 """A row of metrics.jsonl as a console line for people, and as a record for programs."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lib.train import report
+from lib.train import console
 
 ROW = {
     "step": 150,
@@ -38,16 +38,16 @@ def row(**changes: Any) -> dict[str, Any]:
 
 def test_a_line_has_units_and_the_total_number_of_steps() -> None:
     assert (
-        report.ConsoleLines(20_000).format_row(ROW)
+        console.ConsoleLines(20_000).format_row(ROW)
         == "step    150/20,000  loss 1.720  lr 2.9e-4  6,404 tok/s  38 % MFU  61.2 GiB  "
         "eta 3 h 12 min"
     )
 
 
 def test_columns_of_successive_lines_are_aligned() -> None:
-    console = report.ConsoleLines(20_000)
+    lines_of = console.ConsoleLines(20_000)
     lines = [
-        console.format_row(
+        lines_of.format_row(
             row(step=step, perf__tokens_per_sec=speed, train__loss_mean=loss, perf__mfu=mfu)
         )
         for step, speed, loss, mfu in ((1, 12_345, 11.3, 0.12), (20_000, 999, 9.9, 0.15))
@@ -68,7 +68,7 @@ def test_columns_of_successive_lines_are_aligned() -> None:
     ],
 )
 def test_a_line_shows_unusual_figures(changes: dict[str, float], expected: str) -> None:
-    assert expected in report.ConsoleLines(20_000).format_row(row(**changes))
+    assert expected in console.ConsoleLines(20_000).format_row(row(**changes))
 
 
 def test_a_line_stays_under_120_columns() -> None:
@@ -83,17 +83,17 @@ def test_a_line_stays_under_120_columns() -> None:
         perf__slowest_ratio=2.0,
         perf__slowest_rank=1023,
     )
-    assert len(report.ConsoleLines(999_999).format_row(longest)) < 120
+    assert len(console.ConsoleLines(999_999).format_row(longest)) < 120
 
 
 def test_the_first_row_has_no_eta() -> None:
     first = {key: value for key, value in ROW.items() if key != "perf/eta_sec"}
-    line = report.ConsoleLines(20_000).format_row(first)
-    assert "eta" not in line + report.format_record(first, 0)
+    line = console.ConsoleLines(20_000).format_row(first)
+    assert "eta" not in line + console.format_record(first, 0)
 
 
 def test_a_record_is_a_dict_after_the_rank() -> None:
-    text = report.format_record(row(perf__slowest_ratio=1.7), 5)
+    text = console.format_record(row(perf__slowest_ratio=1.7), 5)
     assert text.startswith("[rank=5] {'global_step': 150, 'running_loss': 1.72, ")
     record = ast.literal_eval(text.removeprefix("[rank=5] "))
     assert record["tok/s"] == 6404 and record["time/data"] == 7.9 and record["lr"] == 2.91e-4

@@ -67,6 +67,7 @@ def test_a_directory_that_is_no_experiment_is_neither_used_nor_moved(
         ({"lora_rank": 4}, {"model": 2}, {}, "--experiment-name exp-2"),
         ({"lora_from": Path("a")}, {"adapter": 2}, {}, "mv a a.aside\n"),
         ({"lora_from": Path("a")}, {"adapter": 2}, {"seed": 1}, "--config"),
+        ({"resume_from_foreign": Path("a")}, {"foreign weights": 2}, {}, "-e exp"),
     ],
     ids=str,
 )
@@ -86,7 +87,7 @@ def test_the_suggested_command_resumes_a_run_with_other_settings(
         save_dir=tmp_path,
         dataset_name=["a"],
         model_name="m",
-        **{key: value for key, value in typed.items() if key.startswith("lora")},
+        **{key: value for key, value in typed.items() if key.startswith(("lora", "resume"))},
     )
     now = {"options": dict.fromkeys(options, 0), "inputs": dict.fromkeys(inputs, 1)}
     (tmp_path / "exp").mkdir()

@@ -1,4 +1,4 @@
-# covers: lib/train/experiment.py
+# covers: lib/train/experiment.py, lib/train/new_model.py
 """The files of its model that a run keeps."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from lib.core import artifacts, manifest
 from lib.core.paths import Experiment
 from lib.models import dialects, directory
-from lib.train import experiment, inputs
+from lib.train import experiment, new_model
 from lib.train.config import Config
 from tests.models.families import FAMILIES
 
@@ -70,7 +70,7 @@ def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
         cache_dir=tmp_path,
         no_progress=True,
     )
-    with inputs.model_from_scratch(config, Experiment(tmp_path, "exp"), False) as made:
+    with new_model.model_from_scratch(config, Experiment(tmp_path, "exp"), False) as made:
         now = directory.fingerprint_model(made)
         content = manifest.read_if_any(made)
         full = json.loads((made / "config.json").read_text())

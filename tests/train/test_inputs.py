@@ -60,6 +60,7 @@ def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
         prepare_only=False,
         seed=0,
         lora_rank=0,
+        bench=False,
     )
     model_files.verify_model_files(opts, of(model_dir, **more))
 

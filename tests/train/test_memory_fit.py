@@ -89,7 +89,7 @@ def test_the_largest_batch_that_fits_is_used(
 def test_no_more_is_recomputed_than_needed(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
-    """Samples take 8, 6 or 2 MiB. A resumed run recomputes no less than before."""
+    """A resumed run recomputes no less than before; a sample takes 8, 6 or 2 MiB accordingly."""
 
     def fill_options(samples: float, earlier_kind: str = "", **changes: Any) -> tuple[str, int]:
         logged.clear()

@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, masking_utils
+from transformers import AutoModelForCausalLM, masking_utils
 
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import MicroBatch, find_boundaries
+from tests.models.families import make_tiny_llama
 
 CPU = torch.device("cpu")
 # Operations that return a number, or a size that depends on numbers, to the host.
@@ -62,14 +63,7 @@ def test_steps_between_two_rows_never_wait_for_the_device(
 ) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        ),
+        make_tiny_llama(),
         attn_implementation="varlen" if packed else "sdpa",
     )
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))

@@ -84,12 +84,14 @@ def test_reading_a_row_waits_for_no_later_step(
     step(100.0)  # the next step, which is not in the row
     guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0, guard.scale_for(1))
     assert device.reached == 0, "capturing waited for the device"
-    row, skipped = read_row(captured, SimpleNamespace(tokens_per_step=32), layout, stream, meters)
+    plan = SimpleNamespace(tokens_per_step=32, division=SimpleNamespace(global_batch=4))
+    row, skipped = read_row(captured, plan, layout, stream, meters)
     assert device.reached == at < device.recorded, "reading waited for the next step"
     assert (row["step"], row["train/loss"], row["train/loss_mean"]) == (3, 1.5, 1.0)
     assert row["train/grad_norm"] == 1.5 and row["memory/max_peak_gib"] == 2.0
     assert row["time/forward"] == STEP_MS and row["time/total"] == STEP_MS * 21 / 2
     assert row["perf/tokens_per_sec"] == pytest.approx(32 * 1000 / row["time/total"])
+    assert row["perf/samples_per_sec"] == pytest.approx(4 * 1000 / row["time/total"])
     assert skipped == (0, 0, 0)
 
 

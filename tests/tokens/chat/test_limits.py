@@ -1,5 +1,5 @@
 # covers: lib/tokens/chat/render.py, lib/tokens/chat/encode.py, lib/tokens/chat/policy.py
-"""A hostile or faulty template can drop a conversation, and do nothing else."""
+"""The worst that a hostile or faulty template can do is to drop a conversation."""
 
 from __future__ import annotations
 

@@ -1,0 +1,79 @@
+"""Settle the options of `--bench`, and present its result.
+
+A bench trains a few steps with the loop of every run, and leaves no files. It warms up first, since
+the first steps compile and allocate, and measures the next steps as one window. The profiler, which
+slows steps down, runs only in the steps after them, to measure the share of communication.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from lib.core import declared
+from lib.tokens import synthetic
+from lib.train.config import DEFAULTS, Config
+
+WARMUP_STEPS = 5
+MEASURED_STEPS = 20
+_PROFILED_STEPS = 3
+LAST_MEASURED = WARMUP_STEPS + MEASURED_STEPS
+STEPS = LAST_MEASURED + _PROFILED_STEPS
+NAME = "bench"  # in place of an experiment's name
+# Options about the length of a run and about what it keeps.
+_WITHOUT_EFFECT = (
+    "experiment_name",
+    "resume",
+    "resume_with_changes",
+    "resume_from_foreign",
+    "num_epochs",
+    "max_steps",
+    "steps_per_epoch",
+    "warmup_steps",
+    "rollback_after",
+    "log_freq",
+    "log_style",
+    "ckpt_freq",
+    "ckpt_keep",
+    "ckpt_keep_every",
+    "ckpt_local_dir",
+    "ckpt_hyperpod",
+    "ckpt_local_freq",
+    "ckpt_copy_to",
+    "ckpt_copy_keep",
+    "ckpt_copy_wait",
+    "eval_freq",
+    "eval_batches",
+    "wandb",
+    "profile",
+    "on_end",
+    "on_end_seconds",
+    "overwrite",
+)
+
+
+def configure(config: Config) -> Config:
+    """Return the options of a bench, whose experiment is at a path that cannot exist."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints lines of its own
+    defaults = {name: getattr(DEFAULTS, name) for name in _WITHOUT_EFFECT}
+    data = config.dataset_name or [f"{synthetic.NAME}:{synthetic.DEFAULT_TOKENS}"]
+    own_values = {
+        "experiment_name": NAME,
+        "save_dir": Path(os.devnull),
+        "dataset_name": data,
+        "max_steps": STEPS,
+        "rollback_after": STEPS + 1,
+        "eval_freq": 0,
+    }
+    if config.makes_model:  # the model of a recipe need not be prepared
+        own_values["model_name"] = None
+    return replace(config, **(defaults | own_values))
+
+
+def list_without_effect(config: Config) -> list[str]:
+    """Return the typed options that have no effect on a bench."""
+    names = (*_WITHOUT_EFFECT, *(["model_name"] if config.makes_model else []))
+    return [
+        declared.flag(name) for name in names if getattr(config, name) != getattr(DEFAULTS, name)
+    ]

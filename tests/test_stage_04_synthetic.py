@@ -1,0 +1,165 @@
+# covers: 04_train_fsdp.py, lib/tokens/synthetic.py, lib/train/data.py, lib/train/new_model.py
+# covers: lib/train/inputs.py, 05_export_checkpoint.py, lib/export/card.py
+"""Train on synthetic tokens: without data, tokenizer or weights, on one to three ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from lib.checkpoints import commit
+from tests.conftest import run_stage, start_stage
+from tests.test_stage_04_experts import MIXTRAL
+from tests.training import losses, save_model
+
+STAGE = "04_train_fsdp.py"
+RUN = (
+    *("-d", "synthetic:100K", "--model-size", "1M", "-s", 64, "--precision", "fp32"),
+    *("--global-batch-size", 6, "--max-steps", 8, "--log-freq", 1, "--ckpt-freq", 3),
+)
+
+
+def train(root: Path, name: str, *options: object, ranks: int = 0, expect: int = 0) -> str:
+    done = run_stage(STAGE, "-e", name, *RUN, *options, cwd=root, ranks=ranks, expect=expect)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+def test_the_number_of_ranks_does_not_matter(tmp_path: Path, packing: str) -> None:
+    for ranks in (1, 2, 3):
+        train(tmp_path, f"on-{ranks}", "--packing", packing, ranks=ranks)
+    expected = losses(tmp_path, "on-1")
+    assert len(expected) == 8 and expected[8] < expected[1]
+    for ranks in (2, 3):
+        assert losses(tmp_path, f"on-{ranks}") == pytest.approx(expected, rel=1e-5)
+    assert not (tmp_path / ".cache" / "tokens").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_continues_exactly_and_on_another_number_of_ranks(tmp_path: Path) -> None:
+    train(tmp_path, "whole", ranks=2)
+    expected = losses(tmp_path, "whole")
+    launch = start_stage(STAGE, "-e", "killed", *RUN, cwd=tmp_path, ranks=2)
+    while not commit.find_newest(tmp_path / "outputs/killed/checkpoints"):
+        assert not launch.poll(0.02)
+    launch.kill()
+    assert "resumed from" in train(tmp_path, "killed", ranks=2)
+    assert losses(tmp_path, "killed") == expected
+
+    shutil.copytree(tmp_path / "outputs/whole", tmp_path / "outputs/other")
+    for step in (6, 8):
+        shutil.rmtree(tmp_path / f"outputs/other/checkpoints/step_{step:08d}")
+    assert "resumed from" in train(tmp_path, "other", ranks=3)
+    assert losses(tmp_path, "other") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_without_tokenizer_can_be_exported_and_trained_further(tmp_path: Path) -> None:
+    printed = train(tmp_path, "one")
+    assert "1M from scratch without a tokenizer" in printed
+    assert "none with -d synthetic" in printed  # validation
+    assert "already done" in train(tmp_path, "one")
+    other = train(tmp_path, "one", "--seed", 5, expect=2)
+    assert "seed: 0 there, 5 now" in other
+    other = train(tmp_path, "one", "-d", "synthetic:200K", "--overwrite", expect=2)
+    assert "cannot be mixed" in other
+
+    done = run_stage("05_export_checkpoint.py", "-e", "one", "--out", "exported", cwd=tmp_path)
+    assert "exported contains no tokenizer" in done.stdout
+    exported = tmp_path / "exported"
+    assert "There is no tokenizer" in (exported / "README.md").read_text()
+    assert not (exported / "tokenizer.json").exists()
+    assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size == 1024
+
+    options = ("-d", "synthetic:100K", "-m", "exported", "-s", 64, "--max-steps", 2)
+    further = run_stage(STAGE, "-e", "two", *options, "--log-freq", 1, cwd=tmp_path).stdout
+    assert "read from exported" in further
+    assert losses(tmp_path, "two")[1] < losses(tmp_path, "one")[1]
+    lora = run_stage(STAGE, "-e", "three", *options, "--lora-rank", 4, cwd=tmp_path).stdout
+    assert "LoRA: adapter initialised" in lora
+
+
+def test_a_model_directory_needs_only_its_config(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", MIXTRAL)
+    (tmp_path / "model/model.safetensors").unlink()
+    options = ("-d", "synthetic:10K", "-m", "model", "-s", 32, "--max-steps", 2)
+    printed = run_stage(STAGE, "-e", "bare", *options, cwd=tmp_path).stdout
+    assert "model has no weights: they are initialised from --seed 0" in printed
+    assert "load-balancing loss" in printed  # as from scratch
+    again = run_stage(STAGE, "-e", "bare", *options, cwd=tmp_path).stdout
+    assert "already done" in again
+    refused = run_stage(STAGE, "-e", "x", *options, "--lora-rank", 4, cwd=tmp_path, expect=2)
+    assert "needs a base model with weights" in refused.stderr
+
+
+def test_a_config_of_any_architecture_is_trained_from_scratch(tmp_path: Path) -> None:
+    config = MIXTRAL.to_dict() | {"vocab_size": 500}
+    (tmp_path / "any.json").write_text(json.dumps(config))
+    options = ("-d", "synthetic:10K", "--config-json", "any.json", "-s", 32, "--max-steps", 2)
+    printed = run_stage(STAGE, "-e", "any", *options, cwd=tmp_path).stdout
+    assert "any.json from scratch without a tokenizer" in printed
+    kept = json.loads((tmp_path / "outputs/any/model/config.json").read_text())
+    assert kept["model_type"] == MixtralConfig.model_type and kept["vocab_size"] == 512
+    assert "already done" in run_stage(STAGE, "-e", "any", *options, cwd=tmp_path).stdout
+
+
+def test_a_config_also_works_with_data_and_a_tokenizer(project: Path) -> None:
+    config = json.loads((project / "model/config.json").read_text())
+    (project / "any.json").write_text(json.dumps(config))
+    options = ("-d", "corpus", "--config-json", "any.json", "--tokenizer", "model")
+    printed = run_stage(
+        STAGE, "-e", "any", *options, "-s", 32, "--max-steps", 2, cwd=project
+    ).stdout
+    assert "any.json from scratch with the tokenizer of model" in printed
+    assert (project / "outputs/any/model/tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("-d", "synthetic:0"), "'0' is not a number of tokens"),
+        (("-d", "synthetic:abc"), "'abc' is not a number of tokens"),
+        (("-d", "synthetic:10"), "too small for one step"),
+        (("-d", "synthetic", "-d", "corpus"), "cannot be mixed"),
+        (("-d", "synthetic", "--streaming", "--max-steps", 2), "-d synthetic has none"),
+        (("-d", "synthetic", "--show-samples", 1), "synthetic tokens stand for none"),
+        (("-d", "synthetic", "--chat-template", "chatml"), "belongs to chat datasets"),
+        (("-d", "synthetic", "--config-json", "x.json"), "not both"),
+    ],
+)
+def test_impossible_options_are_refused(
+    tmp_path: Path, options: tuple[object, ...], says: str
+) -> None:
+    done = run_stage(
+        STAGE, "-e", "x", "--model-size", "1M", "-s", 64, *options, cwd=tmp_path, expect=2
+    )
+    assert says in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_bad_config_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('{"model_type": "llama", "num_hidden_layers": 0}')
+    options = ("-e", "x", "-d", "synthetic", "--config-json")
+    done = run_stage(STAGE, *options, "bad.json", cwd=tmp_path, expect=2)
+    assert "num_hidden_layers: 0" in done.stderr
+    done = run_stage(STAGE, *options, "missing.json", cwd=tmp_path, expect=2)
+    assert "no such file: missing.json" in done.stderr
+
+
+@pytest.mark.slow
+def test_plans_and_preparation_need_no_data(tmp_path: Path) -> None:
+    options = ("-e", "x", "-d", "synthetic", "--model-size", "tiny")
+    printed = run_stage(STAGE, *options, "--dry-run", cwd=tmp_path).stdout
+    assert "synthetic:100M" in printed and "100,000,000" not in printed
+    assert not list(tmp_path.iterdir())
+    printed = run_stage(
+        STAGE, *options, "--dry-run", "--plan-gpus", "8,64", "--packing", "documents", cwd=tmp_path
+    ).stdout
+    assert "on 64 GPUs" in printed and not list(tmp_path.iterdir())
+    printed = run_stage(STAGE, *options, "--prepare-only", cwd=tmp_path).stdout
+    assert "next:" in printed and not (tmp_path / "outputs").exists()
