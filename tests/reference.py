@@ -115,6 +115,15 @@ def _figures(figures: dict[str, Figure]) -> str:
     return _table(("key", "unit", "meaning"), rows)
 
 
+def _gauges() -> str:
+    rows = [
+        (f"`llm_train_{figure.prometheus}`", f"`{key}`")
+        for key, figure in [*STATE.items(), *METRICS.items()]
+        if figure.prometheus
+    ]
+    return _table(("gauge", "key"), rows)
+
+
 def metrics_page() -> str:
     """Return docs/reference/metrics.md."""
     return _page(
@@ -139,6 +148,17 @@ def metrics_page() -> str:
             "absent."
         ),
         _figures(STATE),
+        "## metrics.prom",
+        _paragraph(
+            "The last row and the status as gauges, in the text format of Prometheus, for the "
+            "textfile collector of node_exporter ([how to use it]"
+            "(../how-to/long-runs.md#alerts-and-dashboards)). Each gauge has the label `exp`, the "
+            "name of the run. Times are in seconds, memory is in bytes, rates are per second, and "
+            "times of day are in seconds since 1970. `llm_train_status` is 1 for the status that "
+            "its label `status` names, and 0 for the others. Gauges of the last validation stay "
+            "until the next one, also in later rows of a launch."
+        ),
+        _gauges(),
     )
 
 
