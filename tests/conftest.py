@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import itertools
 import os
@@ -37,6 +38,16 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker[2:]) % len(cores)]})
 
+# Importing packages and collecting the tests creates a million objects, hardly any of them garbage.
+# Looking for garbage among them would take a third of the time, in each worker.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage again while tests run."""
+    gc.enable()
+
+
 StageRunner = Callable[..., subprocess.CompletedProcess]
 
 pytest_plugins = [
@@ -44,6 +55,8 @@ pytest_plugins = [
     "tests.hub_models",
     "tests.faults",
     "tests.kube_cluster",
+    "tests.kube_node",
+    "tests.make_targets",
     "tests.needs",
 ]
 
@@ -126,7 +139,7 @@ def failing_reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def stage_command(script: str, *arguments: object, ranks: int = 0) -> list[str]:
-    """Return the command line of a stage. ranks: start so many with torchrun, if not 0."""
+    """Return the command line of a stage. ranks: number to start with torchrun; 0: no torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [sys.executable, *(torchrun if ranks else []), str(ROOT / script), *map(str, arguments)]
 

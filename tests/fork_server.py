@@ -45,11 +45,16 @@ _IMPORTS = {
     "stages": [
         *_modules("lib/*/*.py"),
         *_MODEL_MODULES,
+        "awkward",
         "datasets",
+        "gigatoken",
         "matplotlib.backends.backend_agg",
         "tensorboard.compat.proto.event_pb2",
         "tensorboard.summary.writer.record_writer",
         "torch.distributed.checkpoint",
+        "torch.profiler._cupti_monitor",
+        "torch.utils.serialization",
+        "transformers.models.auto.tokenization_auto",
         "yaml",
     ],
     "bare": [

@@ -28,7 +28,7 @@ _INITIAL_ENVIRONMENT = {**os.environ, **CPU_VARIABLES}
 _LATE_VARIABLES = re.compile(
     "NETWORK_GUARD_REPORT|PYTEST_.*|(|LOCAL_|GROUP_)(RANK|WORLD_SIZE)|MASTER_.*"
     "|TORCHELASTIC_.*|TORCHINDUCTOR_.*|SLURM_.*|TMPDIR|COLUMNS"
-    "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM|LAUNCH_MARK"
+    "|RAYON_NUM_THREADS|TOKENIZERS_PARALLELISM|LAUNCH_MARK|AWS_.*"
 )
 _LAUNCH_VARIABLES = re.compile("(?!PYTHON|LC_|LD_|LANG|MALLOC_).*")
 _HUB_VARIABLES = re.compile(
@@ -184,6 +184,8 @@ def rank_variables(ranks: int, port: int) -> list[dict[str, str]]:
 def choose_kind(script: str, arguments: Sequence[object]) -> str:
     """Return the kind of server for a command: which modules it may find imported."""
     if script in ("launch/build_image.py", "launch/kubernetes.py", "launch/monitor.py"):
+        return "launch"
+    if script == "launch/check.py" and arguments[:1] == ("cluster",):
         return "launch"
     return "bare" if script.startswith("03") and "--trust-remote-code" in arguments else "stages"
 

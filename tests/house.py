@@ -72,7 +72,7 @@ def _public_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunc
 
 
 def measure_modules(paths: Sequence[Path]) -> Measure:
-    """Return the counts of some modules."""
+    """Return the figures of the table for these modules: sizes, functions, docstrings."""
     result = Measure()
     for path in paths:
         result.add(path)

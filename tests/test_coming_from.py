@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from lib.core import aliases, log, options
+from lib.core import aliases, figures, log, options
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train import command_line, plan
+from lib.train import command_line, console, plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
-from lib.train.inputs import model_from_scratch
+from lib.train.new_model import model_from_scratch
 from tests.conftest import run_stage
 from tests.test_commands import COMMANDS, parser_of
 from tests.test_repository import STAGES, name_of
@@ -76,6 +76,17 @@ def test_the_page_holds_the_table() -> None:
     assert not [
         name for name in aliases.SYSTEMS.values() if f"\n## {name}\n".lower() not in page.lower()
     ]
+
+
+def test_the_fields_that_replace_those_of_logs_and_states_exist() -> None:
+    page = aliases.PAGE.read_text(encoding="utf-8")
+    offline = page.partition("| there, in `outputs/exp/` |")[2].partition("###")[0]
+    sample = page.partition("| in the line of the sample |")[2].partition("On EKS")[0]
+    cells = [row.split("|")[2] for row in (offline + sample).splitlines() if row.count("|") == 3]
+    named = {name for cell in cells for name in re.findall(r"`(\w+/\w+|[a-z]+_[a-z]+|step)`", cell)}
+    assert len(named) > 8
+    short = console._SHORT_NAMES.values()
+    assert named <= {*figures.METRICS, *figures.STATE, *short, "running_loss", "time/forward"}
 
 
 FROM_SCRATCH = [

@@ -26,6 +26,7 @@ TOOLS = [
     ROOT / "launch/checks/network.py",
     ROOT / "launch/checks/setup.py",
     ROOT / "launch/kube/cluster.py",
+    ROOT / "launch/kube/setup.py",
     *sorted((ROOT / "tests/demo").glob("*.py")),
     *(
         path
@@ -132,19 +133,27 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def imports_of(path: Path) -> set[Path]:
+    """Return the modules of ours that a file imports, also lazily."""
+    names = {
+        name
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("lib", "launch")
+        for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+    }
+    files = {ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in names}
+    return {file for file in files if file.is_file()}
+
+
 def imported(path: Path) -> set[Path]:
     """Return the modules of ours that a script imports, lazily or through others, and itself."""
-    seen = set()
-    left = [path]
+    seen: set[Path] = set()
+    left = {path}
     while left:
-        if (path := left.pop()) in seen:
-            continue
+        path = left.pop()
         seen.add(path)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("lib", "launch"):
-                for name in (node.module, *(f"{node.module}.{a.name}" for a in node.names)):
-                    file = ROOT.joinpath(*name.split(".")).with_suffix(".py")
-                    left += [file] if file.is_file() else []
+        left |= imports_of(path) - seen
     return seen
 
 

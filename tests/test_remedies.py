@@ -34,6 +34,11 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AutoModelForCausalLM
 
+from launch.kube import remedies
+from launch.kube.failure_causes import Cause
+from launch.kube.job_options import JobOptions
+from launch.kube.kinds import KINDS
+from launch.kube.kubeconfig import ClusterName
 from lib.checkpoints import commit, hyperpod, storage
 from lib.core import file_identity, hashing, identity, offline, publish, stage
 from lib.core import workers as core_workers
@@ -41,7 +46,7 @@ from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, saved, split_parts, work_units
 from lib.export import adapter_files
-from lib.hub import client, repository, transfer
+from lib.hub import client, repository, s3, transfer
 from lib.models import (
     architecture,
     float8,
@@ -58,7 +63,7 @@ from lib.models.scratch import Design
 from lib.parallel import attention, compiling, gpus, layout, precision, routers
 from lib.parallel.trial import require_isolation
 from lib.tokens import build, split_writer
-from lib.train import checks, model_files, previous_run, symptoms
+from lib.train import checks, copying, model_files, previous_run, symptoms
 from lib.train import model as train_model
 from tests.conftest import ROOT, run_stage
 from tests.models.families import FAMILIES
@@ -429,9 +434,6 @@ def test_remedies_for_options_of_a_run_work(
         "lib.planning.memory.print_memory_table", lambda *options: None
     )  # takes seconds
     dry = (*TRAIN, "--dry-run")
-    there.follow(
-        there.fails(*TRAIN[:5], "--dry-run", "--model-size", "tiny", "--tokenizer", "model")
-    )  # without --from-scratch
     there.follow(there.fails(*TRAIN, "--plan-gpus", 8))
     for attention_ in ("flex", "flash_attention_2"):
         there.follow(there.fails(*dry, "--attention", attention_))
@@ -466,6 +468,15 @@ def test_remedies_for_a_begun_run_work(trained: Terminal) -> None:
     )
 
 
+def test_the_remedy_for_damaged_copies_works(trained: Terminal) -> None:
+    copied = (*TRAIN, *STEPS, "--ckpt-copy-to", "second")
+    run_stage(*copied, cwd=Path.cwd())
+    for path in Path("second").glob("*/checkpoints/*/dcp/*"):
+        path.write_bytes(b"")
+    shutil.rmtree("outputs")
+    trained.follow(trained.fails(*copied))
+
+
 def test_remedies_for_a_checkpoint_with_other_settings_work(
     trained: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,6 +492,9 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
     assert "outputs/run/config.yaml" in error.run and "changes" not in error.hint
     trained.follow(error)
     assert Path("outputs/third/checkpoints/step_00000004").exists()
+    foreign = ("--resume-from-foreign", "outputs/run/checkpoints/step_00000002")
+    trained.follow(trained.fails(TRAIN[0], "-e", "fourth", *on[:-2], *foreign))
+    assert Path("outputs/fourth/checkpoints/step_00000004").exists()
     # Of the run itself: a launch with other options has ended before it saved.
     longer = (*TRAIN, *on[len(TRAIN) - 3 :], "--max-steps", 6)
     with monkeypatch.context() as patch:
@@ -572,11 +586,12 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     """Yield what makes an error whose remedy needs a network, a GPU, a race or other programs."""
     patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
     yield lambda: _hash_without_xxhash(patch)
-    yield lambda: _raise(stage._find_known_error(ModuleNotFoundError("x", name="orjson")))
+    yield lambda: _raise(stage.find_known_error(ModuleNotFoundError("x", name="orjson")))
     yield lambda: _raise(
         architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
     yield lambda: hyperpod._make_client("auto", "x", 0, 1)
+    yield lambda: s3._make_client("s3://bucket")
     yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
@@ -657,6 +672,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         symptoms.explain_error(RuntimeError("Connection reset by peer"), opts, run)
     )
     strict = RuntimeError("x does not have a deterministic implementation")
+    in_bucket = Fake(ckpt_copy_to="s3://bucket")
+    yield lambda: copying._restore(in_bucket, Experiment(Path("lost"), "run"))
     yield lambda: _raise(symptoms.explain_error(strict, opts, run))
     yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
     patch.setattr(gpus, "find_unusable", lambda: gpus.Unusable("a GPU", [gpus.Reason("so", "do")]))
@@ -773,7 +790,7 @@ def _vanished() -> None:
 
 def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
     """Their commands are at least such as the scripts take, and programs that are there."""
-    absent = ("amzn_sagemaker_checkpointing",)  # and what other tests have imported of them
+    absent = ("amzn_sagemaker_checkpointing", "boto3")  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)
     for situation in situations(monkeypatch):
@@ -814,7 +831,7 @@ def sites() -> list[tuple[str, int, int, str]]:
 def test_remedies_are_commands() -> None:
     """What is said in words stands under `hint`."""
     spelled = re.compile(
-        r"commands[._]|remedy|older|show_rebuild|_calmer|_guess_remedy|"
+        r"commands[._]|remed(y|ies)|older|show_rebuild|_calmer|_guess_remedy|quota_commands|\.run\b|"
         r"_command|shlex\.join|with_target|\.get\("
     )
     assert not [site for site in sites() if not spelled.search(site[3])]
@@ -822,6 +839,42 @@ def test_remedies_are_commands() -> None:
 
 # Other tests make these: of memory (tests/planning), images, clusters and bundles (test_launch_*).
 ELSEWHERE = re.compile(r"launch/|lib/planning/memory_check\.py|lib/parallel/loss\.py")
+
+
+def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
+    """tests/test_launch_remedies.py types most of them; here none is left out."""
+    eks = ClusterName("eks", "eks", "us-west-2", "prod")
+    job = JobOptions(job_name="j", image="registry.example.com/t:1")
+    rendered = {
+        "kubectl": remedies.kubectl(eks, "default", "get", "pods"),
+        "create_namespace": remedies.create_namespace(eks, "team"),
+        "install_operator": "\n".join(remedies.install_operator(eks, kind) for kind in KINDS),
+        "create_claim": remedies.create_claim(eks, "team", "data"),
+        "create_addon": remedies.create_addon(eks, "aws-efs-csi-driver"),
+        "create_bucket_claim": remedies.create_bucket_claim(eks, "team", "raw"),
+        "create_pull_secret": remedies.create_pull_secret(eks, "team", "pull", job.image),
+        "create_token_secret": remedies.create_token_secret(eks, "team", "hub"),
+        "create_service_account": remedies.create_service_account(eks, "team", "training"),
+        "raise_namespace_quota": remedies.raise_namespace_quota(eks, "team", "q", "pods", 4),
+        "install_nvidia_plugin": remedies.install_nvidia_plugin(eks),
+        "install_efa_plugin": remedies.install_efa_plugin(eks),
+        "add_nodes": remedies.add_nodes(eks, "gpu", 4),
+        "connect": remedies.connect("eks", "us-west-2"),
+        "push_image": remedies.push_image(job.image),
+        "explain_cause": remedies.explain_cause(Cause("image missing", "", ""), job, eks),
+    }
+    functions = {
+        name
+        for name, value in vars(remedies).items()
+        if getattr(value, "__module__", "") == remedies.__name__ and not name.startswith("_")
+    }
+    assert {*rendered} == functions
+    programs = {"kubectl", "aws", "eksctl", "helm", "sed", Path(sys.executable).name, "python"}
+    for name, text in rendered.items():
+        for line in text.splitlines():
+            words = shlex.split(line)
+            assert Path(words[0]).name in programs and not line.endswith(" "), (name, line)
+            assert all((ROOT / word).exists() for word in words if word.startswith("launch/"))
 
 
 def test_every_remedy_in_the_code_is_rendered(notes: Path, request: pytest.FixtureRequest) -> None:

@@ -224,6 +224,7 @@ def test_a_run_leaves_the_documented_files(trained: Path):
         "perf/tokens_per_sec_per_device",
         "perf/run_tokens_per_sec",
         "perf/label_tokens_per_sec",
+        "perf/samples_per_sec",
         "perf/tflops",
         "perf/mfu",
         "perf/slowest_rank",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from lib.core.declared import list_fields
 from lib.optim.schedule import Schedule
@@ -23,6 +23,7 @@ from lib.tokens.encode import Encoder
 from lib.tokens.samples import IGNORED, Samples, Windows
 from lib.train.config import Config
 from tests.conftest import run_stage
+from tests.models.families import make_tiny_llama
 from tests.tokens.chat import chats
 from tests.training import metrics, save_model
 
@@ -76,16 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats.save_tokenizer(root / "model")
     save_model(
         root / "model",
-        LlamaConfig(
-            vocab_size=320,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=LENGTH,
-            tie_word_embeddings=True,
-        ),
+        make_tiny_llama(vocab_size=320, max_position_embeddings=LENGTH, tie_word_embeddings=True),
     )
     run_stage(*RUN, cwd=root)
     return root

@@ -152,8 +152,7 @@ def test_a_local_checkpoint_is_used_if_no_shared_one_is_valid(run: Path) -> None
     assert losses(run, "run") == losses(run, "plain")
 
 
-def test_a_disk_that_cannot_be_written_is_refused(run: Path) -> None:
-    shutil.rmtree(run / "disk_1")
-    (run / "disk_1").touch()
-    printed = resume(run, expect=2)
+def test_a_disk_that_cannot_be_written_is_refused(project: Path) -> None:
+    (project / "disk_1").touch()
+    printed = resume(project, expect=2)
     assert "--ckpt-local-dir: disk_1/run-" in printed and "cannot be written" in printed

@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
 
 from tests.conftest import run_stage
+from tests.models.families import make_tiny_llama
 from tests.tokens.chat import chats
 from tests.training import (
     SEQ_LENGTH,
@@ -66,15 +66,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chats.save_tokenizer(root / "chatty")
     save_model(
         root / "chatty",
-        LlamaConfig(
-            vocab_size=320,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-        ),
+        make_tiny_llama(vocab_size=320, max_position_embeddings=256),
     )
     return root
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
 
 from lib.tokens import order, store
 from lib.tokens.samples import Windows
 from tests.conftest import run_stage
+from tests.models.families import make_tiny_llama
 from tests.training import SEQ_LENGTH, SMALL_RUN, VOCABULARY, metrics, save_model
 
 STEPS = 30
@@ -103,15 +103,7 @@ def poison_token(project: Path, token: int) -> None:
         file.unlink()
     save_model(
         project / "model",
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=128,
-        ),
+        make_tiny_llama(vocab_size=VOCABULARY),
     )
     path = project / "model" / "model.safetensors"
     tensors = load_file(path)

@@ -55,7 +55,7 @@ EXCHANGES = (
 
 
 class Recorder(TorchDispatchMode):
-    """Records launched steps, rows that are read, waits for the device and collectives."""
+    """Records each launched step, row that is read, wait for the device, and collective."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -263,7 +263,9 @@ def test_a_checkpoint_follows_the_row_of_its_step(
     rows = metrics(project, "run")
     assert [row["step"] for row in rows] == due
     assert not {documented_name(key) for row in rows for key in row} - set(METRICS)
-    assert set(json.loads((project / "outputs/run/state.json").read_text())) == set(STATE)
+    of_copies = {"copied", "copy_error"}
+    state = json.loads((project / "outputs/run/state.json").read_text())
+    assert set(state) == set(STATE) - of_copies
     launched = 0
     expected = []
     found = []

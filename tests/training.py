@@ -15,10 +15,11 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
-    LlamaConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
 )
+
+from tests.models.families import make_tiny_llama
 
 VOCABULARY = 512
 SEQ_LENGTH = 32
@@ -61,16 +62,7 @@ def save_model(
     directory: Path, config: PretrainedConfig | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
     """Save a model with random weights (by default, a Llama with tied embeddings)."""
-    config = config or LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
+    config = config or make_tiny_llama(vocab_size=VOCABULARY, tie_word_embeddings=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.to(dtype).save_pretrained(directory)

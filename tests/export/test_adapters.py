@@ -23,7 +23,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.export import adapter_checks, adapter_files
 from lib.models.lora import Lora
 from lib.models.sharded import local_tensor
-from tests.export.exports import run_stage_05, save_run
+from tests.export.exports import EXPORTED, run_stage_05, save_run
 from tests.export.lora_runs import build_lora_model, save_lora_run
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
@@ -330,7 +330,7 @@ def test_adapter_is_refused_for_a_run_of_the_full_model(tmp_path: Path) -> None:
         export(tmp_path, "--adapter")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EXPORTED)
 def test_peft_and_the_merged_model_compute_what_the_trainer_did(
     tmp_path: Path, family: str
 ) -> None:

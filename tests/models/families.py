@@ -52,6 +52,12 @@ LONGROPE = {
 }
 
 
+def make_tiny_llama(**changes: Any) -> LlamaConfig:
+    """Return the config of a Llama with two blocks; `changes` are other fields of the config."""
+    fields = {**SIZES, "vocab_size": 96, "num_key_value_heads": 2}
+    return LlamaConfig(**{**fields, **changes})
+
+
 def _family(kind: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
     def config(vocabulary: int = 97, **changes: Any) -> PretrainedConfig:
         return kind(**{**SIZES, **_SPECIAL, **own, "vocab_size": vocabulary, **changes})

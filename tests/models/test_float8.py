@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from lib.core.errors import UsageError
 from lib.models import float8
@@ -27,17 +27,9 @@ from lib.models.weights import initialise
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import compiling, parallelize
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, make_tiny_llama
 
-SMALL = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+SMALL = make_tiny_llama(vocab_size=64, num_attention_heads=2)
 CPU = torch.device("cpu")
 
 

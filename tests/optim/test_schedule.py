@@ -1,5 +1,5 @@
 # covers: lib/optim/schedule.py
-"""The learning rate has the shape and the ends of its schedule, also after the total is raised."""
+"""The learning rate follows its schedule from first to last step, even if more steps are added."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -26,6 +26,7 @@ from lib.parallel import loss, parallelize
 from lib.parallel.compiling import Compiler, make_compiler
 from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import MicroBatch
+from tests.models.families import make_tiny_llama
 
 STEPS = 3
 
@@ -38,16 +39,7 @@ def fail(*_: Any) -> None:
 def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     """Return the loss of each step, summed over ranks. All ranks must call this."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    model = AutoModelForCausalLM.from_config(make_tiny_llama())
     parallelize.parallelize(model, layout.fsdp, "fp32", compiler=compiler)
     wrap = compiler.for_part("the update").wrap if compiler else None
     adamw = registry.build_optimizer("adamw8bit", model, 1e-2, wrap=wrap)

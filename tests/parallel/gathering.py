@@ -19,7 +19,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -32,6 +32,7 @@ from lib.parallel import loss, parallelize
 from lib.parallel.layout import ParallelLayout, make_mesh
 from lib.parallel.trial import eval_mode
 from lib.tokens.batches import MicroBatch
+from tests.models.families import make_tiny_llama
 
 STEPS = 2
 CASES: dict[str, dict[str, Any]] = {
@@ -49,15 +50,7 @@ def make_model(tied: bool, lora: int, precision: str) -> PreTrainedModel:
     """Return a model of three blocks on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            LlamaConfig(
-                vocab_size=96,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                tie_word_embeddings=tied,
-            ),
+            make_tiny_llama(num_hidden_layers=3, tie_word_embeddings=tied),
             dtype=torch.float32,
         ).train()
     if lora:

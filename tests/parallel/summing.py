@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -28,6 +28,7 @@ from lib.parallel.layout import ParallelLayout, make_mesh
 from lib.parallel.loss import token_loss_sum
 from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
+from tests.models.families import make_tiny_llama
 
 STEPS = 3
 SAMPLES = 24
@@ -57,16 +58,7 @@ def train(
 ) -> dict[str, Any]:
     """Return the results of `STEPS` steps of a sharded model. All ranks must call this."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
+    model = AutoModelForCausalLM.from_config(make_tiny_llama())
     parallelize.shard(model, mesh, precision, offload)
     adamw = registry.build_optimizer(optimizer, model, 1e-2)
     tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))

@@ -323,7 +323,7 @@ def test_a_model_trains_as_with_transformers(family: str, recompute: str, target
 
 
 def count_products(model: PreTrainedModel) -> int:
-    """Return the grouped products per block and step with selective checkpointing."""
+    """Count the grouped products per block and step of a model with selective checkpointing."""
     parallelize.wrap_blocks(model, "selective", None)
     with Recorder() as recorder:
         gradients(model)

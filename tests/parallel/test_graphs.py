@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import varlen
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lib.parallel import attention, compiling, loss, parallelize
 from lib.parallel.trial import SingleDevice, eval_mode
 from lib.tokens import batches as tokens
 from lib.tokens.batches import MicroBatch, bound_document_length, make_micro_batch
 from lib.tokens.samples import SampleArrays
+from tests.models.families import make_tiny_llama
 
 CPU = torch.device("cpu")
 LENGTH = 64
@@ -122,14 +123,7 @@ def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a small model with compiled blocks, and the same model uncompiled."""
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        ),
+        make_tiny_llama(),
         attn_implementation="varlen",
         dtype=torch.float32,
     )

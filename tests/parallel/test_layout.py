@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lib.core import watchdog
 from lib.core.errors import UsageError
@@ -25,6 +25,7 @@ from lib.parallel.layout import Degrees, ParallelLayout, _bind_to_near_cores
 from lib.tokens.batches import MicroBatch
 from lib.train import model
 from lib.train.config import Config
+from tests.models.families import make_tiny_llama
 
 
 @pytest.fixture
@@ -50,15 +51,7 @@ def leave_group() -> Iterator[None]:
 
 def tiny(tied: bool = False) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=96,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=tied,
-        )
+        make_tiny_llama(num_hidden_layers=3, tie_word_embeddings=tied)
     )
 
 

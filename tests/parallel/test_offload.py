@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import Float8
@@ -26,20 +26,13 @@ from lib.models.weights import restore_buffers
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import offload, parallelize
+from tests.models.families import make_tiny_llama
 
 CPU = torch.device("cpu")
 LAYERS = 3
 PASSES = 2
 STEPS = 2
-CONFIG = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_attention_heads=2,
-    num_hidden_layers=LAYERS,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+CONFIG = make_tiny_llama(vocab_size=64, num_attention_heads=2, num_hidden_layers=LAYERS)
 FORWARD = ["embedding", *map(str, range(LAYERS)), "last"]
 
 

@@ -30,6 +30,7 @@ from lib.parallel.compiling import Compiler
 from lib.parallel.trial import eval_mode, require_isolation
 from lib.tokens.batches import MicroBatch
 from tests.conftest import run_stage
+from tests.models.families import make_tiny_llama
 
 SMALL = {
     "vocab_size": 96,
@@ -83,14 +84,7 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
     torch._dynamo.reset()
     model = AutoModelForCausalLM.from_config(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        ),
+        make_tiny_llama(num_hidden_layers=3),
         attn_implementation="sdpa",
     )
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
