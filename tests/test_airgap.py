@@ -154,11 +154,11 @@ def run_on_far_side(
 
 
 def read_files(root: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a directory, without git's, by path."""
+    """Return the contents of all files below a directory, without git's and Python's, by path."""
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in root.rglob("*")
-        if path.is_file() and ".git/" not in path.as_posix()
+        if path.is_file() and not {".git", "__pycache__"} & set(path.parts)
     }
 
 
