@@ -261,7 +261,7 @@ def test_the_costs_on_aws_follow_from_the_prices() -> None:
     """Each row is minutes × dollars per hour; the rates are those that `setup` prints."""
     text = (TUTORIALS / "aws.md").read_text(encoding="utf-8")
     costs = setup_steps.list_costs(ClusterOptions(region="us-west-2"))
-    rates = {float(costs[name].split("$")[1].split()[0]) for name in ("together", "without GPUs")}
+    rates = {float(costs[name].split("$")[1].split()[0]) for name in ("total", "without GPUs")}
     rows = re.findall(r"^\| [\d, ]+:.*\| (\d+) \| \$([\d.]+) \| \$([\d.]+) \|$", text, re.M)
     assert len(rows) == 6 and {float(rate) for _, rate, _ in rows} == rates
     for minutes, rate, dollars in rows:
@@ -274,9 +274,9 @@ def test_the_costs_on_aws_follow_from_the_prices() -> None:
         assert dollars == pytest.approx(price, abs=0.03)
         total += dollars
     minutes = sum(int(minutes) for minutes, *_ in rows)
-    assert f"| **together** | **{minutes}** | | **${total:.2f}** |" in text
+    assert f"| **total** | **{minutes}** | | **${total:.2f}** |" in text
     hyperpod = setup_steps.list_costs(ClusterOptions(kind="hyperpod", region="us-west-2"))
-    assert hyperpod["together"].split()[1] in text
+    assert hyperpod["total"].split()[1] in text
     words = ["--job-name", "j", "--nodes", "4", "--instance-type", "g5.8xlarge", "--image", "i:1"]
     job_options = declared.read_options(JobOptions, kubernetes.parse(["deploy", *words])[0])
     estimate = describe_cost(plan_job(job_options, []))

@@ -81,7 +81,7 @@ def list_costs(new: ClusterOptions) -> dict[str, str]:
         hourly["file system"] = monthly / _HOURS_PER_MONTH
     elif new.filesystem == "efs":
         texts["file system"] = f"${prices['efs_gb_month']:.2f} per month for each GB"
-    texts["together"] = f"about ${sum(hourly.values()):,.2f} per hour" + (
+    texts["total"] = f"about ${sum(hourly.values()):,.2f} per hour" + (
         "" if node else " without the GPU nodes"
     )
     if node and new.kind != HYPERPOD_SLURM:
