@@ -121,7 +121,7 @@ class DownloadOptions(CommonOptions):
     model_size: str | None = option(
         None,
         choices=tuple(scratch.SIZES),
-        help="approximate number of parameters (default: none; this or --config-json is required)",
+        help="approximate number of parameters (default: none; required without --config-json)",
     )
     config_json: Path | None = option(
         None,
@@ -142,7 +142,7 @@ class DownloadOptions(CommonOptions):
         parse=Path,
         metavar="DATASET",
         help="train a byte-level BPE tokenizer on the train split of this dataset directory "
-        "(default: none; this or --tokenizer is required)",
+        "(default: none; required without --tokenizer)",
     )
     tokenizer: Path | None = option(
         None, parse=Path, help="directory with a tokenizer to copy (default: none)"

@@ -16,17 +16,20 @@
 
   from launch.kubernetes import build_docker_image, deploy_training_job, manage_eks_cluster
 
-setup     renders a new cluster and its volume, with the commands that create them and their
-          costs; `setup --help` describes it and its options
+setup     writes the files of a new cluster and its volume, the commands that create them, and
+          their costs; `setup --help` lists its options
 prepare   prepares dataset, model and tokens on the volume of --pvc (hf_datasets, .cache, outputs)
 validate  checks whether the cluster is ready for the job, as `launch/check.py cluster` does; exit
           code 6 if it is not
 render    prints the manifest, or writes it to a file
 apply     submits the job
-deploy    checks the cluster, creates the secret for HF_TOKEN, prepares the run unless that is done
-          (--prepare), submits the job and shows its log; after a failure finds the cause, applies
-          or names the remedy, and retries
-run       runs any command in a pod with the volume; `run --help` describes it and its options
+deploy    checks the cluster, creates the secret for HF_TOKEN, prepares the run if needed (see
+          --prepare), submits the job and shows its log; after a failure, it finds the cause,
+          applies or prints the remedy, and retries
+status    prints the state of the job and its pods, and the cause of a failure
+logs      prints the log of a node
+stop      deletes the job, whose pods save and end
+run       runs any command in a pod with the volume; `run --help` lists its options
 shell     opens a shell in such a pod
 fetch     copies a directory from the volume to this machine
 
@@ -91,8 +94,8 @@ def build_parser() -> options.Parser:
         "--cluster-name",
         default="",
         metavar="NAME",
-        help="EKS cluster; its context is fetched if the kubeconfig lacks it "
-        "(default: that of --context)",
+        help="EKS cluster; its context is fetched if the kubeconfig does not contain it "
+        "(default: the cluster of --context)",
     )
     group.add_argument(
         "--token",
@@ -130,8 +133,8 @@ def build_parser() -> options.Parser:
         "--prepare",
         choices=preparation.CHOICES,
         default=preparation.AUTO,
-        help="deploy: run the job of `prepare` first; auto: unless a finished one has prepared "
-        "the same on this volume",
+        help="deploy: run the job of `prepare` first; auto: only if no finished job has prepared "
+        "the same run on this volume",
     )
     group.add_argument(
         "--dry-run",

@@ -7,11 +7,11 @@
   python launch/monitor.py outputs/exp --log      follow the log of rank 0 from its last lines
   python launch/monitor.py --compare exp other    figures, options that differ, loss curves
 
-The page of a run shows progress, loss curve, speed, memory, checkpoints and warnings, and while
-the run is active also the GPUs of this machine, if nvidia-smi is installed. For a directory of
-runs, the command lists them. Reads state.json, metrics.jsonl, events.jsonl, config.yaml, logs/ and
-lock.json, on any machine that sees them, and changes nothing. The exit code is 2 if there is no
-such run, otherwise 0.
+The page of a run shows progress, loss curve, speed, memory, checkpoints and warnings. While the
+run is active, it also shows the GPUs of this machine, if nvidia-smi is installed. For a directory
+of runs, the command lists the runs. It reads state.json, metrics.jsonl, events.jsonl, config.yaml,
+logs/ and lock.json, on any machine that sees them, and changes nothing. The exit code is 2 if there
+is no such run, otherwise 0.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@
 # and all machines end with exit code 75; a second SIGINT kills the ranks without a save (130). The
 # other exit codes are those of stage 04, the same on every machine.
 #
-# An option replaces its variables, and two of its variables may not differ. torchrun's PET_NNODES,
-# PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE are read as well. WORLD_SIZE
-# and RANK are not, since they count machines on some clusters and processes on others.
+# An option wins over its variables; without the option, its variables must be equal. PET_NNODES,
+# PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE of torchrun are read too.
+# WORLD_SIZE and RANK are not read, since they count machines on some clusters, processes on others.
 #
 # Other variables: PYTHON, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
 
@@ -83,7 +83,7 @@ fi
 if [[ -z $node_rank && -n ${RANK:-} ]]; then
   echo "launcher: RANK=$RANK is not read; NODE_RANK numbers the machines" >&2
 fi
-unset WORLD_SIZE RANK LOCAL_RANK  # or the launcher would print as a rank
+unset WORLD_SIZE RANK LOCAL_RANK  # with them, the launcher would log as a rank
 port=${port:-29500}
 unset "${!PET_@}"  # torchrun would read them, and PET_RDZV_ENDPOINT would replace the head
 

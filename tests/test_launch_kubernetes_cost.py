@@ -130,7 +130,7 @@ def test_what_is_unknown_is_named(
 
 def test_a_model_is_measured_by_its_files_or_its_name(tmp_path: Path) -> None:
     rows = cost_of(*EIGHT_B, "--max-steps", "1000", instance_type="p5.48xlarge", nodes=2)
-    assert "8B parameters by the name of meta-llama/Llama-3.1-8B" in rows["step"]
+    assert "8B parameters, according to the name meta-llama/Llama-3.1-8B" in rows["step"]
     weights = {"w": {"dtype": "BF16", "shape": [123_000_000], "data_offsets": [0, 246_000_000]}}
     header = json.dumps(weights).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:  # a sparse file

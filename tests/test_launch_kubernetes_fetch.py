@@ -112,7 +112,7 @@ def test_an_interrupted_copy_continues_with_the_next_command(
     assert kept > 1 << 20 and not Path("copy").exists()
     node.calls.clear()
     result = run_launcher(*FETCH, *node.options())
-    assert "of it here already" in result.stderr and hash_files(Path("copy")) == expected
+    assert "of them received earlier" in result.stderr and hash_files(Path("copy")) == expected
     assert not [*Path().glob("copy.partial-*")]
 
 

@@ -158,7 +158,7 @@ def test_a_directory_that_a_node_lacks_is_an_error(slurm: SlurmCluster, tmp_path
         env=slurm.environment,
     )
     assert result.returncode == 6
-    assert "shared directory: a node does not see this one" in result.stdout + result.stderr
+    assert "directory: a node does not see the current directory" in result.stdout + result.stderr
 
 
 def test_without_slurm_the_check_names_a_login_node(
@@ -166,7 +166,7 @@ def test_without_slurm_the_check_names_a_login_node(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     result = run_stage("launch/check.py", "slurm", cwd=tmp_path, expect=2)
-    assert "cannot ask Slurm" in result.stderr and "a login node" in result.stderr
+    assert "cannot query Slurm" in result.stderr and "a login node" in result.stderr
     monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
     monkeypatch.setenv("SBATCH_WAIT", "1")
     shown = run_stage("launch/check.py", "slurm", "--dry-run", "--", "-p", "gpu", cwd=tmp_path)

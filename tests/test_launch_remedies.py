@@ -212,7 +212,7 @@ def test_causes_of_failures_print_their_commands(caplog: pytest.LogCaptureFixtur
         "storage": "describe pvc fsx-claim",
     }
     for name in REMEDIES:
-        run = remedies.explain_cause(Cause(name, "", ""), job, EKS)
+        run = remedies.find_remedy(Cause(name, "", ""), job, EKS)
         assert wanted.get(name, "") in run and bool(run) == (name in wanted), name
         cluster_state.print_cause(Cause(name, "", "text"), run)
     assert caplog.text.count("  run: ") == len(wanted)
@@ -221,10 +221,10 @@ def test_causes_of_failures_print_their_commands(caplog: pytest.LogCaptureFixtur
         "requests.nvidia.com/gpu=8, used: pods=1,requests.nvidia.com/gpu=8, "
         "limited: requests.nvidia.com/gpu=8"
     )
-    run = remedies.explain_cause(Cause("quota", "", quota), job, EKS)
+    run = remedies.find_remedy(Cause("quota", "", quota), job, EKS)
     assert "patch resourcequota team" in run and '"requests.nvidia.com/gpu": "40"' in run
     account = 'error looking up service account default/a: serviceaccount "a" not found'
-    run = remedies.explain_cause(Cause("pods refused", "", account), job, EKS)
+    run = remedies.find_remedy(Cause("pods refused", "", account), job, EKS)
     assert run.endswith("create serviceaccount a")
 
 

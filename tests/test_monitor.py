@@ -360,7 +360,7 @@ def test_the_curve_of_a_long_run_fits_a_narrow_terminal(run: Path, monkeypatch: 
     (run / "metrics.jsonl").write_text("".join(make_row(step) for step in range(1, 5001)))
     files = RunFiles(run)
     files.update()
-    monkeypatch.setattr(curves, "is_unicode", lambda: True)
+    monkeypatch.setattr(curves, "supports_unicode", lambda: True)
     picture = curves.render_curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
     assert all(len(line) < 60 for line in picture)
     assert (

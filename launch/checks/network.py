@@ -80,7 +80,7 @@ def parse(argv: list[str]) -> Options:
         help="seconds to wait for a rank until it counts as dead; half of that for a pair of nodes",
     )
     findings.add_options(parser)
-    options.add_config(parser, "print what would be checked and touch nothing")
+    options.add_config(parser, "print the checks and run none")
     return parser.parse(argv[1:])
 
 

@@ -7,8 +7,8 @@ The options after `--` are those of sbatch for the run; those in launch/slurm.sb
 variables count as well. The check asks the controller for the partition, its nodes and their GPUs,
 and for when a job of launch/slurm.sbatch could start. Then one short job runs
 `launch/check.py network` on the nodes: GPUs, versions, bandwidth, the shared directories. It
-changes nothing else. Exit codes: 0 ready, 5 a warning (with --fail-on warning), 6
-an error, 2 without Slurm.
+changes nothing else. Exit codes: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2
+without Slurm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lib.parallel.nvidia import ToolError, run_tool
 ROOT = Path(__file__).resolve().parents[2]
 _TOOLS = ("scontrol", "sbatch", "srun")
 _READY = {"IDLE", "MIXED", "ALLOCATED", "COMPLETING"}
-# Flags of a node that can still get a job; cloud nodes are started for one.
+# States of nodes that can still get a job; Slurm starts cloud nodes when a job needs them.
 _HARMLESS = {"CLOUD", "POWERED_DOWN", "POWERING_UP", "POWERED_UP", "COMPLETING", "PLANNED"}
 _GPUS = re.compile(r"gpu(?::([\w.-]+))?:(\d+)(?![\w.:-])")
 _BUSY = re.compile(r"Requested nodes are busy|Unable to allocate resources|Immediate execution")
@@ -49,7 +49,7 @@ _PLACING = re.compile(
 )
 _ON_CPUS = re.compile(r"ranks? on \d+ nodes?, CPUs")
 _JOB_MINUTES = "15"
-# The words are a file that the node must see, and the command.
+# The arguments are a file that the node must see ($0), and the command.
 _ON_NODE = '[[ -e $0 ]] || { echo "error: $(hostname) does not see $0" >&2; exit 6; }; exec "$@"'
 _SHARED = (
     "put the project and its data on a file system that all nodes mount, and start the check there"
@@ -110,14 +110,14 @@ def main(argv: list[str]) -> None:
     opts = parse(argv[:at])
     job = [*read_placement(ROOT / "launch" / "slurm.sbatch"), *argv[at + 1 :]]
     if opts.dry_run:
-        for command in (_list_partitions(), _list_nodes(), make_test(job, opts.nodes)):
+        for command in (_list_partitions(), _list_nodes(), format_test_command(job, opts.nodes)):
             print(commands.shell(*command))
-        print(commands.shell(*make_step(job, opts, "FILE")))
+        print(commands.shell(*format_step_command(job, opts, "FILE")))
         return
-    found = check_controller(job, opts.nodes)
-    if not any(finding.severity == ERROR for finding in found):
-        found += check_on_nodes(job, opts)
-    findings.report_findings(found, opts, "this Slurm cluster")
+    results = check_controller(job, opts.nodes)
+    if not any(finding.severity == ERROR for finding in results):
+        results += check_on_nodes(job, opts)
+    findings.report_findings(results, opts, "this Slurm cluster")
 
 
 def read_placement(script: Path) -> list[str]:
@@ -139,7 +139,7 @@ def read_placement(script: Path) -> list[str]:
 
 
 def check_controller(job: Sequence[str], nodes: int) -> list[Finding]:
-    """Return what the controller reports about the partition of a job and its nodes.
+    """Return findings about the partition of a job and its nodes, as the controller reports them.
 
     Raises UsageError without Slurm on this machine.
     """
@@ -149,15 +149,15 @@ def check_controller(job: Sequence[str], nodes: int) -> list[Finding]:
     except ToolError as error:
         if not all(map(shutil.which, _TOOLS)):
             raise UsageError(
-                f"this machine cannot ask Slurm: {error}", expected="a login node of the cluster"
+                f"this machine cannot query Slurm: {error}", expected="a login node of the cluster"
             ) from None
         return [Finding(ERROR, "controller", str(error), "scontrol ping")]
-    found, name = _check_partition(partitions, job, nodes)
+    results, name = _check_partition(partitions, job, nodes)
     if name:
         members = [node for node in cluster_nodes if name in node.partitions]
-        found += _check_nodes(members, name, nodes)
-        found += _check_gpus([node for node in members if node.is_usable], job, nodes)
-    return [*found, _check_submission(job, nodes)]
+        results += _check_nodes(members, name, nodes)
+        results += _check_gpus([node for node in members if node.is_usable], job, nodes)
+    return [*results, _check_submission(job, nodes)]
 
 
 def _list_partitions() -> list[str]:
@@ -225,7 +225,7 @@ def _check_partition(
 
 
 def _check_nodes(members: list[SlurmNode], partition: str, nodes: int) -> list[Finding]:
-    found = [
+    results = [
         Finding(
             WARNING,
             "nodes",
@@ -243,21 +243,21 @@ def _check_nodes(members: list[SlurmNode], partition: str, nodes: int) -> list[F
         f"{idle} of them now"
     )
     if len(usable) < nodes:
-        found.append(Finding(ERROR, "nodes", f"{text}; the run needs {nodes}", "fewer --nodes"))
+        results.append(Finding(ERROR, "nodes", f"{text}; the run needs {nodes}", "fewer --nodes"))
     else:
         waits = "; the run waits for others to end" if idle < nodes else ""
-        found.append(Finding(INFO, "nodes", text + waits))
-    return found
+        results.append(Finding(INFO, "nodes", text + waits))
+    return results
 
 
 def _find_gpus(job: Sequence[str]) -> str:
     """Return the GPUs per node that a job requests, as `type:number` or a number; "" if none."""
     gres = _find_option(job, "--gres")
     match = _GPUS.search(gres)
-    of_gres = ":".join(filter(None, match.groups())) if match else ""
+    from_gres = ":".join(filter(None, match.groups())) if match else ""
     return (
         _find_option(job, "--gpus-per-node", "--gpus-per-task")
-        or of_gres
+        or from_gres
         or ("1" if "gpu" in gres.split(",") else "")
     )
 
@@ -267,8 +267,8 @@ def _check_gpus(usable: list[SlurmNode], job: Sequence[str], nodes: int) -> list
     most = max((sum(node.gpus.values()) for node in usable), default=0)
     if most and not requested and not _find_option(job, "--gpus", "-G"):
         text = (
-            f"its nodes have {units.counted(most, 'GPU')}, but the job requests none; a cluster "
-            "that confines jobs to their devices hides them"
+            f"the nodes have {units.counted(most, 'GPU')}, but the job requests none; a cluster "
+            "that gives jobs only the devices they request hides the GPUs"
         )
         return [Finding(WARNING, "GPUs", text, f"--gpus-per-node={most}")]
     kind, _, count = requested.rpartition(":")
@@ -294,18 +294,18 @@ def _check_gpus(usable: list[SlurmNode], job: Sequence[str], nodes: int) -> list
         remedy = "--constraint or --nodelist for nodes of one kind"
         return [Finding(WARNING, "GPUs", f"the nodes differ: {shown}", remedy)]
     if not any(kinds):
-        return [Finding(INFO, "GPUs", "Slurm knows no GPUs of these nodes (GRES)")]
+        return [Finding(INFO, "GPUs", "Slurm lists no GPUs for these nodes (GRES)")]
     return [Finding(INFO, "GPUs", f"{shown} per node")]
 
 
-def make_test(job: Sequence[str], nodes: int) -> list[str]:
-    """Return the command that asks when a job of launch/slurm.sbatch could start."""
+def format_test_command(job: Sequence[str], nodes: int) -> list[str]:
+    """Return the command that prints when a job of launch/slurm.sbatch could start."""
     script = [str(ROOT / "launch" / "slurm.sbatch"), "-e", "check", "-d", "check"]
     return ["sbatch", f"--nodes={nodes}", *job, "--test-only", *script]
 
 
 def _check_submission(job: Sequence[str], nodes: int) -> Finding:
-    command = make_test(job, nodes)
+    command = format_test_command(job, nodes)
     process = subprocess.run(command, capture_output=True, text=True)
     text = (process.stderr.strip() or process.stdout.strip() or "no answer").splitlines()[-1]
     text = re.sub(r"^(sbatch: |allocation failure: |error: )*", "", text)
@@ -314,7 +314,7 @@ def _check_submission(job: Sequence[str], nodes: int) -> Finding:
     return Finding(INFO, "submission", text)
 
 
-def make_step(job: Sequence[str], opts: Options, probe: str) -> list[str]:
+def format_step_command(job: Sequence[str], opts: Options, probe: str) -> list[str]:
     """Return the srun command that checks the nodes. probe: a file that they must see."""
     container = []
     python = sys.executable
@@ -343,10 +343,10 @@ def make_step(job: Sequence[str], opts: Options, probe: str) -> list[str]:
 
 
 def check_on_nodes(job: Sequence[str], opts: Options) -> list[Finding]:
-    """Run the check of the network on the nodes, and return whether it found problems."""
+    """Run the check of the network on the nodes, and return its result as findings."""
     probe = Path(f".check-{time.time_ns()}").absolute()
     probe.touch()
-    step = make_step(job, opts, str(probe))
+    step = format_step_command(job, opts, str(probe))
     log.info(f"on {units.counted(opts.nodes, 'node')}: {commands.shell(*step[:5])} …")
     output = ""
     process = subprocess.Popen(
@@ -370,10 +370,12 @@ def check_on_nodes(job: Sequence[str], opts: Options) -> list[Finding]:
     if not code:
         return [Finding(INFO, "job on the nodes", "found no error")]
     if _BUSY.search(output):
-        text = f"not checked: its nodes were not free within {opts.wait_minutes:g} minutes"
+        text = f"not checked: the nodes were not free within {opts.wait_minutes:g} minutes"
         return [Finding(WARNING, "job on the nodes", text, "--wait-minutes, or try again later")]
     if "does not see" in output:
-        return [Finding(ERROR, "shared directory", "a node does not see this one", _SHARED)]
+        return [
+            Finding(ERROR, "shared directory", "a node does not see the current directory", _SHARED)
+        ]
     text = f"failed with exit code {code}; its findings are above"
     return [Finding(ERROR, "job on the nodes", text, commands.shell(*step[:-7], "…"))]
 

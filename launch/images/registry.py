@@ -1,4 +1,4 @@
-"""Get ready to push an image before it is built, so that a build is not wasted on a failed push."""
+"""Check that an image can be pushed before it is built, so that no build is wasted."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def prepare_push(target: str, create_repository: bool) -> None:
     if image_docker.find_region(target):
         _prepare_ecr(target.rpartition(":")[0], create_repository)
     elif create_repository:
-        raise UsageError("--create-repository is for ECR", found=target)
+        raise UsageError("--create-repository works only with ECR", found=target)
     elif not _has_login(host := find_host(target)):
         log.warn(
-            f"docker has no login for {host}; unless it accepts anyone, type this before the "
+            f"docker has no login for {host}; unless the registry needs none, type this before the "
             f"build ends: {_format_login(host)}"
         )
 
@@ -47,7 +47,7 @@ def _prepare_ecr(repository: str, create: bool) -> None:
         image_docker.log_in(repository)
     except aws.AwsError as error:
         raise UsageError(
-            f"{repository} cannot be pushed to, so nothing was built: {error.problem}",
+            f"no image can be pushed to {repository}, so nothing was built: {error.problem}",
             found=error.found,
             expected="credentials of AWS that may push there (`aws configure` or `aws sso login`)",
             hint="to build without a push, leave out --push",
@@ -55,7 +55,7 @@ def _prepare_ecr(repository: str, create: bool) -> None:
 
 
 def _require_repository(repository: str) -> None:
-    """Raise UsageError if a repository does not exist; warn if nobody may ask."""
+    """Raise UsageError if a repository does not exist; warn if this user may not query it."""
     name = repository.partition("/")[2]
     region = image_docker.find_region(repository)
     try:
@@ -68,7 +68,7 @@ def _require_repository(repository: str) -> None:
             ) from None
         if "AccessDenied" not in error.found:
             raise
-        log.warn(f"whether the repository {name} exists is not checked: no permission to ask")
+        log.warn(f"cannot check whether the repository {name} exists: permission denied")
 
 
 def explain_failed_push(target: str, error: DockerError) -> UsageError:
@@ -94,7 +94,7 @@ def _format_login(host: str) -> str:
 
 
 def _has_login(host: str) -> bool:
-    """Return whether docker has stored a login for a registry; True for one of this machine."""
+    """Return whether docker has stored a login for a registry; True for a local registry."""
     if host.partition(":")[0] in ("localhost", "127.0.0.1"):
         return True
     directory = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")

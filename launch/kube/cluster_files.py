@@ -33,7 +33,7 @@ _FILE_SYSTEM = re.compile(r"fs-[0-9a-f]{8,}")
 
 
 def _default(name: str) -> Any:
-    """Return the default of an option of a job, which a cluster's files must use as well."""
+    """Return the default of a job's option, so that the files of a cluster use it as well."""
     return next(field.default for field in fields(JobNeeds) if field.name == name)
 
 
@@ -130,7 +130,7 @@ class ClusterOptions:
             return (CLUSTER, *has_storage)
         return (CLUSTER, NODES, *has_storage) if self.kind == HYPERPOD else (NODES,)
 
-    def words(self, **changes: str) -> list[str]:
+    def to_words(self, **changes: str) -> list[str]:
         """Return the options that differ from their defaults, as words of a command line."""
         values = {**vars(self), **changes}
         return commands.as_words(
@@ -144,7 +144,8 @@ class ClusterOptions:
     def check(self, problems: Problems, is_new: bool = True) -> None:
         """Add a problem for each name, size or combination that AWS refuses.
 
-        is_new: whether the cluster is to be created; one that exists may have any name of EKS.
+        is_new: whether the cluster is to be created; an existing cluster may have any name that EKS
+        accepts.
         """
         for name, pattern, longest in (
             ("cluster_name", _NAME if is_new else _EKS_NAME, _MAX_NAME if is_new else 100),
@@ -155,7 +156,7 @@ class ClusterOptions:
             if not pattern.fullmatch(value) or len(value) > longest:
                 problems.add(
                     f"--{name.replace('_', '-')} {value!r} is not a name for a cluster or claim",
-                    expected=f"small letters, digits and hyphens, at most {longest} characters",
+                    expected=f"lower-case letters, digits, hyphens; at most {longest} characters",
                 )
         if self.storage_class:
             return
@@ -173,7 +174,7 @@ class ClusterOptions:
                 expected=f"one of {', '.join(read_instances())}",
             )
         if self.nodes < 1:
-            problems.add("--nodes 0: a cluster without GPU nodes")
+            problems.add("--nodes 0 gives a cluster without GPU nodes", expected="1 or more")
         if not 0 <= self.checkpoint_memory <= 100:
             problems.add(f"--checkpoint-memory {self.checkpoint_memory}", expected="0 to 100")
         self._check_volume(problems)
@@ -183,7 +184,7 @@ class ClusterOptions:
             problems.add(f"--filesystem-id {self.filesystem_id!r}", expected="fs-0123456789abcdef0")
         if self.filesystem == "fsx" and self.size != 1200 and self.size % 2400:
             problems.add(
-                f"--size {self.size}: no size of FSx for Lustre",
+                f"--size {self.size} is not a size of FSx for Lustre",
                 expected="1200, or a multiple of 2400",
             )
         if self.kind == HYPERPOD_SLURM and self.filesystem != "fsx":
@@ -202,7 +203,7 @@ class ClusterOptions:
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """What AWS knows about a cluster and its file system; each is empty if it is not needed."""
+    """Facts that AWS reports about a cluster and its file system; empty if they are not needed."""
 
     account: str = ""
     subnet: str = ""
@@ -211,111 +212,118 @@ class NetworkFacts:
     mount_name: str = ""
 
 
-def render_part(part: str, new: ClusterOptions) -> str:
+def render_part(part: str, cluster: ClusterOptions) -> str:
     """Return the file of a part: YAML for eksctl and kubectl, JSON for create-cluster of SageMaker.
 
     Queries AWS for the facts that the options do not give. Raises UsageError if one is missing.
     """
-    if part not in new.parts:
+    if part not in cluster.parts:
         raise UsageError(
-            f"--only {part}: a cluster of --kind {new.kind} has no such file",
-            expected=" or ".join(new.parts) or "another --filesystem",
+            f"--only {part}: a cluster of --kind {cluster.kind} has no such file",
+            expected=" or ".join(cluster.parts) or "another --filesystem",
         )
     if part == CLUSTER:
         # HyperPod adds the GPU nodes itself.
         return _render(
-            "eks.yaml", new, NetworkFacts(), GPU_NODES=new.nodes if new.kind == EKS else 0
+            "eks.yaml",
+            cluster,
+            NetworkFacts(),
+            GPU_NODES=cluster.nodes if cluster.kind == EKS else 0,
         )
-    facts = find_facts(part, new)
+    facts = find_facts(part, cluster)
     if part == NODES:
-        template = "hyperpod.yaml" if new.kind == HYPERPOD else "hyperpod-slurm.yaml"
-        [request] = fill_template(f"cluster/{template}", _settings(new, facts))
+        template = "hyperpod.yaml" if cluster.kind == HYPERPOD else "hyperpod-slurm.yaml"
+        [request] = fill_template(f"cluster/{template}", _settings(cluster, facts))
         return json.dumps(request, indent=2) + "\n"
-    if new.storage_class:
-        return _render("storage-class.yaml", new, facts)
-    if new.filesystem == "efs":
-        return _render("storage-efs.yaml", new, facts)
-    template = "storage-fsx-existing.yaml" if new.filesystem_id else "storage-fsx.yaml"
-    return _render(template, new, facts, also="volume-owner.yaml")
+    if cluster.storage_class:
+        return _render("storage-class.yaml", cluster, facts)
+    if cluster.filesystem == "efs":
+        return _render("storage-efs.yaml", cluster, facts)
+    template = "storage-fsx-existing.yaml" if cluster.filesystem_id else "storage-fsx.yaml"
+    return _render(template, cluster, facts, also="volume-owner.yaml")
 
 
 def _render(
-    template: str, new: ClusterOptions, facts: NetworkFacts, also: str = "", **changes: Any
+    template: str, cluster: ClusterOptions, facts: NetworkFacts, also: str = "", **changes: Any
 ) -> str:
-    """Return the documents of a template. also: another template. changes: other settings."""
-    settings = {**_settings(new, facts), **changes}
+    """Return the documents of a template. also: a second template. changes: settings to replace."""
+    settings = {**_settings(cluster, facts), **changes}
     documents = [
         document
         for name in filter(None, (template, also))
         for document in fill_template(f"cluster/{name}", settings)
     ]
-    return render_manifests(documents, f"made by: {commands.script(SCRIPT, 'setup', *new.words())}")
+    return render_manifests(
+        documents, f"made by: {commands.script(SCRIPT, 'setup', *cluster.to_words())}"
+    )
 
 
-def _settings(new: ClusterOptions, facts: NetworkFacts) -> dict[str, Any]:
+def _settings(cluster: ClusterOptions, facts: NetworkFacts) -> dict[str, Any]:
     """Return the settings of the templates."""
     return {
         **{name.upper(): value for name, value in vars(facts).items()},
-        "CLUSTER": new.cluster_name,
-        "REGION": new.region,
-        "PARTITION": new.partition,
-        "ZONES": new.zone_names,
-        "ZONE": new.zone_names[0],
-        "KUBERNETES": new.kubernetes_version,
-        "HYPERPOD": new.on_hyperpod,
+        "CLUSTER": cluster.cluster_name,
+        "REGION": cluster.region,
+        "PARTITION": cluster.partition,
+        "ZONES": cluster.zone_names,
+        "ZONE": cluster.zone_names[0],
+        "KUBERNETES": cluster.kubernetes_version,
+        "HYPERPOD": cluster.on_hyperpod,
         "SYSTEM_TYPE": SYSTEM_TYPE,
         "CONTROLLER_TYPE": CONTROLLER_TYPE,
-        "INSTANCE_TYPE": new.instance_type,
-        "GPU_NODES": new.nodes,
-        "EFA": read_instances()[new.instance_type]["efa"],
-        "CAPACITY_BLOCK": new.capacity_block,
-        "TRAINING_PLAN": new.training_plan,
-        "CHECKPOINT_MEMORY": new.checkpoint_memory,
-        "BUCKET": name_bucket(new, facts.account),
-        "PVC": new.pvc,
-        "NAMESPACE": new.namespace,
-        "SIZE": new.size,
-        "FILE_SYSTEM": new.filesystem_id,
-        "STORAGE_CLASS": new.storage_class,
+        "INSTANCE_TYPE": cluster.instance_type,
+        "GPU_NODES": cluster.nodes,
+        "EFA": read_instances()[cluster.instance_type]["efa"],
+        "CAPACITY_BLOCK": cluster.capacity_block,
+        "TRAINING_PLAN": cluster.training_plan,
+        "CHECKPOINT_MEMORY": cluster.checkpoint_memory,
+        "BUCKET": name_bucket(cluster, facts.account),
+        "PVC": cluster.pvc,
+        "NAMESPACE": cluster.namespace,
+        "SIZE": cluster.size,
+        "FILE_SYSTEM": cluster.filesystem_id,
+        "STORAGE_CLASS": cluster.storage_class,
     }
 
 
-def name_bucket(new: ClusterOptions, account: str) -> str:
+def name_bucket(cluster: ClusterOptions, account: str) -> str:
     """Return the bucket of the lifecycle scripts; HyperPod may read buckets with this prefix."""
-    return f"sagemaker-{new.cluster_name}-{account}"
+    return f"sagemaker-{cluster.cluster_name}-{account}"
 
 
 def read_prices() -> dict[str, float]:
-    """Return the prices of what a cluster needs beside its GPU nodes."""
+    """Return the prices of everything that a cluster needs besides its GPU nodes."""
     return config_file.read_yaml(TEMPLATES / "prices.yaml")
 
 
-def write_support_files(new: ClusterOptions, folder: Path) -> None:
+def write_support_files(cluster: ClusterOptions, folder: Path) -> None:
     """Write the lifecycle scripts and the policies of a HyperPod cluster."""
-    script = "on_create.sh" if new.kind == HYPERPOD else "on_init_complete.sh"
+    script = "on_create.sh" if cluster.kind == HYPERPOD else "on_init_complete.sh"
     for name in (f"lifecycle/{script}", "iam/hyperpod-trust.json", "iam/hyperpod-nodes.json"):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         text = (_FOLDER / name).read_text(encoding="utf-8")
-        target.write_text(text.replace("arn:aws:", f"arn:{new.partition}:"), encoding="utf-8")
+        target.write_text(text.replace("arn:aws:", f"arn:{cluster.partition}:"), encoding="utf-8")
         target.chmod(0o755 if target.suffix == ".sh" else 0o644)
 
 
-def find_facts(part: str, new: ClusterOptions) -> NetworkFacts:
-    """Return what AWS knows and the part needs. Raises UsageError with the command that helps."""
-    if part == STORAGE and new.storage_class:
+def find_facts(part: str, cluster: ClusterOptions) -> NetworkFacts:
+    """Query AWS for the facts that a part needs. Raises UsageError with the command to type."""
+    if part == STORAGE and cluster.storage_class:
         return NetworkFacts()
-    creates_volume = part == STORAGE and new.filesystem == "fsx" and not new.filesystem_id
-    if part == STORAGE and new.filesystem == "efs" and not new.filesystem_id:
+    creates_volume = part == STORAGE and cluster.filesystem == "fsx" and not cluster.filesystem_id
+    if part == STORAGE and cluster.filesystem == "efs" and not cluster.filesystem_id:
         raise UsageError(
             "--filesystem efs needs --filesystem-id",
             expected="a file system of EFS with a mount target in the nodes' subnets",
             hint="steps.sh of `setup --out DIR` contains these steps with the mount target",
-            run=commands.shell(*create_efs_words(new)),
+            run=commands.shell(*format_efs_creation(cluster)),
         )
-    if part == NODES and new.kind == HYPERPOD_SLURM:
+    if part == NODES and cluster.kind == HYPERPOD_SLURM:
         missing = [
-            name for name in ("subnet", "security_group", "filesystem_id") if not getattr(new, name)
+            name
+            for name in ("subnet", "security_group", "filesystem_id")
+            if not getattr(cluster, name)
         ]
         if missing:
             options_text = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
@@ -323,74 +331,87 @@ def find_facts(part: str, new: ClusterOptions) -> NetworkFacts:
                 f"--kind hyperpod-slurm needs {options_text}",
                 expected="a private subnet, a security group that allows all traffic within "
                 "itself, and a file system of FSx for Lustre there",
-                run=commands.script(SCRIPT, "setup", *new.words(), "--out", new.cluster_name),
+                run=commands.script(
+                    SCRIPT, "setup", *cluster.to_words(), "--out", cluster.cluster_name
+                ),
             )
-    facts = NetworkFacts(subnet=new.subnet, security_group=new.security_group)
-    if part == NODES and new.kind == HYPERPOD_SLURM:
-        identity = aws.query_json("sts", "get-caller-identity", region=new.region)
+    facts = NetworkFacts(subnet=cluster.subnet, security_group=cluster.security_group)
+    if part == NODES and cluster.kind == HYPERPOD_SLURM:
+        identity = aws.query_json("sts", "get-caller-identity", region=cluster.region)
         facts = replace(facts, account=identity["Account"])
-    elif part == NODES or (creates_volume and not (new.subnet and new.security_group)):
-        facts = _describe_network(new)
-    if new.filesystem == "fsx" and new.filesystem_id and part in (STORAGE, NODES):
-        dns_name, mount_name = _describe_lustre(new)
+    elif part == NODES or (creates_volume and not (cluster.subnet and cluster.security_group)):
+        facts = _describe_network(cluster)
+    if cluster.filesystem == "fsx" and cluster.filesystem_id and part in (STORAGE, NODES):
+        dns_name, mount_name = _describe_lustre(cluster)
         facts = replace(facts, dns_name=dns_name, mount_name=mount_name)
     return facts
 
 
-def _describe_network(new: ClusterOptions) -> NetworkFacts:
-    """Return account, private subnet in the first zone and security group of the EKS cluster."""
-    aws.require_cluster(new.cluster_name, new.region)
-    info = aws.query_json("eks", "describe-cluster", "--name", new.cluster_name, region=new.region)
+def _describe_network(cluster: ClusterOptions) -> NetworkFacts:
+    """Return the account, a private subnet and the security group of the EKS cluster."""
+    aws.require_cluster(cluster.cluster_name, cluster.region)
+    info = aws.query_json(
+        "eks", "describe-cluster", "--name", cluster.cluster_name, region=cluster.region
+    )
     network = info["cluster"]["resourcesVpcConfig"]
     subnets = aws.query_json(
-        "ec2", "describe-subnets", "--subnet-ids", *network["subnetIds"], region=new.region
+        "ec2", "describe-subnets", "--subnet-ids", *network["subnetIds"], region=cluster.region
     )["Subnets"]
     return NetworkFacts(
         account=info["cluster"]["arn"].split(":")[4],
-        subnet=new.subnet or _choose_subnet(subnets, new),
-        security_group=new.security_group or network["clusterSecurityGroupId"],
+        subnet=cluster.subnet or _choose_subnet(subnets, cluster),
+        security_group=cluster.security_group or network["clusterSecurityGroupId"],
     )
 
 
-def _choose_subnet(subnets: list[dict[str, Any]], new: ClusterOptions) -> str:
-    """Return a private subnet in the zone of the GPU nodes, without --zones in any zone."""
+def _choose_subnet(subnets: list[dict[str, Any]], cluster: ClusterOptions) -> str:
+    """Return a private subnet in the zone of the GPU nodes; any zone will do without --zones."""
     private = {
         subnet["AvailabilityZone"]: subnet["SubnetId"]
         for subnet in sorted(subnets, key=lambda subnet: subnet["SubnetId"], reverse=True)
         if not subnet["MapPublicIpOnLaunch"]
     }
-    zone = new.zone_names[0]
-    if zone not in private and (new.zones or not private):
+    zone = cluster.zone_names[0]
+    if zone not in private and (cluster.zones or not private):
         raise UsageError(
-            f"cluster {new.cluster_name} has no private subnet in {zone}",
+            f"cluster {cluster.cluster_name} has no private subnet in {zone}",
             expected="--zones with the zone of the GPU nodes first, or --subnet",
             found=", ".join(sorted(private)) or "no private subnets",
         )
     return private[zone if zone in private else min(private)]
 
 
-def _describe_lustre(new: ClusterOptions) -> tuple[str, str]:
+def _describe_lustre(cluster: ClusterOptions) -> tuple[str, str]:
     """Return the DNS name and the mount name of the existing file system."""
     answer = aws.query_json(
-        "fsx", "describe-file-systems", "--file-system-ids", new.filesystem_id, region=new.region
+        "fsx",
+        "describe-file-systems",
+        "--file-system-ids",
+        cluster.filesystem_id,
+        region=cluster.region,
     )
     [system] = answer["FileSystems"]
     return system["DNSName"], system["LustreConfiguration"]["MountName"]
 
 
-def create_efs_words(new: ClusterOptions) -> list[str]:
+def format_efs_creation(cluster: ClusterOptions) -> list[str]:
     """Return the command that creates a file system of EFS."""
     return [
-        *("aws", "efs", "create-file-system", "--region", new.region, "--encrypted"),
-        *("--throughput-mode", "elastic", "--creation-token", f"{new.cluster_name}-{new.pvc}"),
+        *("aws", "efs", "create-file-system", "--region", cluster.region, "--encrypted"),
+        *(
+            "--throughput-mode",
+            "elastic",
+            "--creation-token",
+            f"{cluster.cluster_name}-{cluster.pvc}",
+        ),
         *("--query", "FileSystemId", "--output", "text"),
     ]
 
 
-def fill_region(new: ClusterOptions) -> ClusterOptions:
+def fill_region(cluster: ClusterOptions) -> ClusterOptions:
     """Return the options with the region of the AWS settings. Raises UsageError without one."""
     return replace(
-        new,
-        region=require_region(new.region),
-        instance_type=new.instance_type.removeprefix("ml."),
+        cluster,
+        region=require_region(cluster.region),
+        instance_type=cluster.instance_type.removeprefix("ml."),
     )

@@ -58,7 +58,7 @@ def describe_cost(job: Job) -> dict[str, str]:
 
 
 def _describe_money(job: Job, hours: float) -> str:
-    """Return the price of all nodes, for a number of hours; 0: for one hour."""
+    """Return the costs of all nodes as text. hours: of the job; 0 gives the costs per hour."""
     name = job.instance_type or "this instance type"
     file = commands.path_of("launch/kube/templates/instances.yaml")
     if not (price := job.price):
@@ -72,7 +72,7 @@ def _describe_money(job: Job, hours: float) -> str:
 
 
 def _estimate_step(job: Job) -> tuple[float, str]:
-    """Return the seconds of a step, and how they were derived. Raises NoEstimate."""
+    """Return the time of a step in seconds, and its derivation. Raises NoEstimate."""
     config = command_line.parse_options(job.train)
     hardware = _get_hardware(job, config)
     if config.global_batch_size is None and config.batch_size in (None, AUTO):
@@ -110,18 +110,18 @@ def _get_hardware(job: Job, config: Config) -> Hardware:
     hardware = Hardware(job.nodes * job.gpus_per_node, peak, f"data sheet of the {gpu}", "GPU")
     gbps = job.node.get("gbps")
     if not gbps or config.trains_lora or config.batch_size in (None, AUTO):
-        return hardware  # adapters exchange little; without a batch the exchanges are unknown
+        return hardware  # adapters communicate little; without a batch, communication is unknown
     return replace(hardware, nodes=job.nodes, network=gbps * 1e9 / 8)
 
 
 def measure_model(config: Config) -> tuple[ModelCost, str]:
-    """Return what the estimate needs of a model, and where it comes from. Raises NoEstimate."""
+    """Return the cost of a model for the estimate, and its source. Raises NoEstimate."""
     name = config.model_name or ""
     prepared = paths.models_root(config.cache_dir) / paths.model_dir_name(name)
     model_dir = prepared if prepared.exists() else Path(name)
     size = config.model_size
     if not size and not model_dir.exists():
-        size = name.removeprefix(raw_text.SCRATCH_PREFIX)  # stage 03 will make it
+        size = name.removeprefix(raw_text.SCRATCH_PREFIX)  # stage 03 will create it
     attention = 0.0
     if size in scratch.SIZES:
         shape = scratch.SIZES[size]
@@ -137,7 +137,7 @@ def measure_model(config: Config) -> tuple[ModelCost, str]:
         source = f"{units.count(parameters)} parameters"
     elif named := _BILLIONS.search(name):
         products = parameters = round(float(named[1]) * 1e9)
-        source = f"{units.count(parameters)} parameters by the name of {name}"
+        source = f"{units.count(parameters)} parameters, according to the name {name}"
     else:
         raise NoEstimate(f"the size of {name or config.config_json} is unknown on this machine")
     per_parameter = 4 if config.trains_lora else 6

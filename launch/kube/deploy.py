@@ -264,7 +264,7 @@ def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFaile
         f"job {job.job_name} on {kubectl.cluster.title} failed {attempts_text}: {cause.name}",
         cause.code,
         hint=cause.remedy,
-        run=remedies.explain_cause(cause, job, kubectl.cluster),
+        run=remedies.find_remedy(cause, job, kubectl.cluster),
         found=f"{cause.evidence.strip() or 'the operator reports no reason'}\n({remains})",
     )
 

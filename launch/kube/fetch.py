@@ -1,12 +1,12 @@
 """Copy a directory from the volume to this machine, byte for byte.
 
     DIR.partial-1a2b3c4d/
-        .unfinished-…     the mark that makes the directory ours (lib/core/partial_dirs.py)
+        .unfinished-…     marks a directory of this project (lib/core/partial_dirs.py)
         content/          the files so far; a fetch that was interrupted continues here
         replaced/         the previous DIR (--overwrite), about to be deleted
 
-A file is complete if its SHA-256 is the one that the pod computed while it sent the file. DIR gets
-its name when all files are complete and the directory on the volume has not changed meanwhile.
+A file is complete if its SHA-256 equals the one that the pod computed while it sent the file. DIR
+gets its name once all files are complete, unless the directory on the volume has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Source:
             )
         for name, *_ in answer["files"]:
             if {"", ".", ".."} & {*name.split("/")}:
-                raise UsageError(f"the pod names a file {name!r}, which is no path in a directory")
+                raise UsageError(f"the pod names a file {name!r}, which is not a relative path")
         if not answer["files"]:
             raise UsageError(f"{self.path} contains no files")
         return {name: facts for name, *facts in answer["files"]}
@@ -97,7 +97,7 @@ class Source:
 
     @contextmanager
     def send(self, files: list[tuple[str, int]]) -> Iterator[_Stream]:
-        """Yield the stream of some files, each from a byte on."""
+        """Yield a stream of files. files: names, and the byte from which to send each file."""
         with self._request({"path": self.path, "files": files}) as stream:
             yield stream
 
@@ -119,9 +119,9 @@ class Source:
 
 
 class _Stream:
-    """The output of a process that may stop without a word. Reading raises Interrupted."""
+    """The output of a process; reading raises Interrupted if the process dies or hangs."""
 
-    def __init__(self, process: subprocess.Popen[bytes], given: bytes) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], request: bytes) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._process = process
         self._output = process.stdout.fileno()
@@ -129,7 +129,7 @@ class _Stream:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._output, selectors.EVENT_READ)
         try:
-            process.stdin.write(given)
+            process.stdin.write(request)
             process.stdin.flush()
         except BrokenPipeError:
             raise self._make_error() from None
@@ -197,12 +197,12 @@ class Copy:
             self._restore()
             require_new(self.target, overwrite)
             self._content.mkdir(exist_ok=True)
-            self._keep_only(files)
-            left = total - sum(self._size_of(name) for name in files)
+            self._delete_outdated(files)
+            left = total - sum(self._get_size(name) for name in files)
             publish.require_space(self.target.parent, left, "the copy")
             log.info(
                 f"{self._source.path}: {units.counted(len(files), 'file')}, {units.size(total)}"
-                + (f", {units.size(total - left)} of it here already" if left < total else "")
+                + (f", {units.size(total - left)} of them received earlier" if left < total else "")
             )
             self._receive_all(files, total)
             self._require_unchanged(files)
@@ -211,8 +211,8 @@ class Copy:
             os.close(descriptor)
         seconds = time.monotonic() - began
         log.info(
-            f"{self.target}: {units.counted(len(files), 'file')}, {units.size(total)}, the SHA-256 "
-            f"of each compared; {units.duration(seconds)}"
+            f"{self.target}: {units.counted(len(files), 'file')}, {units.size(total)}, with the "
+            f"SHA-256 of the files on the volume; {units.duration(seconds)}"
         )
 
     def _require_unchanged(self, files: dict[str, list[int]]) -> None:
@@ -222,12 +222,12 @@ class Copy:
                 hint="run the same command again when nothing writes there",
             )
 
-    def _size_of(self, name: str) -> int:
+    def _get_size(self, name: str) -> int:
         path = self._content / name
         return path.stat().st_size if path.is_file() else 0
 
-    def _keep_only(self, files: dict[str, list[int]]) -> None:
-        """Delete what an earlier fetch left of files that have changed since then."""
+    def _delete_outdated(self, files: dict[str, list[int]]) -> None:
+        """Delete the copies of files that have changed since an earlier fetch."""
         state = self._partial / "files.json"
         known = records.read_mapping(state)
         if partial_dirs.has_links(self._content):
@@ -257,7 +257,7 @@ class Copy:
     def _receive(self, files: dict[str, list[int]], total: int) -> None:
         """Receive the files that are missing, over one connection."""
         wanted = [
-            (name, min(self._size_of(name), size))
+            (name, min(self._get_size(name), size))
             for name, (size, _) in files.items()
             if name not in self._digests
         ]
@@ -279,11 +279,11 @@ class Copy:
                 self._digests[name] = file.digest()
 
     def _discard(self, name: str) -> None:
-        """Delete a damaged file, to receive it again. Raises ArtifactError at the second time."""
+        """Delete a damaged file, to receive it again. Raises ArtifactError the second time."""
         (self._content / name).unlink()
         if name in self._damaged:
             raise ArtifactError(
-                f"{name} arrived twice with another SHA-256 than the pod computed",
+                f"{name} arrived twice with another SHA-256 than it has on the volume",
                 hint="a network, a disk or the memory of a machine damages data",
             )
         self._damaged.add(name)
@@ -293,7 +293,7 @@ class Copy:
         if time.monotonic() - self._printed > _LINE_EVERY_S:
             self._printed = time.monotonic()
             log.info(
-                f"  {units.size(sum(map(self._size_of, files)))} of {units.size(total)}, "
+                f"  {units.size(sum(map(self._get_size, files)))} of {units.size(total)}, "
                 f"{len(self._digests)} of {len(files)} files"
             )
 

@@ -1,6 +1,6 @@
-"""Query a submitted job and the cluster: the commands that submit nothing.
+"""Query or stop a submitted job: the commands validate, status, logs and stop.
 
-Each takes the options of the job, kubectl, and the options of launch/kubernetes.py.
+Each function takes the options of the job, kubectl, and the options of launch/kubernetes.py.
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ def print_status(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> No
     if state.state != cluster_state.SUCCEEDED and (
         cause := cluster_state.find_cause(kubectl, job_options.job_name, pods)
     ):
-        cluster_state.print_cause(
-            cause, remedies.explain_cause(cause, job_options, kubectl.cluster)
-        )
+        cluster_state.print_cause(cause, remedies.find_remedy(cause, job_options, kubectl.cluster))
 
 
 def print_logs(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
@@ -102,7 +100,7 @@ def stop_job(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
         return
     log.info(f"{job_options.job_name}: its pods finish their step, save and end")
     deploy.stop_job(job_options, kubectl)
-    log.info("stopped; the same job continues from the checkpoint")
+    log.info("stopped; submit the same job again to continue from the checkpoint")
 
 
 JOB_COMMANDS: dict[str, Callable[[JobOptions, Kubectl, Options], None]] = {

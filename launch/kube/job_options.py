@@ -32,7 +32,7 @@ class JobNeeds:
         "pytorchjob",
         group="the job",
         choices=tuple(KINDS),
-        help=", ".join(kind.title for kind in KINDS.values()),
+        help="operator that runs the job: " + ", ".join(kind.title for kind in KINDS.values()),
     )
     namespace: str = option("default", metavar="NS", help="namespace of the job")
     context: str = option(

@@ -22,8 +22,9 @@ _TIMEOUT_S = 60
 class ClusterName:
     """The cluster that a command queries.
 
-    name: of the EKS cluster, otherwise of the kubeconfig's entry. eks: the name if it is an EKS
-    cluster. region: of AWS, only for EKS. context: of the kubeconfig. Each is empty if unknown.
+    name: the name of the EKS cluster, or else of the kubeconfig's entry. eks: the same name, only
+    for EKS. region: the AWS region, only for EKS. context: the context in the kubeconfig. An
+    unknown value is empty.
     """
 
     name: str
@@ -38,7 +39,7 @@ class ClusterName:
 
     @property
     def title(self) -> str:
-        """Return the cluster for a sentence."""
+        """Return the name of the cluster for use in a sentence."""
         return f"cluster {self.name}" if self.name else "the cluster"
 
     @property

@@ -1,4 +1,7 @@
-"""Return the commands that create what a cluster lacks. Messages print them under `run:`."""
+"""Format commands that fix a cluster, for messages, which print them under `run:`.
+
+The functions are named after the effect of their commands. They run nothing themselves.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ _EXCEEDED = re.compile(
 _NO_ACCOUNT = re.compile(r'serviceaccount "([^"]+)" not found')
 
 
-def kubectl(cluster: ClusterName, namespace: str, *words: object) -> str:
+def format_kubectl(cluster: ClusterName, namespace: str, *words: object) -> str:
     """Return a kubectl command for a cluster. namespace: empty for objects without one."""
     where = ["--namespace", namespace] if namespace else []
     return commands.shell("kubectl", *cluster.context_words, *where, *words)
 
 
 def create_namespace(cluster: ClusterName, namespace: str) -> str:
-    return kubectl(cluster, "", "create", "namespace", namespace)
+    return format_kubectl(cluster, "", "create", "namespace", namespace)
 
 
 def install_operator(cluster: ClusterName, kind: str) -> str:
@@ -62,7 +65,7 @@ def create_claim(
     else:
         return ""
     words += _option("--pvc", claim, _USUAL_CLAIM) + _option("--namespace", namespace, "default")
-    apply = kubectl(cluster, "", "apply", "-f", "-")
+    apply = format_kubectl(cluster, "", "apply", "-f", "-")
     return "\n".join([*install, f"{commands.script(SCRIPT, 'setup', *words)} | {apply}"])
 
 
@@ -71,10 +74,10 @@ def create_addon(cluster: ClusterName, addon: str) -> str:
 
 
 def create_bucket_claim(cluster: ClusterName, namespace: str, claim: str) -> str:
-    """Return the command that makes a bucket a claim; the name of the bucket is to be filled in."""
+    """Return the command that creates a claim for a bucket; the user fills in the bucket's name."""
     template = commands.path_of(str((TEMPLATES / "bucket.yaml").relative_to(commands.ROOT)))
     edits = f"s/my-bucket/BUCKET/; s/training-data/{claim}/; s/: default/: {namespace}/"
-    apply = kubectl(cluster, "", "apply", "-f", "-")
+    apply = format_kubectl(cluster, "", "apply", "-f", "-")
     return f"{commands.shell('sed', edits, template)} | {apply}"
 
 
@@ -82,7 +85,7 @@ def create_pull_secret(cluster: ClusterName, namespace: str, name: str, image: s
     """Return the command that stores the credentials of an image's registry."""
     registry, slash, _ = image.partition("/")
     server = registry if slash and re.search("[.:]", registry) else "REGISTRY"
-    words = kubectl(cluster, namespace, "create", "secret", "docker-registry", name)
+    words = format_kubectl(cluster, namespace, "create", "secret", "docker-registry", name)
     return (
         f"{words} --docker-server={server} --docker-username=USER "
         '--docker-password="$REGISTRY_PASSWORD"'
@@ -90,23 +93,23 @@ def create_pull_secret(cluster: ClusterName, namespace: str, name: str, image: s
 
 
 def create_token_secret(cluster: ClusterName, namespace: str, name: str) -> str:
-    words = kubectl(cluster, namespace, "create", "secret", "generic", name)
+    words = format_kubectl(cluster, namespace, "create", "secret", "generic", name)
     return f'{words} --from-literal=token="$HF_TOKEN"'
 
 
 def create_service_account(cluster: ClusterName, namespace: str, name: str) -> str:
-    return kubectl(cluster, namespace, "create", "serviceaccount", name)
+    return format_kubectl(cluster, namespace, "create", "serviceaccount", name)
 
 
 def raise_namespace_quota(
     cluster: ClusterName, namespace: str, name: str, resource: str, amount: int
 ) -> str:
     patch = json.dumps({"spec": {"hard": {resource: str(amount)}}})
-    return kubectl(cluster, namespace, "patch", "resourcequota", name, "--patch", patch)
+    return format_kubectl(cluster, namespace, "patch", "resourcequota", name, "--patch", patch)
 
 
 def install_nvidia_plugin(cluster: ClusterName) -> str:
-    return kubectl(cluster, "", "apply", "-f", NVIDIA_PLUGIN)
+    return format_kubectl(cluster, "", "apply", "-f", NVIDIA_PLUGIN)
 
 
 def install_efa_plugin(cluster: ClusterName) -> str:
@@ -142,8 +145,8 @@ def push_image(image: str) -> str:
     return commands.script("launch/build_image.py", "--push", image, *create)
 
 
-def explain_cause(cause: Cause, needs: JobNeeds, cluster: ClusterName) -> str:
-    """Return the commands that remove the cause of a failure, empty if there are none."""
+def find_remedy(cause: Cause, needs: JobNeeds, cluster: ClusterName) -> str:
+    """Return the commands that remove the cause of a failure, "" if none are known."""
     namespace = needs.namespace
     secret = getattr(needs, "token_secret", "") or f"{getattr(needs, 'job_name', 'job')}-hub-token"
     makers = {
@@ -154,7 +157,7 @@ def explain_cause(cause: Cause, needs: JobNeeds, cluster: ClusterName) -> str:
         "missing token": lambda: create_token_secret(cluster, namespace, secret),
         "no EFA": lambda: install_efa_plugin(cluster),
         "no capacity": lambda: add_nodes(cluster, "", needs.nodes),
-        "storage": lambda: kubectl(cluster, namespace, "describe", "pvc", needs.pvc),
+        "storage": lambda: format_kubectl(cluster, namespace, "describe", "pvc", needs.pvc),
         "operator missing": lambda: install_operator(cluster, needs.kind),
         "quota": lambda: _raise_exceeded_quota(cause.evidence, needs, cluster),
         "pods refused": lambda: _create_named_account(cause.evidence, needs, cluster),
@@ -166,7 +169,7 @@ def _raise_exceeded_quota(message: str, needs: JobNeeds, cluster: ClusterName) -
     """Return the command for the quota that an event names."""
     match = _EXCEEDED.search(message)
     if not match:
-        return kubectl(cluster, needs.namespace, "edit", "resourcequota")
+        return format_kubectl(cluster, needs.namespace, "edit", "resourcequota")
     amount = int(match["used"]) + needs.nodes * int(match["asked"])
     return raise_namespace_quota(cluster, needs.namespace, match["name"], match["resource"], amount)
 

@@ -3,7 +3,7 @@
 Standard input: one line of JSON, {"path": …} to list the files, and also "files": [[name, start],
 …] to send them from a byte on. Standard output for a list: one line, {"files": [[name, bytes,
 mtime_ns], …]} or {"error": …}. For each file that is sent: a line {"name", "start"}, its bytes, and
-a line with the SHA-256 of the whole file. Empty lines before that show that the pod still reads.
+a line with the SHA-256 of the whole file. Empty lines before these show that the pod is reading.
 """
 
 import hashlib

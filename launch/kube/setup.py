@@ -42,29 +42,29 @@ def parse(argv: list[str]) -> Options:
 def main(argv: list[str]) -> None:
     opts = parse(argv)
     if not opts.out:
-        log.setup(sys.stderr)  # the standard output is the file or the steps alone
-    new = declared.read_options(ClusterOptions, opts)
-    if not new.storage_class:  # any other file is for AWS
-        new = cluster_files.fill_region(new)
+        log.setup(sys.stderr)  # standard output is for the file or the steps alone
+    cluster = declared.read_options(ClusterOptions, opts)
+    if not cluster.storage_class:  # all files without a storage class are for AWS
+        cluster = cluster_files.fill_region(cluster)
     problems = Problems()
-    new.check(problems, is_new=opts.only != STORAGE)
+    cluster.check(problems, is_new=opts.only != STORAGE)
     problems.raise_if_any()
     if opts.only:
-        print_part(opts.only, new, opts.out)
+        print_part(opts.only, cluster, opts.out)
         return
-    folder = opts.out or Path(new.cluster_name)
-    steps = setup_steps.render_steps(new, folder)
+    folder = opts.out or Path(cluster.cluster_name)
+    steps = setup_steps.render_steps(cluster, folder)
     if not opts.out or opts.dry_run:
         print(steps, end="")
-        log.info(f"next: {_format_command(new, '--out', folder)}")
+        log.info(f"next: {_format_command(cluster, '--out', folder)}")
         return
-    write_files(new, folder, steps)
+    write_files(cluster, folder, steps)
     log.info(f"next: read {folder / 'steps.sh'}, and run its commands one after the other")
 
 
-def print_part(part: str, new: ClusterOptions, out: Path | None) -> None:
+def print_part(part: str, cluster: ClusterOptions, out: Path | None) -> None:
     """Print one file, or write it below `out`."""
-    text = cluster_files.render_part(part, new)
+    text = cluster_files.render_part(part, cluster)
     if out:
         out.mkdir(parents=True, exist_ok=True)
         path = out / setup_steps.FILES[part]
@@ -74,22 +74,22 @@ def print_part(part: str, new: ClusterOptions, out: Path | None) -> None:
         print(text, end="")
 
 
-def write_files(new: ClusterOptions, folder: Path, steps: str) -> None:
+def write_files(cluster: ClusterOptions, folder: Path, steps: str) -> None:
     """Write the files that need no facts of an existing cluster, and the steps."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file", expected="a directory")
     folder.mkdir(parents=True, exist_ok=True)
     texts = {"steps.sh": steps}
-    if CLUSTER in new.parts:
-        texts[setup_steps.FILES[CLUSTER]] = cluster_files.render_part(CLUSTER, new)
+    if CLUSTER in cluster.parts:
+        texts[setup_steps.FILES[CLUSTER]] = cluster_files.render_part(CLUSTER, cluster)
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
         log.info(f"wrote {folder / name}")
-    if new.on_hyperpod:
-        cluster_files.write_support_files(new, folder)
+    if cluster.on_hyperpod:
+        cluster_files.write_support_files(cluster, folder)
         log.info(f"wrote {folder / 'lifecycle'} and {folder / 'iam'}")
-    log.table(setup_steps.list_costs(new))
+    log.table(setup_steps.list_costs(cluster))
 
 
-def _format_command(new: ClusterOptions, *words: object) -> str:
-    return commands.script(cluster_files.SCRIPT, "setup", *new.words(), *words)
+def _format_command(cluster: ClusterOptions, *words: object) -> str:
+    return commands.script(cluster_files.SCRIPT, "setup", *cluster.to_words(), *words)

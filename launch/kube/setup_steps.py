@@ -33,123 +33,130 @@ _CHARTS = "https://github.com/aws/sagemaker-hyperpod-cli"
 Step = tuple[str, list[str]]  # a comment and its commands
 
 
-def render_steps(new: ClusterOptions, folder: Path) -> str:
-    """Return a script with all commands. folder: where the files of `setup --out` are."""
+def render_steps(cluster: ClusterOptions, folder: Path) -> str:
+    """Return a script with all commands. folder: that of the files of `setup --out`."""
     lines = [
         "#!/usr/bin/env bash",
-        f"# Creates {_describe(new)}.",
+        f"# Creates {_describe(cluster)}.",
         "# Run the commands one after the other: some take 20 minutes, and most cost money.",
         "#",
-        *(f"#   {label:<16} {text}" for label, text in list_costs(new).items()),
+        *(f"#   {label:<16} {text}" for label, text in list_costs(cluster).items()),
         "set -euo pipefail",
     ]
-    for number, (comment, words) in enumerate(_list_steps(new, folder), 1):
+    for number, (comment, words) in enumerate(_list_steps(cluster, folder), 1):
         lines += ["", f"# {number}. {comment}", *words]
     lines += ["", "# To delete everything again, in this order:"]
-    lines += [f"#   {command}" for command in _list_deletions(new)]
+    lines += [f"#   {command}" for command in _list_deletions(cluster)]
     return "\n".join(lines) + "\n"
 
 
-def _describe(new: ClusterOptions) -> str:
+def _describe(cluster: ClusterOptions) -> str:
     name = {EKS: "EKS", HYPERPOD: "HyperPod on EKS", HYPERPOD_SLURM: "HyperPod with Slurm"}
-    return (
-        f"{new.cluster_name} in {new.region}: {name[new.kind]}, {new.nodes} × {new.instance_type}"
-    )
+    nodes = f"{cluster.nodes} × {cluster.instance_type}"
+    return f"{cluster.cluster_name} in {cluster.region}: {name[cluster.kind]}, {nodes}"
 
 
-def list_costs(new: ClusterOptions) -> dict[str, str]:
+def list_costs(cluster: ClusterOptions) -> dict[str, str]:
     """Return the estimated costs by item, in US dollars."""
     prices = cluster_files.read_prices()
-    kind = "hyperpod" if new.on_hyperpod else new.operator
-    node = JobNeeds(kind=kind, instance_type=new.instance_type).price
+    kind = "hyperpod" if cluster.on_hyperpod else cluster.operator
+    node = JobNeeds(kind=kind, instance_type=cluster.instance_type).price
     hourly = {"NAT gateway": prices["nat_hour"]}
-    if new.kind == HYPERPOD_SLURM:
+    if cluster.kind == HYPERPOD_SLURM:
         hourly["head node"] = prices["controller_hour"]
     else:
         hourly |= {"EKS": prices["eks_hour"], "system node": prices["system_hour"]}
         disk_price = prices["disk_gb_month"] / _HOURS_PER_MONTH
-        hourly["disks"] = (_SYSTEM_DISK + _GPU_DISK * new.nodes) * disk_price
-        of_gpu_nodes = new.nodes * (node + _GPU_DISK * disk_price)
+        hourly["disks"] = (_SYSTEM_DISK + _GPU_DISK * cluster.nodes) * disk_price
+        gpu_node_price = cluster.nodes * (node + _GPU_DISK * disk_price)
     if node:
-        hourly["GPU nodes"] = new.nodes * node
+        hourly["GPU nodes"] = cluster.nodes * node
     texts = {label: f"${price:,.3f} per hour" for label, price in hourly.items()}
     if not node:
-        texts["GPU nodes"] = f"no price for {new.instance_type} in templates/instances.yaml"
-    monthly = {"fsx": new.size * prices["fsx_gb_month"], "efs": 0.0, "none": 0.0}[new.filesystem]
-    if new.filesystem == "fsx" and not new.filesystem_id:
+        texts["GPU nodes"] = f"no price for {cluster.instance_type} in templates/instances.yaml"
+    monthly = {"fsx": cluster.size * prices["fsx_gb_month"], "efs": 0.0, "none": 0.0}[
+        cluster.filesystem
+    ]
+    if cluster.filesystem == "fsx" and not cluster.filesystem_id:
         texts["file system"] = f"${monthly:,.0f} per month, also while no node runs"
         hourly["file system"] = monthly / _HOURS_PER_MONTH
-    elif new.filesystem == "efs":
+    elif cluster.filesystem == "efs":
         texts["file system"] = f"${prices['efs_gb_month']:.2f} per month for each GB"
     texts["total"] = f"about ${sum(hourly.values()):,.2f} per hour" + (
         "" if node else " without the GPU nodes"
     )
-    if node and new.kind != HYPERPOD_SLURM:
-        idle = sum(hourly.values()) - of_gpu_nodes
+    if node and cluster.kind != HYPERPOD_SLURM:
+        idle = sum(hourly.values()) - gpu_node_price
         texts["without GPUs"] = f"about ${idle:,.2f} per hour, while the GPU nodes are off"
     return texts
 
 
-def _list_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
-    quota = quota_commands(new.instance_type, new.nodes, new.region, new.on_hyperpod)
-    amount = new.nodes if new.on_hyperpod else new.nodes * count_vcpus(new.instance_type)
-    unit = "nodes" if new.on_hyperpod else "vCPUs"
+def _list_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
+    quota = quota_commands(
+        cluster.instance_type, cluster.nodes, cluster.region, cluster.on_hyperpod
+    )
+    amount = (
+        cluster.nodes if cluster.on_hyperpod else cluster.nodes * count_vcpus(cluster.instance_type)
+    )
+    unit = "nodes" if cluster.on_hyperpod else "vCPUs"
     yield (
         f"The account's quota must be {amount} {unit} or more. AWS may take days to raise it.",
         [quota[0], f"# {quota[1]}"],
     )
-    if new.kind == HYPERPOD_SLURM:
-        yield from _list_slurm_steps(new, folder)
+    if cluster.kind == HYPERPOD_SLURM:
+        yield from _list_slurm_steps(cluster, folder)
         return
-    yield from _list_image_steps(new)
+    yield from _list_image_steps(cluster)
     yield (
-        "Network, control plane, add-ons and a node without GPUs (20 to 30 minutes)",
+        "Create network, control plane, add-ons and a node without GPUs (20 to 30 minutes)",
         [
             f"eksctl create cluster -f {_quote(folder / FILES[CLUSTER])}",
-            _shell("aws eks update-kubeconfig", name=new.cluster_name, region=new.region),
+            _format_words(
+                "aws eks update-kubeconfig", name=cluster.cluster_name, region=cluster.region
+            ),
         ],
     )
-    if new.kind == HYPERPOD:
-        yield from _list_hyperpod_steps(new, folder)
-    kind = KINDS["hyperpod" if new.kind == HYPERPOD else new.operator]
-    installs = kind.install_commands(new.cluster_name, new.region)
-    # cluster.yaml contains what the add-on of HyperPod needs.
-    yield f"The operator: {kind.product}", installs[-1:]
-    if STORAGE in new.parts:
-        yield from _list_storage_steps(new, folder)
-    yield from _list_first_run(new, folder)
+    if cluster.kind == HYPERPOD:
+        yield from _list_hyperpod_steps(cluster, folder)
+    kind = KINDS["hyperpod" if cluster.kind == HYPERPOD else cluster.operator]
+    installs = kind.install_commands(cluster.cluster_name, cluster.region)
+    # cluster.yaml already contains the requirements of HyperPod's add-on.
+    yield f"Install the operator: {kind.product}", installs[-1:]
+    if STORAGE in cluster.parts:
+        yield from _list_storage_steps(cluster, folder)
+    yield from _list_first_run(cluster, folder)
 
 
-def _list_hyperpod_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
+def _list_hyperpod_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     clone = _quote(folder / "hyperpod-cli")
     chart = _quote(folder / "hyperpod-cli/helm_chart/HyperPodHelmChart")
     yield (
-        "HyperPod's health agent, device plugins and permissions in the cluster",
+        "Install HyperPod's health agent, device plugins and permissions in the cluster",
         [
             f"git clone --depth 1 {_CHARTS} {clone}",
             f"helm dependency update {chart}",
             f"helm upgrade --install hyperpod-dependencies {chart} --namespace kube-system",
         ],
     )
-    yield from _list_role_steps(new, folder)
+    yield from _list_role_steps(cluster, folder)
     group = (
-        f"$(aws eks describe-cluster --name {new.cluster_name} --region {new.region} "
+        f"$(aws eks describe-cluster --name {cluster.cluster_name} --region {cluster.region} "
         "--query cluster.resourcesVpcConfig.clusterSecurityGroupId --output text)"
     )
     yield (
         "EFA needs a rule for outgoing traffic within the security group.",
-        [f'SECURITY_GROUP="{group}"', _allow_within_group(new)],
+        [f'SECURITY_GROUP="{group}"', _format_group_rule(cluster)],
     )
 
 
-def _list_role_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
-    role = f"{new.cluster_name}-nodes"
-    policy = f"arn:{new.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
+def _list_role_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
+    role = f"{cluster.cluster_name}-nodes"
+    policy = f"arn:{cluster.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
     trust = _quote(f"file://{folder}/iam/hyperpod-trust.json")
     nodes = _quote(f"file://{folder}/iam/hyperpod-nodes.json")
-    bucket = f"s3://{cluster_files.name_bucket(new, '$ACCOUNT')}"
+    bucket = f"s3://{cluster_files.name_bucket(cluster, '$ACCOUNT')}"
     yield (
-        "The role of the nodes",
+        "Create the role of the nodes",
         [
             f"aws iam create-role --role-name {role} --assume-role-policy-document {trust}",
             f"aws iam attach-role-policy --role-name {role} --policy-arn {policy}",
@@ -158,69 +165,71 @@ def _list_role_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
         ],
     )
     yield (
-        "The bucket of the lifecycle scripts",
+        "Create the bucket of the lifecycle scripts",
         [
             'ACCOUNT="$(aws sts get-caller-identity --query Account --output text)"',
-            f'aws s3 mb "{bucket}" --region {new.region}',
+            f'aws s3 mb "{bucket}" --region {cluster.region}',
             f'aws s3 sync {_quote(folder / "lifecycle")} "{bucket}/lifecycle"',
         ],
     )
 
 
-def _allow_within_group(new: ClusterOptions, direction: str = "egress") -> str:
+def _format_group_rule(cluster: ClusterOptions, direction: str = "egress") -> str:
     return (
-        f"aws ec2 authorize-security-group-{direction} --region {new.region} "
+        f"aws ec2 authorize-security-group-{direction} --region {cluster.region} "
         '--group-id "$SECURITY_GROUP" '
         '--ip-permissions "IpProtocol=-1,UserIdGroupPairs=[{GroupId=$SECURITY_GROUP}]"'
     )
 
 
-def _create_cluster(new: ClusterOptions, folder: Path, more: str = "") -> list[str]:
+def _format_creation(cluster: ClusterOptions, folder: Path, more: str = "") -> list[str]:
     request = _quote(folder / FILES[NODES])
     document = _quote(f"file://{folder / FILES[NODES]}")
     return [
-        f"{_setup(new, NODES)}{more} > {request}",
-        f"aws sagemaker create-cluster --region {new.region} --cli-input-json {document}",
-        f"aws sagemaker describe-cluster --region {new.region} "
-        f"--cluster-name {new.cluster_name} --query ClusterStatus  # until it is InService",
+        f"{_format_setup(cluster, NODES)}{more} > {request}",
+        f"aws sagemaker create-cluster --region {cluster.region} --cli-input-json {document}",
+        f"aws sagemaker describe-cluster --region {cluster.region} "
+        f"--cluster-name {cluster.cluster_name} --query ClusterStatus  # until it is InService",
     ]
 
 
-def _list_storage_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
+def _list_storage_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     file = _quote(folder / FILES[STORAGE])
     wait = (
-        f"kubectl wait pvc/{new.pvc} --namespace {new.namespace} "
+        f"kubectl wait pvc/{cluster.pvc} --namespace {cluster.namespace} "
         "--for=jsonpath='{.status.phase}'=Bound --timeout=30m"
     )
     more = ""
-    if new.filesystem == "efs" and not new.filesystem_id:
+    if cluster.filesystem == "efs" and not cluster.filesystem_id:
         query = "--query cluster.resourcesVpcConfig"
-        cluster = f"aws eks describe-cluster --name {new.cluster_name} --region {new.region}"
+        describe = (
+            f"aws eks describe-cluster --name {cluster.cluster_name} --region {cluster.region}"
+        )
         more = ' --filesystem-id "$FILE_SYSTEM"'
         yield (
-            "The file system of EFS, with an address in each subnet of the cluster",
+            "Create the file system of EFS, with an address in each subnet of the cluster",
             [
-                f'FILE_SYSTEM="$({shlex.join(cluster_files.create_efs_words(new))})"',
-                f'GROUP="$({cluster} {query}.clusterSecurityGroupId --output text)"',
-                f"for SUBNET in $({cluster} {query}.subnetIds --output text); do",
-                f"    aws efs create-mount-target --region {new.region} --subnet-id $SUBNET "
+                f'FILE_SYSTEM="$({shlex.join(cluster_files.format_efs_creation(cluster))})"',
+                f'GROUP="$({describe} {query}.clusterSecurityGroupId --output text)"',
+                f"for SUBNET in $({describe} {query}.subnetIds --output text); do",
+                f"    aws efs create-mount-target --region {cluster.region} --subnet-id $SUBNET "
                 '--file-system-id "$FILE_SYSTEM" --security-groups "$GROUP" || true',
                 "done",
             ],
         )
     yield (
-        f"The volume, as claim {new.pvc} in namespace {new.namespace}",
-        [f"{_setup(new, STORAGE)}{more} > {file}", f"kubectl apply -f {file}", wait],
+        f"Create the volume as claim {cluster.pvc} in namespace {cluster.namespace}",
+        [f"{_format_setup(cluster, STORAGE)}{more} > {file}", f"kubectl apply -f {file}", wait],
     )
 
 
-def _list_image_steps(new: ClusterOptions) -> Iterator[Step]:
-    efa = " --efa" if read_instances()[new.instance_type]["efa"] else ""
+def _list_image_steps(cluster: ClusterOptions) -> Iterator[Step]:
+    efa = " --efa" if read_instances()[cluster.instance_type]["efa"] else ""
     image = (
         f"{commands.script('launch/build_image.py')}{efa} --push ecr/{_REPOSITORY} "
-        f"--create-repository --region {new.region}"
+        f"--create-repository --region {cluster.region}"
     )
-    if new.kind == HYPERPOD:
+    if cluster.kind == HYPERPOD:
         yield (
             "HyperPod's launcher needs an older torch in the image.",
             [
@@ -229,66 +238,74 @@ def _list_image_steps(new: ClusterOptions) -> Iterator[Step]:
             ],
         )
         image += " --requirements requirements-hyperpod.txt"
-    yield "The image, in a registry of the account; this needs no cluster yet", [image]
+    yield (
+        "Build the image and push it to the account's registry; this needs no cluster yet",
+        [image],
+    )
 
 
-def _list_first_run(new: ClusterOptions, folder: Path) -> Iterator[Step]:
-    """Yield the steps from the data to the first run. GPU nodes start when the data are there."""
-    kind = "hyperpod" if new.kind == HYPERPOD else new.operator
-    cluster = f"--cluster-name {new.cluster_name} --region {new.region}"
+def _list_first_run(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
+    """Yield the steps from the data to the first run. GPU nodes start once the data exist."""
+    kind = "hyperpod" if cluster.kind == HYPERPOD else cluster.operator
+    cluster_words = f"--cluster-name {cluster.cluster_name} --region {cluster.region}"
     kind_words = "" if kind == "pytorchjob" else f" --kind {kind}"
     volume = "".join(
-        f" --{name} {getattr(new, name)}"
+        f" --{name} {getattr(cluster, name)}"
         for name, usual in (("pvc", "fsx-claim"), ("namespace", "default"))
-        if getattr(new, name) != usual
+        if getattr(cluster, name) != usual
     )
-    job = f"{cluster}{kind_words}{volume} --job-name first"
-    node_words = f"--nodes {new.nodes} --instance-type {new.instance_type}"
+    job = f"{cluster_words}{kind_words}{volume} --job-name first"
+    node_words = f"--nodes {cluster.nodes} --instance-type {cluster.instance_type}"
     yield (
-        "Data, model and tokens, in a pod on the node without GPUs",
+        "Prepare data, model and tokens in a pod on the node without GPUs",
         [f"{commands.script(SCRIPT, 'prepare')} {job}"],
     )
-    if new.kind == HYPERPOD:
-        yield "The GPU nodes (20 minutes or more)", _create_cluster(new, folder)
+    if cluster.kind == HYPERPOD:
+        yield "Create the GPU nodes (20 minutes or more)", _format_creation(cluster, folder)
     else:
-        yield "The GPU nodes, which cost money from now on (5 minutes)", [scale_nodes(new)]
+        yield (
+            "Start the GPU nodes, which cost money from now on (5 minutes)",
+            [scale_nodes(cluster)],
+        )
     check = f"{commands.script(SCRIPT, 'validate')} {job} {node_words}"
     yield (
-        "A check of all of this, repeated until the nodes and their device plugins have started",
+        "Check the cluster until the nodes and their device plugins have started",
         [f"until {check}; do sleep 30; done"],
     )
-    stop = [f"# {scale_nodes(new, 0)}  # idle nodes cost as much"] if new.kind == EKS else []
-    yield "The first run", [f"{commands.script(SCRIPT, 'deploy')} {job} {node_words}", *stop]
+    stop = (
+        [f"# {scale_nodes(cluster, 0)}  # idle nodes cost money too"] if cluster.kind == EKS else []
+    )
+    yield "Start the first run", [f"{commands.script(SCRIPT, 'deploy')} {job} {node_words}", *stop]
 
 
-def scale_nodes(new: ClusterOptions, nodes: int | None = None) -> str:
-    """Return the command that starts or ends the GPU nodes of a cluster of eks.yaml."""
+def scale_nodes(cluster: ClusterOptions, nodes: int | None = None) -> str:
+    """Return the command that starts or stops the GPU nodes of a cluster of eks.yaml."""
     return (
-        f"eksctl scale nodegroup --cluster {new.cluster_name} --region {new.region} --name gpu "
-        f"--nodes {new.nodes if nodes is None else nodes}"
+        f"eksctl scale nodegroup --cluster {cluster.cluster_name} --region {cluster.region} "
+        f"--name gpu --nodes {cluster.nodes if nodes is None else nodes}"
     )
 
 
-def _list_slurm_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
+def _list_slurm_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     yield (
-        "EDIT: a private subnet with a NAT gateway in the zone of the GPU nodes, and its group.",
+        "EDIT: a private subnet with a NAT gateway in the GPU nodes' zone, and a security group.",
         [
-            f"SUBNET={new.subnet or 'subnet-EDIT'}",
-            f"SECURITY_GROUP={new.security_group or 'sg-EDIT'}",
-            f"{_allow_within_group(new, 'ingress')} || true  # if it exists",
-            f"{_allow_within_group(new)} || true",
+            f"SUBNET={cluster.subnet or 'subnet-EDIT'}",
+            f"SECURITY_GROUP={cluster.security_group or 'sg-EDIT'}",
+            f"{_format_group_rule(cluster, 'ingress')} || true  # fails if the rule exists",
+            f"{_format_group_rule(cluster)} || true",
         ],
     )
     create = (
-        f"aws fsx create-file-system --region {new.region} --file-system-type LUSTRE "
-        f"--file-system-type-version 2.15 --storage-capacity {new.size} "
+        f"aws fsx create-file-system --region {cluster.region} --file-system-type LUSTRE "
+        f"--file-system-type-version 2.15 --storage-capacity {cluster.size} "
         '--subnet-ids "$SUBNET" --security-group-ids "$SECURITY_GROUP" '
         "--lustre-configuration DeploymentType=PERSISTENT_2,PerUnitStorageThroughput=125 "
         "--query FileSystem.FileSystemId --output text"
     )
-    system = new.filesystem_id or f'"$({create})"'
+    system = cluster.filesystem_id or f'"$({create})"'
     yield "The file system, which HyperPod mounts at /fsx (10 minutes)", [f"FILE_SYSTEM={system}"]
-    yield from _list_role_steps(new, folder)
+    yield from _list_role_steps(cluster, folder)
     more = "".join(
         f' --{name.replace("_", "-")} "${variable}"'
         for name, variable in (
@@ -296,58 +313,58 @@ def _list_slurm_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
             ("security_group", "SECURITY_GROUP"),
             ("filesystem_id", "FILE_SYSTEM"),
         )
-        if not getattr(new, name)
+        if not getattr(cluster, name)
     )
-    yield "The nodes (20 minutes or more)", _create_cluster(new, folder, more)
+    yield "Create the nodes (20 minutes or more)", _format_creation(cluster, folder, more)
     yield (
-        "On the head node, in /fsx/ubuntu: the code, its packages and the first job",
+        "Install the code and its packages in /fsx/ubuntu, on the head node; submit the first job",
         [
-            f"aws sagemaker list-cluster-nodes --region {new.region} "
-            f"--cluster-name {new.cluster_name}  # for the instance of the group `controller`",
+            f"aws sagemaker list-cluster-nodes --region {cluster.region} "
+            f"--cluster-name {cluster.cluster_name}  # for the instance of the group `controller`",
             "# aws ssm start-session --target sagemaker-cluster:CLUSTER-ID_controller-INSTANCE-ID",
-            f"# sbatch -N {new.nodes} -p gpu launch/slurm.sbatch -e first -d hf_datasets/c4",
+            f"# sbatch -N {cluster.nodes} -p gpu launch/slurm.sbatch -e first -d hf_datasets/c4",
         ],
     )
 
 
-def _list_deletions(new: ClusterOptions) -> Iterator[str]:
-    region = f"--region {new.region}"
-    if new.on_hyperpod:
-        name = f"{region} --cluster-name {new.cluster_name}"
+def _list_deletions(cluster: ClusterOptions) -> Iterator[str]:
+    region = f"--region {cluster.region}"
+    if cluster.on_hyperpod:
+        name = f"{region} --cluster-name {cluster.cluster_name}"
         yield f"aws sagemaker delete-cluster {name}"
         state = f"aws sagemaker describe-cluster {name} --query ClusterStatus"
         yield f"while {state}; do sleep 30; done"
-    if new.filesystem == "fsx" and not new.filesystem_id:
-        if new.kind != HYPERPOD_SLURM:
-            handle = f'{{.items[?(@.spec.claimRef.name=="{new.pvc}")].spec.csi.volumeHandle}}'
+    if cluster.filesystem == "fsx" and not cluster.filesystem_id:
+        if cluster.kind != HYPERPOD_SLURM:
+            handle = f'{{.items[?(@.spec.claimRef.name=="{cluster.pvc}")].spec.csi.volumeHandle}}'
             yield f"FILE_SYSTEM=\"$(kubectl get pv -o jsonpath='{handle}')\""
         yield f'aws fsx delete-file-system {region} --file-system-id "$FILE_SYSTEM"'
         yield (
-            "# Its addresses keep the network; the loop ends with FileSystemNotFound.\n"
+            "# The network cannot be deleted before it; the loop ends with FileSystemNotFound.\n"
             f'#   while aws fsx describe-file-systems {region} --file-system-ids "$FILE_SYSTEM" '
             "--query 'FileSystems[0].Lifecycle'; do sleep 30; done"
         )
-    elif new.filesystem == "efs" and not new.filesystem_id:
+    elif cluster.filesystem == "efs" and not cluster.filesystem_id:
         yield f"aws efs delete-mount-target {region} --mount-target-id …  # each, then:"
         yield f"aws efs delete-file-system {region} --file-system-id …"
-    if new.kind != HYPERPOD_SLURM:
+    if cluster.kind != HYPERPOD_SLURM:
         # With one node left, the disruption budget of CoreDNS would block an eviction for ever.
         yield (
-            f"eksctl delete cluster --name {new.cluster_name} {region} --wait "
+            f"eksctl delete cluster --name {cluster.cluster_name} {region} --wait "
             "--disable-nodegroup-eviction"
         )
         yield f"aws ecr delete-repository {region} --repository-name {_REPOSITORY} --force"
-    if new.on_hyperpod:
-        yield f'aws s3 rb --force "s3://{cluster_files.name_bucket(new, "$ACCOUNT")}"'
+    if cluster.on_hyperpod:
+        yield f'aws s3 rb --force "s3://{cluster_files.name_bucket(cluster, "$ACCOUNT")}"'
 
 
 def _quote(path: object) -> str:
     return shlex.quote(str(path))
 
 
-def _setup(new: ClusterOptions, part: str) -> str:
-    return commands.script(SCRIPT, "setup", *new.words(), "--only", part)
+def _format_setup(cluster: ClusterOptions, part: str) -> str:
+    return commands.script(SCRIPT, "setup", *cluster.to_words(), "--only", part)
 
 
-def _shell(command: str, **words: str) -> str:
+def _format_words(command: str, **words: str) -> str:
     return shlex.join([*command.split(), *commands.as_words(words)])

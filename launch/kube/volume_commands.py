@@ -1,4 +1,4 @@
-"""Work beside the data of the runs: run a command in a pod with the volume, or copy files from it.
+"""Run a command in a pod with the volume of the runs, or copy files from the volume.
 
   python launch/kubernetes.py run --job-name exp -- python launch/monitor.py outputs/exp --once
   python launch/kubernetes.py run -- python 05_export_checkpoint.py -e exp
@@ -6,15 +6,15 @@
   python launch/kubernetes.py shell
   python launch/kubernetes.py fetch outputs/exp/export/final exp-final
 
-run    runs any command in a pod with the volume of --pvc and the image, by default without a GPU,
-       prints its output and exits with its code. Paths of this project's files (launch/monitor.py,
-       05_export_checkpoint.py, recipes/…) mean those of the image; relative paths of data start
-       from the directory with outputs/.
-shell  opens an interactive shell there, or runs the command after `--`
-fetch  copies a directory or a file from the volume to a new directory of this machine, and compares
-       the SHA-256 of each file. The same command continues after an interruption.
+run    runs any command in a pod with the image and the volume of --pvc, by default without a GPU;
+       prints the output and exits with the command's exit code. Paths of this project's files
+       (launch/monitor.py, 05_export_checkpoint.py, recipes/…) stand for the files in the image.
+       Other relative paths start from the directory with outputs/.
+shell  opens an interactive shell in such a pod, or runs the command after `--`
+fetch  copies a directory or a file from the volume to a new directory on this machine, and compares
+       the SHA-256 of each file. After an interruption, the same command continues.
 
-The pod is deleted when the command ends, also after Ctrl-C. The image is by default the last one
+The pod is deleted when the command ends, also after Ctrl-C. The default image is the last one
 that was built on this machine.
 """
 
@@ -95,8 +95,8 @@ def parse(argv: list[str]) -> Options:
         "--cluster-name",
         default="",
         metavar="NAME",
-        help="EKS cluster; its context is fetched if the kubeconfig lacks it "
-        "(default: that of --context)",
+        help="EKS cluster; its context is fetched if the kubeconfig does not contain it "
+        "(default: the cluster of --context)",
     )
     group.add_argument(
         "--dry-run", action="store_true", help="print the manifest of the pod and do nothing"
@@ -105,12 +105,12 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str], choose_image: Callable[[JobOptions], JobOptions]) -> None:
-    """Run a command of launch/kubernetes.py that works beside the data.
+    """Run one of the commands `run`, `shell` and `fetch` of launch/kubernetes.py.
 
-    argv[0]: its name. choose_image: returns the options with the default image.
+    argv[0]: the command. choose_image: returns the options with the default image.
     """
-    log.setup(sys.stderr)  # the standard output is that of the command alone
-    for number in _SIGNALS:  # by an exception, so that the pod is deleted
+    log.setup(sys.stderr)  # standard output is for the output of the command alone
+    for number in _SIGNALS:  # exit by an exception, so that the pod is deleted
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     own_words, words = command_line.split_at_dashes(argv)
     opts = parse(own_words)

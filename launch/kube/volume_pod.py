@@ -28,11 +28,11 @@ from lib.core.retry import poll, retry
 
 ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 1.0
-_CHECK_S = 15.0  # between two looks at a pod whose output is being printed
+_CHECK_S = 15.0  # between two checks of a pod whose output is being printed
 _DELETE_PAUSES_S = (1.0, 2.0, 4.0)
 _RECENT_LINES = 10_000
 _END_TIMEOUT_S = 60.0  # until the cluster reports the exit code of a command that has ended
-_SILENT_CALLS = 20  # calls in a row without an answer of the cluster
+_SILENT_CALLS = 20  # failed calls in a row before an error
 _ENDED = ("Succeeded", "Failed")
 # Files of this project that the image contains too, perhaps as the value of an option.
 _OUR_FILE = re.compile(r"(--[\w-]+=)?((?:launch|lib|recipes|chat_templates)/.+|\w+\.py)")
@@ -40,7 +40,7 @@ _OUR_FILE = re.compile(r"(--[\w-]+=)?((?:launch|lib|recipes|chat_templates)/.+|\
 
 @dataclass(frozen=True)
 class PodOptions(JobOptions):
-    """The options of a pod with the volume; those of a training job alone have no effect."""
+    """The options of a pod with the volume; options of training jobs have no effect."""
 
     job_name: str = option(
         "volume", group="the job", metavar="J", help="beginning of the pod's name"
@@ -50,7 +50,7 @@ class PodOptions(JobOptions):
 
 @dataclass(frozen=True)
 class VolumePod(Job):
-    """A pod with the volume. command: the words that it runs in the directory of the runs."""
+    """A pod with the volume. command: its words; it runs in the directory of the runs."""
 
     pod_name: str = field(kw_only=True)
     command: tuple[str, ...] = field(kw_only=True)
@@ -171,7 +171,7 @@ def _wait_until_started(pod: VolumePod, kubectl: Kubectl, pending_minutes: float
 
 
 class _LogPrinter:
-    """Prints the output of a pod, each line once, also over lost connections."""
+    """Prints each line of a pod's output once, even if connections are lost."""
 
     def __init__(self, pod: VolumePod, kubectl: Kubectl) -> None:
         self._pod = pod
@@ -184,13 +184,13 @@ class _LogPrinter:
         while not _has_ended(_find_pod(self._pod, self._kubectl)):
             if self._print("--follow"):
                 time.sleep(_POLL_S)
-        # The rest, if a connection was lost just before the end.
+        # Print the rest, if a connection was lost just before the end.
         if error := self._print():
             log.warn(f"the end of the output may be missing: {error.last_line}")
 
     def _print(self, *follow: str) -> KubectlError | None:
-        """Print lines that are new. Returns why that ended early."""
-        # In whole seconds, so lines of the last second come again.
+        """Print the new lines. Return the error that ended the output early, None without one."""
+        # --since-time counts whole seconds, so kubectl repeats the lines of the last second.
         since = ["--since-time", self._last_stamp] if self._last_stamp else []
         process = subprocess.Popen(
             self._kubectl.command("logs", "--timestamps", *follow, *since, self._pod.pod_name),
@@ -202,7 +202,7 @@ class _LogPrinter:
         printer.start()
         try:
             printer.join(_CHECK_S)
-            while printer.is_alive():  # a connection to a lost node may stay open without a word
+            while printer.is_alive():  # a connection to a lost node may stay open
                 is_last = _has_ended(_find_pod(self._pod, self._kubectl))
                 printer.join(_CHECK_S)
                 if is_last:
@@ -254,5 +254,5 @@ def _read_exit_code(pod: VolumePod, kubectl: Kubectl) -> int:
             hint=cause.remedy if cause else "",
         )
     if (reason := end.get("reason", "")) not in ("", "Completed", "Error"):
-        log.warn(f"the command was ended: {reason} {end.get('message', '')}".rstrip())
+        log.warn(f"the container ended early: {reason} {end.get('message', '')}".rstrip())
     return int(end["exitCode"])

@@ -16,7 +16,7 @@ from lib.core.paths import Experiment
 from lib.core.run_records import mean_loss, one_line
 from lib.train import journal
 
-_MOST_ROWS = 4_000  # that are parsed; the plot has 100 columns
+_MOST_ROWS = 4_000  # to parse; the plot has 100 columns
 _EVALUATION = b'"eval/loss"'
 _LABEL_WIDTH = 26
 _UNIMPORTANT = {"experiment_name", "save_dir", "config", "overwrite", "num_workers", "no_progress"}
@@ -26,7 +26,7 @@ _GIB = 1 << 30
 class LossHistory(NamedTuple):
     """The rows of a run for a plot, evenly spaced if there are many, and all validation losses.
 
-    evaluations: step and loss.
+    evaluations: pairs of step and loss.
     """
 
     rows: list[Row]
@@ -34,7 +34,7 @@ class LossHistory(NamedTuple):
 
 
 def read_history(path: Path) -> LossHistory:
-    """Return the history of a run from its metrics.jsonl, also if that has a million rows."""
+    """Return the history of a run from its metrics.jsonl, even if that has a million rows."""
     rows: list[Row] = []
     evaluations: list[tuple[int, float]] = []
     last = b""
@@ -57,7 +57,7 @@ def read_history(path: Path) -> LossHistory:
 
 
 def _estimate_rows(path: Path) -> int:
-    """Return about how many rows a file has, from the length of the first ones."""
+    """Return the approximate number of rows of a file, from the length of its first rows."""
     with path.open("rb") as file:
         head = file.read(1 << 16)
     lines = max(1, head.count(b"\n"))
@@ -83,7 +83,7 @@ def compare_runs(first: RunSummary, second: RunSummary, width: int) -> list[str]
 def _describe_figures(
     runs: tuple[RunSummary, RunSummary], histories: list[LossHistory]
 ) -> list[tuple[str, ...]]:
-    """Return the rows of the table that show figures: label, and a text for each run."""
+    """Return the rows of the table with figures: a label, and a text for each run."""
     columns = []
     common = min((history.rows[-1]["step"] for history in histories if history.rows), default=0)
     for run, history in zip(runs, histories, strict=True):
@@ -151,7 +151,7 @@ def _read_facts(root: Path) -> dict[str, Any]:
 def _plot(histories: list[LossHistory], width: int) -> list[str]:
     """Return the plot of both losses over the tokens or steps that both runs have done."""
     if not all(history.rows for history in histories):
-        return ["", "no plot: a run has no row yet"]
+        return ["", "no plot: one of the runs has no rows yet"]
     rows = [row for history in histories for row in history.rows]
     by_tokens = all("train/tokens_seen" in row for row in rows) and not _has_equal_steps(histories)
     axis = "train/tokens_seen" if by_tokens else "step"
@@ -165,7 +165,7 @@ def _plot(histories: list[LossHistory], width: int) -> list[str]:
 
 
 def _has_equal_steps(histories: list[LossHistory]) -> bool:
-    """Return whether a step has as many tokens in both runs, up to padding."""
+    """Return whether both runs train on equally many tokens per step, up to padding."""
     sizes = [h.rows[-1]["train/tokens_seen"] / max(1, h.rows[-1]["step"]) for h in histories]
     return math.isclose(*sizes, rel_tol=0.02)
 

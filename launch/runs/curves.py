@@ -14,7 +14,7 @@ _ASCII_BLOCKS = "_.-~=*#@"
 _CURVE_ROWS = 8
 _PAIR_ROWS = 14
 _MOST_COLUMNS = 100
-_STEEP_SHARE = 0.1  # of the axis: higher losses before it are drawn in the top row
+_STEEP_SHARE = 0.1  # the first part of the axis, whose higher losses are drawn in the top row
 _LETTERS = "AB"
 _BOTH = "*"
 
@@ -26,7 +26,7 @@ class PlotPoint(NamedTuple):
     loss: float
 
 
-def is_unicode() -> bool:
+def supports_unicode() -> bool:
     """Return whether standard output can show characters outside of ASCII."""
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
@@ -47,7 +47,7 @@ def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> lis
         return []
     low = min(known)
     high = max(known)
-    blocks = _BLOCKS if is_unicode() else _ASCII_BLOCKS
+    blocks = _BLOCKS if supports_unicode() else _ASCII_BLOCKS
     levels = _CURVE_ROWS * len(blocks)
     heights = [
         0 if not math.isfinite(x) else 1 + round((x - low) / ((high - low) or 1) * (levels - 1))
@@ -65,9 +65,9 @@ def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> lis
 def render_pair(
     curves: Sequence[Sequence[PlotPoint]], width: int, end: float, labels: tuple[str, str]
 ) -> list[str]:
-    """Return the lines of a plot of two curves, A and B, from 0 to `end`; * where both are.
+    """Return the lines of a plot of two curves, A and B, from 0 to `end`; * for both.
 
-    labels: of the two ends of the axis. The result is empty if a curve has no points there.
+    labels: for the two ends of the axis. Return [] if a curve has no points up to `end`.
     """
     inside = [[p for p in curve if p.x <= end and math.isfinite(p.loss)] for curve in curves]
     if not all(inside) or not end:
@@ -75,8 +75,8 @@ def render_pair(
     columns = max(10, min(width - LABEL_WIDTH - 2, _MOST_COLUMNS, max(map(len, inside))))
     means = [_mean_by_column(points, columns, end) for points in inside]
     # The first steps of a run from scratch would squeeze the rest into a few rows.
-    settled = [x for curve in means for x in curve[round(_STEEP_SHARE * columns) :]]
-    known = [x for x in settled if math.isfinite(x)]
+    later = [x for curve in means for x in curve[round(_STEEP_SHARE * columns) :]]
+    known = [x for x in later if math.isfinite(x)]
     if not known:
         return []
     low = min(known)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.runs.curves import is_unicode
+from launch.runs.curves import supports_unicode
 from launch.runs.run_files import RunFiles, RunStatus
 from lib.core import declared, options, run_records, units
 from lib.core.run_records import mean_loss, one_line
@@ -19,12 +19,13 @@ from lib.train.config import DEFAULTS, Config
 
 WIDTH = 119  # of the table, at most
 _DEEPEST = 4  # levels of directories below the one that is listed
-_TAIL = 64 << 10  # bytes of metrics.jsonl and events.jsonl, however long they are
-_HEAD = 4 << 10  # bytes of events.jsonl
+_TAIL = 64 << 10  # bytes to read at the end of metrics.jsonl and events.jsonl
+_HEAD = 4 << 10  # bytes to read at the beginning of events.jsonl
 _LONGEST_NAME = 32
 _MOST_SKIPPED = 10
-_RUN_FILES = ("state.json", "metrics.jsonl", "lock.json", "model")  # one of them beside config.yaml
-_HIDDEN_OPTIONS = {  # they say nothing about what a run trains
+# A run has one of these files, and config.yaml.
+_RUN_FILES = ("state.json", "metrics.jsonl", "lock.json", "model")
+_HIDDEN_OPTIONS = {  # they do not describe the training
     *("experiment_name", "save_dir", "checkpoint_dir", "cache_dir", "config", "dry_run"),
     *("overwrite", "num_workers", "no_progress", "on_end", "on_end_seconds", "resume"),
     *("resume_with_changes", "log_style", "prepare_only", "plan_only_warn"),
@@ -32,9 +33,10 @@ _HIDDEN_OPTIONS = {  # they say nothing about what a run trains
 
 
 class RunSummary(NamedTuple):
-    """What the table shows of a run. started, updated: seconds since 1970, 0 if unknown.
+    """The facts about a run in the table.
 
-    options: the typed options whose value is not the default.
+    started, updated: seconds since 1970, 0 if unknown. options: the typed options whose value is
+    not the default.
     """
 
     name: str
@@ -87,13 +89,13 @@ class RunSummary(NamedTuple):
 
 
 def find_runs(directory: Path) -> tuple[list[Path], list[str]]:
-    """Return the runs below a directory, and the other directories, some with a reason."""
+    """Return the runs below a directory, and the names of the other directories."""
     runs: list[Path] = []
     skipped: list[str] = []
     seen: set[tuple[int, int]] = set()  # links may lead in a circle
 
     def search(parent: Path, name: str, levels: int) -> bool:
-        """Search a directory, and return whether it contains a run. name: relative, for texts."""
+        """Search a directory, and return whether it contains a run. name: relative path."""
         try:
             status = parent.stat()
             if (status.st_dev, status.st_ino) in seen:
@@ -137,7 +139,7 @@ def is_run(directory: Path) -> bool:
         has_config = (directory / "config.yaml").is_file()
         names = _RUN_FILES if has_config else ("lock.json",)
         return any((directory / name).exists() for name in names)
-    except OSError:  # it cannot be read
+    except OSError:  # the directory cannot be read
         return False
 
 
@@ -196,9 +198,9 @@ def _find_last_change(run: RunFiles) -> float:
 
 
 def list_runs(directory: Path) -> tuple[list[RunSummary], list[str]]:
-    """Return the summaries of the runs below a directory, and the names of what was skipped.
+    """Return the summaries of the runs below a directory, and the names of skipped directories.
 
-    Runs that a process holds come first, then the ones that changed last.
+    Active runs come first, then the runs that changed most recently.
     """
     paths, skipped = find_runs(directory)
     summaries = [summarise(path, os.path.relpath(path, directory)) for path in paths]
@@ -207,7 +209,7 @@ def list_runs(directory: Path) -> tuple[list[RunSummary], list[str]]:
 
 
 def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list[str]:
-    """Return the lines of the table. width: columns, of which at most WIDTH are used."""
+    """Return the lines of the table. width: columns of the terminal; at most WIDTH are used."""
     shared = _find_shared_options(runs)
     rows = [("run", "status", "step", "loss", "tok/s", "last change", "options that differ")]
     for run in runs:
@@ -242,7 +244,7 @@ def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list
 
 
 def _find_shared_options(runs: list[RunSummary]) -> dict[str, Any]:
-    """Return the options that all runs have in common; a single run has none in common."""
+    """Return the options that all runs share, {} for a single run."""
     if len(runs) < 2:
         return {}
     return {
@@ -264,7 +266,7 @@ def _format_speed(run: RunSummary) -> str:
 
 
 def _format_age(moment: float) -> str:
-    """Return how long ago a moment was, in one unit; a date if that is more than a week."""
+    """Return the age of a moment in one unit, or its date if it is more than a week ago."""
     age = time.time() - moment
     if not moment:
         return ""
@@ -289,7 +291,7 @@ def shorten(text: str, most: int, at_end: bool = False) -> str:
     """Return a text of at most `most` characters, with … in its middle or at its end."""
     if len(text) <= most:
         return text
-    mark = "…" if is_unicode() else "~"
+    mark = "…" if supports_unicode() else "~"
     if at_end:
         return text[: most - 1] + mark
     head = (most - 1) // 2

@@ -6,7 +6,7 @@ import math
 import platform
 import statistics
 
-from launch.runs.curves import LABEL_WIDTH, is_unicode, render_curve
+from launch.runs.curves import LABEL_WIDTH, render_curve, supports_unicode
 from launch.runs.run_files import Row, RunFiles
 from lib.core import run_records, units
 from lib.core.run_records import mean_loss
@@ -55,7 +55,7 @@ def render_page(run: RunFiles, width: int) -> list[str]:
 
 
 def _describe_copies(run: RunFiles) -> str:
-    """Return a text about the newest copy of a checkpoint, and how far behind the run it is."""
+    """Return a text about the newest copy, and the number of checkpoints not copied yet."""
     copied = run.state.get("copied")
     newer = [step for step, _ in run.checkpoints() if copied is None or step > copied]
     behind = f"; {units.counted(len(newer), 'newer checkpoint')} not copied yet" if newer else ""
@@ -67,7 +67,7 @@ def _describe_copies(run: RunFiles) -> str:
 def _format_gpus() -> list[str]:
     """Return a line for each GPU that nvidia-smi lists on this machine."""
     lines = []
-    degrees = "°C" if is_unicode() else "C"
+    degrees = "°C" if supports_unicode() else "C"
     for load in nvidia.list_loads():
         memory = (
             f"{units.memory(load.used * _MIB)} of {units.memory(load.total * _MIB)}"
@@ -96,7 +96,7 @@ def _format_progress(run: RunFiles, width: int) -> str:
         return f"step {step:,}" if run.rows else ""
     share = min(1.0, step / total)
     cells = max(10, min(40, width - 60))
-    full, empty = ("█", "·") if is_unicode() else ("#", ".")
+    full, empty = ("█", "·") if supports_unicode() else ("#", ".")
     bar = (full * round(share * cells)).ljust(cells, empty)
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
     time_left = (
@@ -188,7 +188,7 @@ def _describe_memory(row: Row) -> str:
 
 
 def _describe_slowest(rows: list[Row]) -> str:
-    """Return a text about the rank for which the others wait, if it is mostly the same one."""
+    """Return a text about the slowest rank, "" if no rank is slow in most rows."""
     slow = [
         (row["perf/slowest_rank"], row["perf/slowest_ratio"])
         for row in rows

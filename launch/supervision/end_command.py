@@ -13,7 +13,7 @@ from lib.train.config import Config
 
 
 class EndCommand:
-    """The command of --on-end, which runs in a thread, so that the launcher can go on meanwhile."""
+    """The command of --on-end, which runs in a thread, so that the launcher can continue."""
 
     def __init__(self, config: Config, experiment: Experiment) -> None:
         trains = not (config.prepare_only or config.dry_run or config.bench)
@@ -24,10 +24,10 @@ class EndCommand:
         self._thread: Thread | None = None
         self._deadline = 0.0
 
-    def start(self, code: int, why: str, announce: Callable[[str], None]) -> None:
+    def start(self, code: int, reason: str, announce: Callable[[str], None]) -> None:
         """Start the command, unless the run was complete before this launch.
 
-        code: exit code of the launch. why: the reason for it. announce: prints what came of it.
+        code: exit code of the launch. reason: explains the code. announce: prints the outcome.
         """
         is_new = run_records.read_state(self._experiment.state) != self._state_before
         if not self._command or (code == EXIT_DONE and not is_new):
@@ -40,7 +40,7 @@ class EndCommand:
                     self._command,
                     self._seconds,
                     self._experiment,
-                    on_end.ending_of(code, why),
+                    on_end.ending_of(code, reason),
                     on_end.user_environment(),
                 )
             )
@@ -50,6 +50,6 @@ class EndCommand:
         self._thread.start()
 
     def is_running(self) -> bool:
-        """Return whether the launcher has to wait: a disk that hangs does not delay it."""
+        """Return whether to wait for the command; after a deadline, do not: a disk may hang."""
         is_alive = self._thread is not None and self._thread.is_alive()
         return is_alive and time.monotonic() < self._deadline

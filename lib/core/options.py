@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
         if there are none. overwrite: add --overwrite, for a command that makes an artifact.
         """
         common = self.add_argument_group("common")
-        add_config(common, "print the plan and touch nothing")
+        add_config(common, "print the plan and change nothing")
         if overwrite:
             common.add_argument(
                 "--overwrite",

@@ -88,8 +88,8 @@ class Config:
         metavar="DIR[=WEIGHT]",
         help="dataset of stage 02: a directory, or a name under hf_datasets/. Several make a "
         "mixture, each with its share of the samples: -d a=0.7 -d b=0.3. synthetic[:TOKENS]: "
-        "random tokens, without data and tokenizer; 100M in an epoch, or as many as TOKENS says. "
-        "With --bench, -d synthetic is the default (required)",
+        "random tokens, which need no dataset and no tokenizer; an epoch has TOKENS of them, by "
+        "default 100M. With --bench, -d synthetic is the default (required)",
     )
     model_name: str | None = option(
         None,
@@ -245,9 +245,9 @@ class Config:
         role=LOCAL,
         parse=Path,
         metavar="DIR",
-        help="start from the weights of another trainer's checkpoint, which "
-        "torch.distributed.checkpoint wrote: its directory, or an experiment directory with "
-        "checkpoint/. -m names the model for its config and tokenizer. Step, optimizer state and "
+        help="load the initial weights from another trainer's checkpoint, in the format of "
+        "torch.distributed.checkpoint. DIR is the checkpoint, or an experiment directory with "
+        "checkpoint/. Config and tokenizer are those of -m. Step, optimizer state and "
         "learning-rate schedule start anew (default: the weights of -m)",
     )
     resume_with_changes: bool = option(
@@ -527,9 +527,9 @@ class Config:
         False,
         group="measuring and planning",
         role=ALIKE,
-        help="train 20 measured steps after 5 of warm-up, without weights and by default on "
-        "-d synthetic; print tokens/s, MFU, memory, the time by phase and the share of "
-        "communication, as a table and as one line of JSON on standard output; save nothing",
+        help="measure 20 steps after 5 steps of warm-up, with random weights and by default on "
+        "-d synthetic. Print tokens/s, MFU, memory, the time by phase and the share of "
+        "communication, as a table and as one line of JSON on standard output. Save nothing",
     )
     plan_only_warn: bool = option(
         False,
@@ -557,7 +557,7 @@ class Config:
         role=LOCAL,
         parse=positive,
         help="with --plan-gpus: peak TFLOP/s of each GPU, from its data sheet, to estimate the "
-        "time (default: 989, of an H100; 67 in fp32)",
+        "time (default: 989 for an H100; 67 in fp32)",
     )
     plan_mtbf_hours: float = option(
         GPU_HOURS_PER_FAILURE,
@@ -651,16 +651,16 @@ class Config:
         None,
         role=ALIKE,
         metavar="DIR|s3://BUCKET/PREFIX",
-        help="copy each checkpoint in the background to a second place, and verify it there; a run "
-        "whose own checkpoints are lost is restored from it. S3 needs the package boto3, and is "
-        "the only place to which training connects (default: no copies)",
+        help="copy each checkpoint in the background to another directory or to S3, and verify the "
+        "copy. A run that has lost its checkpoints is restored from the copies. s3:// needs the "
+        "package boto3 and a network connection (default: no copies)",
     )
     ckpt_copy_keep: int = option(
         0,
         role=LOCAL,
         parse=count,
-        help="keep the N newest copies (2 or more; 0: all), and those that --ckpt-keep-every and "
-        "the lowest validation loss keep",
+        help="keep the N newest copies (2 or more; 0: all); the copies for --ckpt-keep-every and "
+        "of the checkpoint with the lowest validation loss are kept too",
     )
     ckpt_copy_wait: float = option(
         30.0,
