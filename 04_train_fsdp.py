@@ -77,7 +77,7 @@ def start_bench(typed: Config) -> Config:
     log.setup(sys.stderr)
     if ignored := bench.list_without_effect(typed):
         log.info(f"without effect on --bench: {', '.join(ignored)}")
-    return bench.configure(typed)
+    return bench.configure_bench(typed)
 
 
 def main(argv: list[str]) -> None:
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     from lib.train.settle import settle_from_files
 
     log.show_times(not (typed.dry_run or typed.prepare_only))
-    end_watcher.watch(typed)
+    end_watcher.start_watcher(typed)
     experiment = Experiment(typed.save_dir, typed.experiment_name)
     config = drop_one_time_options(typed, is_restart(experiment))
     restore_lost_run(config, experiment)

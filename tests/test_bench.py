@@ -219,7 +219,7 @@ def test_without_room_for_temporary_files_the_error_names_them(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
-    config = bench.configure(parse_options(["--bench", "--model-size", "1M"]))
+    config = bench.configure_bench(parse_options(["--bench", "--model-size", "1M"]))
     experiment = paths.Experiment(config.save_dir, config.experiment_name)
     with (
         pytest.raises(UsageError, match="no directory for temporary files") as caught,
@@ -306,7 +306,7 @@ def test_without_a_model_the_error_says_how_to_name_one(tmp_path: Path) -> None:
 
 
 def test_the_directory_of_a_bench_cannot_exist() -> None:
-    config = bench.configure(parse_options(["--bench", "--model-size", "1M"]))
+    config = bench.configure_bench(parse_options(["--bench", "--model-size", "1M"]))
     root = paths.Experiment(config.save_dir, config.experiment_name).root
     assert not root.exists() and root.parent.exists()
     with pytest.raises(OSError):

@@ -846,7 +846,7 @@ def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
     eks = ClusterName("eks", "eks", "us-west-2", "prod")
     job = JobOptions(job_name="j", image="registry.example.com/t:1")
     rendered = {
-        "kubectl": remedies.kubectl(eks, "default", "get", "pods"),
+        "format_kubectl": remedies.format_kubectl(eks, "default", "get", "pods"),
         "create_namespace": remedies.create_namespace(eks, "team"),
         "install_operator": "\n".join(remedies.install_operator(eks, kind) for kind in KINDS),
         "create_claim": remedies.create_claim(eks, "team", "data"),
@@ -861,7 +861,7 @@ def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
         "add_nodes": remedies.add_nodes(eks, "gpu", 4),
         "connect": remedies.connect("eks", "us-west-2"),
         "push_image": remedies.push_image(job.image),
-        "explain_cause": remedies.explain_cause(Cause("image missing", "", ""), job, eks),
+        "find_remedy": remedies.find_remedy(Cause("image missing", "", ""), job, eks),
     }
     functions = {
         name

@@ -31,7 +31,7 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
     assert sorted(project.rglob("*")) == before
 
     first = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 2, cwd=project, ranks=2).stdout
-    assert "initialised from seed 0" in first and first.count("made from scratch") == 1
+    assert "initialised from seed 0" in first and first.count("created from scratch") == 1
     run_stage("03_download_model.py", *TINY, cwd=project)
     for name in (
         "config.json",
@@ -49,7 +49,7 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
     done = run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 4, cwd=project).stdout
     assert "already done" in done
     again = run_stage(STAGE, *RUN, *TINY, "--max-steps", 3, "-b", 4, cwd=project).stdout
-    assert "resumed from" in again and "made from scratch" not in again
+    assert "resumed from" in again and "created from scratch" not in again
     assert list(losses(project, "own")) == [1, 2, 3]
     other = run_stage(
         STAGE,

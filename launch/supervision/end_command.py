@@ -40,8 +40,8 @@ class EndCommand:
                     self._command,
                     self._seconds,
                     self._experiment,
-                    on_end.ending_of(code, reason),
-                    on_end.user_environment(),
+                    on_end.make_ending(code, reason),
+                    on_end.build_user_environment(),
                 )
             )
 

@@ -1,10 +1,10 @@
-"""Copy each committed checkpoint to a second place, in the background and without any promise.
+"""Copy each committed checkpoint to a second place in the background, as a best effort.
 
 A thread of rank 0 decides what to copy, and a child process with the lowest priority copies it, so
 training waits neither for the disk nor for the network. A failed copy is tried again after a pause,
 by a new process with fresh credentials, and no failure ends the run. If copying takes longer than
-the time between checkpoints, checkpoints are skipped: the next copy is always that of the newest
-one, and after it those that retention keeps for long.
+the time between checkpoints, checkpoints are skipped: the newest checkpoint is always copied next,
+and after it the older checkpoints of --ckpt-keep-every and of the lowest validation loss.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ _ATTEMPTS_AT_END = 3
 
 
 class Copier:
-    """Copies the checkpoints of a run to a second place; only rank 0 has one.
+    """Copies the checkpoints of a run to a second place; only rank 0 creates a copier.
 
-    After `start`, all work is done by its own thread. None of its errors leaves it, except from
-    `open`.
+    After `start`, a thread does all work. Errors in it never reach the caller; only `open` raises.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Copier:
         note: Note,
         show: Callable[..., None],
     ) -> None:
-        """Create a copier that does not work yet.
+        """Create a copier, which copies nothing before `start`.
 
         target: the value of --ckpt-copy-to. run: the ID of the run. keep: number of the newest
         copies to keep, 0 for all. keep_every: see commit.select_kept. note: records events. show:
@@ -78,7 +77,7 @@ class Copier:
         self._is_idle = False
         self._is_woken = False
         self._wake = Condition()
-        self._thread = Thread(target=self._work, name="copies", daemon=True)
+        self._thread = Thread(target=self._copy_until_closed, name="copies", daemon=True)
 
     def open(self) -> None:
         """Find the copies that exist already.
@@ -98,8 +97,8 @@ class Copier:
     def start(self, step: int, prune: Callable[[int], object]) -> None:
         """Begin to copy.
 
-        step: the run continues after it, so later copies are of no use. prune: called with the step
-        of a copied checkpoint, which pruning has spared so far.
+        step: the run continues from this step, so later copies are retired. prune: called with the
+        step of each copied checkpoint, because pruning spares a checkpoint during its copy.
         """
         self._retire_after = step
         self._prune_checkpoints = prune
@@ -119,7 +118,7 @@ class Copier:
         self.wake()
 
     def get_current(self) -> Collection[int]:
-        """Return the step that is being copied, if any: pruning should spare it."""
+        """Return the step that is being copied, if any, so that pruning can spare it."""
         current = self._current
         return () if current is None else (current,)
 
@@ -136,7 +135,7 @@ class Copier:
             )
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is left to copy, and return whether this is so now."""
+        """Wait until nothing is left to copy; return False if `seconds` have passed before."""
         with self._wake:
             return self._wake.wait_for(lambda: self._is_idle and not self._is_woken, seconds)
 
@@ -145,7 +144,7 @@ class Copier:
         return self._is_ending and self._failures >= _ATTEMPTS_AT_END
 
     def close(self) -> None:
-        """End copying at once, and log what is not copied yet."""
+        """Stop copying at once, and warn if the newest checkpoint is not copied."""
         is_done = self.wait(0.0)
         self._is_closed = True
         self.wake()
@@ -159,11 +158,11 @@ class Copier:
             newest = f"up to step {max(self._copies):,}" if self._copies else "none so far"
             log.warn(
                 f"the newest checkpoint is NOT COPIED to {self.where} ({newest}): "
-                f"{self._error or 'the copy takes longer'}. The next launch copies it; for a "
-                "complete run, the same command does only that"
+                f"{self._error or 'there was no time left'}. The next launch copies it; if the run "
+                "is complete, the same command copies it and trains nothing"
             )
 
-    def _work(self) -> None:
+    def _copy_until_closed(self) -> None:
         while not self._is_closed:
             pause = self._copy_next()
             with self._wake:
@@ -183,16 +182,16 @@ class Copier:
             if self._worker is None:
                 self._open_place()
             self._retire_abandoned()
-            if (checkpoint := self._choose()) is None:
+            if (checkpoint := self._choose_checkpoint()) is None:
                 return None
-            self._copy(checkpoint)
-        except Exception as error:  # whatever it is, it must not end the run
+            self._copy_checkpoint(checkpoint)
+        except Exception as error:  # a failed copy must not end the run
             if not self._is_closed:
                 self._handle_failure(error)
         return 0.0
 
     def _open_place(self) -> None:
-        """Start the child process, and let it look at the place."""
+        """Start the child process, which opens the place and lists its copies."""
         self._worker = Worker(
             "copies of checkpoints",
             _prepare_place,
@@ -200,24 +199,24 @@ class Copier:
             self._experiment.root.name,
             self._run,
         )
-        self._copies, leftovers = self._ask("open")
+        self._copies, leftovers = self._call_place("open")
         self._show(copied=max(self._copies, default=None), copy_error=self._error)
         if leftovers:
             self._note(Event.CLEAN, 0, paths=leftovers, where=self.where)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _call_place(self, method: str, *arguments: Any) -> Any:
         assert self._worker is not None, "call `_open_place` first"
         self._worker.send((method, *arguments))
         return self._worker.receive()
 
     def _retire_abandoned(self) -> None:
-        """Make the copies unusable that are newer than the run."""
+        """Retire the copies of steps after the one from which the run continues."""
         with self._wake:
             after = self._retire_after
         if after is None:
             return
         if newer := [step for step in self._copies if step > after]:
-            self._ask("retire", newer)
+            self._call_place("retire", newer)
             log.warn(
                 f"the copies of {units.counted(len(newer), 'checkpoint')} after step {after:,} in "
                 f"{self.where} are not used any more: the run continues from an earlier step"
@@ -227,7 +226,7 @@ class Copier:
             if self._retire_after == after:
                 self._retire_after = None
 
-    def _choose(self) -> Checkpoint | None:
+    def _choose_checkpoint(self) -> Checkpoint | None:
         """Return the checkpoint to copy next, and spare it from pruning; None if all are copied."""
         checkpoints = {
             checkpoint.step: checkpoint
@@ -243,13 +242,13 @@ class Copier:
         self._current = max(missing, default=None)
         return None if self._current is None else checkpoints[self._current]
 
-    def _copy(self, checkpoint: Checkpoint) -> None:
+    def _copy_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint, and prune the copies."""
         began = time.monotonic()
         try:
             content = checkpoint.commit()
-            self._ask("copy", checkpoint)
-            self._ask("copy_run_files", self._experiment)
+            self._call_place("copy", checkpoint)
+            self._call_place("copy_run_files", self._experiment)
         except Exception:
             if checkpoint.path.exists():
                 raise
@@ -271,22 +270,22 @@ class Copier:
             f"step {checkpoint.step:,}: copied to {self.where} in {units.duration(seconds)}"
         )
         self._show(copied=max(self._copies), copy_error="")
-        self._prune(checkpoint.step)
+        self._prune_copies(checkpoint.step)
         self._prune_checkpoints(checkpoint.step)
 
-    def _prune(self, step: int) -> None:
-        """Delete the copies that retention drops."""
+    def _prune_copies(self, step: int) -> None:
+        """Delete the copies that --ckpt-copy-keep does not keep."""
         if not self._keep:
             return
         newest = max(self._keep, commit.MIN_KEPT)
         kept = commit.select_kept(self._copies, newest, self._keep_every)
         if dropped := sorted(self._copies.keys() - kept):
-            self._ask("delete", dropped)
+            self._call_place("delete", dropped)
             self._copies = {step: self._copies[step] for step in kept}
             self._note(Event.PRUNE, step, steps=dropped, where=self.where)
 
     def _handle_failure(self, error: Exception) -> None:
-        """Record a failure, and end the child process: the next one reads credentials anew."""
+        """Record a failure, and end the child process; a new one reads the credentials again."""
         self._failures += 1
         longest = _LONGEST_PAUSE_AT_END_S if self._is_ending else _LONGEST_PAUSE_S
         pause = backoff(self._failures, _FIRST_PAUSE_S, longest)

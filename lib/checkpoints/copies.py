@@ -1,14 +1,14 @@
 """Keep copies of a run's checkpoints in a second place: a directory, or a prefix in an S3 bucket.
 
     <place>/<experiment>-<run ID>/
-        COPIES.json                      the mark that makes the directory ours
+        COPIES.json                      marks the directory as ours
         config.yaml, model/, metrics.jsonl, events.jsonl
         checkpoints/step_00001000/       the files of the checkpoint, unchanged
 
-So a copy is laid out like a run: stages 04 and 05 can read the one in a directory where it is. In a
-directory, a copy is written by the protocol of commit.py. In a bucket, where nothing can be
-renamed, an object `.unfinished-…` comes first, COMMIT.json last, and a copy without COMMIT.json
-does not exist. Only files below COPIES.json are ever deleted.
+The place has the layout of a run, so stages 04 and 05 can read copies in a directory directly. A
+directory gets its copies by the protocol of commit.py. A bucket cannot rename objects, so a copy
+begins with an object `.unfinished-…` and ends with COMMIT.json; without COMMIT.json, the copy does
+not count. Only files in a place with COPIES.json are ever deleted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CopyPlace(ABC):
     where: str
 
     def __init__(self, experiment: str, run: str) -> None:
-        """experiment: its name. run: the ID of the run."""
+        """experiment: the name of the run's directory. run: the ID of the run."""
         self._label = {"kind": _LABEL_KIND, "experiment": experiment, "run": run}
         self._run_files: dict[str, str] = {}  # digests of the files written by this process
 
@@ -58,7 +58,7 @@ class CopyPlace(ABC):
             self.write_file(LABEL, json.dumps(self._label).encode())
         elif label != self._label:
             raise UsageError(
-                f"{self.where} contains something else than copies of this run",
+                f"{self.where} contains something other than copies of this run",
                 expected=f"a {LABEL} of run {self._label['run']}",
                 found=str(label)[:200],
             )
@@ -93,7 +93,7 @@ class CopyPlace(ABC):
         return write_checkpoint(checkpoints, step, read)
 
     def copy_run_files(self, experiment: Experiment) -> None:
-        """Write the files beside the checkpoints that have changed since the last call."""
+        """Write the other files of the run if they have changed since the last call."""
         for path in _list_run_files(experiment):
             content = path.read_bytes()
             digest = hashing.bytes_digest(content)
@@ -103,7 +103,7 @@ class CopyPlace(ABC):
                 self._run_files[name] = digest
 
     def restore_run_files(self, experiment: Experiment) -> list[Path]:
-        """Write the files beside the checkpoints that a run lacks, and return their paths."""
+        """Write the missing files of a run, except checkpoints, and return their paths."""
         written = []
         manifest.remove_temporary(experiment.root)
         ours = {experiment.config.name, experiment.metrics.name, experiment.events.name}
@@ -133,7 +133,7 @@ class CopyPlace(ABC):
 
     @abstractmethod
     def retire(self, steps: Collection[int]) -> None:
-        """Make copies of an abandoned line of the run unusable, without deleting their files."""
+        """Make copies unusable without deleting files, because the run continues before them."""
 
     @abstractmethod
     def delete(self, steps: Collection[int]) -> None:
@@ -153,7 +153,7 @@ class CopyPlace(ABC):
 
     @abstractmethod
     def _delete_leftovers(self) -> list[str]:
-        """Delete what killed copies and deletions left; return the names."""
+        """Delete the leftovers of interrupted copies and deletions; return their names."""
 
 
 class DirectoryPlace(CopyPlace):
@@ -218,7 +218,7 @@ class BucketPlace(CopyPlace):
         commits = {}
         for step in self.list_steps():
             try:
-                content = records.parse_json(b"".join(self.read(f"{_folder(step)}/{COMMIT}")))
+                content = records.parse_json(b"".join(self.read(f"{_name_folder(step)}/{COMMIT}")))
                 if commit.has_digest(content) and content["step"] == step:
                     commits[step] = content
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
@@ -226,13 +226,13 @@ class BucketPlace(CopyPlace):
         return commits
 
     def copy(self, checkpoint: Checkpoint) -> None:
-        folder = _folder(checkpoint.step)
+        folder = _name_folder(checkpoint.step)
         commit_bytes = (checkpoint.path / COMMIT).read_bytes()
         manifest_bytes = (checkpoint.path / MANIFEST).read_bytes()
         files = parse_manifest(checkpoint.step, commit_bytes, manifest_bytes)
-        self._bucket.write(f"{folder}/{_mark(checkpoint.step)}", b"")
+        self._bucket.write(f"{folder}/{_name_mark(checkpoint.step)}", b"")
         kept = {f"{folder}/{entry['path']}" for entry in files} | {
-            f"{folder}/{_mark(checkpoint.step)}"
+            f"{folder}/{_name_mark(checkpoint.step)}"
         }
         older = [name for name in self._bucket.list_names(f"{folder}/") if name not in kept]
         self._bucket.delete([name for name in older if name.endswith(f"/{COMMIT}")])
@@ -246,24 +246,24 @@ class BucketPlace(CopyPlace):
             )
         self._bucket.write(f"{folder}/{MANIFEST}", manifest_bytes)
         self._bucket.write(f"{folder}/{COMMIT}", commit_bytes)
-        self._bucket.delete([f"{folder}/{_mark(checkpoint.step)}"])
+        self._bucket.delete([f"{folder}/{_name_mark(checkpoint.step)}"])
 
     def retire(self, steps: Collection[int]) -> None:
         for step in steps:
-            content = b"".join(self.read(f"{_folder(step)}/{COMMIT}"))
-            self._bucket.write(f"{_folder(step)}/{_SUPERSEDED}", content)
-            self._bucket.delete([f"{_folder(step)}/{COMMIT}"])
+            content = b"".join(self.read(f"{_name_folder(step)}/{COMMIT}"))
+            self._bucket.write(f"{_name_folder(step)}/{_SUPERSEDED}", content)
+            self._bucket.delete([f"{_name_folder(step)}/{COMMIT}"])
 
     def delete(self, steps: Collection[int]) -> None:
         for step in steps:
-            self._bucket.write(f"{_folder(step)}/{_mark(step)}", b"")
-            self._bucket.delete([f"{_folder(step)}/{COMMIT}"])
+            self._bucket.write(f"{_name_folder(step)}/{_name_mark(step)}", b"")
+            self._bucket.delete([f"{_name_folder(step)}/{COMMIT}"])
             self._delete_marked(step)
 
     def _delete_marked(self, step: int) -> None:
-        """Delete the objects of a copy without COMMIT, its mark last."""
-        mark = f"{_folder(step)}/{_mark(step)}"
-        names = self._bucket.list_names(f"{_folder(step)}/")
+        """Delete the objects of a copy without COMMIT.json; the mark comes last."""
+        mark = f"{_name_folder(step)}/{_name_mark(step)}"
+        names = self._bucket.list_names(f"{_name_folder(step)}/")
         self._bucket.delete([name for name in names if name != mark])
         self._bucket.delete([mark])
 
@@ -281,28 +281,28 @@ class BucketPlace(CopyPlace):
         self._bucket.abort_uploads(f"{_CHECKPOINTS}/")
         names = set(self._bucket.list_names(f"{_CHECKPOINTS}/"))
         deleted = []
-        for step in sorted({step for name in names if (step := _step_in(name)) is not None}):
-            folder = _folder(step)
-            if f"{folder}/{_mark(step)}" not in names:
+        for step in sorted({step for name in names if (step := _parse_step(name)) is not None}):
+            folder = _name_folder(step)
+            if f"{folder}/{_name_mark(step)}" not in names:
                 continue
-            if f"{folder}/{COMMIT}" in names:  # complete; only the mark was not deleted
-                self._bucket.delete([f"{folder}/{_mark(step)}"])
+            if f"{folder}/{COMMIT}" in names:  # a complete copy, whose mark was not deleted
+                self._bucket.delete([f"{folder}/{_name_mark(step)}"])
             else:
                 self._delete_marked(step)
                 deleted.append(paths.step_name(step))
         return deleted
 
 
-def _folder(step: int) -> str:
+def _name_folder(step: int) -> str:
     return f"{_CHECKPOINTS}/{paths.step_name(step)}"
 
 
-def _mark(step: int) -> str:
-    """Return the name of the mark of an unfinished copy, as lib/core/partial_dirs.py defines it."""
+def _name_mark(step: int) -> str:
+    """Return the name of the mark of an unfinished copy; see lib/core/partial_dirs.py."""
     return partial_dirs.mark_path(Path(paths.step_name(step))).name
 
 
-def _step_in(name: str) -> int | None:
+def _parse_step(name: str) -> int | None:
     """Return the step to whose copy an object belongs."""
     return paths.step_of(name.split("/")[1])
 
@@ -330,7 +330,7 @@ def find_last_run(target: str, experiment: str) -> str:
         directory = Path(target)
         names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     runs = [run for name, _, run in (name.rpartition("-") for name in names) if name == experiment]
-    # An ID is the time at which the run was begun.
+    # An ID is the start time of a run.
     for run in sorted(filter(_RUN_ID.fullmatch, runs), key=lambda run: int(run, 16), reverse=True):
         if open_place(target, experiment, run).is_ours():
             return run
@@ -352,7 +352,7 @@ def _read_file(path: Path) -> Iterator[bytes]:
 def write_checkpoint(
     checkpoints: Path, step: int, read: Callable[[str], Iterable[bytes]]
 ) -> Checkpoint:
-    """Write a copy of a checkpoint that lies elsewhere, and publish it once it is verified.
+    """Write a copy of a checkpoint from another place, verify it, and publish it.
 
     The protocol is that of a save: files are hashed while they are written, fsynced, and read again
     from the disk; then come manifest and COMMIT. read: returns the content of a file by its path in
@@ -399,7 +399,7 @@ def parse_manifest(step: int, commit_bytes: bytes, manifest_bytes: bytes) -> lis
 
 
 def _write_file(path: Path, entry: dict[str, Any], chunks: Iterable[bytes]) -> None:
-    """Write a file and check its digest; the next reader gets its bytes from the disk."""
+    """Write a file, check its digest, and drop it from the page cache, for a later check."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with hashing.HashedFile(path, entry["digest"].partition(":")[0]) as file:
         for chunk in chunks:

@@ -1,7 +1,7 @@
-"""Find the checkpoint of another trainer, from which a new run takes its first weights.
+"""Find the checkpoint of another trainer, from which a new run loads its initial weights.
 
-The trainer wrote it with torch.distributed.checkpoint (DCP): one file per rank, and `.metadata`. It
-has no digests, so its bytes cannot be verified.
+The trainer wrote it with torch.distributed.checkpoint (DCP): one file per rank, and `.metadata`.
+Such a checkpoint contains no digests, so its bytes cannot be verified.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lib.core import commands, file_identity, hashing, records, units
 from lib.core.errors import ArtifactError, UsageError
 
 METADATA = ".metadata"
-# Where trainers keep DCP below the directory that a person knows: an offline pipeline, and
-# accelerate (`pytorch_model_fsdp_0`, which the Hugging Face Trainer uses too).
+# Subdirectories in which trainers keep a DCP checkpoint: `checkpoint` of an offline pipeline, and
+# `pytorch_model_fsdp_0` of accelerate, which the Hugging Face Trainer uses too.
 _FOLDERS = ("", "checkpoint", "pytorch_model_fsdp_0")
-# Files beside the weights: the position of the offline pipeline and of the Hugging Face Trainer.
+# Files with the training progress, of the offline pipeline and of the Hugging Face Trainer.
 _PROGRESS_FILES = ("state.json", "trainer_state.json")
 _PROGRESS_FIELDS = ("epoch", "global_step")
 _SCHEDULERS = ("lr_scheduler.pt", "scheduler.pt", "scheduler.bin")
@@ -29,7 +29,7 @@ _SHOWN = 8
 class ForeignRun(NamedTuple):
     """A checkpoint of another trainer.
 
-    directory: the one with `.metadata`. files: the identities of its files, read before the
+    directory: contains `.metadata`. files: the identities of its files, read before the
     fingerprint, which covers `.metadata` and the sizes of the files. progress: epoch and step, if a
     file beside the weights contains them. scheduler: name of the file with the state of the
     learning-rate schedule, "" if there is none.
@@ -42,7 +42,7 @@ class ForeignRun(NamedTuple):
     scheduler: str
 
     def describe_progress(self) -> str:
-        """Return the position that the other trainer recorded, as text; "" if unknown."""
+        """Return the step and epoch of the other trainer as text, "" if unknown."""
         return " of ".join(
             f"{words} {self.progress[name]:,}"
             for name, words in (("global_step", "step"), ("epoch", "epoch"))
@@ -50,7 +50,7 @@ class ForeignRun(NamedTuple):
         )
 
     def describe_omissions(self) -> str:
-        """Return what a new run does not take over, as text."""
+        """Return a text that lists the state that a new run does not load."""
         file = f" ({self.scheduler})" if self.scheduler else ""
         return f"optimizer state, learning-rate schedule{file}, step and position in the data"
 
@@ -71,7 +71,7 @@ def find_foreign_run(root: Path) -> ForeignRun:
     folders = [root / name for name in _FOLDERS]
     directory = next((path for path in folders if (path / METADATA).is_file()), None)
     if directory is None:
-        raise _missing_error(root, folders)
+        raise _make_missing_error(root, folders)
     files = file_identity.read_identities(
         [directory / METADATA, *sorted(directory.glob("*.distcp"))]
     )
@@ -86,7 +86,7 @@ def find_foreign_run(root: Path) -> ForeignRun:
 
 
 def _read_progress(folders: list[Path]) -> dict[str, int | float]:
-    """Return the fields about the position from the first of the known files."""
+    """Return the step and epoch from the first known file that contains them."""
     for path in (folder / name for folder in folders for name in _PROGRESS_FILES):
         content: dict[str, Any] = records.read_mapping(path)
         found = {
@@ -99,12 +99,12 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
     return {}
 
 
-def _missing_error(root: Path, folders: list[Path]) -> ArtifactError:
+def _make_missing_error(root: Path, folders: list[Path]) -> ArtifactError:
     """Return the error for a directory in which there is no `.metadata`."""
-    torn = next((path for path in folders if any(path.glob("*.distcp"))), None)
-    if torn is not None:
+    interrupted = next((path for path in folders if any(path.glob("*.distcp"))), None)
+    if interrupted is not None:
         return ArtifactError(
-            f"{torn} has no {METADATA}, which a save writes last: the save was interrupted",
+            f"{interrupted} has no {METADATA}, which a save writes last: the save was interrupted",
             hint="use an older checkpoint of that run",
         )
     others = list(islice(_list_below(root), _SHOWN + 1))
@@ -112,7 +112,7 @@ def _missing_error(root: Path, folders: list[Path]) -> ArtifactError:
         f"--resume-from-foreign: {root} is not a checkpoint of torch.distributed.checkpoint",
         expected=f"a directory with {METADATA} and .distcp files, or one that contains such a "
         f"directory under the name {' or '.join(filter(None, _FOLDERS))}",
-        found=f"several below it, of which one must be named\n{units.join_lines(others, _SHOWN)}"
+        found=f"several checkpoints below it; name one of them\n{units.join_lines(others, _SHOWN)}"
         if others
         else "",
         hint="" if others else "for a directory with config.json and safetensors, use -m",

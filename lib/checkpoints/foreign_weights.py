@@ -37,8 +37,8 @@ _FOREIGN_ALLOWED = {
     "torch": ALLOWED["torch"] | {"int8", "int16", "float8_e4m3fn", "float8_e5m2"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
 }
-# Names under which trainers store the model in the dictionary that they save; "" for its tensors
-# themselves, beside which other states can stand.
+# Keys under which trainers store the model in the dictionary that they save. With "", the tensors
+# of the model are at the top level, perhaps beside the states in _OTHER_STATES.
 _CONTAINERS = ("model.", "app.model.", "state_dict.", "model_state_dict.", "")
 _OTHER_STATES = {
     *("optimizer", "optim", "app", "lr_scheduler", "scheduler", "train_state", "dataloader"),
@@ -51,7 +51,7 @@ _PARSER_ERRORS = (
     *(pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError),
     *(LookupError, RuntimeError),
 )
-_CLOCKS_DIFFER_S = 60.0  # at most, between the machines that save
+_CLOCKS_DIFFER_S = 60.0  # clocks of the machines that save may differ by this
 _SHOWN = 40
 
 
@@ -63,7 +63,7 @@ class _Shard(NamedTuple):
 
 
 class ForeignTensors:
-    """Read tensors of another trainer's checkpoint by the names that a model has for them.
+    """Reads tensors of another trainer's checkpoint by their names in a model.
 
     Has the attributes of StoredTensors in lib/models/tensors.py.
     """
@@ -72,7 +72,7 @@ class ForeignTensors:
         """Read the descriptions of all tensors, and find the ones of the model.
 
         expected: names that the tensors of the model may have. Raises ArtifactError if the
-        checkpoint is damaged or incomplete, or if it would load anything but descriptions.
+        checkpoint is damaged or incomplete, or if `.metadata` contains other Python objects.
         """
         self.directory = run.directory
         self.shapes: dict[str, Shape] = {}
@@ -83,7 +83,7 @@ class ForeignTensors:
         self._open = ExitStack()
         self._files: dict[str, ShardFile] = {}
         self._lock = Lock()
-        with _name_damage(run.directory / METADATA):
+        with _report_damage(run.directory / METADATA):
             metadata = load_metadata(run.directory, _FOREIGN_ALLOWED)
             places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
             self._add_tensors(metadata.state_dict_metadata, places, expected)
@@ -103,13 +103,13 @@ class ForeignTensors:
         for key, names in _match_names(tensors, expected).items():
             name = names[0]
             if names[1:]:
-                self.problems.append(f"ambiguous: {' and '.join(names)} are both {key}")
+                self.problems.append(f"ambiguous: {' and '.join(names)} both match {key}")
             dtype = tensors[name].properties.dtype
             self.shapes[key] = tuple(tensors[name].size)
             self.dtypes[key] = DTYPES.get(dtype, str(dtype))
             self._dtypes[key] = dtype
             self._shards[key] = list(_list_shards(name, tensors[name], places))
-            covered = sum(_count(shard.part) for shard in self._shards[key])
+            covered = sum(_count_elements(shard.part) for shard in self._shards[key])
             if covered != math.prod(self.shapes[key]):
                 self.problems.append(f"incomplete: the shards of {name} do not cover it")
 
@@ -131,11 +131,11 @@ class ForeignTensors:
             )
             if all(one.start < one.stop for one in common):
                 name = shard.place.relative_path
-                with _name_damage(self.directory / name):
+                with _report_damage(self.directory / name):
                     self._get_file(name).read(
                         shard.place,
-                        tensor[_relative_to(part, common)],
-                        [one.start for one in _relative_to(shard.part, common)],
+                        tensor[_shift_part(part, common)],
+                        [one.start for one in _shift_part(shard.part, common)],
                     )
         return tensor
 
@@ -147,23 +147,23 @@ class ForeignTensors:
             return self._files[name]
 
 
-def _relative_to(outer: TensorPart, inner: TensorPart) -> TensorPart:
+def _shift_part(outer: TensorPart, inner: TensorPart) -> TensorPart:
     return tuple(
         slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True)
     )
 
 
-def _count(part: TensorPart) -> int:
+def _count_elements(part: TensorPart) -> int:
     return math.prod(one.stop - one.start for one in part)
 
 
 @contextmanager
-def _name_damage(path: Path) -> Iterator[None]:
+def _report_damage(path: Path) -> Iterator[None]:
     """Raise ArtifactError with the name of the file, instead of an error of its parser."""
     try:
         yield
     except (OSError, *_PARSER_ERRORS) as error:
-        # torch seeks to a negative position in a damaged archive. Other errors are of the disk.
+        # torch seeks to a negative position in a damaged archive. Other errors come from the disk.
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
@@ -205,19 +205,19 @@ def _require_complete_files(directory: Path, places: Mapping[MetadataIndex, _Sto
 def _warn_if_mixed(directory: Path) -> None:
     """Warn if a file of tensors is newer than `.metadata`, which a save writes last.
 
-    DCP writes a checkpoint over an older one, so a killed save leaves weights of two steps.
+    DCP overwrites older checkpoints, so an interrupted save leaves weights of two steps.
     """
     latest = (directory / METADATA).stat().st_mtime + _CLOCKS_DIFFER_S
     newer = [path for path in directory.glob("*.distcp") if path.stat().st_mtime > latest]
     if newer and log.rank() == 0:
         log.warn(
             f"{min(newer)} is newer than {METADATA}, which a save writes last: unless a copy "
-            "changed the times, a save was killed and weights of two steps are mixed"
+            "changed the times, a save was interrupted and weights of two steps are mixed"
         )
 
 
 def _match_names(names: Mapping[str, object], expected: Set[str]) -> dict[str, list[str]]:
-    """Return the names in the checkpoint by the names that the model has for them.
+    """Return a mapping from names in the model to names in the checkpoint.
 
     The model is in the container that contains most of the expected names; all tensors of that
     container are returned, so unexpected ones are found.
@@ -250,7 +250,7 @@ def _list_shards(
             slice(first, first + size)
             for first, size in zip(chunk.offsets, chunk.sizes, strict=True)
         )
-        if _count(part):
+        if _count_elements(part):
             yield _Shard(places[MetadataIndex(name, chunk.offsets)], part)
 
 
@@ -262,8 +262,8 @@ def _list_names(model: PreTrainedModel) -> Set[str]:
 def require_fits(model: PreTrainedModel, run: ForeignRun, model_dir: Path) -> None:
     """Raise UsageError with the names of all weights that do not fit; reads no weights.
 
-    model: on meta. model_dir: where its config comes from. Raises ArtifactError if the checkpoint
-    is damaged or incomplete.
+    model: on the meta device. model_dir: directory of its config. Raises ArtifactError if the
+    checkpoint is damaged or incomplete.
     """
     with ForeignTensors(run, _list_names(model)) as stored:
         _, problems = plan_stored(model, stored)

@@ -57,7 +57,7 @@ def list_differences(differences: Iterable[Difference]) -> str:
 
 
 def _format_value(value: Any, other: Any) -> str:
-    """Return a value as typed; a float has all digits only if it would look like `other`."""
+    """Return a value as text; show all digits of a float only if it looks like `other`."""
     if value is None:
         return "not given"
     if not isinstance(value, float) or len(repr(value)) <= _LONGEST_FLOAT:

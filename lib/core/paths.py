@@ -38,7 +38,7 @@ def verified_root(cache_dir: Path) -> Path:
 
 
 def scratch_root(cache_dir: Path) -> Path:
-    """Return the directory for configs and tokenizers that stage 04 makes itself."""
+    """Return the directory for configs and tokenizers that stage 04 creates."""
     return cache_dir / "scratch"
 
 

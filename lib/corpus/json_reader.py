@@ -132,7 +132,7 @@ class _Values:
         self._locator = Locator(self._text, raw.head)
 
     def read(self) -> None:
-        """Add every complete value."""
+        """Read every complete JSON value, and add its documents."""
         position = self._skip(0)
         if self._text[position : position + 1] == "[":
             if self._is_first_of_many(position):

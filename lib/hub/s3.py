@@ -1,9 +1,11 @@
-"""Read and write objects of an S3 bucket. Beside client.py, only this module opens a connection.
+"""Read and write objects of an S3 bucket.
+
+Only this module and client.py open network connections.
 
 boto3 finds the credentials, the region and the endpoint (AWS_ENDPOINT_URL) as all AWS tools do.
 This module neither reads nor stores them. S3 compares each part with its SHA-256 on arrival. An
-uploaded object counts only once the checksum that S3 reports is the one of the file's bytes; if the
-server reports none, the object is read back.
+upload succeeds only if the checksum that S3 reports equals the checksum of the file; if the server
+reports none, the object is read back.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ SCHEME = "s3://"
 _URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[\w.=+-]+)*)/?")
 _PART = 16 << 20  # bytes; an upload holds _PARALLEL + 1 parts in memory
 _MOST_PARTS = 10_000  # of an object, a limit of S3
-_PARALLEL = 4  # parts of one file on their way at a time
+_PARALLEL = 4  # parts of one file in flight at a time
 _DELETED_AT_ONCE = 1000  # objects, a limit of S3
 _CHUNK = 1 << 22
 _MAX_ERROR_LENGTH = 300
-# What a person must change. All other errors may pass.
+# Codes of errors that a user must fix. All other errors may be temporary.
 _REFUSALS = {
     *("AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"),
     *("InvalidAccessKeyId", "InvalidBucketName", "InvalidToken", "NoSuchBucket"),
@@ -49,7 +51,7 @@ def is_url(text: str) -> bool:
 class Bucket:
     """The objects of a bucket whose names begin with a prefix; names are given without it.
 
-    Raises UsageError if boto3 is not installed, or for an error that a person must remedy, such as
+    Raises UsageError if boto3 is not installed, or for an error that a user must fix, such as
     wrong credentials; StageError for all other errors of S3 and of the network. Any thread may call
     the methods.
     """
@@ -106,7 +108,7 @@ class Bucket:
         self._verify(name, len(content), _checksum(content), hashing.bytes_digest(content))
 
     def upload(self, name: str, path: Path, size: int, digest: str) -> None:
-        """Write a file as an object, and verify the object. digest: of the file, in its manifest.
+        """Write a file as an object, and verify the object. digest: its digest in the manifest.
 
         Raises ArtifactError, and makes no object, if the file does not match its size and digest;
         FileNotFoundError if it is gone.
@@ -218,8 +220,8 @@ class Bucket:
     def _verify(self, name: str, size: int, checksum: str, digest: str) -> None:
         """Raise StageError if the object differs from what was written.
 
-        checksum: SHA-256 in base64, of the object or of the SHA-256 of its parts. digest: of the
-        whole content, for servers that keep no such checksum.
+        checksum: SHA-256 in base64, of the object or of the SHA-256 of its parts. digest: for
+        servers without such checksums, the digest of the content.
         """
         head = self._call(
             lambda: self._client.head_object(
@@ -243,7 +245,7 @@ class Bucket:
     def _translate_errors(self) -> Iterator[None]:
         from botocore import exceptions
 
-        person = (
+        user_errors = (
             exceptions.NoCredentialsError,
             exceptions.PartialCredentialsError,
             exceptions.ProfileNotFound,
@@ -260,7 +262,7 @@ class Bucket:
             kind = UsageError if code in _REFUSALS else StageError
             raise kind(f"{self.url}: {_summarize(error)}") from error
         except exceptions.BotoCoreError as error:
-            kind = UsageError if isinstance(error, person) else StageError
+            kind = UsageError if isinstance(error, user_errors) else StageError
             raise kind(f"{self.url}: {_summarize(error)}") from error
         except OSError as error:
             if error.filename is not None:  # a file of this machine, not the network
@@ -282,7 +284,7 @@ def _read_parts(file: Any, part_size: int, hasher: hashing.Hasher) -> Iterator[b
 
 
 def _checksum(content: bytes) -> str:
-    """Return the SHA-256 as S3 writes it."""
+    """Return the SHA-256 in base64, as S3 expects it."""
     return base64.b64encode(hashlib.sha256(content).digest()).decode()
 
 
@@ -304,8 +306,8 @@ def _make_client(url: str) -> Any:
             run=commands.pip_install_optional("boto3"),
         ) from error
     logging.getLogger("botocore").setLevel(logging.CRITICAL)  # errors are raised
-    # A server of one's own rarely resolves BUCKET.HOST.
-    has_own_endpoint = bool(
+    # Servers other than AWS rarely resolve BUCKET.HOST.
+    has_custom_endpoint = bool(
         os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     )
     try:
@@ -319,7 +321,7 @@ def _make_client(url: str) -> Any:
                 # Servers other than AWS may not know the checksums that boto3 would add.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
-                s3={"addressing_style": "path"} if has_own_endpoint else None,
+                s3={"addressing_style": "path"} if has_custom_endpoint else None,
             ),
         )
     except (exceptions.BotoCoreError, ValueError) as error:  # such as an unknown AWS_PROFILE

@@ -97,7 +97,7 @@ class StepGuard:
     ) -> torch.Tensor:
         """Prepare the gradients for `optimizer.step()`; all ranks must call this.
 
-        max_norm: 0 does not clip. scaled: the result of `scale_for` for this step.
+        max_norm: 0 disables clipping. scaled: the result of `scale_for` for this step.
         With `fold`, sets the optimizer's `grad_scale`, by which it divides the gradients. Returns
         the norm before clipping, a float32 scalar on the device.
         """

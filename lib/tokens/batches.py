@@ -30,7 +30,7 @@ _ORDERED_AT_ONCE = 4096  # sample indices; a few take hardly less time than many
 class Pass(NamedTuple):
     """The size of one forward and backward pass of a rank.
 
-    batch: samples. length: tokens of a sample.
+    batch: number of samples. length: number of tokens per sample.
     """
 
     batch: int

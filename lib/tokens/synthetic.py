@@ -1,6 +1,6 @@
 """Make synthetic tokens for runs without data: `-d synthetic[:TOKENS]`.
 
-A token is a function of the seed and its position alone, so any rank can read any sample, and a
+A token depends only on the seed and its position, so any rank can read any sample, and a
 resume continues exactly. Small token IDs are frequent and large ones rare, roughly as in text: an
 ID is drawn uniformly from the numbers of b bits, and b itself uniformly. So the loss of a model
 falls from ln(vocabulary) to the entropy of these frequencies. All arithmetic is in integers, which
@@ -24,12 +24,12 @@ from lib.tokens.dataset import find_dataset
 NAME = "synthetic"
 DEFAULT_TOKENS = 100_000_000
 _MOST_TOKENS = 10**14
-_MOST_PACKED = 10**10  # the documents of more tokens would not fit in host memory
+_MOST_PACKED = 10**10  # the document ends of more tokens would not fit in host memory
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _DOCUMENT_BITS = range(6, 12)  # a document has 64 to 4,095 tokens
-_DOCUMENT_STREAM = 1  # of pseudorandom words; tokens use stream 0
-_AT_ONCE = 1 << 20  # documents
+_DOCUMENT_STREAM = 1  # stream of pseudorandom words; tokens use stream 0
+_AT_ONCE = 1 << 20  # documents to draw at a time
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class SyntheticText:
 
     @property
     def fingerprint(self) -> str:
-        """Return what identifies the tokens, together with the seed and the vocabulary."""
+        """Return the identity of the tokens, apart from seed and vocabulary."""
         return f"{NAME}/1:{self.tokens}"
 
     def make_tokens(self, vocabulary: int, seed: int) -> SyntheticTokens:
-        """Return the tokens. vocabulary: all of them are below it."""
+        """Return the tokens. vocabulary: number of different tokens."""
         return SyntheticTokens(self.tokens, vocabulary, seed)
 
     def cut_documents(self, seed: int) -> np.ndarray:
@@ -107,10 +107,10 @@ def _draw_numbers(words: np.ndarray, bits: range) -> np.ndarray:
 
 
 def find_synthetic(arguments: Sequence[str]) -> SyntheticText | None:
-    """Return the synthetic tokens that the values of -d ask for; None if they name datasets.
+    """Return the synthetic tokens for the values of -d; None if the values name datasets.
 
-    Raises UsageError for a number that cannot be used, for a mixture with synthetic tokens, and if
-    `-d synthetic` could also mean a dataset of that name.
+    Raises UsageError for a wrong number, for a mixture with synthetic tokens, and if there is a
+    dataset named `synthetic`.
     """
     typed = [text for text in arguments if is_synthetic(text)]
     if not typed:

@@ -1,8 +1,8 @@
-"""Settle the options of `--bench`, and present its result.
+"""Fill in the options of a run with `--bench`.
 
-A bench trains a few steps with the loop of every run, and leaves no files. It warms up first, since
-the first steps compile and allocate, and measures the next steps as one window. The profiler, which
-slows steps down, runs only in the steps after them, to measure the share of communication.
+A bench trains a few steps with the usual training loop, and writes no files. The first steps are a
+warm-up, since they compile and allocate. The next steps are measured as one window. The profiler,
+which slows steps down, runs only after these, to measure the share of communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROFILED_STEPS = 3
 LAST_MEASURED = WARMUP_STEPS + MEASURED_STEPS
 STEPS = LAST_MEASURED + _PROFILED_STEPS
 NAME = "bench"  # in place of an experiment's name
-# Options about the length of a run and about what it keeps.
+# Options about the length of a run, its checkpoints and its logs.
 _WITHOUT_EFFECT = (
     "experiment_name",
     "resume",
@@ -53,12 +53,12 @@ _WITHOUT_EFFECT = (
 )
 
 
-def configure(config: Config) -> Config:
-    """Return the options of a bench, whose experiment is at a path that cannot exist."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints lines of its own
+def configure_bench(config: Config) -> Config:
+    """Return the options of a bench. The path of its experiment cannot exist."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints log lines
     defaults = {name: getattr(DEFAULTS, name) for name in _WITHOUT_EFFECT}
     data = config.dataset_name or [f"{synthetic.NAME}:{synthetic.DEFAULT_TOKENS}"]
-    own_values = {
+    bench_values = {
         "experiment_name": NAME,
         "save_dir": Path(os.devnull),
         "dataset_name": data,
@@ -67,8 +67,8 @@ def configure(config: Config) -> Config:
         "eval_freq": 0,
     }
     if config.makes_model:  # the model of a recipe need not be prepared
-        own_values["model_name"] = None
-    return replace(config, **(defaults | own_values))
+        bench_values["model_name"] = None
+    return replace(config, **(defaults | bench_values))
 
 
 def list_without_effect(config: Config) -> list[str]:

@@ -25,12 +25,12 @@ from lib.train.meters import Meters
 from lib.train.report import Report
 from lib.train.state import TrainState
 
-_ESTIMATE_S = 60.0  # to wait for the memory estimate, which would disturb the measured steps
+_ESTIMATE_S = 60.0  # to wait for the memory estimate, which would slow the measured steps down
 _GIB = 1 << 30
 _PHASES = ("data", "forward", "backward", "update")
 # The figures of a row that belong to the result.
 _FIGURES = ("train/loss", "perf/", "time/", "memory/")
-_OF_THE_LAUNCH = ("perf/run_tokens_per_sec", "perf/eta_sec")  # with warm-up
+_LAUNCH_FIGURES = ("perf/run_tokens_per_sec", "perf/eta_sec")  # they include the warm-up
 _OPTIONS = (
     "precision",
     "activation_checkpointing",
@@ -100,7 +100,7 @@ class BenchReport(Report):
         return self
 
     def is_due(self, step: int) -> bool:
-        """Return whether a window ends with a step: that of the warm-up or the measured one."""
+        """Return whether a step is the last one of the warm-up or of the measured steps."""
         return step in (bench.WARMUP_STEPS, bench.LAST_MEASURED)
 
     def note_stop(self, reason: str) -> None:
@@ -172,7 +172,7 @@ class BenchReport(Report):
         )
 
     def _collect_result(self) -> dict[str, Any]:
-        """Return the result for programs. Keys with a slash are those of metrics.jsonl."""
+        """Return the result for programs. Keys with a slash come from metrics.jsonl."""
         config = self._plan.config
         division = self._plan.division
         measured = self._communication.result
@@ -196,7 +196,7 @@ class BenchReport(Report):
             **{
                 key: value
                 for key, value in self._row.items()
-                if key.startswith(_FIGURES) and key not in _OF_THE_LAUNCH
+                if key.startswith(_FIGURES) and key not in _LAUNCH_FIGURES
             },
             "communication/total": measured and measured.total,
             "communication/exposed": measured and measured.exposed,

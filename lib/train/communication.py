@@ -3,7 +3,7 @@
 On a GPU, a collective is a kernel of NCCL, which also waits for the slowest rank. On a CPU, it is
 an operation of gloo, from its start to its end. Everything else on the device (other kernels and
 copies; on a CPU the operators of torch) counts as computation. The share that no computation
-overlaps is the time that a step would save if communication took none.
+overlaps is the time that a step would save if communication took no time.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Communication(NamedTuple):
 class CommunicationProfiler:
     """Profiles the steps after `after`, up to `last`, and computes the share of communication.
 
-    It takes the place of the `Profiler` of a run. All ranks must use it in the same way. result:
-    None if nothing was measured; problem: the reason. source: says what was measured.
+    It replaces the `Profiler` of a run. All ranks must use it in the same way. result: None if
+    nothing was measured. problem: the reason. source: a text about the measured events.
     """
 
     def __init__(self, after: int, last: int, layout: ParallelLayout) -> None:
@@ -64,7 +64,7 @@ class CommunicationProfiler:
         try:
             self._recording = profile(activities=[activity])
             self._recording.start()
-        except Exception as error:  # the measured steps count without it
+        except Exception as error:  # the bench continues without this figure
             self._fail(error)
         self._wait_for_device()
         self._began = time.perf_counter()
@@ -75,14 +75,14 @@ class CommunicationProfiler:
             return
         self._wait_for_device()
         seconds = time.perf_counter() - self._began
-        own = Communication(math.nan, math.nan)
+        local = Communication(math.nan, math.nan)
         if self._recording is not None:
             try:
                 self._recording.stop()
-                own = compute_communication(self._recording.events(), seconds * 1e6)
+                local = compute_communication(self._recording.events(), seconds * 1e6)
             except Exception as error:
                 self._fail(error)
-        means = self._layout.gather_table([*own]).mean(0).tolist()
+        means = self._layout.gather_table([*local]).mean(0).tolist()
         if math.isnan(means[0]):
             self.problem = self.problem or "the profiler failed on another rank"
         else:
@@ -99,9 +99,9 @@ class CommunicationProfiler:
 
 
 def compute_communication(events: Sequence[FunctionEvent], duration: float) -> Communication:
-    """Return the share of communication of one rank. duration: of the events, in microseconds.
+    """Return the share of communication of one rank. duration: of all steps, in microseconds.
 
-    Raises RuntimeError if there is no collective: several ranks always have some, so the profiler
+    Raises RuntimeError if there is no collective: several ranks always run some, so the profiler
     has missed them (another profiler may use the GPU).
     """
     collectives: list[Span] = []
@@ -116,7 +116,7 @@ def compute_communication(events: Sequence[FunctionEvent], duration: float) -> C
         elif not event.is_user_annotation:
             (collectives if event.name.startswith(_NCCL) else computations).append(span)
     if not collectives:
-        raise RuntimeError("it has seen no collective")
+        raise RuntimeError("it recorded no collective")
     total = measure_union(collectives)
     overlapped = total + measure_union(computations) - measure_union(collectives + computations)
     return Communication(total / duration, (total - overlapped) / duration)

@@ -25,7 +25,7 @@ _SHORT_NAMES = {  # in rank logs, in this order
     "perf/loader_tokens_per_sec_per_device": "loader_tok/s",
 }
 _WIDTHS = (10, 9, 11, 8, 8)  # initial widths of the cells of a console line
-_STRAGGLER = 1.5  # times the median rank's time from which the slowest rank is shown
+_STRAGGLER = 1.5  # ratio to the median rank from which a line names the slowest rank
 
 
 class ConsoleLines:
@@ -47,7 +47,11 @@ class ConsoleLines:
         self._widths = list(map(max, self._widths, map(len, cells)))
         step = f"{row['step']:,}".rjust(len(self._total))
         return "  ".join(
-            [f"step {step}/{self._total}", *map(str.rjust, cells, self._widths), *_remarks(row)]
+            [
+                f"step {step}/{self._total}",
+                *map(str.rjust, cells, self._widths),
+                *_list_remarks(row),
+            ]
         )
 
 
@@ -69,7 +73,7 @@ def format_record(row: dict[str, Any], rank: int) -> str:
     return f"[rank={rank}] {record}"
 
 
-def _remarks(row: dict[str, Any]) -> list[str]:
+def _list_remarks(row: dict[str, Any]) -> list[str]:
     """Return the cells at the end of a line that only some rows need."""
     remarks = []
     if "perf/eta_sec" in row:

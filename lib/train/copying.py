@@ -35,10 +35,10 @@ _WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after
 def restore_lost_run(config: Config, experiment: Experiment) -> None:
     """Restore the newest copy of a run that has no complete checkpoint, if there is one.
 
-    This happens before the run looks for its earlier launches, so that it then resumes as usual.
-    All ranks must call this; rank 0 restores while the others wait. Raises ArtifactError if there
-    are copies but none is intact, and UsageError or StageError if the place cannot be read: a run
-    that may have copies must not start from the beginning.
+    Call this before the run looks for its earlier launches, so that the run then resumes as usual.
+    All ranks must call this; rank 0 restores while the others wait. Raises ArtifactError if no copy
+    is intact, and UsageError or StageError if the place cannot be read, since a run that may have
+    copies must not start from the beginning.
     """
     if (
         not config.ckpt_copy_to
@@ -66,8 +66,8 @@ def _restore(config: Config, experiment: Experiment) -> None:
         problem = error.problem if isinstance(error, StageError) else str(error)
         kind = UsageError if isinstance(error, (UsageError, OSError)) else StageError
         raise kind(
-            f"{experiment.root} has no complete checkpoint, and --ckpt-copy-to, which may have "
-            "copies, cannot be read",
+            f"{experiment.root} has no complete checkpoint, and the place of --ckpt-copy-to, which "
+            "may contain copies, cannot be read",
             found=problem,
             hint="if this run has no copies, start it without looking for them:",
             run=commands.as_typed("--resume", "never"),
@@ -81,7 +81,7 @@ def _restore(config: Config, experiment: Experiment) -> None:
         return  # another launch trains this run; `claim` refuses this one
     written: list[Path] = []
     try:
-        # First the record of the run: after a kill, the next launch knows the run by it.
+        # config.yaml comes first: if this launch is killed, the next one finds the run's ID in it.
         written += place.restore_run_files(experiment)
         commit.delete_leftovers(experiment.checkpoints)
         checkpoint = _restore_newest(place, steps, experiment)
@@ -111,7 +111,7 @@ def _delete_restored(experiment: Experiment, written: list[Path]) -> None:
 def _find_copies(target: str, experiment: Experiment) -> CopyPlace | None:
     """Return the place with the copies of a run, or None if there is none.
 
-    If the run's directory is lost, too, these are the copies of the last run of its name.
+    If the run's directory is lost too, return the copies of the last run with its name.
     """
     name = experiment.root.name
     run = read_config(experiment).get("run") or copies.find_last_run(target, name)
@@ -172,7 +172,7 @@ def begin_copying(
 ) -> None:
     """Begin to copy, and wait for the copy of the last checkpoint when the stack is closed.
 
-    After an error nothing waits. All ranks must call this.
+    After an error, ranks do not wait. All ranks must call this.
     """
     patience = 60 * state.plan.config.ckpt_copy_wait
 
@@ -187,7 +187,7 @@ def begin_copying(
 
 
 def copy_complete_run(config: Config, experiment: Experiment) -> None:
-    """Copy what earlier launches of a complete run have not copied; other ranks do nothing."""
+    """Copy the checkpoints of a complete run that have no copy yet; only rank 0 copies."""
     if not config.ckpt_copy_to or config.dry_run or log.rank() != 0:
         return
     newest = commit.find_newest(experiment.checkpoints)
@@ -200,7 +200,7 @@ def copy_complete_run(config: Config, experiment: Experiment) -> None:
     try:
         lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
     except DirectoryHeld:
-        return  # the launch that has completed the run is still copying
+        return  # the launch that completed the run is still copying
     try:
         if not is_restart(experiment):
             copier.open()

@@ -1,4 +1,4 @@
-"""Run the command of --on-end exactly once when a launch ends, also if its rank 0 is killed.
+"""Run the command of --on-end exactly once when a launch ends, even if rank 0 is killed.
 
 Rank 0 starts a small process, the watcher, which waits for the end of rank 0 and then runs the
 command. The watcher does not run it in two cases:
@@ -28,7 +28,7 @@ from lib.core.paths import OUTPUTS, Experiment
 from lib.train import on_end
 from lib.train.on_end import Ending
 
-if TYPE_CHECKING:  # takes time to import, which the watcher does not need
+if TYPE_CHECKING:  # slow to import, and the watcher does not need it
     from lib.train.config import Config
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -38,11 +38,11 @@ _PROGRAM = (
     "from lib.train import end_watcher; end_watcher.main()"
 )
 _CHECK_EVERY_S = 0.5
-_MARGIN_S = on_end.KILL_S + 5.0  # to start the command, and to write what it did
+_MARGIN_S = on_end.KILL_S + 5.0  # to start the command, and to record its outcome
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def watch(config: Config) -> None:
+def start_watcher(config: Config) -> None:
     """Run the command of --on-end when this process ends, or when it is killed.
 
     Rank 0 waits until the command has ended or was killed; other ranks do nothing.
@@ -53,20 +53,20 @@ def watch(config: Config) -> None:
     stage.call_at_end(Watcher(config, experiment).finish)
 
 
-def describe_end(code: int, error: BaseException | None) -> Ending | None:
-    """Return how a launch ends; None if another launch goes on with the run.
+def make_launch_ending(code: int, error: BaseException | None) -> Ending | None:
+    """Return the ending of a launch; None if another launch trains the run.
 
-    code: the exit code. error: what ends the launch, if anything.
+    code: the exit code. error: the exception that ends the launch, if any.
     """
     known = error and stage.find_known_error(error)
     if isinstance(known, ExperimentHeld):
         return None
     reason = launcher.headline(str(known or error)) or type(error).__name__
-    return on_end.ending_of(code, reason)
+    return on_end.make_ending(code, reason)
 
 
 class Watcher:
-    """The watcher of this process, in another session, so that no signal to a rank reaches it."""
+    """The watcher of this process, in another session, which no signal to a rank reaches."""
 
     def __init__(self, config: Config, experiment: Experiment) -> None:
         self._seconds = config.on_end_seconds
@@ -76,7 +76,7 @@ class Watcher:
                 "command": config.on_end,
                 "seconds": config.on_end_seconds,
                 "root": str(experiment.root.absolute()),
-                "environment": on_end.user_environment(),
+                "environment": on_end.build_user_environment(),
                 "state": records.read_mapping(experiment.state),
                 "rank_0": liveness.process_record(os.getpid()),
                 "launcher": json.loads(os.environ.get(launcher.ENDS_RUN, "null")),
@@ -96,12 +96,12 @@ class Watcher:
             log.warn(f"the command of --on-end will not run if this process is killed: {error}")
 
     def finish(self, code: int, error: BaseException | None) -> None:
-        """Report how the launch ends, and wait for the command. Raises nothing."""
+        """Send the ending of the launch to the watcher, and wait for the command; never raise."""
         if self._process is None or self._process.stdout is None:
             return
         watchdog.stop()  # the wait below has its own limit
         with suppress(OSError, ValueError, KeyboardInterrupt):
-            self._send(describe_end(code, error))
+            self._send(make_launch_ending(code, error))
             patience = self._seconds + _MARGIN_S
             has_answer = select.select([self._process.stdout], [], [], patience)[0]
             if text := self._process.stdout.readline() if has_answer else b"":
@@ -121,7 +121,7 @@ def main() -> None:
     job = json.loads(messages.readline())
     experiment = Experiment(Path(job["root"]).parent, Path(job["root"]).name)
     ending = _wait_for_ending(job, messages, experiment)
-    if ending is None or not _is_last(job, ending):
+    if ending is None or not _must_run_command(job, ending):
         return
     text = on_end.run_command(
         job["command"], job["seconds"], experiment, ending, job["environment"]
@@ -133,7 +133,7 @@ def main() -> None:
 def _wait_for_ending(
     job: dict[str, Any], messages: IO[bytes], experiment: Experiment
 ) -> Ending | None:
-    """Return how the launch ended; None if nothing was trained or another launch took over."""
+    """Return the ending of the launch; None if it trained nothing or another launch took over."""
     is_gone = False
     while True:
         if select.select([messages], [], [], 0 if is_gone else _CHECK_EVERY_S)[0]:
@@ -152,19 +152,19 @@ def _wait_for_ending(
 
 
 def _find_ending(job: dict[str, Any], experiment: Experiment) -> Ending | None:
-    """Return the ending of a rank 0 that was killed; None if another launch has the run now."""
+    """Return the ending of a launch whose rank 0 was killed; None if another launch took over."""
     holder = records.read_mapping(experiment.lock)
     if holder and any(holder.get(key) != value for key, value in job["rank_0"].items()):
         return None
     state = records.read_mapping(experiment.state)
     status = state.get("status")
-    if state != job["state"] and status in on_end.EXIT_CODES:  # killed after that
+    if state != job["state"] and status in on_end.EXIT_CODES:  # rank 0 was killed after its end
         return Ending(status, on_end.EXIT_CODES[status])
     return Ending("failed", EXIT_BUG, "rank 0 was killed")
 
 
-def _is_last(job: dict[str, Any], ending: Ending) -> bool:
-    """Return whether the launch ends with this ending, and nobody else runs the command."""
+def _must_run_command(job: dict[str, Any], ending: Ending) -> bool:
+    """Return whether this process must run the command: the launch is over, no launcher lives."""
     if job["launcher"]:
         return liveness.is_alive(job["launcher"]) is False
     if ending.status == "complete" or not job["torchrun"]:

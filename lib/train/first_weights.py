@@ -1,7 +1,7 @@
-"""Find the weights that a run starts from instead of those of its model.
+"""Find initial weights that a run loads instead of the weights of its model.
 
-They act only at the first start: later launches find them in the checkpoints of the run. So their
-directory may be gone by then, and the identity of the run keeps their fingerprint.
+Only the first launch loads them; later launches load the checkpoints of the run. The directory of
+the weights may be deleted by then, so the identity of the run contains their fingerprint.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def find_foreign(directory: Path | None, identity: dict[str, Any]) -> ForeignRun
 def identify_foreign(foreign: ForeignRun | None, identity: dict[str, Any]) -> dict[str, str]:
     """Return the fingerprint of another trainer's weights as an identity's input, {} without any.
 
-    A resumed run needs the option no longer.
+    A resumed run does not need the option.
     """
     name = previous_run.FOREIGN
     recorded = identity.get("inputs", {}).get(name)

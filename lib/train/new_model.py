@@ -22,7 +22,7 @@ from lib.tokens.synthetic import find_synthetic
 from lib.train.config import Config
 
 KIND = "scratch/1"
-_PREVIEW_BYTES = 2_000_000  # of text to train a tokenizer for a dry run, in a second or two
+_PREVIEW_BYTES = 2_000_000  # of text for the tokenizer of a dry run, which takes a second or two
 
 
 @contextmanager
@@ -82,14 +82,14 @@ def _design_model(config: Config, experiment: Experiment, has_begun: bool) -> De
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """Yield a directory that is deleted afterwards. Raises UsageError without a place for it."""
+    """Yield a directory that is deleted afterwards. Raises UsageError if TMPDIR is unusable."""
     try:
         folder = tempfile.TemporaryDirectory()
     except FileNotFoundError as error:
         raise UsageError(
             "there is no directory for temporary files",
             found=str(error.strerror),
-            expected="one that can be written and has some space: TMPDIR=/dev/shm, say",
+            expected="a writable directory with free space, such as TMPDIR=/dev/shm",
         ) from None
     with folder:
         yield Path(folder.name)
@@ -102,7 +102,7 @@ def _create_model(
     config: Config,
     limit: int = tokenizer.SAMPLE_BYTES,
 ) -> None:
-    """Create the model directory. limit: bytes of text to train a tokenizer on, at most."""
+    """Create the model directory. limit: most bytes of text to train a tokenizer on."""
     from lib.models import check
 
     vocabulary = design.vocabulary()
@@ -121,4 +121,4 @@ def _create_model(
             summary={"source": "scratch", "parameters": facts.parameters, **config_facts},
         )
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
-    log.info(f"made from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")
+    log.info(f"created from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

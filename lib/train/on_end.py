@@ -1,7 +1,7 @@
-"""Run the command of --on-end: with a time limit, without a terminal, and without consequences.
+"""Run the command of --on-end with a time limit and without a terminal.
 
-Launchers call this, and the watcher of stage 04 (lib/train/end_watcher.py). Nothing that the
-command does changes the exit code of the run.
+Launchers and the watcher of stage 04 (lib/train/end_watcher.py) call this. The command cannot
+change the exit code of the run.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from lib.train.journal import Journal, format_time
 
 EXIT_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 KILL_S = 3.0  # the most seconds that it takes to kill a command
-_TERMINATE_S = 2.0  # of these, between SIGTERM and SIGKILL
+_TERMINATE_S = 2.0  # of these seconds, between SIGTERM and SIGKILL
 _DRAIN_S = 0.5
-_MOST_OUTPUT = 64 << 10  # bytes that are kept
-_TAIL = 256 << 10  # bytes of metrics.jsonl
+_MOST_OUTPUT = 64 << 10  # bytes of its output to keep
+_TAIL = 256 << 10  # bytes to read at the end of metrics.jsonl
 _LONGEST_REASON = 500
-# A command may start torch itself, and another run.
-_OF_THE_LAUNCH = re.compile(
+# Variables of this launch. The command may itself start torchrun or another run.
+_LAUNCH_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PET_.*|"
     rf"{launcher.MARK}|{launcher.ENDS_RUN}|{LAUNCHED_AS}"
 )
 
 
 class Ending(NamedTuple):
-    """How a launch ended. status: as in state.json. reason: one line, empty if complete."""
+    """The ending of a launch. status: as in state.json. reason: one line, "" if complete."""
 
     status: str
     exit_code: int
     reason: str = ""
 
 
-def ending_of(exit_code: int, reason: str) -> Ending:
+def make_ending(exit_code: int, reason: str) -> Ending:
     """Return the ending of a launch with an exit code."""
     statuses = {code: status for status, code in EXIT_CODES.items()}
     status = statuses.get(exit_code, "failed")
@@ -89,7 +89,7 @@ def run_command(
 
 
 def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
-    """Return the variables about a run, from its files, which a killed rank leaves behind too."""
+    """Return the variables about a run. They come from files, which also exist after a kill."""
     state = run_records.read_state(experiment.state)
     rows = [row for row in records.read_log_tail(experiment.metrics, _TAIL) if "train/loss" in row]
     loss = run_records.mean_loss(rows[-1]) if rows else math.nan
@@ -104,20 +104,20 @@ def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
     }
 
 
-def user_environment() -> dict[str, str]:
-    """Return the environment of this process as the user made it, for a command of the user.
+def build_user_environment() -> dict[str, str]:
+    """Return the environment of this process without the changes of this project and of torchrun.
 
-    The command may use the network, and it is no rank of torchrun.
+    So a command of the user may use the network, and is no rank.
     """
     return {
         name: value
         for name, value in os.environ.items()
-        if offline.OFFLINE_ENVIRONMENT.get(name) != value and not _OF_THE_LAUNCH.fullmatch(name)
+        if offline.OFFLINE_ENVIRONMENT.get(name) != value and not _LAUNCH_VARIABLES.fullmatch(name)
     }
 
 
 def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple[str, bytes]:
-    """Run a command; return why it failed, "" if it succeeded, and the beginning of its output."""
+    """Run a command; return the reason if it failed, else "", and the beginning of its output."""
     try:
         process = subprocess.Popen(
             ["/bin/sh", "-c", command],
@@ -152,7 +152,7 @@ def _drain(pipe: IO[bytes], output: bytearray) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command with all processes of its session's first group."""
+    """Kill a command and all processes of its group."""
     for number, patience in (
         (signal.SIGTERM, _TERMINATE_S),
         (signal.SIGKILL, KILL_S - _TERMINATE_S),

@@ -20,7 +20,7 @@ PREFIX = "llm_train_"
 STATUSES = ("running", "complete", "preempted", "failed", "disk_full")
 _SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # to the base units of Prometheus
 _LAYER = re.compile(r"/layer_(\d+)/")
-_EVERY_S = 1.0  # between two rows; Prometheus reads less often
+_EVERY_S = 1.0  # between two writes of rows; Prometheus reads less often
 _STICKY = "eval/"  # figures that stay until they are measured again
 
 
@@ -40,7 +40,7 @@ class PrometheusFile:
     """
 
     def __init__(self, experiment: Experiment, rank: int, is_kept: bool = True) -> None:
-        """Write on rank 0, unless is_kept is False, as for a bench."""
+        """Create the file on rank 0. is_kept: False writes none, as for a bench."""
         self._active = rank == 0 and is_kept
         self._path = experiment.prometheus
         self._name = experiment.root.name
@@ -59,7 +59,7 @@ class PrometheusFile:
                 self._write()
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Show the content of state.json, which changes now."""
+        """Show the values of state.json; call this at each change of it."""
         with self._lock:
             self._state = {**state, "updated": time.time()}
             self._row["step"] = state.get("step", self._row.get("step"))
@@ -95,7 +95,7 @@ def _read_row(row: Mapping[str, Any]) -> Iterator[GaugeValue]:
 
 
 def _read_state(state: Mapping[str, Any]) -> Iterator[GaugeValue]:
-    """Yield the samples of state.json: one for each status, of which one is 1."""
+    """Yield the samples of state.json. Each status has a sample, 1 for the current one."""
     values: dict[str, float | None] = {
         "total_steps": state.get("total_steps"),
         "checkpoints": max(state.get("checkpoints", []), default=None),
@@ -113,9 +113,9 @@ def _read_state(state: Mapping[str, Any]) -> Iterator[GaugeValue]:
 
 
 def format_samples(samples: list[GaugeValue], experiment: str) -> str:
-    """Return samples in the text format of Prometheus. Those of a gauge must be adjacent.
+    """Return samples in the text format of Prometheus. Samples of one gauge must be adjacent.
 
-    Without timestamps, because the textfile collector refuses them.
+    The text contains no timestamps, because the textfile collector refuses them.
     """
     lines = []
     before = ""
@@ -126,17 +126,17 @@ def format_samples(samples: list[GaugeValue], experiment: str) -> str:
                 f"# HELP {PREFIX}{name} {_escape(meaning.replace('`', ''))}",
                 f"# TYPE {PREFIX}{name} gauge",
             ]
-        pairs = [f'{key}="{_escape(text, True)}"' for key, text in _label(experiment, labels)]
+        pairs = [f'{key}="{_escape(text, True)}"' for key, text in _list_labels(experiment, labels)]
         lines.append(f"{PREFIX}{name}{{{','.join(pairs)}}} {_format_number(value)}")
     return "\n".join(lines) + "\n"
 
 
-def _label(experiment: str, labels: dict[str, str]) -> list[tuple[str, str]]:
+def _list_labels(experiment: str, labels: dict[str, str]) -> list[tuple[str, str]]:
     return [("exp", experiment), *labels.items()]
 
 
 def _escape(text: str, in_quotes: bool = False) -> str:
-    """Return a text as the format requires it: one line, and UTF-8 also for odd file names."""
+    """Return a text with the escapes of the format: one line of valid UTF-8."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
     return text.replace('"', '\\"') if in_quotes else text

@@ -96,7 +96,7 @@ class TrainState:
         return record
 
     def load_state_dict(self, record: TrainRecord) -> None:
-        """Set all other state from a checkpoint's record."""
+        """Restore the state besides model and optimizer from a checkpoint's record."""
         self.step = record["step"]
         self.tokens = record["tokens"]
         self.position = Position(record["samples"])

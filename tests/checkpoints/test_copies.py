@@ -128,7 +128,7 @@ def test_a_place_that_is_not_ours_is_refused(run: Experiment, target: str) -> No
     open_place(target).copy(checkpoint(run, 1))
     other = copies.open_place(target, "my run", RUN)
     other._label |= {"run": "19"}
-    with pytest.raises(UsageError, match="something else than copies of this run"):
+    with pytest.raises(UsageError, match="something other than copies of this run"):
         other.open()
     assert not other.is_ours()
 

@@ -33,7 +33,7 @@ def experiment(tmp_path: Path) -> Experiment:
 def run(
     experiment: Experiment, command: str, seconds: float = 30.0, ending: Ending = COMPLETE
 ) -> str:
-    return on_end.run_command(command, seconds, experiment, ending, on_end.user_environment())
+    return on_end.run_command(command, seconds, experiment, ending, on_end.build_user_environment())
 
 
 def read_events(experiment: Experiment) -> list[dict]:
