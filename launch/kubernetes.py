@@ -33,7 +33,7 @@ run       runs any command in a pod with the volume; `run --help` lists its opti
 shell     opens a shell in such a pod
 fetch     copies a directory from the volume to this machine
 
-The options after `--` are those of 04_train_fsdp.py. The default of -e is the job's name, and a
+The options after `--` are options of 04_train_fsdp.py. The default of -e is the job's name, and a
 --config file is read on this machine. The default run trains a 1B model from scratch on c4
 (recipes/scratch-1b-g5.yaml). The default image is the last one that was built on this machine, and
 the default instance type is that of the cluster's nodes.
@@ -84,7 +84,7 @@ _FIRST_WORDS = ("setup", *VOLUME_COMMANDS)  # commands with options of their own
 def build_parser() -> options.Parser:
     parser = options.Parser(__doc__, "COMMAND --job-name J [options] -- TRAINING OPTIONS")
     parser.add_argument(
-        "command", choices=(*_STARTING, *JOB_COMMANDS, *_FIRST_WORDS), help="what to do"
+        "command", choices=(*_STARTING, *JOB_COMMANDS, *_FIRST_WORDS), help="the command to run"
     )
     declared.add_options(parser, JobOptions)
     declared.add_options(parser, Patience)
@@ -291,21 +291,21 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options, first: Preparation | No
 
 
 def run_job(
-    job: Job, kubectl: Kubectl, first: Preparation | None, prepare: str, **how: Any
+    job: Job, kubectl: Kubectl, first: Preparation | None, prepare: str, **settings: Any
 ) -> None:
     """Run a job to its end, and before it the job that prepares its run, if that is needed.
 
-    first: the job that prepares, None if there is none. prepare: the value of --prepare. how: as
-    for `deploy`.
+    first: the job that prepares the run, or None. prepare: the value of --prepare. settings: for
+    `deploy.deploy`.
     """
     is_checked = False
     if first:
-        deploy.require_needs(job, kubectl, has_token=bool(how["token"]))
+        deploy.require_needs(job, kubectl, has_token=bool(settings["token"]))
         is_checked = not preparation.is_needed(prepare, first, job, kubectl)
         if not is_checked:
-            run_job(first, kubectl, None, prepare, **how)
+            run_job(first, kubectl, None, prepare, **settings)
     try:
-        deploy.deploy(job, kubectl, is_checked=is_checked, **how)
+        deploy.deploy(job, kubectl, is_checked=is_checked, **settings)
     except KeyboardInterrupt:
         log.info(f"\nthe job continues; to end it: {_format_stop_command(job, kubectl)}")
         raise

@@ -77,7 +77,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """List runs, compare two, or show one: once, live, or as its log."""
+    """List runs, compare two runs, or show one run: once, live, or as its log."""
     opts = parse(argv)
     width = shutil.get_terminal_size(_NARROW).columns
     if opts.compare:

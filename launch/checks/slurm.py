@@ -3,10 +3,10 @@
   python launch/check.py slurm --nodes 4 -- --partition=gpu --gpus-per-node=8
   python launch/check.py slurm --nodes 4 --dry-run -- --partition=gpu    # print the commands
 
-The options after `--` are those of sbatch for the run; those in launch/slurm.sbatch and in sbatch's
-variables count as well. The check asks the controller for the partition, its nodes and their GPUs,
-and for when a job of launch/slurm.sbatch could start. Then one short job runs
-`launch/check.py network` on the nodes: GPUs, versions, bandwidth, the shared directories. It
+The options after `--` are sbatch's options for the run. Options in launch/slurm.sbatch and in
+sbatch's variables count as well. The check asks the controller for the partition, its nodes and
+their GPUs, and for the time at which a job of launch/slurm.sbatch could start. Then one short job
+runs `launch/check.py network` on the nodes: GPUs, versions, bandwidth, the shared directories. It
 changes nothing else. Exit codes: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2
 without Slurm.
 """
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> Options:
 
 
 def main(argv: list[str]) -> None:
-    """Check the cluster for a run. argv: the options, then `--` and those of sbatch."""
+    """Check the cluster for a run. argv: the options, then `--` and sbatch's options."""
     at = argv.index("--") if "--" in argv else len(argv)
     opts = parse(argv[:at])
     job = [*read_placement(ROOT / "launch" / "slurm.sbatch"), *argv[at + 1 :]]
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> None:
 def read_placement(script: Path) -> list[str]:
     """Return the options that decide on which nodes the job of a batch script runs.
 
-    They are those of its `#SBATCH` lines, then those of sbatch's variables, which srun ignores.
+    They come from its `#SBATCH` lines and from sbatch's variables, which srun ignores.
     """
     words: list[str] = []
     for line in script.read_text(encoding="utf-8").splitlines():

@@ -329,8 +329,8 @@ def find_facts(part: str, cluster: ClusterOptions) -> NetworkFacts:
             options_text = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
             raise UsageError(
                 f"--kind hyperpod-slurm needs {options_text}",
-                expected="a private subnet, a security group that allows all traffic within "
-                "itself, and a file system of FSx for Lustre there",
+                expected="a private subnet with a file system of FSx for Lustre, and a security "
+                "group that allows all traffic within itself",
                 run=commands.script(
                     SCRIPT, "setup", *cluster.to_words(), "--out", cluster.cluster_name
                 ),

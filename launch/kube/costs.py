@@ -31,13 +31,13 @@ class NoEstimate(Exception):
 
 
 def log_cost(job: Job) -> None:
-    """Print the time of the job, how it was derived, and what it costs."""
+    """Print the time of the job, its derivation, and the costs."""
     log.info("cost, by estimate:")
     log.table(describe_cost(job))
 
 
 def describe_cost(job: Job) -> dict[str, str]:
-    """Return rows of a table: the time of the job, how it was derived, and the money."""
+    """Return rows of a table: the time of the job, its derivation, and the costs."""
     rows: dict[str, str] = {}
     hours = 0.0
     try:

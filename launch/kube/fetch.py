@@ -313,7 +313,7 @@ class Copy:
         )
         for folder, _, _ in os.walk(self._content):
             publish.fsync(Path(folder))
-        require_new(self.target, overwrite)  # another process may have made it meanwhile
+        require_new(self.target, overwrite)  # another process may have created it meanwhile
         if self.target.exists():
             self.target.replace(self._partial / "replaced")
         self._content.replace(self.target)

@@ -1,4 +1,4 @@
-"""List the commands that create and delete a cluster, in order, and what it costs."""
+"""List the commands that create and delete a cluster, in order, and estimate its costs."""
 
 from __future__ import annotations
 

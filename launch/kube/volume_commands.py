@@ -14,7 +14,7 @@ shell  opens an interactive shell in such a pod, or runs the command after `--`
 fetch  copies a directory or a file from the volume to a new directory on this machine, and compares
        the SHA-256 of each file. After an interruption, the same command continues.
 
-The pod is deleted when the command ends, also after Ctrl-C. The default image is the last one
+The pod is deleted when the command ends, even after Ctrl-C. The default image is the last one
 that was built on this machine.
 """
 

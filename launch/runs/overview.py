@@ -18,7 +18,7 @@ from lib.train import journal
 from lib.train.config import DEFAULTS, Config
 
 WIDTH = 119  # of the table, at most
-_DEEPEST = 4  # levels of directories below the one that is listed
+_DEEPEST = 4  # levels of directories to search below the listed directory
 _TAIL = 64 << 10  # bytes to read at the end of metrics.jsonl and events.jsonl
 _HEAD = 4 << 10  # bytes to read at the beginning of events.jsonl
 _LONGEST_NAME = 32

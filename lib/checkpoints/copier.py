@@ -219,7 +219,7 @@ class Copier:
             self._call_place("retire", newer)
             log.warn(
                 f"the copies of {units.counted(len(newer), 'checkpoint')} after step {after:,} in "
-                f"{self.where} are not used any more: the run continues from an earlier step"
+                f"{self.where} are no longer used: the run continues from an earlier step"
             )
         with self._wake:
             self._copies = {step: c for step, c in self._copies.items() if step <= after}

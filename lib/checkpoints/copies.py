@@ -222,7 +222,7 @@ class BucketPlace(CopyPlace):
                 if commit.has_digest(content) and content["step"] == step:
                     commits[step] = content
             except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-                continue  # a damaged copy is made again
+                continue  # the next copy replaces a damaged one
         return commits
 
     def copy(self, checkpoint: Checkpoint) -> None:

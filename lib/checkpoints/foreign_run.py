@@ -100,7 +100,7 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
 
 
 def _make_missing_error(root: Path, folders: list[Path]) -> ArtifactError:
-    """Return the error for a directory in which there is no `.metadata`."""
+    """Return the error for a directory without `.metadata`."""
     interrupted = next((path for path in folders if any(path.glob("*.distcp"))), None)
     if interrupted is not None:
         return ArtifactError(

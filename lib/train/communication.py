@@ -30,7 +30,7 @@ _OPERATOR = "aten::"
 class Communication(NamedTuple):
     """The share of communication in the time of a step, as a mean over all ranks.
 
-    total: at least one collective is running. exposed: meanwhile the device computes nothing.
+    total: time with a running collective. exposed: the part of it without any computation.
     """
 
     total: float

@@ -1,6 +1,6 @@
 """Create the model of `--model-size` or `--config-json`: its config and its tokenizer.
 
-The directory in `.cache/scratch/` contains what stage 03 would create. If it was deleted, it is
+The directory in `.cache/scratch/` equals a model directory of stage 03. If it was deleted, it is
 created again.
 """
 

@@ -61,7 +61,7 @@ def run_command(
 ) -> str:
     """Run a command with `sh -c`, record its outcome as an event, and return a text about it.
 
-    environment: variables besides those about the run. Takes at most `seconds` and KILL_S, and
+    environment: other variables than those about the run. Takes at most `seconds` and KILL_S, and
     raises nothing.
     """
     facts = read_facts(experiment, ending)
