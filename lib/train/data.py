@@ -24,6 +24,7 @@ from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import Split, TokenStore
 from lib.tokens.synthetic import SyntheticText
+from lib.tokens.text_bytes import SplitText
 from lib.train.config import Config
 from lib.train.inputs import Inputs, get_text_field
 from lib.train.plan import Plan, get_degrees, get_world_size
@@ -107,6 +108,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
                 counts.warn_about_samples(
                     str(corpus.dataset.path), chat.counts["train"], path / counts.ERRORS
                 )
+        _report_missing_bytes(tokens)
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         _print_samples(stores, config.show_samples, inputs.model_dir)
@@ -140,10 +142,29 @@ def combine_stores(config: Config, inputs: Inputs, stores: list[TokenStore]) -> 
     return Data(
         train,
         mixture.list_validation_splits(
-            inputs.corpora, train, [split.get("validation") for split in splits]
+            inputs.corpora,
+            train,
+            [split.get("validation") for split in splits],
+            [_get_validation_text(tokens) for tokens in stores],
         ),
         counts.merge_facts([*filter(None, map(counts.read_facts, stores))]),
     )
+
+
+def _get_validation_text(tokens: TokenStore) -> SplitText | None:
+    """Return the bytes and sources of the validation split, None if the store lacks them."""
+    split = tokens.splits.get("validation")
+    return split.text if split else None
+
+
+def _report_missing_bytes(tokens: TokenStore) -> None:
+    """Say that a store of an older version lacks the bytes of its validation split."""
+    split = tokens.splits.get("validation")
+    if split and split.text is None and split.labels is None and log.rank() == 0:
+        log.info(
+            f"  no bits per byte on the validation split: {tokens.path} was built before this "
+            "figure existed (if you delete that directory, the next launch builds it again)"
+        )
 
 
 def _cut_samples(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:

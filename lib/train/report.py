@@ -22,7 +22,7 @@ from lib.parallel.loss import LossFunction
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
-from lib.train import console, metrics, symptoms
+from lib.train import bits_per_byte, console, metrics, symptoms
 from lib.train.estimates import MEASURED_STEPS
 from lib.train.journal import Journal
 from lib.train.meters import Meters, Pace
@@ -157,8 +157,9 @@ class Report:
         figures = evaluation.measure(model, compute_loss, self._show_batches)
         loss = figures["eval/loss"]
         self._captured.validation.update(figures)
+        described = "".join(f"{text}, " for text in filter(None, [bits_per_byte.describe(figures)]))
         log.info(
-            f"step {self._captured.step:,}: validation loss {loss:.4f}, in "
+            f"step {self._captured.step:,}: validation loss {loss:.4f}, {described}in "
             f"{units.duration(time.monotonic() - began)}"
         )
         self._show_on_bar(validation=f"{loss:.3f}")
