@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.parallel.stop_request import StopRequest
     from lib.planning.memory import MemoryEstimate
     from lib.tokens.batches import DataStream
+    from lib.tokens.prompts import Prompt
     from lib.train.data import Data
     from lib.train.inputs import Inputs
     from lib.train.journal import Journal
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.plan import Plan
     from lib.train.report import Report
     from lib.train.rows import Divergence, Evaluation, LossWindow
+    from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
 
@@ -116,6 +118,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.train.data import prepare_data
     from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.plan import next_command
+    from lib.train.sampling import prepare_prompts
     from lib.train.settle import settle_options
     from lib.train.symptoms import explain_errors
 
@@ -127,8 +130,9 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
             gpus.warn_without_offload(asked.device)
         gpus.report_unused(asked.device)
     config, model, memory = settle_options(asked, experiment, inputs)
+    prompts = prepare_prompts(config, inputs)
     if config.dry_run:
-        overview.show_plan(config, inputs, model)
+        overview.show_plan(config, inputs, model, prompts)
         memory_fit.warn_of_memory(config, inputs, memory)
         return
     meeting = None
@@ -144,7 +148,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
     with explain_errors(config, experiment), ExitStack() as stack:  # closed in reverse order
-        run = set_up(config, experiment, inputs, model, data, meeting, stack)
+        run = set_up(config, experiment, inputs, model, data, prompts, meeting, stack)
         begin_copying(stack, run.state, run.checkpointer, run.meters, run.stop_request)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
@@ -167,6 +171,7 @@ class Run(NamedTuple):
     routers: RouterLoad
     meters: Meters
     evaluation: Evaluation
+    sampling: Sampling
     checkpointer: Checkpointer
     report: Report
     stop_request: StopRequest
@@ -203,6 +208,7 @@ def set_up(
     inputs: Inputs,
     model: PreTrainedModel,
     data: Data,
+    prompts: list[Prompt],
     meeting: Meeting | None,
     stack: ExitStack,
 ) -> Run:
@@ -224,6 +230,7 @@ def set_up(
     from lib.train.model import load_first_weights, set_up_kernels, shard_model
     from lib.train.report import Report
     from lib.train.rows import Evaluation
+    from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
     layout, plan, journal, estimate = join_ranks(
@@ -235,7 +242,7 @@ def set_up(
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
     cost = overview.measure_cost(config, inputs, model)
     hardware = overview.get_hardware(config, layout)
-    overview.show_head(plan, inputs, model, data, cost, hardware)
+    overview.show_head(plan, inputs, model, data, cost, hardware, prompts)
     # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
     memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
@@ -268,6 +275,7 @@ def set_up(
         routers,
         stack.enter_context(meters),
         Evaluation([] if config.bench else data.held_out, plan, layout),
+        Sampling(prompts, data.stops, inputs.model_dir, plan, layout),
         checkpointer,
         stack.enter_context(report),
         stop_request,
@@ -434,6 +442,9 @@ def log_step(
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
         if evaluating or stopping or run.checkpointer.is_due(step):
             divergence = report.write_captured()
+    if divergence is None and run.sampling.is_due(step) and not stopping:
+        with run.meters.pause("samples"):
+            report.add_samples(run.sampling)
     return None if stopping else divergence
 
 

@@ -55,6 +55,11 @@ class Data:
         """Return the largest number of documents in a sample."""
         return 1 if isinstance(self.train, RawDocuments) else self.train.most_documents
 
+    @property
+    def stops(self) -> list[int]:
+        """Return the tokens that end the answers of conversations, [] without any."""
+        return list(self.chat.stops) if self.chat else []
+
     def stream(self, plan: Plan, device: torch.device) -> DataStream:
         """Return the stream from which this rank takes its share of each step."""
         if isinstance(self.train, RawDocuments):
