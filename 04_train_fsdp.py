@@ -44,7 +44,6 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.parallel.stop_request import StopRequest
     from lib.planning.memory import MemoryEstimate
     from lib.tokens.batches import DataStream
-    from lib.tokens.prompts import Prompt
     from lib.train.data import Data
     from lib.train.inputs import Inputs
     from lib.train.journal import Journal
@@ -118,7 +117,6 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.train.data import prepare_data
     from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.plan import next_command
-    from lib.train.sampling import prepare_prompts
     from lib.train.settle import settle_options
     from lib.train.symptoms import explain_errors
 
@@ -130,9 +128,8 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
             gpus.warn_without_offload(asked.device)
         gpus.report_unused(asked.device)
     config, model, memory = settle_options(asked, experiment, inputs)
-    prompts = prepare_prompts(config, inputs)
     if config.dry_run:
-        overview.show_plan(config, inputs, model, prompts)
+        overview.show_plan(config, inputs, model)
         memory_fit.warn_of_memory(config, inputs, memory)
         return
     meeting = None
@@ -148,7 +145,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
     with explain_errors(config, experiment), ExitStack() as stack:  # closed in reverse order
-        run = set_up(config, experiment, inputs, model, data, prompts, meeting, stack)
+        run = set_up(config, experiment, inputs, model, data, meeting, stack)
         begin_copying(stack, run.state, run.checkpointer, run.meters, run.stop_request)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
@@ -208,7 +205,6 @@ def set_up(
     inputs: Inputs,
     model: PreTrainedModel,
     data: Data,
-    prompts: list[Prompt],
     meeting: Meeting | None,
     stack: ExitStack,
 ) -> Run:
@@ -242,10 +238,10 @@ def set_up(
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
     cost = overview.measure_cost(config, inputs, model)
     hardware = overview.get_hardware(config, layout)
-    overview.show_head(plan, inputs, model, data, cost, hardware, prompts)
+    overview.show_head(plan, inputs, model, data, cost, hardware)
     # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
-    memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
+    in_use = capacity.memory_usage(layout.device)["memory/current_gib"]  # before the model
     routers = shard_model(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
@@ -260,9 +256,7 @@ def set_up(
     float8.update_scales_with(optimizer, model)
     set_up_kernels(config, model, layout)
     compute_loss = build_loss(model, layout, config.packing, compiler)
-    meters = Meters(
-        config, experiment, layout, cost.flops, hardware.peak, memory_before, state.step
-    )
+    meters = Meters(config, experiment, layout, cost.flops, hardware.peak, in_use, state.step)
     parts = (experiment, journal, state, stream, meters, estimate)
     report = BenchReport(*parts, inputs) if config.bench else Report(*parts)
     return Run(
@@ -275,7 +269,7 @@ def set_up(
         routers,
         stack.enter_context(meters),
         Evaluation([] if config.bench else data.held_out, plan, layout),
-        Sampling(prompts, data.stops, inputs.model_dir, plan, layout),
+        Sampling(data, inputs.model_dir, plan, layout),
         checkpointer,
         stack.enter_context(report),
         stop_request,

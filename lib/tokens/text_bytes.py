@@ -19,15 +19,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from lib.tokens.samples import Samples
-    from lib.tokens.store import Numbers
 
 BYTES = "bytes.bin"
 SOURCES = "sources.bin"
@@ -180,21 +178,31 @@ def _drop_number(name: str) -> str:
     return _NUMBER.sub("", stem) or stem
 
 
+class LabelledSamples(Protocol):
+    """The part of `Samples` that says where labels come from."""
+
+    seq_length: int
+
+    def label_spans(self, number: int) -> list[tuple[int, int, int]]: ...
+
+
 class SplitText:
     """Reads the bytes and the sources of a validation split.
 
-    names: the sources; [] if the dataset has no column `source`.
+    counts: uint16 [tokens], as in BYTES. ends: int64 [documents], the end of each document.
+    sources: uint8 [documents], as in SOURCES, or None. All three are arrays or files. names: the
+    sources; [] if the dataset has no column `source`.
     """
 
-    def __init__(
-        self, counts: Numbers, ends: Numbers, sources: Numbers | None, names: Sequence[str]
-    ) -> None:
+    def __init__(self, counts: Any, ends: Any, sources: Any, names: Sequence[str]) -> None:
         self.names = list(names)
         self._counts = counts
         self._ends = ends
         self._sources = sources
 
-    def read_labels(self, samples: Samples, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read_labels(
+        self, samples: LabelledSamples, numbers: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the source and the bytes of each label, int64 [samples, T] both.
 
         The source is the index of a name, 0 without names, and -1 where no loss counts: at ignored

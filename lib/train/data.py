@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.mixture import ValidationSplit
+from lib.tokens.prompts import Prompt, encode_prompts, read_prompts
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
@@ -39,11 +40,13 @@ class Data:
 
     train: samples of one epoch, or documents that are tokenised while training (--streaming).
     held_out: the validation splits. chat: facts about the chat datasets, None without any.
+    prompts: those of --sample-prompts.
     """
 
     train: Samples | RawDocuments
     held_out: list[ValidationSplit]
     chat: ChatFacts | None = None
+    prompts: list[Prompt] = field(default_factory=list)
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -86,8 +89,31 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
     """Return the samples of all corpora; create the token stores and packs that are missing.
 
     Call this before the process group exists, because it may take hours and collectives would time
-    out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary.
+    out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary,
+    or if prompts cannot be used.
     """
+    prompts = prepare_prompts(config, inputs)  # first, since the rest may take hours
+    return replace(_prepare_samples(config, inputs, vocab_size), prompts=prompts)
+
+
+def prepare_prompts(config: Config, inputs: Inputs) -> list[Prompt]:
+    """Return the encoded prompts of a run, [] without --sample-prompts.
+
+    config: with its --seq-length. Raises UsageError with all problems of the prompts.
+    """
+    if config.sample_prompts is None:
+        return []
+    return encode_prompts(
+        read_prompts(config.sample_prompts),
+        inputs.model_dir,
+        inputs.template,
+        config.seq_length,
+        config.sample_tokens,
+    )
+
+
+def _prepare_samples(config: Config, inputs: Inputs, vocab_size: int) -> Data:
+    """Return the samples of all corpora, without prompts."""
     if inputs.shards:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])
     if inputs.synthetic:

@@ -27,6 +27,7 @@ from lib.train.data import (
     combine_stores,
     make_chat_policy,
     make_synthetic,
+    prepare_prompts,
     select_shards,
 )
 from lib.train.estimates import Hardware, ModelCost
@@ -42,7 +43,6 @@ def show_head(
     data: Data,
     cost: ModelCost,
     hardware: Hardware,
-    prompts: Sequence[Prompt],
 ) -> None:
     """Print the model, the data, the settled options and the estimates of a run at its start."""
     config = plan.config
@@ -63,7 +63,7 @@ def show_head(
             **describe_balance(config, model),
             **data.describe(plan),
             **estimates.describe_cost(plan, cost, hardware),
-            **_describe_samples(config, prompts, cost, hardware),
+            **_describe_samples(config, data.prompts, cost, hardware),
         }
     )
     _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
@@ -89,14 +89,13 @@ def get_hardware(config: Config, layout: ParallelLayout) -> Hardware:
     return Hardware(layout.ranks, peak, source, kind)
 
 
-def show_plan(
-    config: Config, inputs: Inputs, model: PreTrainedModel, prompts: Sequence[Prompt]
-) -> None:
+def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     """Print the plan of a dry run, and write nothing.
 
     Raises UsageError if a batch cannot be divided, after everything else has been printed.
     """
     cost = measure_cost(config, inputs, model)
+    prompts = prepare_prompts(config, inputs)
     problems = Problems()
     log.info("plan:")
     masters = f"float32 masters{parallelize.describe_frozen(model)}"

@@ -23,20 +23,20 @@ from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
 from lib.parallel import generation
 from lib.parallel.layout import ParallelLayout, gather
-from lib.tokens import prompts, readable
+from lib.tokens import readable
 from lib.tokens.encode import Encoder
 from lib.tokens.prompts import Prompt
 from lib.train import estimates, metrics
 from lib.train.config import Config
+from lib.train.data import Data
 from lib.train.estimates import Hardware, ModelCost
-from lib.train.inputs import Inputs
 from lib.train.plan import Plan
 
 GREEDY, DRAWN = KINDS = ("greedy", "drawn")
 _SHOWN = 60  # characters of a text in a line of the log
 
 
-class Sample(NamedTuple):
+class PromptSample(NamedTuple):
     """A continuation of a prompt, see the fields of samples.jsonl.
 
     tokens: number of tokens of the text. ended: the model ended the text or its turn.
@@ -48,22 +48,6 @@ class Sample(NamedTuple):
     text: str
     tokens: int
     ended: bool
-
-
-def prepare_prompts(config: Config, inputs: Inputs) -> list[Prompt]:
-    """Return the encoded prompts of a run, [] without --sample-prompts.
-
-    config: with its --seq-length. Raises UsageError with all problems of the prompts.
-    """
-    if config.sample_prompts is None:
-        return []
-    return prompts.encode_prompts(
-        prompts.read_prompts(config.sample_prompts),
-        inputs.model_dir,
-        inputs.template,
-        config.seq_length,
-        config.sample_tokens,
-    )
 
 
 def describe_cost(
@@ -96,19 +80,12 @@ def _choose_length(config: Config, encoded: Sequence[Prompt]) -> int:
 class Sampling:
     """Makes the samples of a run. All ranks must create it.
 
-    encoded: the prompts; those of rank 0 are used. stops: tokens that end an answer besides EOS.
+    data: contains the prompts, of which those of rank 0 are used, and the tokens that end answers.
     """
 
-    def __init__(
-        self,
-        encoded: Sequence[Prompt],
-        stops: Iterable[int],
-        model_dir: Path,
-        plan: Plan,
-        layout: ParallelLayout,
-    ) -> None:
-        self._prompts = gather(encoded, layout.control)[0] if encoded else []
-        self._stops = set(stops)
+    def __init__(self, data: Data, model_dir: Path, plan: Plan, layout: ParallelLayout) -> None:
+        self._prompts = gather(data.prompts, layout.control)[0] if data.prompts else []
+        self._stops = set(data.stops)
         self._model_dir = model_dir
         self._plan = plan
         self._layout = layout
@@ -120,7 +97,7 @@ class Sampling:
         every = self._plan.config.sample_freq
         return step == self._plan.total_steps or bool(every and step % every == 0)
 
-    def make_samples(self, model: PreTrainedModel) -> list[Sample]:
+    def make_samples(self, model: PreTrainedModel) -> list[PromptSample]:
         """Return the samples of all prompts on rank 0, [] on other ranks.
 
         All ranks must call this. The drawn samples use the same random numbers at each step, so
@@ -147,14 +124,14 @@ class Sampling:
             for kind, ids in zip(KINDS, continuations, strict=True)
         ]
 
-    def _decode(self, index: int, kind: str, ids: list[int]) -> Sample:
+    def _decode(self, index: int, kind: str, ids: list[int]) -> PromptSample:
         prompt = self._prompts[index]
         stops = self._stops | {self._tokenizer.eos_token_id}
         end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
         # Decode from the start: some tokenizers drop the leading space of a text decoded alone.
         before, text = (self._decode_ids(part) for part in (prompt.ids, prompt.ids + ids[:end]))
         text = text[len(before) :] if text.startswith(before) else self._decode_ids(ids[:end])
-        return Sample(index, prompt.text, kind, text, end, end < len(ids))
+        return PromptSample(index, prompt.text, kind, text, end, end < len(ids))
 
     def _decode_ids(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -190,7 +167,7 @@ class SampleFile:
                     with self._may_fail:
                         self._file.write(line)
 
-    def write(self, step: int, tokens_seen: int, samples: Iterable[Sample]) -> None:
+    def write(self, step: int, tokens_seen: int, samples: Iterable[PromptSample]) -> None:
         """Append samples of a step; if the disk is full, they are written with later ones."""
         for sample in samples if self._is_kept else ():
             row = {"step": step, "tokens_seen": tokens_seen, **sample._asdict()}
@@ -204,7 +181,7 @@ class SampleFile:
                 self._file.close()
 
 
-def format_texts(samples: Iterable[Sample]) -> dict[str, str]:
+def format_texts(samples: Iterable[PromptSample]) -> dict[str, str]:
     """Return the texts for TensorBoard by name, with control characters shown.
 
     They are code blocks of Markdown, in which no character has a meaning.
@@ -217,7 +194,7 @@ def format_texts(samples: Iterable[Sample]) -> dict[str, str]:
     return texts
 
 
-def describe_sample(sample: Sample) -> str:
+def describe_sample(sample: PromptSample) -> str:
     """Return a sample on one line for the log, with both texts shortened."""
     texts = [
         readable.escape_controls(text).replace("\n", "\\n") for text in (sample.prompt, sample.text)
