@@ -146,7 +146,8 @@ def _describe_row(run: RunFiles) -> list[tuple[str, str]]:
 
 def _describe_bits_per_byte(run: RunFiles) -> str:
     """Return the bits per byte of the last evaluation, in total and by source; "" without any."""
-    figures = run.evaluations[-1] if run.evaluations else {}
+    row = run.evaluations[-1] if run.evaluations else {}
+    figures = {key: value for key, value in row.items() if isinstance(value, (int, float))}
     name = "eval/bits_per_byte"
     parts = [f"{figures[name]:.4f}"] if name in figures else []
     parts += [
