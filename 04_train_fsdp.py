@@ -51,6 +51,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.plan import Plan
     from lib.train.report import Report
     from lib.train.rows import Divergence, Evaluation, LossWindow
+    from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
 
@@ -167,6 +168,7 @@ class Run(NamedTuple):
     routers: RouterLoad
     meters: Meters
     evaluation: Evaluation
+    sampling: Sampling
     checkpointer: Checkpointer
     report: Report
     stop_request: StopRequest
@@ -224,6 +226,7 @@ def set_up(
     from lib.train.model import load_first_weights, set_up_kernels, shard_model
     from lib.train.report import Report
     from lib.train.rows import Evaluation
+    from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
     layout, plan, journal, estimate = join_ranks(
@@ -238,7 +241,7 @@ def set_up(
     overview.show_head(plan, inputs, model, data, cost, hardware)
     # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
-    memory_before = capacity.memory_usage(layout.device)["memory/current_gib"]
+    in_use = capacity.memory_usage(layout.device)["memory/current_gib"]  # before the model
     routers = shard_model(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
@@ -253,9 +256,7 @@ def set_up(
     float8.update_scales_with(optimizer, model)
     set_up_kernels(config, model, layout)
     compute_loss = build_loss(model, layout, config.packing, compiler)
-    meters = Meters(
-        config, experiment, layout, cost.flops, hardware.peak, memory_before, state.step
-    )
+    meters = Meters(config, experiment, layout, cost.flops, hardware.peak, in_use, state.step)
     parts = (experiment, journal, state, stream, meters, estimate)
     report = BenchReport(*parts, inputs) if config.bench else Report(*parts)
     return Run(
@@ -268,6 +269,7 @@ def set_up(
         routers,
         stack.enter_context(meters),
         Evaluation([] if config.bench else data.held_out, plan, layout),
+        Sampling(data, inputs.model_dir, plan, layout),
         checkpointer,
         stack.enter_context(report),
         stop_request,
@@ -434,6 +436,9 @@ def log_step(
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
         if evaluating or stopping or run.checkpointer.is_due(step):
             divergence = report.write_captured()
+    if divergence is None and run.sampling.is_due(step) and not stopping:
+        with run.meters.pause("samples"):
+            report.add_samples(run.sampling)
     return None if stopping else divergence
 
 

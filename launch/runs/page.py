@@ -9,6 +9,7 @@ import statistics
 from launch.runs.curves import LABEL_WIDTH, render_curve, supports_unicode
 from launch.runs.run_files import Row, RunFiles
 from lib.core import run_records, units
+from lib.core.figures import documented_name
 from lib.core.run_records import mean_loss
 from lib.parallel import nvidia
 
@@ -131,6 +132,7 @@ def _describe_row(run: RunFiles) -> list[tuple[str, str]]:
             f"learning rate {row.get('train/learning_rate', math.nan):.3g}",
         ),
         ("validation", validation),
+        ("bits per byte", _describe_bits_per_byte(run)),
         ("speed", _describe_speed(row, since)),
         ("step time", _describe_times(row, since)),
         ("memory", _describe_memory(row)),
@@ -140,6 +142,20 @@ def _describe_row(run: RunFiles) -> list[tuple[str, str]]:
             f"{units.count(row.get('train/tokens_seen', 0))} seen, epoch {row.get('epoch', 0):.3g}",
         ),
     ]
+
+
+def _describe_bits_per_byte(run: RunFiles) -> str:
+    """Return the bits per byte of the last evaluation, in total and by source; "" without any."""
+    row = run.evaluations[-1] if run.evaluations else {}
+    figures = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+    name = "eval/bits_per_byte"
+    parts = [f"{figures[name]:.4f}"] if name in figures else []
+    parts += [
+        f"{key.split('/', 1)[1].rpartition('/')[0]} {value:.3f}"
+        for key, value in figures.items()
+        if documented_name(key) == "eval/SOURCE/bits_per_byte"
+    ]
+    return ", ".join(parts)
 
 
 def _describe_speed(row: Row, since: str) -> str:

@@ -19,7 +19,7 @@ class Figure(NamedTuple):
 
 
 # In the order in which a row contains them. NN stands for the number of a layer, DATASET for the
-# name of a dataset.
+# name of a dataset, SOURCE for a source of the validation split or a dataset.
 METRICS = {
     "step": Figure("", "optimizer steps done", "step"),
     "time": Figure(
@@ -187,6 +187,18 @@ METRICS = {
         "validation loss of one dataset; with several datasets",
         "dataset_validation_loss",
     ),
+    "eval/bits_per_byte": Figure(
+        "bits per byte",
+        "Σ nats of these label tokens ÷ (ln 2 × Σ bytes of the text that they stand for); special "
+        "tokens count neither way. Absent for conversations",
+        "validation_bits_per_byte",
+    ),
+    "eval/SOURCE/bits_per_byte": Figure(
+        "bits per byte",
+        "the same for one source of the text (`--keep-source` of stage 02), or with several "
+        "datasets for one dataset",
+        "source_validation_bits_per_byte",
+    ),
 }
 
 STATE = {
@@ -224,4 +236,6 @@ STATE = {
 def documented_name(key: str) -> str:
     """Return the key of METRICS under which a key of a row is documented."""
     key = re.sub(r"/layer_\d+/", "/layer_NN/", key)
+    if re.fullmatch(r"eval/.+/bits_per_byte", key):
+        return "eval/SOURCE/bits_per_byte"
     return "eval/loss/DATASET" if key.startswith("eval/loss/") else key

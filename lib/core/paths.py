@@ -129,6 +129,7 @@ class Experiment:
         self.model = self.root / "model"
         self.state = self.root / "state.json"
         self.metrics = self.root / "metrics.jsonl"
+        self.samples = self.root / "samples.jsonl"
         self.prometheus = self.root / "metrics.prom"
         self.events = self.root / "events.jsonl"
         self.tensorboard = self.root / "tb"

@@ -23,9 +23,16 @@ from lib.core.errors import EXIT_BUG
 
 _CHECK_EVERY_S = 1.0
 _FROZEN_S = 15.0  # after the limit, until faulthandler ends the process
-# Multiples of the limit of a step. A save or an evaluation takes as long as many steps, and the
-# first step may compile.
-_FACTORS = {"step": 1.0, "first step": 3.0, "evaluation": 6.0, "save": 6.0, "end": 6.0}
+# Multiples of the limit of a step. A save, an evaluation or samples take as long as many steps, and
+# the first step may compile.
+_FACTORS = {
+    "step": 1.0,
+    "first step": 3.0,
+    "evaluation": 6.0,
+    "samples": 6.0,
+    "save": 6.0,
+    "end": 6.0,
+}
 
 
 _is_stopped = threading.Event()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,13 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 26}
 _MIN_ROWS = 256  # of a chunk; a device computes smaller matrix products inefficiently
 _TOLERANCE = 0.02  # nats per token; different ways of rounding to half precision differ by less
 
-# (micro-batch, scale) → the loss summed over its label tokens, with gradients multiplied by scale.
-LossFunction = Callable[[MicroBatch, float], Tensor]
+
+class LossFunction(Protocol):
+    """Computes the loss of a micro-batch, see `token_loss_sum`."""
+
+    def __call__(
+        self, batch: MicroBatch, scale: float, token_losses: list[Tensor] | None = None
+    ) -> Tensor: ...
 
 
 def build_loss(
@@ -48,18 +53,30 @@ def build_loss(
     return partial(token_loss_sum, model)
 
 
-def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> Tensor:
+def token_loss_sum(
+    model: nn.Module,
+    batch: MicroBatch,
+    scale: float = 1.0,
+    token_losses: list[Tensor] | None = None,
+) -> Tensor:
     """Return the cross entropy summed over the label tokens of a micro-batch, float32 scalar.
 
     Its gradients are multiplied by `scale`, a power of two, before they are rounded to half
     precision, because small gradients would vanish in float16. If all labels of a micro-batch are
     ignored, the result is a zero that is still part of the graph.
+
+    token_losses: a list to which the loss of each token is appended, float32 [n] in one or more
+    parts, 0 for an ignored label; only without gradients.
     """
     inputs = attention.make_inputs(model, batch)
     head = model.get_output_embeddings()
     if isinstance(head.__dict__.get("forward"), LossHead):
-        return head.forward.chunked_loss_sum(model, inputs, batch.labels, scale)
+        return head.forward.chunked_loss_sum(model, inputs, batch.labels, scale, token_losses)
     logits = model(**inputs).logits.flatten(0, 1).float()
+    if token_losses is not None:
+        token_losses.append(
+            F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="none")
+        )
     total = F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return _ScaledGradient.apply(total, scale)
 
@@ -94,6 +111,7 @@ class LossHead:
         )
         self._labels: Tensor | None = None
         self._scale = 1.0
+        self._token_losses: list[Tensor] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [B, T, V], or the loss sum of hidden states [B, T, H]."""
@@ -110,18 +128,26 @@ class LossHead:
             self._scale,
             self._at_once,
             gradient,
+            self._token_losses,
         )
 
     def chunked_loss_sum(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, scale: float
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        labels: Tensor,
+        scale: float,
+        token_losses: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the loss sum of a micro-batch, which the model returns in place of logits."""
         self._labels = labels
         self._scale = scale
+        self._token_losses = token_losses
         try:
             return model(**inputs).logits
         finally:
             self._labels = None
+            self._token_losses = None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -142,11 +168,13 @@ class _ChunkedLoss(torch.autograd.Function):
         scale: float,
         at_once: int,
         gradient_of: Callable[..., tuple[Tensor, Tensor]] | None,
+        token_losses: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the cross entropy summed over the rows with a label, and save the gradients.
 
         hidden: [N, H]; weight: [V, H]; bias: [V]; labels: int64 [N]. at_once: number of logits in a
         chunk. gradient_of: computes as `_gradient` does; None if no gradient is needed.
+        token_losses: see `token_loss_sum`.
         """
         # Chunks have equal sizes, because the gradient is compiled for each size.
         chunks = units.ceil_div(len(labels) * len(weight), at_once)
@@ -170,7 +198,10 @@ class _ChunkedLoss(torch.autograd.Function):
             counts = (target != IGNORED).float()
             target = target.clamp(min=0)
             if gradient_of is None:
-                loss += (F.cross_entropy(logits.float(), target, reduction="none") * counts).sum()
+                losses = F.cross_entropy(logits.float(), target, reduction="none") * counts
+                if token_losses is not None:
+                    token_losses.append(losses)
+                loss += losses.sum()
                 continue
             chunk_loss, gradient = gradient_of(logits, target, counts, counts * scale)
             loss += chunk_loss
@@ -202,6 +233,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 None if gradient is None else gradient.mul_(upstream.to(gradient.dtype))
                 for gradient in ctx.saved_tensors
             ),
+            None,
             None,
             None,
             None,

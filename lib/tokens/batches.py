@@ -18,6 +18,7 @@ import numpy as np
 from lib.core import workers
 from lib.tokens.order import Division
 from lib.tokens.samples import IGNORED, SampleArrays, Samples
+from lib.tokens.text_bytes import SplitText
 
 if TYPE_CHECKING:  # importing torch takes seconds, and not every caller makes tensors
     import torch
@@ -200,15 +201,38 @@ def read_evaluation_batches(
     """
     import torch
 
+    last = len(samples) - 1
+    for numbers, is_padding in _list_evaluation_rows(samples, batches, division):
+        batch = make_micro_batch(samples.read_samples(np.minimum(numbers, last)), False)
+        # On a copy, since labels and inputs of a window are views of the same tokens.
+        rows = torch.from_numpy(is_padding)[:, None]
+        yield batch._replace(labels=batch.labels.masked_fill(rows, IGNORED))
+
+
+def read_evaluation_texts(
+    samples: Samples, text: SplitText, batches: int, division: Division
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield source and bytes of each label of `read_evaluation_batches`, int64 [B, T] both.
+
+    The source is -1 where no loss counts, see SplitText.read_labels.
+    """
+    last = len(samples) - 1
+    for numbers, is_padding in _list_evaluation_rows(samples, batches, division):
+        sources, sizes = text.read_labels(samples, np.minimum(numbers, last))
+        sources[is_padding] = -1
+        sizes[is_padding] = 0
+        yield sources, sizes
+
+
+def _list_evaluation_rows(
+    samples: Samples, batches: int, division: Division
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield for each micro-batch of an evaluation the samples, and which rows are padding."""
     d = division
     total = min(batches * d.global_batch, len(samples))
-    per_round = d.micro_batch * d.dp_size
-    for start in range(0, total, per_round):
+    for start in range(0, total, d.micro_batch * d.dp_size):
         numbers = start + d.dp_rank * d.micro_batch + np.arange(d.micro_batch)
-        batch = make_micro_batch(samples.read_samples(np.minimum(numbers, len(samples) - 1)), False)
-        # On a copy, since labels and inputs of a window are views of the same tokens.
-        is_padding = torch.from_numpy(numbers >= total)[:, None]
-        yield batch._replace(labels=batch.labels.masked_fill(is_padding, IGNORED))
+        yield numbers, numbers >= total
 
 
 def find_boundaries(positions: np.ndarray) -> np.ndarray:

@@ -15,11 +15,11 @@ from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.core.retry import poll
-from lib.tokens import store
+from lib.tokens import store, text_bytes
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
-from lib.tokens.split_writer import PROGRESS, StoreContents, TextWriter
+from lib.tokens.split_writer import PROGRESS, StoreContents, TextWriter, write_sources
 
 _POLL_S = 0.5
 
@@ -210,11 +210,17 @@ def _write_texts(
     """Write the splits of a text dataset."""
     contents = StoreContents({}, [], {}, [])
     for name in dataset.splits:
-        writer = TextWriter(directory, name, dtype, dataset)
+        is_held_out = name == "validation"
+        vocabulary = text_bytes.measure_vocabulary(encoder.tokenizer) if is_held_out else None
+        writer = TextWriter(directory, name, dtype, dataset, vocabulary)
         writer.run(encoder, bar)
         dataset.require_same()
         contents.counts[name] = writer.manifest_counts()
         contents.files.extend(writer.close())
+        if is_held_out:
+            names, entry = write_sources(directory, name, dataset)
+            contents.facts[text_bytes.FACT] = {"sources": names}
+            contents.files.extend([entry] if entry else [])
     return contents
 
 

@@ -26,7 +26,7 @@ _CHAT_FORMATS = (
     {"prompt", "completion"},
     {"instruction", "output"},
 )
-_STRINGS = ("string", "large_string")
+STRINGS = ("string", "large_string")
 
 
 def detect_format(names: Collection[str]) -> str:
@@ -145,7 +145,7 @@ def describe_chat_problem(shard: Path) -> str:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return str(kind) in (*_STRINGS, "null")
+    return str(kind) in (*STRINGS, "null")
 
 
 def _is_list(kind: pa.DataType) -> bool:
@@ -186,7 +186,7 @@ def describe_text_problem(kinds: Mapping[str, str]) -> str:
         return f"columns {', '.join(kinds) or 'none'}"
     if kinds["text"] == "null":
         return "`text` without a value in any row"
-    return "" if kinds["text"] in _STRINGS else f"`text` of {kinds['text']}"
+    return "" if kinds["text"] in STRINGS else f"`text` of {kinds['text']}"
 
 
 @contextmanager

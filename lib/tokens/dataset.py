@@ -111,6 +111,18 @@ class Dataset:
         """Yield the conversations of a split from row `first` on, as rows of about 2 MB."""
         return self._read_parts(split, first, columns.CHAT_COLUMNS, _CHAT_BYTES, _CHAT_ROWS)
 
+    def has_sources(self, split: str) -> bool:
+        """Return whether all files of a split have a column `source` of strings."""
+        return all(
+            columns.read_column_types(shard).get("source") in columns.STRINGS
+            for shard in self.splits[split]
+        )
+
+    def sources(self, split: str) -> Iterator[pa.Array]:
+        """Yield the column `source` of a split in parts."""
+        for part in columns.read_batches(self.splits[split], mapped=True):
+            yield part.column("source")
+
     def _read_parts(
         self, split: str, first: int, names: Iterable[str], most_bytes: int, most_rows: int
     ) -> Iterator[pa.RecordBatch]:

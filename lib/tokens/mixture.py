@@ -19,6 +19,7 @@ from lib.core.errors import Problems, UsageError
 from lib.tokens import order
 from lib.tokens.dataset import Dataset, find_dataset, open_dataset
 from lib.tokens.samples import SampleArrays, Samples
+from lib.tokens.text_bytes import SplitText
 
 
 @dataclass(frozen=True)
@@ -134,25 +135,33 @@ def _scale_to_integers(weights: Sequence[Fraction]) -> list[int]:
 class ValidationSplit:
     """Holds the validation split of a corpus.
 
-    weight: the weight of its loss in the mean over all corpora.
+    weight: the weight of its loss in the mean over all corpora. text: the bytes and sources of its
+    tokens; None for conversations, and for a token store that lacks them.
     """
 
     name: str
     weight: int
     samples: Samples
+    text: SplitText | None = None
 
 
 def list_validation_splits(
-    corpora: Sequence[Corpus], train: Samples, validation: Sequence[Samples | None]
+    corpora: Sequence[Corpus],
+    train: Samples,
+    validation: Sequence[Samples | None],
+    texts: Sequence[SplitText | None],
 ) -> list[ValidationSplit]:
     """Return the validation splits that contain a sample.
 
-    train: the result of `mix_samples`. validation: the split of each corpus, or None.
+    train: the result of `mix_samples`. validation: the split of each corpus, or None. texts: see
+    ValidationSplit.
     """
     weights = train.weights if isinstance(train, Mixture) else [1]
     return [
-        ValidationSplit(name, weight, samples)
-        for name, weight, samples in zip(name_corpora(corpora), weights, validation, strict=True)
+        ValidationSplit(name, weight, samples, text)
+        for name, weight, samples, text in zip(
+            name_corpora(corpora), weights, validation, texts, strict=True
+        )
         if samples
     ]
 
@@ -169,6 +178,7 @@ class Mixture(Samples):
         self.names = list(names)
         self.parts = list(parts)
         self.weights = list(weights)
+        self.seq_length = self.parts[0].seq_length
         self._first = np.cumsum([0, *map(len, parts)])
 
     def __len__(self) -> int:

@@ -105,6 +105,14 @@ class Packs(Samples):
         labels = tokens - self._documents if self._labels is None else self._labels.total
         return labels / samples, tokens / samples
 
+    def label_spans(self, number: int) -> list[tuple[int, int, int]]:
+        spans = []
+        filled = 0
+        for start, length, is_end in self._pieces(number):
+            spans.append((filled, start + 1, length - is_end))
+            filled += length
+        return spans
+
     def _pieces(self, pack: int) -> Iterator[tuple[int, int, bool]]:
         """Yield start and length of each piece, and whether a document ends with it."""
         first, last = self._index["packs"][pack : pack + 2]

@@ -86,7 +86,12 @@ def _decode_parts(
         before = decode(tokens[:start])
         text = decode(tokens[:end])
         text = text[len(before) :] if text.startswith(before) else decode(tokens[start:end])
-        yield _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text), bool(trained[start])
+        yield escape_controls(text), bool(trained[start])
+
+
+def escape_controls(text: str) -> str:
+    """Return a text with control characters as escapes, except for tabs and line breaks."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _mark_by_colour(text: str, is_trained: bool) -> str:

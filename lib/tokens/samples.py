@@ -27,7 +27,12 @@ class SampleArrays(NamedTuple):
 
 
 class Samples(ABC):
-    """Indexes samples from 0: windows of the token stream, packed documents, or a mixture."""
+    """Indexes samples from 0: windows of the token stream, packed documents, or a mixture.
+
+    seq_length: tokens in a sample.
+    """
+
+    seq_length: int
 
     @property
     def most_documents(self) -> int:
@@ -49,6 +54,14 @@ class Samples(ABC):
     @abstractmethod
     def mean_counts(self) -> tuple[float, float]:
         """Return the mean numbers of label tokens and of tokens without padding per sample."""
+
+    def label_spans(self, number: int) -> list[tuple[int, int, int]]:
+        """Return where the labels of a sample come from, as runs of consecutive tokens.
+
+        Each run is (first column, index of its first label in the tokens of the split, labels). A
+        label mask is not applied. Only samples of one split have spans.
+        """
+        raise NotImplementedError(type(self).__name__)
 
     def describe(self, count: int) -> dict[str, str]:
         """Return further rows for the printed plan of a run that reads `count` samples."""
@@ -99,6 +112,9 @@ class Windows(Samples):
     def mean_counts(self) -> tuple[float, float]:
         share = 1.0 if self._labels is None else self._labels.total / max(1, len(self.tokens))
         return self.seq_length * share, self.seq_length
+
+    def label_spans(self, number: int) -> list[tuple[int, int, int]]:
+        return [(0, number * self.seq_length + 1, self.seq_length)]
 
     def _are_labels(self, numbers: np.ndarray) -> np.ndarray:
         """Return whether the token after each input is a label, bool [samples, T]."""

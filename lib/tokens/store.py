@@ -13,7 +13,8 @@ token is a label for the token before it. Otherwise it names a further file:
         train.labels.bin        uint8 [tokens ÷ 8], one bit per token, the lowest first: 1 for a
                                 label; never for the first token of a document
 
-A writer may add files and facts to a store, as lib/tokens/chat/write.py does.
+A writer may add files and facts to a store, as lib/tokens/chat/write.py does. In a store of text,
+lib/tokens/text_bytes.py adds the bytes and sources of the validation split.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths, units
 from lib.core.artifacts import SPLITS, tokenizer_fingerprint
 from lib.core.errors import ArtifactError
+from lib.tokens import text_bytes
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.synthetic import SyntheticTokens
+from lib.tokens.text_bytes import SplitText
 
 KIND = "tokens/1"
 LABEL_MASK = "labels.bin"  # only in a store where some tokens are no labels
@@ -116,12 +119,14 @@ class Labels:
 class Split:
     """Holds a split of a store. tokens: uint16|uint32 [N]; ends: int64 [documents].
 
-    labels: None if every token is a label.
+    labels: None if every token is a label. text: the bytes and sources of the tokens; None for a
+    split that lacks them.
     """
 
     tokens: Numbers
     ends: Numbers
     labels: Labels | None = None
+    text: SplitText | None = None
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     if not _is_valid_summary(summary):
         raise make_damage_error(path)
     splits = {
-        name: _open_split(path, name, summary["dtype"], counts, reads)
+        name: _open_split(path, name, summary, counts, reads)
         for name, counts in summary["splits"].items()
     }
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
@@ -217,8 +222,10 @@ def make_damage_error(path: Path) -> ArtifactError:
     )
 
 
-def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads: str) -> Split:
-    tokens = open_file(path / f"{name}.tokens.bin", dtype, reads)
+def _open_split(
+    path: Path, name: str, summary: Mapping[str, Any], counts: dict[str, int], reads: str
+) -> Split:
+    tokens = open_file(path / f"{name}.tokens.bin", summary["dtype"], reads)
     labels = (
         None
         if "labels" not in counts
@@ -226,7 +233,20 @@ def _open_split(path: Path, name: str, dtype: str, counts: dict[str, int], reads
             open_file(path / f"{name}.{LABEL_MASK}", "uint8", reads), len(tokens), counts["labels"]
         )
     )
-    return Split(tokens, open_file(path / f"{name}.ends.bin", "int64", reads), labels)
+    ends = open_file(path / f"{name}.ends.bin", "int64", reads)
+    return Split(tokens, ends, labels, _open_text(path, name, summary, ends, reads))
+
+
+def _open_text(
+    path: Path, name: str, summary: Mapping[str, Any], ends: Numbers, reads: str
+) -> SplitText | None:
+    """Return the bytes and sources of a split; None if the store lacks them."""
+    counts = path / f"{name}.{text_bytes.BYTES}"
+    if text_bytes.FACT not in summary or not counts.is_file():
+        return None
+    names = summary[text_bytes.FACT]["sources"]
+    sources = open_file(path / f"{name}.{text_bytes.SOURCES}", "uint8", reads) if names else None
+    return SplitText(open_file(counts, "uint16", reads), ends, sources, names)
 
 
 def _is_valid_summary(summary: dict[str, Any]) -> bool:
@@ -241,9 +261,20 @@ def _is_valid_summary(summary: dict[str, Any]) -> bool:
             and (summary.get("label_mask") is None or type(counts.get("labels")) is int)
             for counts in splits.values()
         )
+        and _is_valid_fact(summary.get(text_bytes.FACT))
         and summary.get("dtype") in ("uint16", "uint32")
         and type(summary.get("vocab_size")) is int
         and summary["vocab_size"] > 0
+    )
+
+
+def _is_valid_fact(fact: Any) -> bool:
+    """Return whether the entry about the text of a split has the form of `write_sources`."""
+    names = fact.get("sources") if isinstance(fact, dict) else None
+    return fact is None or (
+        isinstance(names, list)
+        and len(names) <= text_bytes.MOST_SOURCES
+        and all(isinstance(name, str) for name in names)
     )
 
 

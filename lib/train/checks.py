@@ -18,6 +18,7 @@ from lib.hub import s3
 from lib.hub.repository import redact
 from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
 from lib.optim.registry import OPTIMIZERS, find_option_problems
+from lib.tokens import prompts
 from lib.tokens.synthetic import find_synthetic
 from lib.train import plan
 from lib.train.config import DEFAULTS, Config
@@ -50,6 +51,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
         _check_foreign,
         _check_synthetic,
         _check_streaming,
+        _check_samples,
         _check_batch,
         _check_checkpoints,
         _check_packages,
@@ -178,6 +180,17 @@ def _check_synthetic(config: Config, problems: Problems) -> None:
         problems.add("--show-samples prints text, and synthetic tokens stand for none")
     if config.bench and config.prepare_only:
         problems.add("--bench trains, and --prepare-only ends before training")
+
+
+def _check_samples(config: Config, problems: Problems) -> None:
+    if config.sample_prompts is None:
+        for name in ("sample_freq", "sample_tokens"):
+            if getattr(config, name) != getattr(DEFAULTS, name):
+                problems.add(f"{declared.flag(name)} belongs to --sample-prompts")
+        return
+    if config.is_synthetic:
+        problems.add("--sample-prompts needs a tokenizer, and -d synthetic uses none")
+    problems.collect(partial(prompts.read_prompts, config.sample_prompts))
 
 
 def _check_streaming(config: Config, problems: Problems) -> None:

@@ -682,6 +682,27 @@ class Config:
         parse=positive_int,
         help="global batches of the validation split per evaluation",
     )
+    sample_prompts: Path | None = option(
+        None,
+        role=LOCAL,
+        parse=Path,
+        metavar="FILE",
+        help="continue prompts while training, and write the samples to samples.jsonl: a text file "
+        'with a prompt per line, or JSON Lines with "prompt" or "messages" (default: no samples)',
+    )
+    sample_freq: int = option(
+        500,
+        role=ALIKE,
+        parse=count,
+        help="with --sample-prompts: steps between samples; 0: only at the end",
+    )
+    sample_tokens: int = option(
+        64,
+        role=ALIKE,
+        parse=positive_int,
+        help="with --sample-prompts: tokens of each sample. Each of them takes a forward pass over "
+        "all prompts, which gathers the weights of all ranks",
+    )
     max_minutes: float | None = option(
         None,
         role=LOCAL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +19,13 @@ from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.mixture import ValidationSplit
+from lib.tokens.prompts import Prompt, encode_prompts, read_prompts
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.raw_stream import RawDocuments, RawStream
 from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import Split, TokenStore
 from lib.tokens.synthetic import SyntheticText
+from lib.tokens.text_bytes import SplitText
 from lib.train.config import Config
 from lib.train.inputs import Inputs, get_text_field
 from lib.train.plan import Plan, get_degrees, get_world_size
@@ -38,11 +40,13 @@ class Data:
 
     train: samples of one epoch, or documents that are tokenised while training (--streaming).
     held_out: the validation splits. chat: facts about the chat datasets, None without any.
+    prompts: those of --sample-prompts.
     """
 
     train: Samples | RawDocuments
     held_out: list[ValidationSplit]
     chat: ChatFacts | None = None
+    prompts: list[Prompt] = field(default_factory=list)
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -53,6 +57,11 @@ class Data:
     def most_documents(self) -> int:
         """Return the largest number of documents in a sample."""
         return 1 if isinstance(self.train, RawDocuments) else self.train.most_documents
+
+    @property
+    def stops(self) -> list[int]:
+        """Return the tokens that end the answers of conversations, [] without any."""
+        return list(self.chat.stops) if self.chat else []
 
     def stream(self, plan: Plan, device: torch.device) -> DataStream:
         """Return the stream from which this rank takes its share of each step."""
@@ -80,8 +89,31 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
     """Return the samples of all corpora; create the token stores and packs that are missing.
 
     Call this before the process group exists, because it may take hours and collectives would time
-    out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary.
+    out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary,
+    or if prompts cannot be used.
     """
+    prompts = prepare_prompts(config, inputs)  # first, since the rest may take hours
+    return replace(_prepare_samples(config, inputs, vocab_size), prompts=prompts)
+
+
+def prepare_prompts(config: Config, inputs: Inputs) -> list[Prompt]:
+    """Return the encoded prompts of a run, [] without --sample-prompts.
+
+    config: with its --seq-length. Raises UsageError with all problems of the prompts.
+    """
+    if config.sample_prompts is None:
+        return []
+    return encode_prompts(
+        read_prompts(config.sample_prompts),
+        inputs.model_dir,
+        inputs.template,
+        config.seq_length,
+        config.sample_tokens,
+    )
+
+
+def _prepare_samples(config: Config, inputs: Inputs, vocab_size: int) -> Data:
+    """Return the samples of all corpora, without prompts."""
     if inputs.shards:
         return Data(_prepare_shards(config, inputs.shards, inputs.model_dir, vocab_size), [])
     if inputs.synthetic:
@@ -107,6 +139,7 @@ def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
                 counts.warn_about_samples(
                     str(corpus.dataset.path), chat.counts["train"], path / counts.ERRORS
                 )
+        _report_missing_bytes(tokens)
         stores.append(tokens)
     if config.show_samples and log.rank() == 0:
         _print_samples(stores, config.show_samples, inputs.model_dir)
@@ -140,10 +173,29 @@ def combine_stores(config: Config, inputs: Inputs, stores: list[TokenStore]) -> 
     return Data(
         train,
         mixture.list_validation_splits(
-            inputs.corpora, train, [split.get("validation") for split in splits]
+            inputs.corpora,
+            train,
+            [split.get("validation") for split in splits],
+            [_get_validation_text(tokens) for tokens in stores],
         ),
         counts.merge_facts([*filter(None, map(counts.read_facts, stores))]),
     )
+
+
+def _get_validation_text(tokens: TokenStore) -> SplitText | None:
+    """Return the bytes and sources of the validation split, None if the store lacks them."""
+    split = tokens.splits.get("validation")
+    return split.text if split else None
+
+
+def _report_missing_bytes(tokens: TokenStore) -> None:
+    """Say that a store of an older version lacks the bytes of its validation split."""
+    split = tokens.splits.get("validation")
+    if split and split.text is None and split.labels is None and log.rank() == 0:
+        log.info(
+            f"  no bits per byte on the validation split: {tokens.path} was built before this "
+            "figure existed (if you delete that directory, the next launch builds it again)"
+        )
 
 
 def _cut_samples(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:

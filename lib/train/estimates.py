@@ -90,6 +90,12 @@ def estimate_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> fl
     return _compute_step_seconds(plan, cost, hardware) if is_timed else None
 
 
+def estimate_forward_seconds(tokens: int, cost: ModelCost, hardware: Hardware) -> float:
+    """Return the estimated seconds of forward passes over so many tokens on each device."""
+    forward = (1 - _BACKWARD_SHARE) * cost.flops
+    return tokens * forward / (hardware.peak * _USUAL_MFU[hardware.kind])
+
+
 def describe_utilisation(hardware: Hardware) -> str:
     """Return the assumed speed of the devices, such as `40 % of 989 TFLOP/s on 8 GPUs`."""
     return (

@@ -92,6 +92,12 @@ class Metrics:
             with self._wandb_may_fail:
                 self._run.log(figures, step=figures["step"])
 
+    def write_texts(self, step: int, texts: dict[str, str]) -> None:
+        """Write texts of a step to TensorBoard. texts: Markdown, by name."""
+        if self._active and self._board is not None:
+            with self._board_may_fail:
+                self._board.write_texts(step, texts)
+
     def close(self) -> None:
         """Write the waiting rows and close all outputs."""
         if not self._active:
@@ -108,7 +114,7 @@ class Metrics:
     def _continue_after(self, step: int) -> None:
         """Keep the rows up to a step and drop later ones."""
         with log.WarnOnce(f"{self._experiment.metrics.name} after step {step:,}", done="cut off"):
-            self.curve.reset(_truncate_rows(self._experiment.metrics, step))
+            self.curve.reset(truncate_rows(self._experiment.metrics, step))
         if self._board is not None:
             self._board.continue_after(step)
 
@@ -153,10 +159,30 @@ class Board:
             for key, value in figures.items()
             if isinstance(value, (int, float)) and key != "step"
         ]
-        row = self._event(
-            wall_time=ended, step=figures["step"], summary=self._summary(value=numbers)
+        self._append(
+            self._event(wall_time=ended, step=figures["step"], summary=self._summary(value=numbers))
         )
-        events = [*self._next, row]
+
+    def write_texts(self, step: int, texts: dict[str, str]) -> None:
+        """Append texts, see Metrics.write_texts. Raises OSError as `write` does."""
+        from tensorboard.compat.proto import tensor_pb2, types_pb2
+
+        values = []
+        for name, text in texts.items():
+            value = self._summary.Value(tag=name)
+            value.metadata.plugin_data.plugin_name = "text"
+            value.tensor.CopyFrom(
+                tensor_pb2.TensorProto(
+                    dtype=types_pb2.DT_STRING, string_val=[text.encode("utf-8", "replace")]
+                )
+            )
+            values.append(value)
+        summary = self._summary(value=values)
+        self._append(self._event(wall_time=time.time(), step=step, summary=summary))
+
+    def _append(self, event: Any) -> None:
+        """Append an event, after those that begin the file or a launch."""
+        events = [*self._next, event]
         self._next = []
         failure: OSError | None = None
         for event in events:
@@ -191,8 +217,8 @@ def describe_validation_loss(rows: list[dict[str, Any]]) -> str:
     return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"
 
 
-def _truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the rows after `step` from metrics.jsonl and return the others.
+def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop the rows after `step` from metrics.jsonl or samples.jsonl, and return the others.
 
     Rows are in the order of their steps, so the file can be truncated even if the disk is full.
     """

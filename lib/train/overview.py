@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, peaks, saving, sizes
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import write
-from lib.train import checks, estimates, memory_fit
+from lib.tokens.prompts import Prompt
+from lib.train import checks, estimates, memory_fit, sampling
 from lib.train import plan as plans
 from lib.train.config import Config
 from lib.train.data import (
@@ -25,6 +27,7 @@ from lib.train.data import (
     combine_stores,
     make_chat_policy,
     make_synthetic,
+    prepare_prompts,
     select_shards,
 )
 from lib.train.estimates import Hardware, ModelCost
@@ -60,6 +63,7 @@ def show_head(
             **describe_balance(config, model),
             **data.describe(plan),
             **estimates.describe_cost(plan, cost, hardware),
+            **_describe_samples(config, data.prompts, cost, hardware),
         }
     )
     _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
@@ -67,6 +71,15 @@ def show_head(
         f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
         + flops.describe_per_token(model, config.seq_length)
     )
+
+
+def _describe_samples(
+    config: Config, prompts: Sequence[Prompt], cost: ModelCost, hardware: Hardware
+) -> dict[str, str]:
+    """Return a row with the cost of samples, {} without prompts."""
+    if not prompts:
+        return {}
+    return {"samples": sampling.describe_cost(config, prompts, cost, hardware)}
 
 
 def get_hardware(config: Config, layout: ParallelLayout) -> Hardware:
@@ -82,6 +95,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     Raises UsageError if a batch cannot be divided, after everything else has been printed.
     """
     cost = measure_cost(config, inputs, model)
+    prompts = prepare_prompts(config, inputs)
     problems = Problems()
     log.info("plan:")
     masters = f"float32 masters{parallelize.describe_frozen(model)}"
@@ -123,7 +137,9 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
                     has_begun=bool(inputs.earlier_run),
                 )
             )
-        _print_numbers(config, plan, data, cost, _get_planned_hardware(config, ranks))
+        hardware = _get_planned_hardware(config, ranks)
+        _print_numbers(config, plan, data, cost, hardware)
+        log.table(_describe_samples(config, prompts, cost, hardware))
     if config.plan_gpus:
         _print_memory(config, model, configs, data.most_documents if data else None)
     problems.raise_if_any()

@@ -95,6 +95,7 @@ class Plan:
         own = self.identity()
         own["options"] |= self.config.values_of(Role.ALIKE) | {
             "ckpt_local_dir": bool(self.config.ckpt_local_dir),
+            "sample_prompts": bool(self.config.sample_prompts),
             "steps": self.total_steps,
             "batch_size": self.division.micro_batch,
         }

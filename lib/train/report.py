@@ -22,12 +22,13 @@ from lib.parallel.loss import LossFunction
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
-from lib.train import console, metrics, symptoms
+from lib.train import bits_per_byte, console, metrics, symptoms
 from lib.train.estimates import MEASURED_STEPS
 from lib.train.journal import Journal
 from lib.train.meters import Meters, Pace
 from lib.train.metrics import Metrics
 from lib.train.rows import CapturedRow, Divergence, Evaluation, LossWindow, capture_row, read_row
+from lib.train.sampling import SampleFile, Sampling, describe_sample, format_texts
 from lib.train.state import TrainState
 
 _LONG_RUN_S = 60.0  # remaining time from which the log estimates the duration
@@ -67,6 +68,8 @@ class Report:
             f"{self._layout.ranks} × {self._layout.device.type}"
         )
         self._metrics = Metrics(experiment, rank, state.step, config.wandb, not config.bench)
+        is_kept = rank == 0 and not config.bench
+        self._samples = SampleFile(experiment, state.step, is_kept)
         self._plot_may_fail = log.WarnOnce(experiment.plot.name, Exception, done="drawn")
         self._console_lines = console.ConsoleLines(steps)
         self._pace = Pace()
@@ -106,6 +109,7 @@ class Report:
                 self.journal.add_event(Event.FAILED, self._state.step, reason=reason)
         self._bar.close()
         self._metrics.close()
+        self._samples.close()
 
     def _write_after_error(self, captured: CapturedRow) -> None:
         """Write the row that was captured before an error, if there are no other ranks."""
@@ -157,11 +161,26 @@ class Report:
         figures = evaluation.measure(model, compute_loss, self._show_batches)
         loss = figures["eval/loss"]
         self._captured.validation.update(figures)
+        described = "".join(f"{text}, " for text in filter(None, [bits_per_byte.describe(figures)]))
         log.info(
-            f"step {self._captured.step:,}: validation loss {loss:.4f}, in "
+            f"step {self._captured.step:,}: validation loss {loss:.4f}, {described}in "
             f"{units.duration(time.monotonic() - began)}"
         )
         self._show_on_bar(validation=f"{loss:.3f}")
+
+    def add_samples(self, sampling: Sampling) -> None:
+        """Continue the prompts of the run, and write the samples. All ranks must call this."""
+        state = self._state
+        began = time.monotonic()
+        samples = sampling.make_samples(state.model)
+        self._samples.write(state.step, state.tokens, samples)
+        self._metrics.write_texts(state.step, format_texts(samples))
+        if samples:
+            log.info(
+                f"step {state.step:,}: {units.counted(len(samples), 'sample')} in "
+                f"{units.duration(time.monotonic() - began)}, such as "
+                + describe_sample(samples[0])
+            )
 
     def write_captured(self) -> Divergence | None:
         """Write the captured row, if any, once the device has finished the row's step.
@@ -270,6 +289,7 @@ class Report:
     def rewind(self) -> None:
         """Drop the rows after the current step, because the following steps are repeated."""
         self._metrics.rewind(self._state.step)
+        self._samples.rewind(self._state.step)
         self._bar.advance(self._state.step - self._bar.done)
         self.note_state("running")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +17,17 @@ from lib.parallel.layout import ParallelLayout
 from lib.parallel.loss import LossFunction
 from lib.parallel.routers import LoadFigures, RouterLoad
 from lib.parallel.trial import eval_mode
-from lib.tokens.batches import DataStream, MicroBatch, Position, read_evaluation_batches
+from lib.tokens.batches import (
+    DataStream,
+    MicroBatch,
+    Position,
+    read_evaluation_batches,
+    read_evaluation_texts,
+)
 from lib.tokens.mixture import ValidationSplit
 from lib.tokens.samples import IGNORED
+from lib.train import bits_per_byte
+from lib.train.bits_per_byte import SourceLosses, TextLoss
 from lib.train.meters import Meters, TimedSteps
 from lib.train.plan import Plan
 from lib.train.state import TrainState
@@ -255,17 +264,51 @@ class Evaluation:
         show: a function that yields the batches and shows the progress.
         """
         losses: dict[str, float] = {}
+        by_source: dict[str, dict[str, TextLoss]] = {}
         for part in self._held_out:
-            batches = read_evaluation_batches(
-                part.samples, self._plan.config.eval_batches, self._plan.division
+            losses[part.name], by_source[part.name] = self._measure_split(
+                part, model, compute_loss, show
             )
-            losses[part.name] = measure_loss(model, compute_loss, show(batches), self._layout)
         weights = sum(part.weight for part in self._held_out)
         loss = sum(part.weight * losses[part.name] for part in self._held_out) / weights
         figures = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0))}
         if len(losses) > 1:
             figures |= {f"eval/loss/{name}": value for name, value in losses.items()}
-        return figures
+        return figures | bits_per_byte.compute_figures(*_name_parts(by_source))
+
+    def _measure_split(
+        self,
+        part: ValidationSplit,
+        model: nn.Module,
+        compute_loss: LossFunction,
+        show: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]],
+    ) -> tuple[float, dict[str, TextLoss]]:
+        """Return the mean loss of a validation split, and its loss by source; {} without bytes."""
+        chosen = (self._plan.config.eval_batches, self._plan.division)
+        batches = show(read_evaluation_batches(part.samples, *chosen))
+        if part.text is None:
+            return measure_loss(model, compute_loss, batches, self._layout), {}
+        names = part.text.names or [part.name]
+        tally = SourceLosses(len(names), self._layout.device)
+        texts = read_evaluation_texts(part.samples, part.text, *chosen)
+        loss = measure_loss(model, compute_loss, batches, self._layout, tally, texts)
+        sums = self._layout.sum_over_ranks(tally.sums())
+        pairs = zip(sums[: len(names)], sums[len(names) :], strict=True)
+        return loss, {name: TextLoss(*pair) for name, pair in zip(names, pairs, strict=True)}
+
+
+def _name_parts(
+    by_source: dict[str, dict[str, TextLoss]],
+) -> tuple[dict[str, TextLoss], bool]:
+    """Return the loss by source, or by dataset in a mixture, and whether no dataset lacks one."""
+    if len(by_source) == 1:
+        return next(iter(by_source.values())), True
+    sums = {
+        name: TextLoss(*map(sum, zip(*sources.values(), strict=True)))
+        for name, sources in by_source.items()
+        if sources
+    }
+    return sums, len(sums) == len(by_source)
 
 
 @torch.no_grad()
@@ -274,13 +317,22 @@ def measure_loss(
     compute_loss: LossFunction,
     batches: Iterable[MicroBatch],
     layout: ParallelLayout,
+    tally: SourceLosses | None = None,
+    texts: Iterator[tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> float:
-    """Return the mean loss over the label tokens of all ranks. All ranks must call this."""
+    """Return the mean loss over the label tokens of all ranks. All ranks must call this.
+
+    tally, texts: with both, the loss of each label is also added to its source; see
+    `read_evaluation_texts`.
+    """
     total = torch.zeros((), dtype=torch.float64, device=layout.device)
     tokens = 0
     with eval_mode(model):
         for batch in batches:
-            total += compute_loss(batch.to(layout), 1.0)
+            token_losses: list[torch.Tensor] | None = None if tally is None else []
+            total += compute_loss(batch.to(layout), 1.0, token_losses)
             tokens += int((batch.labels != IGNORED).sum())
+            if tally and token_losses and texts:
+                tally.add(token_losses, *next(texts))
     loss_total, token_total = layout.sum_over_ranks([total.item(), tokens])
     return loss_total / max(token_total, 1)

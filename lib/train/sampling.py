@@ -1,0 +1,204 @@
+"""Continue the prompts of `--sample-prompts` while a run trains, and record the samples.
+
+    samples.jsonl    an object per sample: step, tokens_seen, prompt_index, prompt, kind (greedy or
+                     drawn), text, tokens, ended
+
+Like metrics.jsonl, the file is appended to, and rows after the step from which a run continues are
+dropped. JSON escapes all control characters, so the file is safe to print.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from lib.core import log, units
+from lib.core.append_only import AppendOnlyFile
+from lib.core.paths import Experiment
+from lib.parallel import generation
+from lib.parallel.layout import ParallelLayout, gather
+from lib.tokens import readable
+from lib.tokens.encode import Encoder
+from lib.tokens.prompts import Prompt
+from lib.train import estimates, metrics
+from lib.train.config import Config
+from lib.train.data import Data
+from lib.train.estimates import Hardware, ModelCost
+from lib.train.plan import Plan
+
+GREEDY, DRAWN = KINDS = ("greedy", "drawn")
+_SHOWN = 60  # characters of a text in a line of the log
+
+
+class PromptSample(NamedTuple):
+    """A continuation of a prompt, see the fields of samples.jsonl.
+
+    tokens: number of tokens of the text. ended: the model ended the text or its turn.
+    """
+
+    prompt_index: int
+    prompt: str
+    kind: str
+    text: str
+    tokens: int
+    ended: bool
+
+
+def describe_cost(
+    config: Config, encoded: Sequence[Prompt], cost: ModelCost, hardware: Hardware
+) -> str:
+    """Return what samples cost each time: forward passes, seconds, and bytes to gather."""
+    tokens = config.sample_tokens
+    rows = 2 * len(encoded)
+    length = _choose_length(config, encoded)
+    when = (
+        f"every {config.sample_freq:,} steps and at the end" if config.sample_freq else "at the end"
+    )
+    seconds = estimates.estimate_forward_seconds(tokens * rows * length, cost, hardware)
+    shards = min(config.shard_size or hardware.ranks, hardware.ranks)
+    weight = 4 if config.precision == "fp32" else 2
+    gathered = tokens * cost.parameters * weight * (1 - 1 / shards)
+    return (
+        f"{when}: {units.counted(tokens, 'forward pass')} over {rows} × {length:,} "
+        f"tokens ({units.counted(len(encoded), 'prompt')}, each once greedy and once drawn), "
+        f"{units.duration(seconds)} of computing by the estimate"
+        + (f"; each rank receives {units.size(gathered)} of weights" if shards > 1 else "")
+    )
+
+
+def _choose_length(config: Config, encoded: Sequence[Prompt]) -> int:
+    ids = [prompt.ids for prompt in encoded]
+    return generation.choose_length(ids, config.sample_tokens, config.seq_length)
+
+
+class Sampling:
+    """Makes the samples of a run. All ranks must create it.
+
+    data: contains the prompts, of which those of rank 0 are used, and the tokens that end answers.
+    """
+
+    def __init__(self, data: Data, model_dir: Path, plan: Plan, layout: ParallelLayout) -> None:
+        self._prompts = gather(data.prompts, layout.control)[0] if data.prompts else []
+        self._stops = set(data.stops)
+        self._model_dir = model_dir
+        self._plan = plan
+        self._layout = layout
+
+    def is_due(self, step: int) -> bool:
+        """Return whether samples are made after a step."""
+        if not self._prompts:
+            return False
+        every = self._plan.config.sample_freq
+        return step == self._plan.total_steps or bool(every and step % every == 0)
+
+    def make_samples(self, model: PreTrainedModel) -> list[PromptSample]:
+        """Return the samples of all prompts on rank 0, [] on other ranks.
+
+        All ranks must call this. The drawn samples use the same random numbers at each step, so
+        differences between steps come from the model.
+        """
+        config = self._plan.config
+        uniforms = [
+            np.random.default_rng([config.seed, index]).random(config.sample_tokens)
+            for index in range(len(self._prompts))
+        ]
+        continuations = generation.continue_prompts(
+            model,
+            self._layout,
+            [prompt.ids for prompt in self._prompts],
+            np.stack(uniforms),
+            _choose_length(config, self._prompts),
+            config.packing == "documents",
+        )
+        if self._layout.rank:
+            return []
+        return [
+            self._decode(index, kind, ids[index].tolist())
+            for index in range(len(self._prompts))
+            for kind, ids in zip(KINDS, continuations, strict=True)
+        ]
+
+    def _decode(self, index: int, kind: str, ids: list[int]) -> PromptSample:
+        prompt = self._prompts[index]
+        stops = self._stops | {self._tokenizer.eos_token_id}
+        end = next((place for place, token in enumerate(ids) if token in stops), len(ids))
+        # Decode from the start: some tokenizers drop the leading space of a text decoded alone.
+        before, text = (self._decode_ids(part) for part in (prompt.ids, prompt.ids + ids[:end]))
+        text = text[len(before) :] if text.startswith(before) else self._decode_ids(ids[:end])
+        return PromptSample(index, prompt.text, kind, text, end, end < len(ids))
+
+    def _decode_ids(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return Encoder(self._model_dir, 1).tokenizer
+
+
+class SampleFile:
+    """Appends to samples.jsonl on rank 0, and drops the rows of steps that are repeated."""
+
+    def __init__(self, experiment: Experiment, step: int, is_kept: bool) -> None:
+        """Open the file. step: the step after which the run continues. is_kept: rank 0 of a run."""
+        self._path = experiment.samples
+        self._file = AppendOnlyFile(experiment.samples)
+        self._is_kept = is_kept
+        self._may_fail = log.WarnOnce(experiment.samples.name)
+        self.rewind(step)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows after a step."""
+        if self._is_kept:
+            with self._may_fail:
+                self._file.close()
+            waiting = self._file.take_back()
+            with log.WarnOnce(f"{self._path.name} after step {step:,}", done="cut off"):
+                metrics.truncate_rows(self._path, step)
+            for line in waiting:
+                if json.loads(line)["step"] <= step:
+                    with self._may_fail:
+                        self._file.write(line)
+
+    def write(self, step: int, tokens_seen: int, samples: Iterable[PromptSample]) -> None:
+        """Append samples of a step; if the disk is full, they are written with later ones."""
+        for sample in samples if self._is_kept else ():
+            row = {"step": step, "tokens_seen": tokens_seen, **sample._asdict()}
+            with self._may_fail:
+                self._file.write(json.dumps(row).encode() + b"\n")
+
+    def close(self) -> None:
+        """Write the waiting samples and close the file."""
+        if self._is_kept:
+            with self._may_fail:
+                self._file.close()
+
+
+def format_texts(samples: Iterable[PromptSample]) -> dict[str, str]:
+    """Return the texts for TensorBoard by name, with control characters shown.
+
+    They are code blocks of Markdown, in which no character has a meaning.
+    """
+    texts: dict[str, str] = {}
+    for sample in samples:
+        name = f"samples/prompt_{sample.prompt_index}/{sample.kind}"
+        lines = [*sample.prompt.split("\n"), "→", *sample.text.split("\n")]
+        texts[name] = "\n".join(f"    {readable.escape_controls(line)}" for line in lines)
+    return texts
+
+
+def describe_sample(sample: PromptSample) -> str:
+    """Return a sample on one line for the log, with both texts shortened."""
+    texts = [
+        readable.escape_controls(text).replace("\n", "\\n") for text in (sample.prompt, sample.text)
+    ]
+    prompt = texts[0] if len(texts[0]) <= _SHOWN else f"…{texts[0][-_SHOWN:]}"
+    text = texts[1] if len(texts[1]) <= _SHOWN else f"{texts[1][:_SHOWN]}…"
+    return f'"{prompt}" → "{text}"'
