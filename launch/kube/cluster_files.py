@@ -378,11 +378,16 @@ def _describe_lustre(new: ClusterOptions) -> tuple[str, str]:
     return system["DNSName"], system["LustreConfiguration"]["MountName"]
 
 
+def name_efs(new: ClusterOptions) -> str:
+    """Return the creation token of a file system of EFS, by which it is found again."""
+    return f"{new.cluster_name}-{new.pvc}"
+
+
 def create_efs_words(new: ClusterOptions) -> list[str]:
     """Return the command that creates a file system of EFS."""
     return [
         *("aws", "efs", "create-file-system", "--region", new.region, "--encrypted"),
-        *("--throughput-mode", "elastic", "--creation-token", f"{new.cluster_name}-{new.pvc}"),
+        *("--throughput-mode", "elastic", "--creation-token", name_efs(new)),
         *("--query", "FileSystemId", "--output", "text"),
     ]
 

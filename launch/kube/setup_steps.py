@@ -29,6 +29,7 @@ _HOURS_PER_MONTH = 730
 _GPU_DISK = 500
 _SYSTEM_DISK = 100
 _CHARTS = "https://github.com/aws/sagemaker-hyperpod-cli"
+_SET_ACCOUNT = 'ACCOUNT="$(aws sts get-caller-identity --query Account --output text)"'
 
 Step = tuple[str, list[str]]  # a comment and its commands
 
@@ -143,8 +144,7 @@ def _list_hyperpod_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
 
 
 def _list_role_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
-    role = f"{new.cluster_name}-nodes"
-    policy = f"arn:{new.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
+    role = _name_role(new)
     trust = _quote(f"file://{folder}/iam/hyperpod-trust.json")
     nodes = _quote(f"file://{folder}/iam/hyperpod-nodes.json")
     bucket = f"s3://{cluster_files.name_bucket(new, '$ACCOUNT')}"
@@ -152,7 +152,7 @@ def _list_role_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
         "The role of the nodes",
         [
             f"aws iam create-role --role-name {role} --assume-role-policy-document {trust}",
-            f"aws iam attach-role-policy --role-name {role} --policy-arn {policy}",
+            f"aws iam attach-role-policy --role-name {role} --policy-arn {_name_policy(new)}",
             f"aws iam put-role-policy --role-name {role} --policy-name nodes "
             f"--policy-document {nodes}",
         ],
@@ -160,7 +160,7 @@ def _list_role_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
     yield (
         "The bucket of the lifecycle scripts",
         [
-            'ACCOUNT="$(aws sts get-caller-identity --query Account --output text)"',
+            _SET_ACCOUNT,
             f'aws s3 mb "{bucket}" --region {new.region}',
             f'aws s3 sync {_quote(folder / "lifecycle")} "{bucket}/lifecycle"',
         ],
@@ -284,6 +284,7 @@ def _list_slurm_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
         f"--file-system-type-version 2.15 --storage-capacity {new.size} "
         '--subnet-ids "$SUBNET" --security-group-ids "$SECURITY_GROUP" '
         "--lustre-configuration DeploymentType=PERSISTENT_2,PerUnitStorageThroughput=125 "
+        f"--tags Key=Name,Value={new.cluster_name} "
         "--query FileSystem.FileSystemId --output text"
     )
     system = new.filesystem_id or f'"$({create})"'
@@ -318,9 +319,7 @@ def _list_deletions(new: ClusterOptions) -> Iterator[str]:
         state = f"aws sagemaker describe-cluster {name} --query ClusterStatus"
         yield f"while {state}; do sleep 30; done"
     if new.filesystem == "fsx" and not new.filesystem_id:
-        if new.kind != HYPERPOD_SLURM:
-            handle = f'{{.items[?(@.spec.claimRef.name=="{new.pvc}")].spec.csi.volumeHandle}}'
-            yield f"FILE_SYSTEM=\"$(kubectl get pv -o jsonpath='{handle}')\""
+        yield _find_lustre(new)
         yield f'aws fsx delete-file-system {region} --file-system-id "$FILE_SYSTEM"'
         yield (
             "# Its addresses keep the network; the loop ends with FileSystemNotFound.\n"
@@ -328,8 +327,7 @@ def _list_deletions(new: ClusterOptions) -> Iterator[str]:
             "--query 'FileSystems[0].Lifecycle'; do sleep 30; done"
         )
     elif new.filesystem == "efs" and not new.filesystem_id:
-        yield f"aws efs delete-mount-target {region} --mount-target-id …  # each, then:"
-        yield f"aws efs delete-file-system {region} --file-system-id …"
+        yield from _list_efs_deletions(new)
     if new.kind != HYPERPOD_SLURM:
         # With one node left, the disruption budget of CoreDNS would block an eviction for ever.
         yield (
@@ -338,7 +336,54 @@ def _list_deletions(new: ClusterOptions) -> Iterator[str]:
         )
         yield f"aws ecr delete-repository {region} --repository-name {_REPOSITORY} --force"
     if new.on_hyperpod:
+        yield _SET_ACCOUNT
         yield f'aws s3 rb --force "s3://{cluster_files.name_bucket(new, "$ACCOUNT")}"'
+        role = f"--role-name {_name_role(new)}"
+        yield f"aws iam detach-role-policy {role} --policy-arn {_name_policy(new)}"
+        yield f"aws iam delete-role-policy {role} --policy-name nodes"
+        yield f"aws iam delete-role {role}"
+
+
+def _find_lustre(new: ClusterOptions) -> str:
+    """Return the command that sets FILE_SYSTEM to the file system that the steps have created."""
+    if new.kind == HYPERPOD_SLURM:
+        name = f"Tags[?Key=='Name' && Value=='{new.cluster_name}']"
+        query = (
+            f"aws fsx describe-file-systems --region {new.region} --output text "
+            f'--query "FileSystems[?{name}].FileSystemId"'
+        )
+    else:
+        handle = f'{{.items[?(@.spec.claimRef.name=="{new.pvc}")].spec.csi.volumeHandle}}'
+        query = f"kubectl get pv -o jsonpath='{handle}'"
+    return f'FILE_SYSTEM="$({query})"'
+
+
+def _list_efs_deletions(new: ClusterOptions) -> Iterator[str]:
+    """Yield the commands that delete the file system of EFS; the last target needs a minute."""
+    region = f"--region {new.region}"
+    find = (
+        f"aws efs describe-file-systems {region} --creation-token {cluster_files.name_efs(new)} "
+        "--query 'FileSystems[0].FileSystemId' --output text"
+    )
+    targets = (
+        f'aws efs describe-mount-targets {region} --file-system-id "$FILE_SYSTEM" '
+        "--query 'MountTargets[].MountTargetId' --output text"
+    )
+    yield f'FILE_SYSTEM="$({find})"'
+    yield (
+        f"for TARGET in $({targets}); do aws efs delete-mount-target {region} --mount-target-id "
+        '"$TARGET"; done'
+    )
+    yield f'while [ -n "$({targets})" ]; do sleep 10; done'
+    yield f'aws efs delete-file-system {region} --file-system-id "$FILE_SYSTEM"'
+
+
+def _name_role(new: ClusterOptions) -> str:
+    return f"{new.cluster_name}-nodes"
+
+
+def _name_policy(new: ClusterOptions) -> str:
+    return f"arn:{new.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
 
 
 def _quote(path: object) -> str:

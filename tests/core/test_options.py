@@ -373,6 +373,7 @@ def test_stored_options_contain_no_secrets(parser: Parser) -> None:
         "--token-secret",
         "--token_secret",
         "--image-pull-secret",
+        "--creation-token",
         "--secret-name",
         "--password-file",
         "--eos_token",
