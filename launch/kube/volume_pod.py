@@ -102,6 +102,7 @@ def start_pod(pod: VolumePod, kubectl: Kubectl, pending_minutes: float) -> Itera
 
     Raises JobFailed if the pod cannot start, or has not started after `pending_minutes`.
     """
+    kubectl.run("get", "--raw", "/version")  # without an answer there is no pod to delete
     try:
         kubectl.apply(render_manifests(pod.manifests(), "created by launch/kubernetes.py"))
         log.info(f"pod {pod.pod_name} with the volume {pod.pvc}")
