@@ -284,6 +284,13 @@ def test_what_the_steps_create_is_deleted_from_any_shell(values: dict[str, Any])
     assert len(set(names)) <= 1 and len(names) == (2 if "filesystem" in values else 0)
 
 
+def test_the_namespace_exists_before_the_volume() -> None:
+    create = "kubectl create namespace mine"
+    steps = setup_steps.render_steps(plan(namespace="mine"), Path("new"))
+    assert steps.index(create) < steps.index("kubectl apply -f new/storage.yaml")
+    assert "create namespace" not in setup_steps.render_steps(plan(), Path("new"))
+
+
 def test_the_files_are_written_and_found_by_their_steps(tmp_path: Path) -> None:
     run_stage("launch/kubernetes.py", "setup", "--kind", "hyperpod", "--out", "new", cwd=tmp_path)
     new = tmp_path / "new"

@@ -116,6 +116,11 @@ def _list_steps(new: ClusterOptions, folder: Path) -> Iterator[Step]:
     installs = kind.install_commands(new.cluster_name, new.region)
     # cluster.yaml contains what the add-on of HyperPod needs.
     yield f"The operator: {kind.product}", installs[-1:]
+    if new.namespace != "default":
+        yield (
+            "The namespace of the volume and the jobs",
+            [f"kubectl create namespace {new.namespace}"],
+        )
     if STORAGE in new.parts:
         yield from _list_storage_steps(new, folder)
     yield from _list_first_run(new, folder)
