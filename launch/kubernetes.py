@@ -270,9 +270,11 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options, first: Preparation | No
         log.info(f"next: {commands.shell('kubectl', 'apply', '-f', opts.out)}")
     elif opts.command == "render" or opts.dry_run:
         if first:
+            is_auto = opts.prepare == preparation.AUTO
             log.info(
-                f"--prepare {opts.prepare}: job {first.job_name} would prepare the run first"
-                + (", unless it has done so" if opts.prepare == preparation.AUTO else "")
+                (is_auto and preparation.explain_omission(job))
+                or f"--prepare {opts.prepare}: job {first.job_name} would prepare the run first"
+                + (", unless it has done so" if is_auto else "")
             )
         print(manifest, end="")
     elif opts.command == "apply":

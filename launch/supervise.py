@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -148,6 +149,14 @@ def read_stage_options(words: list[str]) -> Config:
     return opts
 
 
+def name_bench(opts: Options) -> str:
+    """Return a name for the notes of a bench, the same on all nodes of a launch and on no others.
+
+    Several launches may measure different nodes at the same time, in one directory.
+    """
+    return re.sub(r"[^\w.-]", "_", f"bench-{opts.head}-{opts.port}")
+
+
 def find_script(command: list[str]) -> int:
     """Return the index of stage 04's script in a command.
 
@@ -196,7 +205,7 @@ def main(argv: list[str]) -> None:
     assert opts and config  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
-    name = "bench" if config.bench else config.experiment_name
+    name = name_bench(opts) if config.bench else config.experiment_name
     experiment = Experiment((config.save_dir or OUTPUTS).absolute(), name)
     print_command(opts, command)
     if opts.dry_run:

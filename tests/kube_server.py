@@ -298,6 +298,9 @@ class _Handler(BaseHTTPRequestHandler):
             _require_valid_builtin(item)
         if query.get("dryRun"):
             return item
+        home = ("namespaces", "", namespace)
+        if type_.namespaced and namespace != "default" and home not in self.cluster.objects:
+            raise RequestError(404, "NotFound", f'namespaces "{namespace}" not found')
         stored = self.cluster.add(type_.plural, item, namespace or "default")
         if is_new and type_.kind in _JOB_KINDS:
             self.cluster.on_create(self.cluster, stored)

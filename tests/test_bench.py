@@ -238,16 +238,25 @@ def test_launchers_start_a_bench_on_one_node_and_on_two(tmp_path: Path) -> None:
     done = subprocess.run(one, **run, timeout=300)
     assert done.returncode == 0 and read_result(done.stdout)["ranks"] == 2
 
-    network = ("--nnodes", "2", "--head", "127.0.0.1", "--port", str(free_port()))
-    several = ["bash", scripts / "multi_node.sh", *network, "--nproc-per-node", "1"]
+    # Two launches measure different nodes at the same time, in the same directory.
+    ports = [str(free_port()), str(free_port())]
+    several = ["bash", scripts / "multi_node.sh", "--nnodes", "2", "--nproc-per-node", "1"]
     launchers = [
-        subprocess.Popen([*several, "--node-rank", str(rank), "--", *map(str, SMALL)], **run)
+        subprocess.Popen(
+            [
+                *(*several, "--head", "127.0.0.1", "--port", port),
+                *("--node-rank", str(rank), "--", *map(str, SMALL)),
+            ],
+            **run,
+        )
+        for port in ports
         for rank in range(2)
     ]
     printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0], printed
-    result = read_result(printed[0])
-    assert (result["ranks"], result["nodes"]) == (2, 2) and "{" not in printed[1]
+    assert [launcher.returncode for launcher in launchers] == [0] * 4, printed
+    for head, other in (printed[:2], printed[2:]):
+        result = read_result(head)
+        assert (result["ranks"], result["nodes"]) == (2, 2) and "{" not in other
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.kube import fetch
+from launch.kube import fetch, sender
 from launch.kube.kubectl import Kubectl
 from lib.core import partial_dirs
 from lib.core.errors import ArtifactError
@@ -131,6 +131,30 @@ def test_a_directory_that_changes_is_not_copied(node: Node, kube: Cluster) -> No
     result = run_launcher(*FETCH, *node.options(), expect=2)
     assert "changed while it was copied" in result.stderr and not Path("copy").exists()
     run_launcher(*FETCH, *node.options())
+
+
+@pytest.mark.parametrize("path", ["../../etc", "/etc", "/bucket/raw", "/dataset"])
+def test_a_path_outside_of_the_volume_is_refused_before_a_pod_exists(
+    kube: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, path: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("fetch", path, "copy", "--image", "i:1")
+    refused = run_launcher(*words, expect=2)
+    assert f"{path} is not on the volume" in refused.stderr and "below /data" in refused.stderr
+    assert not [request for request in kube.requests if request.startswith("POST")]
+    if path.startswith("/bucket"):
+        run_launcher(*words, "--bucket-pvc", "b", "--dry-run")
+
+
+def test_a_file_that_has_become_shorter_ends(tmp_path: Path) -> None:
+    """The pod would otherwise show signs of life forever."""
+    (tmp_path / "file").touch()
+    request = json.dumps({"path": str(tmp_path), "files": [["file", 10]]})
+    sent = subprocess.run(
+        [sys.executable, sender.__file__], input=request.encode() + b"\n", capture_output=True,
+        timeout=60, check=True,
+    ).stdout  # fmt: skip
+    assert sent.splitlines()[-1].decode() == hashlib.sha256(b"").hexdigest()
 
 
 def test_a_copy_that_was_being_replaced_is_restored(node: Node, kube: Cluster) -> None:

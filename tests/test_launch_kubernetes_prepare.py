@@ -137,6 +137,7 @@ def test_a_job_that_runs_already_is_followed_without_a_preparation(
     [
         (("-d", "raw/c4", "-m", "org/model", "--streaming"), "with --streaming nothing"),
         (("-d", "synthetic", "--from-scratch", "--model-size", "1B"), "with synthetic tokens noth"),
+        (("--bench", "--model-size", "1B"), "with synthetic tokens nothing"),
     ],
 )
 def test_some_runs_need_no_preparation(
@@ -152,6 +153,10 @@ def test_a_dry_run_says_what_would_happen_first(kube: Cluster) -> None:
     assert yaml.safe_load(result.stdout)["kind"] == "PyTorchJob" and not kube.requests
     result = run_launcher("deploy", *JOB_OPTIONS, "--dry-run", "--prepare=never", *TRAIN_OPTIONS)
     assert "prepare" not in result.stderr
+    bench = ("--", "--bench", "--model-size", "1B")
+    result = run_launcher("deploy", *JOB_OPTIONS, "--dry-run", *bench)
+    assert "with synthetic tokens nothing is prepared" in result.stderr
+    assert "would prepare" not in result.stderr
     assert (
         "--bucket-pvc NAME"
         in run_launcher(

@@ -140,6 +140,15 @@ def test_a_pod_that_cannot_start_is_explained_and_deleted(node: Node, kube: Clus
     assert "no longer exists" in result.stderr
 
 
+def test_a_missing_volume_is_reported_before_a_pod_exists(node: Node, kube: Cluster) -> None:
+    result = run_launcher(
+        "run", *node.options(), "--pvc", "other", "--namespace", "mine", "--", "date", expect=2
+    )
+    assert "no claim other" in result.stderr and "there is no namespace mine" in result.stderr
+    assert "kubectl --context test create namespace mine" in result.stderr
+    assert not [request for request in kube.requests if "pods" in request]
+
+
 def test_a_shell_needs_no_terminal(node: Node, kube: Cluster) -> None:
     result = subprocess.run(
         [sys.executable, SCRIPT, "shell", *node.options()],

@@ -181,3 +181,13 @@ def test_a_cluster_that_does_not_answer_is_named(tmp_path: Path, calls: Path) ->
     write_kubeconfig(tmp_path / "config", ("prod", ARN))
     with pytest.raises(KubectlError, match="cluster eks does not answer"):
         Kubectl("default").items("pods")
+    result = run_launcher("run", "--image", "i:1", "--", "true", expect=None)
+    assert result.returncode and "cluster eks does not answer" in result.stderr
+    assert "warning" not in result.stderr and "validate" not in result.stderr
+
+
+def test_a_refused_call_of_aws_names_its_cluster(tmp_path: Path, calls: Path) -> None:
+    write_kubeconfig(tmp_path / "config", ("prod", ARN))
+    (tmp_path / "bin" / "aws").write_text("#!/bin/sh\necho no credentials >&2\nexit 255\n")
+    result = run_launcher("status", "--job-name", "x", "--cluster-name", "other", expect=2)
+    assert "`aws eks update-kubeconfig --name other` failed" in result.stderr

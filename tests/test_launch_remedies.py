@@ -88,20 +88,26 @@ def find_missing(job_options: JobOptions) -> list[StageError]:
     return []
 
 
-@pytest.mark.parametrize("claim", ["fsx-claim", "data"])
-def test_typing_the_commands_of_deploy_creates_everything(empty: Cluster, claim: str) -> None:
+@pytest.mark.parametrize(
+    ("claim", "namespace"), [("fsx-claim", "default"), ("data", "default"), ("fsx-claim", "mine")]
+)
+def test_typing_the_commands_of_deploy_creates_everything(
+    empty: Cluster, claim: str, namespace: str
+) -> None:
     """Each error ends with commands; after they have been typed, nothing is missing."""
     job = JobOptions(
         job_name="j",
         image="registry.example.com/train:1",
         instance_type="g5.8xlarge",
         pvc=claim,
+        namespace=namespace,
         service_account="training",
         image_pull_secret="pull",
         token_secret="hub",
     )
     errors = find_missing(job)
     assert [error.problem.split(":")[0] for error in errors] == [
+        *(["--namespace"] if namespace == "mine" else []),
         "--pvc",
         "--image-pull-secret",
         "--service-account",
@@ -112,9 +118,9 @@ def test_typing_the_commands_of_deploy_creates_everything(empty: Cluster, claim:
         assert error.render().splitlines()[-1].strip().startswith("run:"), error.render()
         type_in(error.run)
     assert not find_missing(job)
-    made = empty.objects["persistentvolumeclaims", "default", claim]
+    made = empty.objects["persistentvolumeclaims", namespace, claim]
     assert made["spec"]["accessModes"] == ["ReadWriteMany"]
-    assert ("jobs", "default", f"{claim}-owner") in empty.objects
+    assert ("jobs", namespace, f"{claim}-owner") in empty.objects
 
 
 def test_elsewhere_the_claim_uses_a_storage_class(empty: Cluster, tmp_path: Path) -> None:

@@ -244,6 +244,53 @@ def test_the_steps_are_a_script_whose_own_commands_exist(kind: str, tmp_path: Pa
         assert operator.install_commands("llm-training", "us-west-2")[-1] in steps
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"filesystem": "efs"},
+        {"kind": "hyperpod"},
+        {"kind": "hyperpod", "filesystem": "efs", "pvc": "mine"},
+        {"kind": "hyperpod-slurm"},
+    ],
+)
+def test_what_the_steps_create_is_deleted_from_any_shell(values: dict[str, Any]) -> None:
+    """A person deletes the cluster days later, in a shell without the variables of the steps."""
+    steps = setup_steps.render_steps(plan(**values), Path("new"))
+    create, _, delete = steps.partition("# To delete everything again, in this order:\n")
+    lines = [line.removeprefix("#   ") for line in delete.splitlines()]
+    known: set[str] = set()
+    for line in lines:
+        assert "…" not in line and "EDIT" not in line
+        own = set(re.findall(r"(\w+)=\"|\bfor (\w+) in", line))
+        known |= {name for names in own for name in names if name}
+        assert {*re.findall(r"\$([A-Z_]+)", line)} <= known, line
+    script = "\n".join(lines)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    for made, deleted in (
+        ("eksctl create cluster", "eksctl delete cluster"),
+        ("ecr/llm-training", "ecr delete-repository"),
+        ("sagemaker create-cluster", "sagemaker delete-cluster"),
+        ("iam create-role --role-name llm-training-nodes", "iam delete-role --role-name llm-train"),
+        ("iam attach-role-policy", "iam detach-role-policy"),
+        ("iam put-role-policy", "iam delete-role-policy"),
+        ("s3 mb", "s3 rb"),
+        ("efs create-file-system", "efs delete-file-system"),
+        ("efs create-mount-target", "efs delete-mount-target"),
+        ("fsx create-file-system", "fsx delete-file-system"),
+    ):
+        assert (made in create) == (deleted in script) or deleted.startswith("fsx"), made
+    names = re.findall(r"--creation-token (\S+)", steps)
+    assert len(set(names)) <= 1 and len(names) == (2 if "filesystem" in values else 0)
+
+
+def test_the_namespace_exists_before_the_volume() -> None:
+    create = "kubectl create namespace mine"
+    steps = setup_steps.render_steps(plan(namespace="mine"), Path("new"))
+    assert steps.index(create) < steps.index("kubectl apply -f new/storage.yaml")
+    assert "create namespace" not in setup_steps.render_steps(plan(), Path("new"))
+
+
 def test_the_files_are_written_and_found_by_their_steps(tmp_path: Path) -> None:
     run_stage("launch/kubernetes.py", "setup", "--kind", "hyperpod", "--out", "new", cwd=tmp_path)
     new = tmp_path / "new"
@@ -286,6 +333,7 @@ def test_what_is_missing_at_aws_ends_with_a_command() -> None:
     for part, values, says, run in (
         ("storage", {"cluster_name": "other"}, "no EKS cluster other", "setup --kind eks"),
         ("storage", {"filesystem": "efs"}, "needs --filesystem-id", "aws efs create-file-system"),
+        ("storage", {"filesystem": "efs"}, "needs", "--creation-token llm-training-fsx-claim "),
         ("nodes", {"kind": "hyperpod-slurm"}, "needs --subnet, --security-group", "--out"),
     ):
         with pytest.raises(UsageError, match=says) as caught:

@@ -200,6 +200,8 @@ def test_runs_without_rows_or_differences_are_compared(tmp_path: Path) -> None:
         (make_run(tmp_path / "outputs" / name) / "metrics.jsonl").unlink()
     text = monitor(tmp_path, "--compare", "a", "b")
     assert "no options differ" in text and "no plot: one of the runs has no rows yet" in text
+    (tmp_path / "outputs" / "b" / "state.json").unlink()
+    assert " of 0" not in monitor(tmp_path, "--compare", "a", "b")
     assert monitor(tmp_path, "--compare", "a", "none", expect=2).startswith("error: there is no")
     assert "--compare" in monitor(tmp_path, "a", "--compare", "a", "b", expect=2)
     assert "--log" in monitor(tmp_path, "--log", expect=2)

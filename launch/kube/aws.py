@@ -28,7 +28,9 @@ class AwsError(UsageError):
 
 def run_aws(*arguments: str, region: str = "") -> str:
     """Return the output of a call of the AWS command line. Raises AwsError if it fails."""
-    command = " ".join(["aws", *arguments[:2], *_region_words(region)])
+    # With the name of the cluster, if the call is about one.
+    named = 4 if arguments[2:3] in (("--name",), ("--cluster-name",)) else 2
+    command = " ".join(["aws", *arguments[:named], *_region_words(region)])
     try:
         process = subprocess.run(
             ["aws", *arguments, *_region_words(region)],

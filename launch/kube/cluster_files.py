@@ -394,16 +394,16 @@ def _describe_lustre(cluster: ClusterOptions) -> tuple[str, str]:
     return system["DNSName"], system["LustreConfiguration"]["MountName"]
 
 
+def name_efs(cluster: ClusterOptions) -> str:
+    """Return the creation token of a file system of EFS, by which it is found again."""
+    return f"{cluster.cluster_name}-{cluster.pvc}"
+
+
 def format_efs_creation(cluster: ClusterOptions) -> list[str]:
     """Return the command that creates a file system of EFS."""
     return [
         *("aws", "efs", "create-file-system", "--region", cluster.region, "--encrypted"),
-        *(
-            "--throughput-mode",
-            "elastic",
-            "--creation-token",
-            f"{cluster.cluster_name}-{cluster.pvc}",
-        ),
+        *("--throughput-mode", "elastic", "--creation-token", name_efs(cluster)),
         *("--query", "FileSystemId", "--output", "text"),
     ]
 

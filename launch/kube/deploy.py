@@ -102,6 +102,28 @@ def require_needs(job: Job, kubectl: Kubectl, has_token: bool = False) -> None:
             expected=f"the operator for --kind {job.kind}, and the right to use it",
             run="" if error.is_forbidden else remedies.install_operator(kubectl.cluster, job.kind),
         )
+    _check_objects(job, kubectl, has_token, problems)
+    problems.raise_if_any()
+    if job.instance_type:
+        _warn_of_missing_nodes(job, kubectl)
+
+
+def require_objects(job: Job, kubectl: Kubectl) -> None:
+    """Raise UsageError with all objects that the pods of a job need and the namespace lacks."""
+    kubectl.run("get", "--raw", "/version")  # report an unreachable cluster only once
+    problems = Problems()
+    _check_objects(job, kubectl, False, problems)
+    problems.raise_if_any()
+
+
+def _check_objects(job: Job, kubectl: Kubectl, has_token: bool, problems: Problems) -> None:
+    """Add a problem for the namespace and each claim, secret and account that is missing."""
+    namespace = job.namespace
+    if namespace != "default" and _find_object(kubectl, "namespace", namespace) is None:
+        problems.add(
+            f"--namespace: there is no namespace {namespace} in {kubectl.cluster.title}",
+            run=remedies.create_namespace(kubectl.cluster, namespace),
+        )
     for flag, name in (("--pvc", job.pvc), ("--bucket-pvc", job.bucket_pvc)):
         claim = _find_object(kubectl, "pvc", name) if name else {}
         if claim is None:
@@ -125,9 +147,6 @@ def require_needs(job: Job, kubectl: Kubectl, has_token: bool = False) -> None:
             ),
         )
     _check_accounts(job, kubectl, has_token, problems)
-    problems.raise_if_any()
-    if job.instance_type:
-        _warn_of_missing_nodes(job, kubectl)
 
 
 def _check_accounts(job: Job, kubectl: Kubectl, has_token: bool, problems: Problems) -> None:

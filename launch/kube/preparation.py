@@ -21,7 +21,7 @@ from lib.train import command_line
 
 # Values of --prepare.
 CHOICES = AUTO, ALWAYS, NEVER = ("auto", "always", "never")
-_BUCKET = "/bucket"
+BUCKET = "/bucket"  # where a pod mounts the claim of --bucket-pvc
 _ANNOTATION = "llm-training/prepares"  # as in prepare.yaml
 # The options of stage 04 that decide which dataset, model, tokens and packs a run reads.
 _INPUTS = (
@@ -90,7 +90,7 @@ def plan_preparation(
     )
     one_pod.check(problems)
     train = problems.collect(lambda: expand_train_options(one_pod, train_words))
-    if raw.data.startswith(_BUCKET) and not job_options.bucket_pvc:
+    if raw.data.startswith(BUCKET) and not job_options.bucket_pvc:
         problems.add(
             f"--data {raw.data} is in a bucket that the pod does not mount",
             expected="--bucket-pvc NAME; launch/kube/templates/bucket.yaml creates such a claim",
@@ -117,10 +117,8 @@ def is_needed(prepare: str, preparation: Preparation, job: Job, kubectl: Kubectl
     existing = kubectl.find(job.resource, job.job_name)
     if existing and cluster_state.read_job_state(existing).state == cluster_state.ACTIVE:
         return False  # deploy follows it
-    config = command_line.parse_options(job.train)
-    if config.streaming or (config.is_synthetic and config.makes_model):
-        data = "--streaming" if config.streaming else "synthetic tokens"
-        log.info(f"with {data} nothing is prepared (--prepare always prepares the model)")
+    if reason := explain_omission(job):
+        log.info(reason)
         return False
     if record := _find_record(preparation, kubectl):
         log.info(f"job {record} has prepared this run on {job.pvc}; --prepare always repeats it")
@@ -130,6 +128,18 @@ def is_needed(prepare: str, preparation: Preparation, job: Job, kubectl: Kubectl
         f"{preparation.job_name}, which keeps what exists (--prepare never trains at once)"
     )
     return True
+
+
+def explain_omission(job: Job) -> str:
+    """Return why `--prepare auto` prepares nothing for a job, whatever the cluster has; "" if not.
+
+    job: the training job.
+    """
+    config = command_line.parse_options(job.train)
+    if not (config.streaming or (config.is_synthetic and config.makes_model)):
+        return ""
+    data = "--streaming" if config.streaming else "synthetic tokens"
+    return f"with {data} nothing is prepared (--prepare always prepares the model)"
 
 
 def _find_record(preparation: Preparation, kubectl: Kubectl) -> str:

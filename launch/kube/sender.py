@@ -44,7 +44,9 @@ def send_file(place: Path, name: str, start: int) -> None:
     digest = hashlib.sha256()
     with place.open("rb", buffering=0) as file:
         while (done := file.tell()) < start:
-            digest.update(file.read(min(_CHUNK, start - done)))
+            if not (chunk := file.read(min(_CHUNK, start - done))):
+                break  # the file has become shorter; its digest will differ from that of the copy
+            digest.update(chunk)
             if done % _SIGN_OF_LIFE == 0:
                 out.write(b"\n")
                 out.flush()

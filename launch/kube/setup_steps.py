@@ -29,6 +29,7 @@ _HOURS_PER_MONTH = 730
 _GPU_DISK = 500
 _SYSTEM_DISK = 100
 _CHARTS = "https://github.com/aws/sagemaker-hyperpod-cli"
+_SET_ACCOUNT = 'ACCOUNT="$(aws sts get-caller-identity --query Account --output text)"'
 
 Step = tuple[str, list[str]]  # a comment and its commands
 
@@ -122,6 +123,11 @@ def _list_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     installs = kind.install_commands(cluster.cluster_name, cluster.region)
     # cluster.yaml already contains the requirements of HyperPod's add-on.
     yield f"Install the operator: {kind.product}", installs[-1:]
+    if cluster.namespace != "default":
+        yield (
+            "Create the namespace of the volume and the jobs",
+            [f"kubectl create namespace {cluster.namespace}"],
+        )
     if STORAGE in cluster.parts:
         yield from _list_storage_steps(cluster, folder)
     yield from _list_first_run(cluster, folder)
@@ -150,8 +156,7 @@ def _list_hyperpod_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step
 
 
 def _list_role_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
-    role = f"{cluster.cluster_name}-nodes"
-    policy = f"arn:{cluster.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
+    role = _name_role(cluster)
     trust = _quote(f"file://{folder}/iam/hyperpod-trust.json")
     nodes = _quote(f"file://{folder}/iam/hyperpod-nodes.json")
     bucket = f"s3://{cluster_files.name_bucket(cluster, '$ACCOUNT')}"
@@ -159,7 +164,7 @@ def _list_role_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
         "Create the role of the nodes",
         [
             f"aws iam create-role --role-name {role} --assume-role-policy-document {trust}",
-            f"aws iam attach-role-policy --role-name {role} --policy-arn {policy}",
+            f"aws iam attach-role-policy --role-name {role} --policy-arn {_name_policy(cluster)}",
             f"aws iam put-role-policy --role-name {role} --policy-name nodes "
             f"--policy-document {nodes}",
         ],
@@ -167,7 +172,7 @@ def _list_role_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     yield (
         "Create the bucket of the lifecycle scripts",
         [
-            'ACCOUNT="$(aws sts get-caller-identity --query Account --output text)"',
+            _SET_ACCOUNT,
             f'aws s3 mb "{bucket}" --region {cluster.region}',
             f'aws s3 sync {_quote(folder / "lifecycle")} "{bucket}/lifecycle"',
         ],
@@ -301,6 +306,7 @@ def _list_slurm_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
         f"--file-system-type-version 2.15 --storage-capacity {cluster.size} "
         '--subnet-ids "$SUBNET" --security-group-ids "$SECURITY_GROUP" '
         "--lustre-configuration DeploymentType=PERSISTENT_2,PerUnitStorageThroughput=125 "
+        f"--tags Key=Name,Value={cluster.cluster_name} "
         "--query FileSystem.FileSystemId --output text"
     )
     system = cluster.filesystem_id or f'"$({create})"'
@@ -335,9 +341,7 @@ def _list_deletions(cluster: ClusterOptions) -> Iterator[str]:
         state = f"aws sagemaker describe-cluster {name} --query ClusterStatus"
         yield f"while {state}; do sleep 30; done"
     if cluster.filesystem == "fsx" and not cluster.filesystem_id:
-        if cluster.kind != HYPERPOD_SLURM:
-            handle = f'{{.items[?(@.spec.claimRef.name=="{cluster.pvc}")].spec.csi.volumeHandle}}'
-            yield f"FILE_SYSTEM=\"$(kubectl get pv -o jsonpath='{handle}')\""
+        yield _find_lustre(cluster)
         yield f'aws fsx delete-file-system {region} --file-system-id "$FILE_SYSTEM"'
         yield (
             "# The network cannot be deleted before it; the loop ends with FileSystemNotFound.\n"
@@ -345,8 +349,7 @@ def _list_deletions(cluster: ClusterOptions) -> Iterator[str]:
             "--query 'FileSystems[0].Lifecycle'; do sleep 30; done"
         )
     elif cluster.filesystem == "efs" and not cluster.filesystem_id:
-        yield f"aws efs delete-mount-target {region} --mount-target-id …  # each, then:"
-        yield f"aws efs delete-file-system {region} --file-system-id …"
+        yield from _list_efs_deletions(cluster)
     if cluster.kind != HYPERPOD_SLURM:
         # With one node left, the disruption budget of CoreDNS would block an eviction for ever.
         yield (
@@ -355,7 +358,54 @@ def _list_deletions(cluster: ClusterOptions) -> Iterator[str]:
         )
         yield f"aws ecr delete-repository {region} --repository-name {_REPOSITORY} --force"
     if cluster.on_hyperpod:
+        yield _SET_ACCOUNT
         yield f'aws s3 rb --force "s3://{cluster_files.name_bucket(cluster, "$ACCOUNT")}"'
+        role = f"--role-name {_name_role(cluster)}"
+        yield f"aws iam detach-role-policy {role} --policy-arn {_name_policy(cluster)}"
+        yield f"aws iam delete-role-policy {role} --policy-name nodes"
+        yield f"aws iam delete-role {role}"
+
+
+def _find_lustre(cluster: ClusterOptions) -> str:
+    """Return the command that sets FILE_SYSTEM to the file system that the steps have created."""
+    if cluster.kind == HYPERPOD_SLURM:
+        name = f"Tags[?Key=='Name' && Value=='{cluster.cluster_name}']"
+        query = (
+            f"aws fsx describe-file-systems --region {cluster.region} --output text "
+            f'--query "FileSystems[?{name}].FileSystemId"'
+        )
+    else:
+        handle = f'{{.items[?(@.spec.claimRef.name=="{cluster.pvc}")].spec.csi.volumeHandle}}'
+        query = f"kubectl get pv -o jsonpath='{handle}'"
+    return f'FILE_SYSTEM="$({query})"'
+
+
+def _list_efs_deletions(cluster: ClusterOptions) -> Iterator[str]:
+    """Yield the commands that delete the file system of EFS; the last target needs a minute."""
+    region = f"--region {cluster.region}"
+    find = (
+        f"aws efs describe-file-systems {region} --creation-token {cluster_files.name_efs(cluster)} "
+        "--query 'FileSystems[0].FileSystemId' --output text"
+    )
+    targets = (
+        f'aws efs describe-mount-targets {region} --file-system-id "$FILE_SYSTEM" '
+        "--query 'MountTargets[].MountTargetId' --output text"
+    )
+    yield f'FILE_SYSTEM="$({find})"'
+    yield (
+        f"for TARGET in $({targets}); do aws efs delete-mount-target {region} --mount-target-id "
+        '"$TARGET"; done'
+    )
+    yield f'while [ -n "$({targets})" ]; do sleep 10; done'
+    yield f'aws efs delete-file-system {region} --file-system-id "$FILE_SYSTEM"'
+
+
+def _name_role(cluster: ClusterOptions) -> str:
+    return f"{cluster.cluster_name}-nodes"
+
+
+def _name_policy(cluster: ClusterOptions) -> str:
+    return f"arn:{cluster.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
 
 
 def _quote(path: object) -> str:

@@ -35,6 +35,7 @@ from launch.kube.job import render_manifests
 from launch.kube.job_options import JobOptions
 from launch.kube.kubectl import Kubectl
 from launch.kube.open_options import choose_context
+from launch.kube.preparation import BUCKET
 from launch.kube.volume_pod import (
     PodOptions,
     VolumePod,
@@ -129,6 +130,8 @@ def main(argv: list[str], choose_image: Callable[[JobOptions], JobOptions]) -> N
     )
     words = [find_in_image(word, pod_options.code_dir) for word in words]
     pod = plan_pod(choose_image(pod_options), words if argv[0] == "run" else _IDLE)
+    if argv[0] == "fetch":
+        find_on_volume(pod, opts.path)  # raises an error before a pod is created
     if opts.dry_run:
         print(render_manifests(pod.manifests(), "not created: --dry-run"), end="")
         return
@@ -157,9 +160,25 @@ def open_shell(pod: VolumePod, kubectl: Kubectl, opts: Options, words: list[str]
         )
 
 
+def find_on_volume(pod: VolumePod, path: str) -> str:
+    """Return a path that a person typed as an absolute one in the pod.
+
+    Raises UsageError if it leads out of the volumes, to files of the image.
+    """
+    absolute = posixpath.normpath(posixpath.join(pod.project_dir or pod.mount_path, path))
+    roots = [posixpath.normpath(pod.mount_path), *([BUCKET] if pod.bucket_pvc else [])]
+    if not any(posixpath.commonpath([root, absolute]) == root for root in roots):
+        raise UsageError(
+            f"{path} is not on the volume: it leads to {absolute} in the pod",
+            expected=f"a path below {' or '.join(roots)}; relative paths start from the directory "
+            "with outputs/",
+        )
+    return absolute
+
+
 def fetch_directory(pod: VolumePod, kubectl: Kubectl, opts: Options, words: list[str]) -> int:
     """Copy a directory of the volume to this machine."""
-    path = posixpath.normpath(posixpath.join(pod.project_dir or pod.mount_path, opts.path))
+    path = find_on_volume(pod, opts.path)
     with start_pod(pod, kubectl, opts.pending_minutes):
         source = fetch.Source(kubectl, pod.pod_name, path)
         origin = f"claim {pod.pvc}, namespace {pod.namespace}, context {pod.context or 'current'}"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.kube import cluster_state, failure_causes
-from launch.kube.deploy import JobFailed
+from launch.kube.deploy import JobFailed, require_objects
 from launch.kube.job import Document, Job, escape_dollars, fill_template, render_manifests
 from launch.kube.job_options import JobOptions
 from launch.kube.kubectl import Kubectl, KubectlError
@@ -100,8 +100,10 @@ def find_in_image(word: str, code_dir: str) -> str:
 def start_pod(pod: VolumePod, kubectl: Kubectl, pending_minutes: float) -> Iterator[None]:
     """Create a pod, wait until its command runs (or has ended), and delete it at the end.
 
-    Raises JobFailed if the pod cannot start, or has not started after `pending_minutes`.
+    Raises JobFailed if the pod cannot start, or has not started after `pending_minutes`, and
+    UsageError if the cluster lacks the volume or another object that the pod needs.
     """
+    require_objects(pod, kubectl)  # without an answer there is no pod to delete
     try:
         kubectl.apply(render_manifests(pod.manifests(), "created by launch/kubernetes.py"))
         log.info(f"pod {pod.pod_name} with the volume {pod.pvc}")

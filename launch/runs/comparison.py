@@ -96,7 +96,7 @@ def _describe_figures(
         nearest = min(history.rows, key=lambda row: abs(row["step"] - common), default=None)
         columns.append(
             {
-                "steps": f"{run.step:,} of {run.total_steps or 0:,}",
+                "steps": f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else ""),
                 "tokens": _format(figures, "train/tokens_seen", units.count),
                 "training loss, last": _format_loss(run.loss, run.step),
                 f"training loss, step {common:,}": _format_loss(

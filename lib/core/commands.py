@@ -26,9 +26,11 @@ _TRAINER = "04_train_fsdp.py"
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
 _SECRET = re.compile(r"token$|password|secret|api_key")
-# Names and paths of secrets are public, and so are special tokens.
+# Names and paths of secrets are public, and so are special tokens and the tokens by which AWS
+# recognises a request that it has already served.
 _PUBLIC = re.compile(
-    r"^(?:token_secret|image_pull_secret)$|_(?:name|file|path|dir|stdin)$|"
+    r"^(?:token_secret|image_pull_secret|creation_token|client_request_token)$|"
+    r"_(?:name|file|path|dir|stdin)$|"
     r"(?:^|_)(?:additional_special|bos|cls|eos|mask|pad|sep|unk)_token$"
 )
 _VARIABLE = re.compile(r"((?:--[\w-]+=)?([A-Za-z_]\w*)=)(.+)", re.DOTALL)

@@ -186,6 +186,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         try:
+            if action.type is Path and not text:  # an unset variable; Path("") is the directory "."
+                raise argparse.ArgumentError(action, "expected a path, got ''")
             return super()._get_value(action, text)
         except argparse.ArgumentError as error:
             self._bad.append(str(error))

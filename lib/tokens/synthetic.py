@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -137,7 +138,8 @@ def is_synthetic(argument: str) -> bool:
 def _parse_count(argument: str, text: str) -> int:
     """Return the number of tokens in `synthetic:TOKENS`, such as 1000000, 100M or 1.5B."""
     match = _COUNT.fullmatch(text.replace(",", "").replace("_", ""))
-    tokens = int(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    # As fractions: in floats, 8.2 × 10^6 is less than 8,200,000.
+    tokens = int(Fraction(match[1]) * _UNITS[match[2].lower()]) if match else 0
     if not 0 < tokens <= _MOST_TOKENS:
         raise UsageError(
             f"-d {argument}: {text!r} is not a number of tokens",

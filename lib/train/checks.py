@@ -264,6 +264,12 @@ def _check_copies(config: Config, problems: Problems) -> None:
         if config.ckpt_copy_keep:
             problems.add("--ckpt-copy-keep belongs to --ckpt-copy-to")
         return
+    if not target:
+        problems.add(
+            "--ckpt-copy-to is empty",
+            expected="a directory, or s3://BUCKET/PREFIX; without the option nothing is copied",
+        )
+        return
     if "://" in target or target.startswith(("s3:", "/s3:")):
         if not s3.is_url(target):
             problems.add(

@@ -782,9 +782,11 @@ class Config:
 
     @property
     def is_synthetic(self) -> bool:
-        """Return whether the run trains on synthetic tokens."""
+        """Return whether the run trains on synthetic tokens, the default of --bench."""
         from lib.tokens.synthetic import is_synthetic  # imports numpy, which --help does not need
 
+        if self.bench and not self.dataset_name:
+            return True
         return any(map(is_synthetic, self.dataset_name))
 
     @property

@@ -51,6 +51,13 @@ def test_both_spellings_are_accepted_and_values_kept(parser: Parser, argv: list[
     assert parser.parse(argv).src_dir == Path("a_b")
 
 
+def test_an_empty_path_is_refused(parser: Parser, with_yaml) -> None:
+    """It comes from a variable that is not set, and would mean the current directory."""
+    for refused in (lambda: parser.parse(["--src-dir", ""]), lambda: with_yaml("src_dir: ''")):
+        with pytest.raises(UsageError, match="--src-dir: expected a path"):
+            refused()
+
+
 def test_abbreviations_are_unknown(parser: Parser) -> None:
     with pytest.raises(UsageError, match="unknown option --src"):
         parser.parse(["--src", "x"])
@@ -373,6 +380,7 @@ def test_stored_options_contain_no_secrets(parser: Parser) -> None:
         "--token-secret",
         "--token_secret",
         "--image-pull-secret",
+        "--creation-token",
         "--secret-name",
         "--password-file",
         "--eos_token",

@@ -82,6 +82,8 @@ def test_windows_and_packs_read_the_tokens() -> None:
         ("synthetic:1_000,000", 1_000_000, "synthetic:1M"),
         ("synthetic:1.5b", 1_500_000_000, "synthetic:1.5B"),
         ("synthetic:2K", 2000, "synthetic:2K"),
+        ("synthetic:8.2M", 8_200_000, "synthetic:8.2M"),
+        ("synthetic:1.005b", 1_005_000_000, "synthetic:1B"),
         ("synthetic:3T", 3 * 10**12, "synthetic:3T"),
     ],
 )

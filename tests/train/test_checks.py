@@ -56,6 +56,7 @@ def parse(*argv: Any) -> Config:
             r"s3://\[redacted\]@bucket/x names no bucket",
         ),
         (("--ckpt-copy-to", "s3:bucket"), "names no bucket"),
+        (("--ckpt-copy-to", ""), "--ckpt-copy-to is empty"),
         (("--ckpt-copy-to", "gs://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
         (("--ckpt-copy-keep", 3), "--ckpt-copy-keep belongs to --ckpt-copy-to"),
