@@ -4,9 +4,11 @@
   python 05_export_checkpoint.py -e exp
   python 05_export_checkpoint.py -e exp --step best --dtype float32 --out my-model
   python 05_export_checkpoint.py -e exp --adapter    # only the LoRA adapter, as PEFT writes it
+  python 05_export_checkpoint.py --from-dcp DIR -m org/name    # the checkpoint of another trainer
 
-The stage reads only outputs/<exp>/ and, for a LoRA run, the base model. It never uses the network,
-and holds two tensors in memory at a time. `AutoModelForCausalLM.from_pretrained` loads the result.
+The stage reads only outputs/<exp>/ and, for a LoRA run, the base model. With --from-dcp, it reads
+the weights in DIR, and config and tokenizer from the model. It never uses the network, and holds
+two tensors in memory at a time. `AutoModelForCausalLM.from_pretrained` loads the result.
 """
 
 from __future__ import annotations
@@ -20,9 +22,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import commit
-from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
+from lib.core import (
+    artifacts,
+    commands,
+    declared,
+    file_identity,
+    hashing,
+    log,
+    manifest,
+    options,
+    paths,
+    publish,
+    stage,
+    units,
+)
 from lib.core.declared import CommonOptions, option
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.export import card, companions
@@ -58,7 +73,8 @@ class ExportOptions(CommonOptions):
     out: Path | None = option(
         None,
         parse=Path,
-        help="the model directory to write (default: <save-dir>/<experiment>/export/step_…)",
+        help="the model directory to write (default: <save-dir>/<experiment>/export/step_…; with "
+        "--from-dcp: DIR-export)",
     )
     dtype: str = option(
         None,
@@ -77,7 +93,19 @@ class ExportOptions(CommonOptions):
         "-m",
         metavar="NAME|DIR",
         help="for a LoRA run, the base model, if it was moved since the run "
-        "(default: where the run found it)",
+        "(default: where the run found it); with --from-dcp, the model whose config and tokenizer "
+        "belong to the weights",
+    )
+    from_dcp: Path | None = option(
+        None,
+        parse=Path,
+        metavar="DIR",
+        help="instead of a run, export the weights of another trainer's checkpoint in the format "
+        "of torch.distributed.checkpoint: of accelerate, the Hugging Face Trainer or torchtitan "
+        "(default: none)",
+    )
+    cache_dir: Path = option(
+        Path(".cache"), parse=Path, help="with --from-dcp: directory with the models of stage 03"
     )
     max_shard_size: int = option(
         "5GB",
@@ -107,9 +135,14 @@ def parse(argv: Sequence[str]) -> ExportOptions:
 def main(argv: list[str]) -> None:
     """Find the checkpoint, plan the files, write them, read them back, and publish them."""
     opts = parse(argv)
+    if opts.from_dcp:
+        export_foreign(opts, opts.from_dcp)
+        return
     if not opts.experiment_name:
         raise UsageError(
-            "-e is required: the experiment to export", found=list_experiments(opts.save_dir)
+            "-e is required: the experiment to export (or --from-dcp for another trainer's "
+            "checkpoint)",
+            found=list_experiments(opts.save_dir),
         )
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
@@ -191,13 +224,13 @@ def write_export(
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
         config_summary = companions.write_companions(
-            experiment,
-            checkpoint,
+            experiment.model,
             export.model,
             build.dir,
             opts.dtype,
-            config.get("options", {}),
             opts.trust_remote_code,
+            experiment.root.name,
+            card.collect_facts(checkpoint, experiment.metrics, config.get("options", {})),
             export.adapter_of,
         )
         files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
@@ -234,6 +267,87 @@ def write_export(
         f"done: {units.counted(export.tensors, 'tensor')}, {units.size(export.bytes)}, "
         f"written and read back in {units.duration(seconds)} "
         f"({units.size(export.bytes / seconds)}/s)\n" + next_command(out, opts.adapter)
+    )
+
+
+def export_foreign(opts: ExportOptions, source: Path) -> None:
+    """Export the checkpoint of another trainer, with the config and tokenizer of -m.
+
+    source: the directory of the checkpoint.
+    """
+    problems = Problems()
+    typed = [("-e", opts.experiment_name), ("--adapter", opts.adapter)]
+    typed.append(("--step", opts.step != "latest"))
+    for name in (name for name, value in typed if value):
+        problems.add(f"{name} belongs to a run of stage 04, not to --from-dcp")
+    if not opts.model_name:
+        problems.add(
+            "--from-dcp needs -m NAME|DIR, the model whose config and tokenizer belong to the "
+            "weights; it needs no weights"
+        )
+    problems.raise_if_any()
+    from lib.checkpoints.foreign_run import find_foreign_run
+    from lib.models import directory, lookup
+
+    run = find_foreign_run(source, "--from-dcp")
+    model_dir = lookup.find_model(opts.model_name, opts.cache_dir)
+    identities = file_identity.read_identities(directory.list_model_files(model_dir))
+    out = opts.out or source.with_name(f"{source.resolve().name}-export")
+    inputs = {
+        "checkpoint": run.fingerprint,
+        "config": hashing.file_digest(model_dir / directory.CONFIG, "sha256"),
+        "tokenizer": hashing.fingerprint(
+            {
+                path.name: hashing.file_digest(path, "sha256")
+                for path in artifacts.list_tokenizer_files(model_dir)
+            }
+        ),
+    }
+    values = {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size}
+    identity = {"options": values, "inputs": inputs}
+    if publish.is_done(out, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
+        log.info(f"already done: {out} contains {run.directory}\n" + next_command(out, False))
+        return
+
+    import torch
+
+    from lib.export.foreign_model import ForeignExport
+
+    began = time.monotonic()
+    export = ForeignExport(
+        run, model_dir, getattr(torch, opts.dtype), opts.max_shard_size, opts.trust_remote_code
+    )
+    log.info(f"export of {run.directory}")
+    log.table({**export.describe(), "to": f"{out}, {opts.dtype}, {units.size(export.bytes)}"})
+    if opts.dry_run:
+        return
+    publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
+    with publish.Build(out, KIND, identity, opts.overwrite) as build:
+        config_summary = companions.write_companions(
+            model_dir,
+            export.model,
+            build.dir,
+            opts.dtype,
+            opts.trust_remote_code,
+            source.resolve().name,
+            export.collect_facts(),
+        )
+        files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
+        with Progress("exporting", export.bytes, "B", not opts.no_progress) as bar:
+            files += export.write(build.dir, bar.advance)
+        export.verify(build.dir)
+        file_identity.require_same(run.files, f"the checkpoint {run.directory}", "it was read")
+        file_identity.require_same(identities, f"the model {model_dir}", "it was read")
+        build.publish(
+            stage="05_export_checkpoint.py",
+            options=options.to_plain_values(opts),
+            files=files,
+            summary={"dtype": opts.dtype, "bytes": export.bytes, **config_summary},
+        )
+    log.info(
+        f"done: {units.size(export.bytes)}, written and read back in "
+        f"{units.duration(time.monotonic() - began)}; the checkpoint has no digests, so bytes that "
+        "were damaged before are not noticed\n" + next_command(out, False)
     )
 
 

@@ -93,19 +93,30 @@ def copy_generation(source: Path, target: Path) -> bool:
 
 
 def copy_stops(directory: Path) -> None:
-    """Copy the list of tokens that end a text from generation_config.json to config.json.
+    """Write the same tokens that end a text into generation_config.json and config.json.
 
-    Without the list, programs that read only config.json would generate past the end of a turn. If
-    generation_config.json contains a single token instead of a list, config.json is not changed.
+    Some programs read only one of the two files. If it names fewer tokens, such a program would
+    generate past the end of a turn. If neither file contains a list, only a missing token is added.
     """
-    stops = _read(directory / _GENERATION).get(_EOS)
+    generation = _read(directory / _GENERATION)
     config = _read(directory / _MODEL)
-    if not isinstance(stops, list) or not config:
+    if not config:
         return
     text = config.get("text_config")
-    if isinstance(text, dict) and _EOS in text:
-        text[_EOS] = stops
-    manifest.write_json(directory / _MODEL, config | {_EOS: stops})
+    text = text if isinstance(text, dict) else {}
+    values = (generation.get(_EOS), config.get(_EOS), text.get(_EOS))
+    known = [value for value in values if is_id(value) and _as_list(value)]
+    if not known:
+        return
+    has_list = any(isinstance(value, list) for value in known)
+    stops = list(dict.fromkeys(token for value in known for token in _as_list(value)))
+    if generation and (has_list or generation.get(_EOS) is None):
+        generation[_EOS] = stops if has_list else known[0]
+        manifest.write_json(directory / _GENERATION, generation)
+    if has_list:
+        if _EOS in text:
+            text[_EOS] = stops
+        manifest.write_json(directory / _MODEL, config | {_EOS: stops})
 
 
 def _read(path: Path) -> dict[str, Any]:
