@@ -182,6 +182,11 @@ def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[s
     return full
 
 
+def list_earlier_rope(config: Mapping[str, Any]) -> list[str]:
+    """Return the earlier keys that describe a config's RoPE settings."""
+    return list(_find_earlier_rope(config))
+
+
 def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the earlier keys of a config's RoPE settings, or {} if none apply."""
     keys = ROPE_KEYS.get(str(config.get("model_type")), _USUAL)
