@@ -13,6 +13,7 @@ import torch
 import transformers
 
 TEXT = "One 2three.\n"
+TEXTS = (TEXT, "naïve 漢字 👩🏽‍🚀\t\tx = [0]", "<|im_end|> </s>", "   many   spaces   \n\n\n")
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
@@ -29,7 +30,11 @@ def read(directory: Path) -> dict[str, Any]:
         found["text"] = tokenizer(TEXT)["input_ids"]
         found["special"] = sorted(tokenizer.all_special_tokens)
         found["batch"] = tokenizer(["a b", "c"], padding=True)["attention_mask"]
-        found["chat"] = tokenizer.apply_chat_template(QUESTION, tokenize=False)
+        found["texts"] = [tokenizer(text)["input_ids"] for text in TEXTS]
+        found["decoded"] = [tokenizer.decode(ids) for ids in found["texts"]]
+        found["length"] = len(tokenizer)
+        if tokenizer.chat_template:
+            found["chat"] = tokenizer.apply_chat_template(QUESTION, tokenize=False)
     return found
 
 
