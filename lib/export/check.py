@@ -271,8 +271,8 @@ def _check_bpe(facts: ModelFacts) -> Iterator[Finding]:
         yield Finding(
             "stage 03 or 04 trained this tokenizer, which the converter does not recognise "
             '("BPE pre-tokenizer was not recognized")',
-            "the converter needs one changed line, see docs/how-to/faq.md, or train the tokenizer "
-            "with --tokenizer-kind sentencepiece",
+            "change one line of the converter, see docs/how-to/faq.md, or train a model whose "
+            "tokenizer stage 03 makes with --tokenizer-kind sentencepiece",
         )
     else:
         yield Finding(

@@ -1,8 +1,9 @@
 """Run other programs on an export: a script for environments of their own.
 
 usage: other_programs.py ctranslate2 DIR…    writes DIR/ctranslate2.json: 16 greedy tokens
-       other_programs.py gguf FILE PROMPT    prints the 16 greedy tokens of a GGUF file
-PROMPT: token IDs, separated by commas; DIR/prompt.json: token IDs.
+       other_programs.py gguf FILE PROMPT N  prints 16 greedy tokens from N on of a GGUF file
+DIR/prompt.json: token IDs. PROMPT: text. The N first tokens are bytes and special ones, of which
+llama.cpp does not report each.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 COUNT = 16
 
@@ -37,8 +39,8 @@ def run_ctranslate2(directory: Path) -> list[int]:
     return found.sequences_ids[0]
 
 
-def run_gguf(path: Path, prompt: list[int]) -> list[int]:
-    """Return greedy tokens of a GGUF file, as llama.cpp computes them."""
+def run_gguf(path: Path, prompt: str, first: int) -> dict[str, Any]:
+    """Return the greedy continuation of a text, as llama.cpp computes it from a GGUF file."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -48,24 +50,21 @@ def run_gguf(path: Path, prompt: list[int]) -> list[int]:
     params.cpuparams.n_threads = 1
     params.warmup = False
     server = xllamacpp.Server(params)
-    answer = server.handle_completions(
-        {
-            "prompt": prompt,
-            "n_predict": COUNT,
-            "temperature": 0.0,
-            "top_k": 1,
-            "ignore_eos": True,
-            "return_tokens": True,
-            "cache_prompt": False,
-        }
-    )
-    return answer["tokens"] if "tokens" in answer else answer
+    request = {"prompt": prompt, "n_predict": COUNT, "temperature": 0.0, "top_k": 1}
+    request |= {"cache_prompt": False, "logprobs": 1}
+    request["logit_bias"] = [[token, False] for token in range(first)]
+    answer = server.handle_completions(request)
+    chosen = answer["choices"][0]["logprobs"]["content"]
+    return {
+        "tokens": [token["id"] for token in chosen],
+        "prompt": answer["usage"]["prompt_tokens"],
+    }
 
 
 if __name__ == "__main__":
     kind, *arguments = sys.argv[1:]
     if kind == "gguf":
-        print(json.dumps(run_gguf(Path(arguments[0]), [int(n) for n in arguments[1].split(",")])))
+        print(json.dumps(run_gguf(Path(arguments[0]), arguments[1], int(arguments[2]))))
     for name in arguments if kind == "ctranslate2" else []:
         try:
             result: object = run_ctranslate2(Path(name))

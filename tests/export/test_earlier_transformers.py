@@ -19,7 +19,7 @@ from transformers import (
     StableLmConfig,
 )
 
-from lib.models import tokenizer
+from lib.models import scratch, tokenizer
 from tests.export import earlier_reader, eight_models
 from tests.export.environments import clean_environment, make_environment
 from tests.export.exports import run_stage_05, save_run
@@ -98,7 +98,7 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-# transformers 5 loads the tokenizer of a Qwen2 by a class that adds its EOS, whatever its files say.
+# transformers 5 loads the tokenizer of a Qwen2 by a class of its own, which adds its EOS.
 _DIFFERING = {"qwen2": {"length"}}
 # Families whose two implementations round in another order, in float32: logits differ by 3e-7.
 _ROUNDED = {"qwen2_moe": 1e-6, "stablelm": 1e-6}
@@ -178,6 +178,31 @@ def test_eight_kinds_of_models_are_the_same_to_transformers_4(
     assert abs(eight_models.compute_loss(earlier["logits"]) - expected) < 1e-4
     differing = {part for part in now.keys() - {"version"} if earlier[part] != now[part]}
     assert differing == _DIFFERING.get(name, set())
+
+
+def test_models_that_transformers_4_saved_are_the_same_in_all_stages(
+    tmp_path: Path, earlier_python: Path, group: None
+) -> None:
+    """Stage 03 copies their config and tokenizer, 04 reads their weights, 05 exports them."""
+    reader = Path(earlier_reader.__file__)
+    command = [earlier_python, reader, "--write", tmp_path]
+    subprocess.run(command, check=True, env=clean_environment())
+    for name in earlier_reader.WRITTEN:
+        saved = tmp_path / name
+        config = json.loads((saved / "config.json").read_text())
+        assert config["transformers_version"] == "4.57.6" and "rope_parameters" not in config
+        logits = torch.load(saved / "logits.pt")
+        save_run(saved, saved)
+        out = saved / "out"
+        run_stage_05("-e", "exp", "--save-dir", saved, "--out", out, "--dtype", "float32")
+        torch.save(torch.load(saved / "ids.pt"), out / "ids.pt")
+        assert torch.equal(earlier_reader.read(out)["logits"], logits), name
+        design = scratch.Design(None, saved / "config.json", None, (), saved)
+        (saved / "new").mkdir()
+        design.write_tokenizer(saved / "new", 1, False)
+        design.write_configs(saved / "new", design.vocabulary())
+        new = json.loads((saved / "new" / "config.json").read_text())
+        assert new["rope_theta"] == new["rope_parameters"]["rope_theta"] == config["rope_theta"]
 
 
 def test_transformers_4_reads_a_tokenizer_that_transformers_5_saved(
