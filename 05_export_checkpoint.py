@@ -22,20 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import commit
-from lib.core import (
-    artifacts,
-    commands,
-    declared,
-    file_identity,
-    hashing,
-    log,
-    manifest,
-    options,
-    paths,
-    publish,
-    stage,
-    units,
-)
+from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.paths import Experiment
@@ -273,7 +260,7 @@ def write_export(
 def export_foreign(opts: ExportOptions, source: Path) -> None:
     """Export the checkpoint of another trainer, with the config and tokenizer of -m.
 
-    source: the directory of the checkpoint.
+    source: the directory of the checkpoint. Raises one UsageError for options that do not apply.
     """
     problems = Problems()
     typed = [("-e", opts.experiment_name), ("--adapter", opts.adapter)]
@@ -286,69 +273,21 @@ def export_foreign(opts: ExportOptions, source: Path) -> None:
             "weights; it needs no weights"
         )
     problems.raise_if_any()
-    from lib.checkpoints.foreign_run import find_foreign_run
-    from lib.models import directory, lookup
+    from lib.export import foreign_model
 
-    run = find_foreign_run(source, "--from-dcp")
-    model_dir = lookup.find_model(opts.model_name, opts.cache_dir)
-    identities = file_identity.read_identities(directory.list_model_files(model_dir))
     out = opts.out or source.with_name(f"{source.resolve().name}-export")
-    inputs = {
-        "checkpoint": run.fingerprint,
-        "config": hashing.file_digest(model_dir / directory.CONFIG, "sha256"),
-        "tokenizer": hashing.fingerprint(
-            {
-                path.name: hashing.file_digest(path, "sha256")
-                for path in artifacts.list_tokenizer_files(model_dir)
-            }
-        ),
-    }
     values = {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size}
-    identity = {"options": values, "inputs": inputs}
-    if publish.is_done(out, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
-        log.info(f"already done: {out} contains {run.directory}\n" + next_command(out, False))
-        return
-
-    import torch
-
-    from lib.export.foreign_model import ForeignExport
-
-    began = time.monotonic()
-    export = ForeignExport(
-        run, model_dir, getattr(torch, opts.dtype), opts.max_shard_size, opts.trust_remote_code
+    foreign_model.export_checkpoint(
+        foreign_model.ForeignSource.find(source, opts.model_name or "", opts.cache_dir),
+        foreign_model.ExportTarget(
+            out, KIND, values, options.to_plain_values(opts), opts.overwrite
+        ),
+        trust_code=opts.trust_remote_code,
+        dry_run=opts.dry_run,
+        show_progress=not opts.no_progress,
     )
-    log.info(f"export of {run.directory}")
-    log.table({**export.describe(), "to": f"{out}, {opts.dtype}, {units.size(export.bytes)}"})
-    if opts.dry_run:
-        return
-    publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
-    with publish.Build(out, KIND, identity, opts.overwrite) as build:
-        config_summary = companions.write_companions(
-            model_dir,
-            export.model,
-            build.dir,
-            opts.dtype,
-            opts.trust_remote_code,
-            source.resolve().name,
-            export.collect_facts(),
-        )
-        files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
-        with Progress("exporting", export.bytes, "B", not opts.no_progress) as bar:
-            files += export.write(build.dir, bar.advance)
-        export.verify(build.dir)
-        file_identity.require_same(run.files, f"the checkpoint {run.directory}", "it was read")
-        file_identity.require_same(identities, f"the model {model_dir}", "it was read")
-        build.publish(
-            stage="05_export_checkpoint.py",
-            options=options.to_plain_values(opts),
-            files=files,
-            summary={"dtype": opts.dtype, "bytes": export.bytes, **config_summary},
-        )
-    log.info(
-        f"done: {units.size(export.bytes)}, written and read back in "
-        f"{units.duration(time.monotonic() - began)}; the checkpoint has no digests, so bytes that "
-        "were damaged before are not noticed\n" + next_command(out, False)
-    )
+    if not opts.dry_run:
+        log.info(next_command(out, False))
 
 
 def check_adapter_options(opts: ExportOptions, checkpoint: commit.Checkpoint) -> bool:

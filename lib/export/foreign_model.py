@@ -2,19 +2,136 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lib.checkpoints.foreign_run import ForeignRun
+from lib.checkpoints.foreign_run import ForeignRun, find_foreign_run
 from lib.checkpoints.foreign_weights import ForeignTensors, require_fits
-from lib.core import units
+from lib.core import artifacts, file_identity, hashing, log, manifest, publish, units
 from lib.core.errors import UsageError
-from lib.export import full_model
-from lib.models import architecture, keys, weights
+from lib.core.progress import Progress
+from lib.export import companions, full_model
+from lib.models import architecture, directory, keys, lookup, weights
 from lib.models.stored import StoredModel
+
+OPTION = "--from-dcp"
+
+
+@dataclass(frozen=True)
+class ForeignSource:
+    """What is exported.
+
+    run: the checkpoint. model_dir: the directory with the config and the tokenizer. identities: of
+    the files of that directory, before any of them was read.
+    """
+
+    run: ForeignRun
+    model_dir: Path
+    identities: file_identity.Identities
+
+    @classmethod
+    def find(cls, checkpoint: Path, model_name: str, cache_dir: Path) -> ForeignSource:
+        """Find the checkpoint in a directory, and a model by its name or directory.
+
+        Raises the errors of `find_foreign_run` and `lookup.find_model`.
+        """
+        run = find_foreign_run(checkpoint, OPTION)
+        model_dir = lookup.find_model(model_name, cache_dir)
+        files = directory.list_model_files(model_dir)
+        return cls(run, model_dir, file_identity.read_identities(files))
+
+    def list_inputs(self) -> dict[str, str]:
+        """Return the digests of the inputs that decide the content of the export."""
+        tokenizer = {
+            path.name: hashing.file_digest(path, "sha256")
+            for path in artifacts.list_tokenizer_files(self.model_dir)
+        }
+        return {
+            "checkpoint": self.run.fingerprint,
+            "config": hashing.file_digest(self.model_dir / directory.CONFIG, "sha256"),
+            "tokenizer": hashing.fingerprint(tokenizer),
+        }
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError if a file has changed since it was found."""
+        file_identity.require_same(
+            self.run.files, f"the checkpoint {self.run.directory}", "it was read"
+        )
+        file_identity.require_same(self.identities, f"the model {self.model_dir}", "it was read")
+
+
+@dataclass(frozen=True)
+class ExportTarget:
+    """The directory to write.
+
+    kind: of its manifest. values: the dtype and the largest size of a file, by option. options: all
+    options, for the manifest.
+    """
+
+    out: Path
+    kind: str
+    values: dict[str, Any]
+    options: dict[str, Any]
+    overwrite: bool
+
+
+def export_checkpoint(
+    source: ForeignSource,
+    target: ExportTarget,
+    *,
+    trust_code: bool,
+    dry_run: bool,
+    show_progress: bool,
+) -> None:
+    """Plan the files, write them, read them back, publish them, and log a summary.
+
+    trust_code: see architecture.read_config. dry_run: only plan. Raises UsageError with all weights
+    that do not fit the model, before anything is written.
+    """
+    identity = {"options": target.values, "inputs": source.list_inputs()}
+    if publish.is_done(target.out, target.kind, identity, target.overwrite, dry_run=dry_run):
+        log.info(f"already done: {target.out} contains {source.run.directory}")
+        return
+    began = time.monotonic()
+    dtype = target.values["dtype"]
+    export = ForeignExport(source, dtype, target.values["max_shard_size"], trust_code)
+    log.info(f"export of {source.run.directory}")
+    log.table({**export.describe(), "to": f"{target.out}, {dtype}, {units.size(export.bytes)}"})
+    if dry_run:
+        return
+    publish.require_space(target.out.parent, int(export.bytes * 1.01), "the export")
+    with publish.Build(target.out, target.kind, identity, target.overwrite) as build:
+        title = source.run.directory.resolve().name
+        config_summary = companions.write_companions(
+            source.model_dir,
+            export.model,
+            build.dir,
+            dtype,
+            trust_code,
+            title,
+            export.collect_facts(),
+        )
+        files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
+        with Progress("exporting", export.bytes, "B", show_progress) as bar:
+            files += export.write(build.dir, bar.advance)
+        export.verify(build.dir)
+        source.require_unchanged()
+        build.publish(
+            stage="05_export_checkpoint.py",
+            options=target.options,
+            files=files,
+            summary={"dtype": dtype, "bytes": export.bytes, **config_summary},
+        )
+    log.info(
+        f"done: {units.size(export.bytes)}, written and read back in "
+        f"{units.duration(time.monotonic() - began)}; the checkpoint contains no digests, so bytes "
+        "that were damaged before are not noticed"
+    )
 
 
 class ForeignExport:
@@ -24,24 +141,16 @@ class ForeignExport:
     """
 
     def __init__(
-        self,
-        run: ForeignRun,
-        model_dir: Path,
-        dtype: torch.dtype,
-        max_shard_bytes: int,
-        trust_code: bool = False,
+        self, source: ForeignSource, dtype: str, max_shard_bytes: int, trust_code: bool = False
     ) -> None:
-        """Plan an export. Raises UsageError with all weights that do not fit the model.
-
-        model_dir: the directory with the config of the model.
-        """
-        self.model = architecture.build_on_meta(model_dir, trust_code=trust_code)
-        require_fits(self.model, run, model_dir)
-        self._run = run
-        self._model_dir = model_dir
-        self._plan = full_model.plan_export(self.model, dtype, max_shard_bytes)
+        """Plan an export. Raises UsageError with all weights that do not fit the model."""
+        self._run = source.run
+        self._model_dir = source.model_dir
+        self.model = architecture.build_on_meta(source.model_dir, trust_code=trust_code)
+        require_fits(self.model, source.run, source.model_dir)
+        self._plan = full_model.plan_export(self.model, getattr(torch, dtype), max_shard_bytes)
         self.bytes = self._plan.bytes
-        with ForeignTensors(run, self.model) as stored:
+        with ForeignTensors(source.run, self.model) as stored:
             self._is_torchtitan = stored.is_torchtitan
 
     def describe(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ class StoredTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class DirectoryFacts:
     """The files of a model directory, as other programs read them.
 
     config, generation, settings, tokenizer: the contents of config.json, generation_config.json,
@@ -47,7 +47,7 @@ class ModelFacts:
     problems: list[str]
 
     @classmethod
-    def read(cls, directory: Path) -> ModelFacts:
+    def read(cls, directory: Path) -> DirectoryFacts:
         """Return the facts about a directory.
 
         Raises ArtifactError if it contains no config.json, or a JSON file is damaged.
@@ -72,11 +72,15 @@ class ModelFacts:
                 continue
             for key, entry in header.items():
                 tensors[key] = StoredTensor(name, tuple(entry["shape"]), entry["dtype"])
-        contents = [
-            _read(directory / name)
-            for name in (CONFIG, _GENERATION, artifacts.TOKENIZER_CONFIG, artifacts.TOKENIZER)
-        ]
-        return cls(directory, *contents, tensors, problems)
+        return cls(
+            directory,
+            _read(directory / CONFIG),
+            _read(directory / _GENERATION),
+            _read(directory / artifacts.TOKENIZER_CONFIG),
+            _read(directory / artifacts.TOKENIZER),
+            tensors,
+            problems,
+        )
 
     @property
     def architecture(self) -> str:

@@ -20,7 +20,12 @@ UNKNOWN = "<unk>"  # never produced, since every byte has a token
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 MODEL_FILE = "tokenizer.model"
 _LETTERS = 4  # a fourth of the vocabulary at most is for single characters
-_NORMAL, _UNKNOWN, _CONTROL, _UNUSED, _BYTE = 1, 2, 3, 5, 6  # types of SentencePiece
+# Types of pieces in SentencePiece.
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_UNUSED = 5
+_BYTE = 6
 _BPE = 2  # model type of SentencePiece
 
 

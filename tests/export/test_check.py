@@ -57,9 +57,9 @@ def change(path: Path, drop: str = "", **values: Any) -> None:
 def find_failing(directory: Path) -> dict[str, str]:
     """Return the programs that do not read a directory, with the first reason."""
     return {
-        tool: next(finding.problem for finding in findings if finding.is_certain)
-        for tool, findings in check.check_directory(directory).items()
-        if any(finding.is_certain for finding in findings)
+        tool: next(remark.problem for remark in remarks if remark.is_certain)
+        for tool, remarks in check.check_directory(directory).items()
+        if any(remark.is_certain for remark in remarks)
     }
 
 
@@ -160,8 +160,8 @@ def test_experts_in_one_tensor_are_for_transformers_5_alone(tmp_path: Path) -> N
     save_file(tensors, path, {"format": "pt"})
     found = check.check_directory(tmp_path)
     for tool in ("transformers 4", "vLLM", "llama.cpp", "mlx-lm"):
-        assert any("experts" in finding.problem for finding in found[tool]), tool
-    assert not any("experts" in finding.problem for finding in found["transformers 5"])
+        assert any("experts" in remark.problem for remark in found[tool]), tool
+    assert not any("experts" in remark.problem for remark in found["transformers 5"])
 
 
 def test_a_directory_of_transformers_5_is_refused_by_earlier_programs(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ class Attention(nn.Module):
             pairs = torch.view_as_complex(tensor.reshape(*tensor.shape[:-1], -1, 2))
             return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
 
-        query, key, value = rotate(split(self.wq)), rotate(split(self.wk)), split(self.wv)
-        heads = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        parts = (rotate(split(self.wq)), rotate(split(self.wk)), split(self.wv))
+        heads = (tensor.transpose(1, 2) for tensor in parts)
         found = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
         return self.wo(found.transpose(1, 2).reshape(batch, length, width))
 
