@@ -138,7 +138,7 @@ class DownloadOptions(CommonOptions):
         None,
         choices=tokenizer.KINDS,
         help="kind of the trained tokenizer; llama.cpp's converter reads only sentencepiece, which "
-        "encodes text more slowly (default: byte-level)",
+        "decodes the character ▁ as a space (default: byte-level)",
     )
     tokenizer: Path | None = option(
         None, parse=Path, help="directory with a tokenizer to copy (default: none)"

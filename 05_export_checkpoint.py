@@ -79,9 +79,8 @@ class ExportOptions(CommonOptions):
         None,
         "-m",
         metavar="NAME|DIR",
-        help="for a LoRA run, the base model, if it was moved since the run "
-        "(default: where the run found it); with --from-dcp, the model whose config and tokenizer "
-        "belong to the weights",
+        help="for a LoRA run, the base model, if it was moved since the run; with --from-dcp, the "
+        "model whose config and tokenizer belong to the weights (default: where the run found it)",
     )
     from_dcp: Path | None = option(
         None,

@@ -282,6 +282,18 @@ def _check_bpe(facts: DirectoryFacts) -> Iterator[Remark]:
         )
 
 
+def _check_scaling(facts: DirectoryFacts) -> Iterator[Remark]:
+    """Find the RoPE scaling of Llama 3.1 with a length that CTranslate2 does not compute."""
+    rope = facts.config.get("rope_parameters") or facts.config.get("rope_scaling") or {}
+    length = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "llama3" and length != known_models.CTRANSLATE2_LENGTH:
+        yield Remark(
+            f"it computes RoPE of type llama3 for an original length of "
+            f"{known_models.CTRANSLATE2_LENGTH:,} tokens, not {length}",
+            "use another program for this model",
+        )
+
+
 def _knows(names: frozenset[str], by_type: bool = False) -> Rule:
     """Return the rule that a program must know the architecture, or else the model type."""
 
@@ -342,7 +354,7 @@ TOOLS: dict[str, tuple[Rule, ...]] = {
         _check_file_names,
         _check_stops,
     ),
-    "CTranslate2": (_knows(known_models.CTRANSLATE2, by_type=True), *_ALL),
+    "CTranslate2": (_knows(known_models.CTRANSLATE2, by_type=True), *_ALL, _check_scaling),
     "onnxruntime-genai": (_knows(known_models.ONNXRUNTIME_GENAI), *_ALL, _check_experts),
 }
 

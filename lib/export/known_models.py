@@ -73,6 +73,7 @@ MLX_LM = _split(
 )
 
 # By model type, since CTranslate2 chooses by the class of the config.
+CTRANSLATE2_LENGTH = 8192  # tokens, with which it computes the scaling of Llama 3.1
 CTRANSLATE2 = _split(
     "bloom codegen falcon gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gpt2 gpt_bigcode "
     "gpt_neox gptj llama mistral mpt opt phi phi3 qwen2 qwen3"

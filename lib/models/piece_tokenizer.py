@@ -27,6 +27,12 @@ _CONTROL = 3
 _UNUSED = 5
 _BYTE = 6
 _BPE = 2  # model type of SentencePiece
+# Splits text into words for the training, as the expression in tokenizer.py does: words with the
+# preceding space, up to three digits, punctuation, line ends, other space.
+_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|▁?[^\s▁\p{L}\p{N}]+[\r\n]*|[\s▁]*[\r\n]+"
+    r"|▁+(?=▁)|[\s▁]+"
+)
 
 
 def train(texts: Iterable[Sequence[str]], vocabulary: int, special: Sequence[str]) -> list[str]:
@@ -41,9 +47,7 @@ def train(texts: Iterable[Sequence[str]], vocabulary: int, special: Sequence[str
     reserved = [UNKNOWN, *special, *BYTES]
     tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
-    # A piece is a word with the space before it, up to three digits, or characters of one kind.
-    words = r"▁?\p{L}+|\p{N}{1,3}|▁?[^▁\s\p{L}\p{N}]+|▁+(?=▁)|▁|\s+"
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(words), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(_WORDS), "isolated")
     trainer = BpeTrainer(
         vocab_size=vocabulary,
         show_progress=False,

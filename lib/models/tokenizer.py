@@ -162,7 +162,7 @@ def describe_readers(kind: str) -> str:
     if kind == PIECES:
         return (
             "all programs that read tokenizer.json or tokenizer.model know this tokenizer, also "
-            "converters to GGUF; it encodes text more slowly than a byte-level one"
+            "converters to GGUF; it decodes the character ▁ as a space"
         )
     return (
         "the converter of llama.cpp will not know this tokenizer (Ollama, vLLM, SGLang, mlx-lm and "

@@ -16,7 +16,7 @@ from lib.core.errors import ArtifactError
 from lib.export import check, known_models
 from lib.models import tokenizer
 from tests.export.exports import run_stage_05, save_run
-from tests.models.families import FAMILIES, make_checkpoint
+from tests.models.families import FAMILIES, LLAMA3, make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("group")
 CONFIG = "config.json"
@@ -101,6 +101,15 @@ BROKEN: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
         lambda d: change(d / SETTINGS, drop="chat_template"),
         {"Ollama"},
         "chat_template.jinja",
+    ),
+    "a short original length": (
+        lambda d: change(
+            d / CONFIG,
+            rope_parameters={**LLAMA3, "rope_theta": 5e5},
+            rope_scaling={key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+        ),
+        {"CTranslate2"},
+        "8,192 tokens, not 32",
     ),
     "stops in one file alone": (
         lambda d: change(d / CONFIG, eos_token_id=2),
