@@ -79,14 +79,12 @@ def find_foreign_run(root: Path, option: str = OPTION) -> ForeignRun:
     for name in (commit.COMMIT, f"../{commit.COMMIT}"):
         if (root / name).is_file():
             path = (root / name).resolve().parent
-            resume = commands.as_typed("--resume", path, drop=[option])
-            step = paths.step_of(path.name)
-            export = commands.script(
-                "05_export_checkpoint.py", "-e", path.parents[1], "--step", step
-            )
+            export = ("-e", path.parents[1], "--step", paths.step_of(path.name))
             raise UsageError(
                 f"{path} is a checkpoint of this project, which needs no {option}",
-                run=resume if option == OPTION else export,
+                run=commands.as_typed("--resume", path, drop=[option])
+                if option == OPTION
+                else commands.script("05_export_checkpoint.py", *export),
             )
     folders = [root / name for name in _FOLDERS]
     directory = next((path for path in folders if (path / METADATA).is_file()), None)
