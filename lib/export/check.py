@@ -229,7 +229,10 @@ def _check_template_place(facts: DirectoryFacts) -> Iterator[Remark]:
 
 
 def _check_stops(facts: DirectoryFacts) -> Iterator[Remark]:
-    """Find tokens that end a text in one config, but not in the other."""
+    """Find tokens that end a text in one config, but not in the other.
+
+    These programs read generation_config.json, so only tokens that it lacks are lost to them.
+    """
     stops = list_stops(facts.generation)
     others = list_stops(facts.text_config)
     if facts.generation and set(stops) != set(others):
@@ -237,6 +240,7 @@ def _check_stops(facts: DirectoryFacts) -> Iterator[Remark]:
             f"eos_token_id is {stops} in generation_config.json, but {others} in config.json; "
             "programs that read only one of them may not stop",
             "write the same list into both files",
+            is_certain=not set(others) <= set(stops),
         )
 
 

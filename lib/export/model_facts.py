@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lib.core import artifacts, records
 from lib.core.errors import ArtifactError
-from lib.models import dialects
+from lib.models import chat_files, dialects
 from lib.models.directory import CONFIG, list_missing_weights, list_weight_files, read_header
 
 _GENERATION = "generation_config.json"
@@ -74,10 +74,10 @@ class DirectoryFacts:
                 tensors[key] = StoredTensor(name, tuple(entry["shape"]), entry["dtype"])
         return cls(
             directory,
-            _read(directory / CONFIG),
-            _read(directory / _GENERATION),
-            _read(directory / artifacts.TOKENIZER_CONFIG),
-            _read(directory / artifacts.TOKENIZER),
+            chat_files.read_object(directory / CONFIG),
+            chat_files.read_object(directory / _GENERATION),
+            chat_files.read_object(directory / artifacts.TOKENIZER_CONFIG),
+            chat_files.read_object(directory / artifacts.TOKENIZER),
             tensors,
             problems,
         )
@@ -151,17 +151,6 @@ def list_stops(content: dict[str, Any]) -> list[int]:
     """Return the token IDs that end a text, according to a config."""
     value = content.get("eos_token_id")
     return [token for token in (value if isinstance(value, list) else [value]) if token is not None]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if there is no file."""
-    try:
-        content = records.read_json(path) if path.is_file() else {}
-        if not isinstance(content, dict):
-            raise ValueError("it is not a JSON object")
-    except ValueError as error:
-        raise ArtifactError(f"{path} is damaged", found=str(error)) from None
-    return content
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:

@@ -26,14 +26,14 @@ def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> No
     turned off, because the template writes special tokens as text.
     """
     manifest.write_text(directory / CHAT_TEMPLATE, template)
-    settings = _read(directory / _TOKENIZER)
+    settings = read_object(directory / _TOKENIZER)
     settings.pop("chat_template", None)
     if settings.get("split_special_tokens"):
         settings["split_special_tokens"] = False
     manifest.write_json(directory / _TOKENIZER, settings)
-    generation = _read(directory / _GENERATION)
+    generation = read_object(directory / _GENERATION)
     if not generation:  # as transformers derives it from the config of a model
-        config = _read(directory / _MODEL)
+        config = read_object(directory / _MODEL)
         text = config.get("text_config")
         config = text if isinstance(text, dict) and text else config
         generation = {name: config[name] for name in _IDS if config.get(name) is not None}
@@ -48,7 +48,7 @@ def find_faults(directory: Path) -> list[str]:
     faults = []
     for name in (_MODEL, _GENERATION, _TOKENIZER):
         try:
-            content = _read(directory / name)
+            content = read_object(directory / name)
         except ArtifactError as error:
             faults.append(f"{name}: {error.found}")
             continue
@@ -80,7 +80,7 @@ def copy_generation(source: Path, target: Path) -> bool:
     """
     if not (source / _GENERATION).exists():
         return False
-    content = _read(source / _GENERATION)
+    content = read_object(source / _GENERATION)
     if invalid := [key for key in _IDS if not is_id(content.get(key))]:
         log.warn(f"{source / _GENERATION}: invalid token ids were left out: {', '.join(invalid)}")
         manifest.write_json(
@@ -98,8 +98,8 @@ def copy_stops(directory: Path) -> None:
     Some programs read only one of the two files. If it names fewer tokens, such a program would
     generate past the end of a turn. If neither file contains a list, only a missing token is added.
     """
-    generation = _read(directory / _GENERATION)
-    config = _read(directory / _MODEL)
+    generation = read_object(directory / _GENERATION)
+    config = read_object(directory / _MODEL)
     if not config:
         return
     text = config.get("text_config")
@@ -119,7 +119,7 @@ def copy_stops(directory: Path) -> None:
         manifest.write_json(directory / _MODEL, config | {_EOS: stops})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if there is no file.
 
     Raises ArtifactError if the file is damaged or is not a JSON object.

@@ -112,8 +112,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
         "8,192 tokens, not 32",
     ),
     "stops in one file alone": (
-        lambda d: change(d / CONFIG, eos_token_id=2),
+        lambda d: change(d / GENERATION, eos_token_id=2),
         {"vLLM", "SGLang", "Ollama", "mlx-lm"},
+        "eos_token_id is [2]",
+    ),
+    "fewer stops for programs that do not read them": (
+        lambda d: change(d / CONFIG, eos_token_id=2),
+        set(),
         "eos_token_id is [1, 2]",
     ),
     "no class": (lambda d: change(d / CONFIG, drop="architectures"), _ALL, "missing"),
