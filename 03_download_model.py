@@ -28,18 +28,7 @@ from functools import partial
 from pathlib import Path
 
 from lib.core import artifact_checks as checks
-from lib.core import (
-    commands,
-    declared,
-    log,
-    manifest,
-    offline,
-    options,
-    paths,
-    publish,
-    stage,
-    units,
-)
+from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
@@ -58,6 +47,7 @@ _MODES = {  # the options that each mode accepts
         "config_json",
         "vocab_size",
         "train_tokenizer",
+        "tokenizer_kind",
         "tokenizer",
     },
     "--verify": {"verify", "dst_root"},
@@ -141,8 +131,14 @@ class DownloadOptions(CommonOptions):
         None,
         parse=Path,
         metavar="DATASET",
-        help="train a byte-level BPE tokenizer on the train split of this dataset directory "
+        help="train a BPE tokenizer on the train split of this dataset directory "
         "(default: none; required without --tokenizer)",
+    )
+    tokenizer_kind: str | None = option(
+        None,
+        choices=tokenizer.KINDS,
+        help="kind of the trained tokenizer; llama.cpp's converter reads only sentencepiece, which "
+        "decodes the character ▁ as a space (default: byte-level)",
     )
     tokenizer: Path | None = option(
         None, parse=Path, help="directory with a tokenizer to copy (default: none)"
@@ -200,6 +196,8 @@ def check_combination(opts: DownloadOptions) -> None:
                 f"--vocab-size {opts.vocab_size} is too small: the bytes and special tokens alone "
                 f"need {tokenizer.SMALLEST_VOCABULARY}"
             )
+    if opts.tokenizer_kind and opts.tokenizer:
+        problems.add("--tokenizer DIR is only copied, so it cannot have a --tokenizer-kind")
     for key in ("model_name", "dataset_name"):
         if name := getattr(opts, key):
             problems.collect(partial(repository.check_name, name, f"--{key.replace('_', '-')}"))
@@ -347,6 +345,8 @@ def download_dataset(opts: DownloadOptions) -> None:
 
 def create_from_scratch(opts: DownloadOptions) -> None:
     """Create the config and the tokenizer of a model without weights."""
+    from lib.core import offline  # the other modes use the network
+
     offline.enable()
     # Check the inputs.
     began = time.monotonic()
@@ -356,6 +356,7 @@ def create_from_scratch(opts: DownloadOptions) -> None:
         opts.vocab_size,
         (opts.train_tokenizer,) if opts.train_tokenizer else (),
         opts.tokenizer,
+        tokenizer_kind=opts.tokenizer_kind or tokenizer.BYTE_LEVEL,
     )
     name = opts.model_name or design.choose_name()
     target = paths.models_root(opts.cache_dir) / paths.model_dir_name(name)
@@ -405,9 +406,8 @@ def create_from_scratch(opts: DownloadOptions) -> None:
 def verify_all(opts: DownloadOptions) -> None:
     """Check the hash of every prepared file. Raises ArtifactError with all damaged files."""
     began = time.monotonic()
-    artifacts = checks.find_artifacts(
-        opts.cache_dir, opts.dst_root, directory.list_strays, lookup.model_remedy
-    )
+    places = (opts.cache_dir, opts.dst_root)
+    artifacts = checks.find_artifacts(*places, directory.list_strays, lookup.model_remedy)
     size = units.size(sum(artifact.bytes for artifact in artifacts))
     summary = f"{units.counted(len(artifacts), 'artifact')}, {size}"
     print_plan(opts, {"verify": summary})
@@ -424,8 +424,8 @@ def already_done(target: Path, kind: str, identity: dict, opts: DownloadOptions,
     """Return whether the artifact is complete; if so, print that and the next command (hint)."""
     if not publish.is_done(target, kind, identity, opts.overwrite, dry_run=opts.dry_run):
         return False
-    path = target.parent if kind == raw_text.KIND else target
-    log.info(f"already done: {path} (--overwrite repeats it)\nnext: {hint}")
+    target = target.parent if kind == raw_text.KIND else target
+    log.info(f"already done: {target} (--overwrite repeats it)\nnext: {hint}")
     return True
 
 

@@ -4,9 +4,11 @@
   python 05_export_checkpoint.py -e exp
   python 05_export_checkpoint.py -e exp --step best --dtype float32 --out my-model
   python 05_export_checkpoint.py -e exp --adapter    # only the LoRA adapter, as PEFT writes it
+  python 05_export_checkpoint.py --from-dcp DIR -m org/name    # the checkpoint of another trainer
 
-The stage reads only outputs/<exp>/ and, for a LoRA run, the base model. It never uses the network,
-and holds two tensors in memory at a time. `AutoModelForCausalLM.from_pretrained` loads the result.
+The stage reads only outputs/<exp>/ and, for a LoRA run, the base model. With --from-dcp, it reads
+the weights in DIR, and config and tokenizer from the model. It never uses the network, and holds
+two tensors in memory at a time. `AutoModelForCausalLM.from_pretrained` loads the result.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from lib.checkpoints import commit
 from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
 from lib.core.declared import CommonOptions, option
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.export import card, companions
@@ -58,7 +60,8 @@ class ExportOptions(CommonOptions):
     out: Path | None = option(
         None,
         parse=Path,
-        help="the model directory to write (default: <save-dir>/<experiment>/export/step_…)",
+        help="the model directory to write (default: <save-dir>/<experiment>/export/step_…; with "
+        "--from-dcp: DIR-export)",
     )
     dtype: str = option(
         None,
@@ -76,8 +79,19 @@ class ExportOptions(CommonOptions):
         None,
         "-m",
         metavar="NAME|DIR",
-        help="for a LoRA run, the base model, if it was moved since the run "
-        "(default: where the run found it)",
+        help="for a LoRA run, the base model, if it was moved since the run; with --from-dcp, the "
+        "model whose config and tokenizer belong to the weights (default: where the run found it)",
+    )
+    from_dcp: Path | None = option(
+        None,
+        parse=Path,
+        metavar="DIR",
+        help="instead of a run, export the weights of another trainer's checkpoint in the format "
+        "of torch.distributed.checkpoint: of accelerate, the Hugging Face Trainer or torchtitan "
+        "(default: none)",
+    )
+    cache_dir: Path = option(
+        Path(".cache"), parse=Path, help="with --from-dcp: directory with the models of stage 03"
     )
     max_shard_size: int = option(
         "5GB",
@@ -107,9 +121,14 @@ def parse(argv: Sequence[str]) -> ExportOptions:
 def main(argv: list[str]) -> None:
     """Find the checkpoint, plan the files, write them, read them back, and publish them."""
     opts = parse(argv)
+    if opts.from_dcp:
+        export_foreign(opts, opts.from_dcp)
+        return
     if not opts.experiment_name:
         raise UsageError(
-            "-e is required: the experiment to export", found=list_experiments(opts.save_dir)
+            "-e is required: the experiment to export (or --from-dcp for another trainer's "
+            "checkpoint)",
+            found=list_experiments(opts.save_dir),
         )
     experiment = Experiment(opts.save_dir, opts.experiment_name)
     checkpoint = find_checkpoint(opts, experiment)
@@ -191,13 +210,13 @@ def write_export(
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
         config_summary = companions.write_companions(
-            experiment,
-            checkpoint,
+            experiment.model,
             export.model,
             build.dir,
             opts.dtype,
-            config.get("options", {}),
             opts.trust_remote_code,
+            experiment.root.name,
+            card.collect_facts(checkpoint, experiment.metrics, config.get("options", {})),
             export.adapter_of,
         )
         files = [manifest.file_entry(build.dir, path, "sha256") for path in build.files()]
@@ -235,6 +254,39 @@ def write_export(
         f"written and read back in {units.duration(seconds)} "
         f"({units.size(export.bytes / seconds)}/s)\n" + next_command(out, opts.adapter)
     )
+
+
+def export_foreign(opts: ExportOptions, source: Path) -> None:
+    """Export the checkpoint of another trainer, with the config and tokenizer of -m.
+
+    source: the directory of the checkpoint. Raises one UsageError for options that do not apply.
+    """
+    problems = Problems()
+    typed = [("-e", opts.experiment_name), ("--adapter", opts.adapter)]
+    typed.append(("--step", opts.step != "latest"))
+    for name in (name for name, value in typed if value):
+        problems.add(f"{name} belongs to a run of stage 04, not to --from-dcp")
+    if not opts.model_name:
+        problems.add(
+            "--from-dcp needs -m NAME|DIR, the model whose config and tokenizer belong to the "
+            "weights; it needs no weights"
+        )
+    problems.raise_if_any()
+    from lib.export import foreign_model
+
+    out = opts.out or source.with_name(f"{source.resolve().name}-export")
+    values = {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size}
+    foreign_model.export_checkpoint(
+        foreign_model.ForeignSource.find(source, opts.model_name or "", opts.cache_dir),
+        foreign_model.ExportTarget(
+            out, KIND, values, options.to_plain_values(opts), opts.overwrite
+        ),
+        trust_code=opts.trust_remote_code,
+        dry_run=opts.dry_run,
+        show_progress=not opts.no_progress,
+    )
+    if not opts.dry_run:
+        log.info(next_command(out, False))
 
 
 def check_adapter_options(opts: ExportOptions, checkpoint: commit.Checkpoint) -> bool:

@@ -170,7 +170,7 @@ test: $(VENV)/installed-dev
 	$(PYTEST) -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'
 
 test-long: $(VENV)/installed-dev
-	$(PYTEST) -m long
+	$(PYTEST) -m long -rs
 
 test-slow: $(VENV)/installed-dev
 	$(PYTEST) -q -n 3 --dist worksteal -m 'slow and not long'

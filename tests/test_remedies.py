@@ -52,6 +52,7 @@ from lib.models import (
     float8,
     lookup,
     lora,
+    peft_adapter,
     remote_code,
     sharded,
     tensors,
@@ -725,6 +726,10 @@ def of_other_models() -> Iterator[Callable[[], object]]:
     ):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).touch()
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
+    Path("adapter/adapter_model.bin").touch()
+    yield lambda: peft_adapter.read_adapter(Path("adapter"))
     for name in ("merged", "pickled", "outputs/old"):
         yield lambda name=name: _raise(unread_weights.find_error(Path(name)))
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))

@@ -341,10 +341,16 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
         "--wrap",
         "--me",
         "--capture-range",
-        "--capture-range-end",
+        "--capture-range-end",  # vLLM, CTranslate2, lm-eval:
+        "--enable-lora",
+        "--model",
+        "--model-args",
+        "--output-dir",
+        "--tasks",
+        "--include-path",
     }
     launchers = [path for path in (ROOT / "launch").rglob("*") if path.suffix in SCRIPTS]
-    launchers.append(ROOT / "tests/house.py")
+    launchers += [ROOT / "tests/house.py", ROOT / "lib/export/check.py"]
     for text in (path.read_text(encoding="utf-8") for path in launchers):
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
         known |= {

@@ -383,8 +383,9 @@ def _find_lustre(cluster: ClusterOptions) -> str:
 def _list_efs_deletions(cluster: ClusterOptions) -> Iterator[str]:
     """Yield the commands that delete the file system of EFS; the last target needs a minute."""
     region = f"--region {cluster.region}"
+    token = cluster_files.name_efs(cluster)
     find = (
-        f"aws efs describe-file-systems {region} --creation-token {cluster_files.name_efs(cluster)} "
+        f"aws efs describe-file-systems {region} --creation-token {token} "
         "--query 'FileSystems[0].FileSystemId' --output text"
     )
     targets = (

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.checkpoints import commit
-from lib.core import commands, file_identity, hashing, records, units
+from lib.core import commands, file_identity, hashing, paths, records, units
 from lib.core.errors import ArtifactError, UsageError
 
+OPTION = "--resume-from-foreign"
 METADATA = ".metadata"
 # Subdirectories in which trainers keep a DCP checkpoint: `checkpoint` of an offline pipeline, and
 # `pytorch_model_fsdp_0` of accelerate, which the Hugging Face Trainer uses too.
@@ -23,6 +24,20 @@ _FOLDERS = ("", "checkpoint", "pytorch_model_fsdp_0")
 _PROGRESS_FILES = ("state.json", "trainer_state.json")
 _PROGRESS_FIELDS = ("epoch", "global_step")
 _SCHEDULERS = ("lr_scheduler.pt", "scheduler.pt", "scheduler.bin")
+# Files of checkpoints in other formats, and what to do with them.
+_OTHER_FORMATS = {
+    "pytorch_model_fsdp*.bin": "accelerate saved one pickle (FULL_STATE_DICT). Save again with "
+    "SHARDED_STATE_DICT, or rename it to pytorch_model.bin beside config.json and the tokenizer, "
+    "and give that directory to -m, which prints the command that converts it",
+    "zero_to_fp32.py": "DeepSpeed saved it: `python zero_to_fp32.py . OUT --safe_serialization` in "
+    "this directory writes safetensors, which need config.json and the tokenizer beside them for "
+    "-m",
+    "latest_checkpointed_iteration.txt": "Megatron-LM saved it; its tools/checkpoint/convert.py "
+    "writes a directory for -m",
+    "*.pt": "these are pickles; write safetensors with the trainer that saved them",
+    "*.safetensors": "these are safetensors: put config.json and the tokenizer of the model beside "
+    "them, and use -m",
+}
 _SHOWN = 8
 
 
@@ -55,23 +70,26 @@ class ForeignRun(NamedTuple):
         return f"optimizer state, learning-rate schedule{file}, step and position in the data"
 
 
-def find_foreign_run(root: Path) -> ForeignRun:
+def find_foreign_run(root: Path, option: str = OPTION) -> ForeignRun:
     """Return the checkpoint in a directory, without reading its tensors.
 
-    Raises ArtifactError if there is none or if it is incomplete, and UsageError for a checkpoint of
-    this project.
+    option: the option that names the directory, for the errors. Raises ArtifactError if there is
+    none or if it is incomplete, and UsageError for a checkpoint of this project.
     """
     for name in (commit.COMMIT, f"../{commit.COMMIT}"):
         if (root / name).is_file():
             path = (root / name).resolve().parent
+            export = ("-e", path.parents[1], "--step", paths.step_of(path.name))
             raise UsageError(
-                f"{path} is a checkpoint of this project, from which a run resumes completely",
-                run=commands.as_typed("--resume", path, drop=["--resume-from-foreign"]),
+                f"{path} is a checkpoint of this project, which needs no {option}",
+                run=commands.as_typed("--resume", path, drop=[option])
+                if option == OPTION
+                else commands.script("05_export_checkpoint.py", *export),
             )
     folders = [root / name for name in _FOLDERS]
     directory = next((path for path in folders if (path / METADATA).is_file()), None)
     if directory is None:
-        raise _make_missing_error(root, folders)
+        raise _make_missing_error(root, folders, option)
     files = file_identity.read_identities(
         [directory / METADATA, *sorted(directory.glob("*.distcp"))]
     )
@@ -99,7 +117,7 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
     return {}
 
 
-def _make_missing_error(root: Path, folders: list[Path]) -> ArtifactError:
+def _make_missing_error(root: Path, folders: list[Path], option: str) -> ArtifactError:
     """Return the error for a directory without `.metadata`."""
     interrupted = next((path for path in folders if any(path.glob("*.distcp"))), None)
     if interrupted is not None:
@@ -108,14 +126,15 @@ def _make_missing_error(root: Path, folders: list[Path]) -> ArtifactError:
             hint="use an older checkpoint of that run",
         )
     others = list(islice(_list_below(root), _SHOWN + 1))
+    remedy = next((hint for name, hint in _OTHER_FORMATS.items() if any(root.glob(name))), "")
     return ArtifactError(
-        f"--resume-from-foreign: {root} is not a checkpoint of torch.distributed.checkpoint",
+        f"{option}: {root} is not a checkpoint of torch.distributed.checkpoint",
         expected=f"a directory with {METADATA} and .distcp files, or one that contains such a "
         f"directory under the name {' or '.join(filter(None, _FOLDERS))}",
         found=f"several checkpoints below it; name one of them\n{units.join_lines(others, _SHOWN)}"
         if others
         else "",
-        hint="" if others else "for a directory with config.json and safetensors, use -m",
+        hint="" if others else remedy or "for a directory with config.json and safetensors, use -m",
     )
 
 

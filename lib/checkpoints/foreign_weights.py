@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import pickle
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers import PreTrainedModel
 
+from lib.checkpoints import torchtitan_names
 from lib.checkpoints.foreign_run import METADATA, ForeignRun
 from lib.checkpoints.storage import ALLOWED, ShardFile, load_metadata
 from lib.core import log, records, units
@@ -34,7 +35,7 @@ _FOREIGN_ALLOWED = {
     **ALLOWED,
     "torch.distributed.checkpoint.metadata": ALLOWED["torch.distributed.checkpoint.metadata"]
     | {"BytesStorageMetadata"},
-    "torch": ALLOWED["torch"] | {"int8", "int16", "float8_e4m3fn", "float8_e5m2"},
+    "torch": ALLOWED["torch"] | {"int8", "int16", "float8_e4m3fn", "float8_e5m2", "complex64"},
     "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
 }
 # Keys under which trainers store the model in the dictionary that they save. With "", the tensors
@@ -68,11 +69,11 @@ class ForeignTensors:
     Has the attributes of StoredTensors in lib/models/tensors.py.
     """
 
-    def __init__(self, run: ForeignRun, expected: Set[str]) -> None:
+    def __init__(self, run: ForeignRun, model: PreTrainedModel) -> None:
         """Read the descriptions of all tensors, and find the ones of the model.
 
-        expected: names that the tensors of the model may have. Raises ArtifactError if the
-        checkpoint is damaged or incomplete, or if `.metadata` contains other Python objects.
+        model: may be on the meta device. Raises ArtifactError if the checkpoint is damaged or
+        incomplete, or if `.metadata` contains other Python objects.
         """
         self.directory = run.directory
         self.shapes: dict[str, Shape] = {}
@@ -80,13 +81,15 @@ class ForeignTensors:
         self.problems: list[str] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._shards: dict[str, list[_Shard]] = {}
+        self._conversions: dict[str, Callable[[Tensor], Tensor]] = {}
+        self._config = model.config
         self._open = ExitStack()
         self._files: dict[str, ShardFile] = {}
         self._lock = Lock()
         with _report_damage(run.directory / METADATA):
             metadata = load_metadata(run.directory, _FOREIGN_ALLOWED)
             places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
-            self._add_tensors(metadata.state_dict_metadata, places, expected)
+            self._add_tensors(metadata.state_dict_metadata, places, _list_names(model))
             _require_complete_files(run.directory, places)
 
     def _add_tensors(
@@ -100,7 +103,11 @@ class ForeignTensors:
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        for key, names in _match_names(tensors, expected).items():
+        by_key = _match_names(tensors, expected)
+        self.is_torchtitan = torchtitan_names.is_torchtitan(by_key)
+        if self.is_torchtitan and torchtitan_names.can_translate(self._config):
+            by_key = self._translate(by_key)
+        for key, names in by_key.items():
             name = names[0]
             if names[1:]:
                 self.problems.append(f"ambiguous: {' and '.join(names)} both match {key}")
@@ -113,6 +120,16 @@ class ForeignTensors:
             if covered != math.prod(self.shapes[key]):
                 self.problems.append(f"incomplete: the shards of {name} do not cover it")
 
+    def _translate(self, by_key: Mapping[str, list[str]]) -> dict[str, list[str]]:
+        """Return the names in a checkpoint of torchtitan by the names of transformers."""
+        translated: dict[str, list[str]] = {}
+        for name, names in by_key.items():
+            if key := torchtitan_names.translate_name(name):
+                translated.setdefault(key, []).extend(names)
+                if convert := torchtitan_names.find_conversion(key, self._config):
+                    self._conversions[key] = convert
+        return translated
+
     def __enter__(self) -> ForeignTensors:
         return self
 
@@ -120,9 +137,17 @@ class ForeignTensors:
         self._open.close()
 
     def read(self, key: str, part: TensorPart | None = None) -> Tensor:
-        """Return a tensor, or only a part of it; reads only the rows of the part."""
-        if part is None:
-            part = tuple(slice(0, size) for size in self.shapes[key])
+        """Return a tensor, or only a part of it.
+
+        Reads only the rows of the part, unless the rows of the tensor have another order here.
+        """
+        full = tuple(slice(0, size) for size in self.shapes[key])
+        if key in self._conversions:
+            converted = self._conversions[key](self._read(key, full))
+            return converted if part is None else converted[part]
+        return self._read(key, full if part is None else part)
+
+    def _read(self, key: str, part: TensorPart) -> Tensor:
         tensor = torch.empty([one.stop - one.start for one in part], dtype=self._dtypes[key])
         for shard in self._shards[key]:
             common = tuple(
@@ -265,9 +290,12 @@ def require_fits(model: PreTrainedModel, run: ForeignRun, model_dir: Path) -> No
     model: on the meta device. model_dir: directory of its config. Raises ArtifactError if the
     checkpoint is damaged or incomplete.
     """
-    with ForeignTensors(run, _list_names(model)) as stored:
+    with ForeignTensors(run, model) as stored:
         _, problems = plan_stored(model, stored)
-    _raise_if_any(run, model_dir, problems)
+        explanation = (
+            torchtitan_names.explain(problems, model.config) if stored.is_torchtitan else ""
+        )
+    _raise_if_any(run, model_dir, problems, explanation)
     _warn_if_mixed(run.directory)
 
 
@@ -276,13 +304,16 @@ def load_foreign(model: PreTrainedModel, run: ForeignRun, model_dir: Path) -> No
 
     Raises the errors of `require_fits`.
     """
-    with ForeignTensors(run, _list_names(model)) as stored:
+    with ForeignTensors(run, model) as stored:
         load_stored(model, stored, lambda problems: _raise_if_any(run, model_dir, problems))
 
 
-def _raise_if_any(run: ForeignRun, model_dir: Path, problems: list[str]) -> None:
+def _raise_if_any(
+    run: ForeignRun, model_dir: Path, problems: list[str], explanation: str = ""
+) -> None:
     if not problems:
         return
+    hint = "-m names the model that the checkpoint was trained from"
     is_flat = any(part in problem for problem in problems for part in _FLAT)
     raise UsageError(
         f"the weights in {run.directory} do not fit the model {model_dir} "
@@ -292,5 +323,5 @@ def _raise_if_any(run: ForeignRun, model_dir: Path, problems: list[str]) -> None
         hint="FSDP1 saved parts of joined parameters without their names (LOCAL_STATE_DICT); save "
         "again with SHARDED_STATE_DICT"
         if is_flat
-        else "-m names the model that the checkpoint was trained from",
+        else explanation or hint,
     )

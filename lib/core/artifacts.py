@@ -37,6 +37,11 @@ VOCABULARIES = (
 _SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "merges.txt")
 # Every file from which transformers reads a tokenizer. None is a pickle or runs as code.
 TOKENIZER_FILES = (*VOCABULARIES, *_SETTINGS, CHAT_TEMPLATE, OLD_CHAT_TEMPLATE)
+# Further files of tokenizers, which only other programs read. They are copied byte for byte.
+OTHER_TOKENIZER_FILES = (
+    *("tokenizer.model.v3", "tokenizer.model.v7", "tiktoken.model", "qwen.tiktoken"),
+    *("added_tokens.txt", "normalizer.json", "bpe.codes"),
+)
 # The files that decide token ids, in the order in which a fingerprint lists them.
 _FINGERPRINTED = (
     TOKENIZER,

@@ -28,6 +28,7 @@ _OPTIONS = {
     "lora_targets": "adapters: on",
 }
 
+_FOREIGN = "a checkpoint of another trainer"
 _LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,8 +147,8 @@ library_name: {"peft" if adapter_of else "transformers"}
 
 # {title}
 
-{"LoRA adapters of a" if adapter_of else "A"} causal language model, exported from step \
-{facts["steps"]:,} of a training run.
+{"LoRA adapters of a" if adapter_of else "A"} causal language model, exported from \
+{f"step {facts['steps']:,} of a training run" if "steps" in facts else _FOREIGN}.
 
 | | |
 |---|---|

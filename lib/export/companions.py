@@ -48,35 +48,33 @@ def require_same_model_files(experiment: Experiment, checkpoint: Checkpoint) -> 
 
 
 def write_companions(
-    experiment: Experiment,
-    checkpoint: Checkpoint,
+    model_dir: Path,
     model: PreTrainedModel,
     out: Path,
     dtype: str,
-    run_options: dict[str, Any],
     trust_code: bool,
+    title: str,
+    facts: dict[str, Any],
     adapter_of: str = "",
 ) -> dict[str, Any]:
     """Write the tokenizer, the model card and, unless the export is an adapter, the configs.
 
-    dtype: dtype of the exported weights. run_options: as in config.yaml. adapter_of: the name of
-    the base model if the export is an adapter, else "". Returns the entries about config.json for
-    the summary in the manifest.
+    model_dir: the directory with the config and the tokenizer of the model. dtype: dtype of the
+    exported weights. title, facts: of the model card, see `card.render_card`. adapter_of: the name
+    of the base model if the export is an adapter, else "". Returns the entries about config.json
+    for the summary in the manifest.
     """
     from lib.core.artifacts import CHAT_TEMPLATE
     from lib.models.directory import EARLIER_KEYS
 
-    _copy_tokenizer(experiment.model, out)
+    _copy_tokenizer(model_dir, out)
     config_summary: dict[str, Any] = {}
     if not adapter_of:
-        config_summary[EARLIER_KEYS] = _write_configs(
-            experiment.model, out, model, dtype, trust_code
-        )
-    facts = card.collect_facts(checkpoint, experiment.metrics, run_options)
+        config_summary[EARLIER_KEYS] = _write_configs(model_dir, out, model, dtype, trust_code)
     manifest.write_text(
         out / card.FILE,
         card.render_card(
-            experiment.root.name,
+            title,
             type(model).__name__,
             dtype,
             model.num_parameters(),
@@ -95,26 +93,25 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def _copy_tokenizer(model_dir: Path, out: Path) -> None:
-    """Copy all files of the run's model directory except configs and code.
+    """Copy all files of a tokenizer byte for byte.
 
-    The chat template goes into the tokenizer's config as well, where more programs look for it.
+    tokenizer_config.json is rewritten if other programs would misread it, or if it describes the
+    machine that saved it. The chat template goes into it as well, where more programs look for it.
     """
     from lib.core.artifacts import CHAT_TEMPLATE
     from lib.models import dialects
-    from lib.models.directory import CODE_DIGESTS
 
-    for path in sorted(model_dir.iterdir()):
-        if (
-            path.is_file()
-            and path.suffix not in (".tmp", ".py")
-            and path.name not in (_CONFIG, _GENERATION, CODE_DIGESTS)
-        ):
-            shutil.copyfile(path, out / path.name)
+    # A run's directory contains no other files; that of a base model may contain any.
+    for name in (*artifacts.TOKENIZER_FILES, *artifacts.OTHER_TOKENIZER_FILES):
+        if (model_dir / name).is_file():
+            shutil.copyfile(model_dir / name, out / name)
     settings = records.read_json(out / _TOKENIZER) if (out / _TOKENIZER).exists() else None
     if isinstance(settings, dict):
         template = out / CHAT_TEMPLATE
         text = template.read_text(encoding="utf-8") if template.exists() else ""
-        manifest.write_json(out / _TOKENIZER, dialects.translate_tokenizer(settings, text))
+        translated = dialects.translate_tokenizer(settings, text)
+        if translated != settings:
+            manifest.write_json(out / _TOKENIZER, translated)
 
 
 def _write_configs(
@@ -136,9 +133,14 @@ def _write_configs(
         remote_code.copy_code(model_dir, out)
     else:
         config.pop("auto_map", None)  # refers to code that is not part of the export
+    config = dialects.remove_traces(config)
     config = dialects.set_dtype(config, dtype) | {"architectures": [type(model).__name__]}
-    tied = getattr(model.config, "tie_word_embeddings", None)
-    full = config if has_code else dialects.add_earlier_keys(config, tied)
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    full = (
+        {"tie_word_embeddings": tied, **config}
+        if has_code
+        else dialects.add_earlier_keys(config, tied)
+    )
     manifest.write_json(out / _CONFIG, full)
     if not chat_files.copy_generation(model_dir, out) and model.can_generate():
         GenerationConfig.from_model_config(read_config(model_dir, trust_code)).save_pretrained(out)

@@ -88,14 +88,44 @@ def write_model(
     Raises ArtifactError if the checkpoint belongs to another model, or if a file does not read back
     as it was written.
     """
-    files = []
     # Converting experts copies them; reading ahead as well would need memory for a third group.
     converts = len(plan.entries) > len(plan.groups)
-    with (
-        closing(FullTensorReader(checkpoint.path / commit.TENSORS, not converts)) as reader,
-        ThreadPoolExecutor(1) as checker,
-    ):
+    with closing(FullTensorReader(checkpoint.path / commit.TENSORS, not converts)) as reader:
         tensors = _hub_tensors(model, plan.groups, reader, checkpoint.path, changes, base)
+        return _write_files(model, plan, out, tensors, advance)
+
+
+def write_stored(
+    model: PreTrainedModel,
+    stored: StoredModel,
+    plan: ExportPlan,
+    out: Path,
+    advance: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Write the planned files from stored tensors, as `write_model` does from a checkpoint."""
+    tensors = (
+        hub_tensor
+        for group in plan.groups
+        for hub_tensor in keys.convert_to_hub(
+            model, dict(zip(group, stored.read_all(group), strict=True))
+        )
+    )
+    return _write_files(model, plan, out, tensors, advance)
+
+
+def _write_files(
+    model: PreTrainedModel,
+    plan: ExportPlan,
+    out: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    advance: Callable[[int], None],
+) -> list[dict[str, Any]]:
+    """Write tensors into the planned files, read them back, and return their manifest entries.
+
+    tensors: Hub names and full tensors, in the planned order.
+    """
+    files = []
+    with ThreadPoolExecutor(1) as checker:
         for name, entries in plan.files.items():
             with TensorFile(out / name, entries) as file:
                 for entry in entries:

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import commands, log, records
-from lib.core.artifacts import TOKENIZER_FILES, VOCABULARIES
+from lib.core.artifacts import OTHER_TOKENIZER_FILES, TOKENIZER_FILES, VOCABULARIES
 from lib.core.errors import UsageError
 from lib.models.directory import CONFIG, INDEX, WEIGHTS
 
 PICKLE = "pytorch_model.bin"
 PICKLE_INDEX = "pytorch_model.bin.index.json"
-_SMALL = {CONFIG, "generation_config.json", "README.md", *TOKENIZER_FILES}
+_SMALL = {
+    *(CONFIG, "generation_config.json", "README.md"),
+    *TOKENIZER_FILES,
+    *OTHER_TOKENIZER_FILES,
+}
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?", re.IGNORECASE
 )

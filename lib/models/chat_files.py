@@ -26,14 +26,14 @@ def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> No
     turned off, because the template writes special tokens as text.
     """
     manifest.write_text(directory / CHAT_TEMPLATE, template)
-    settings = _read(directory / _TOKENIZER)
+    settings = read_object(directory / _TOKENIZER)
     settings.pop("chat_template", None)
     if settings.get("split_special_tokens"):
         settings["split_special_tokens"] = False
     manifest.write_json(directory / _TOKENIZER, settings)
-    generation = _read(directory / _GENERATION)
+    generation = read_object(directory / _GENERATION)
     if not generation:  # as transformers derives it from the config of a model
-        config = _read(directory / _MODEL)
+        config = read_object(directory / _MODEL)
         text = config.get("text_config")
         config = text if isinstance(text, dict) and text else config
         generation = {name: config[name] for name in _IDS if config.get(name) is not None}
@@ -48,7 +48,7 @@ def find_faults(directory: Path) -> list[str]:
     faults = []
     for name in (_MODEL, _GENERATION, _TOKENIZER):
         try:
-            content = _read(directory / name)
+            content = read_object(directory / name)
         except ArtifactError as error:
             faults.append(f"{name}: {error.found}")
             continue
@@ -80,7 +80,7 @@ def copy_generation(source: Path, target: Path) -> bool:
     """
     if not (source / _GENERATION).exists():
         return False
-    content = _read(source / _GENERATION)
+    content = read_object(source / _GENERATION)
     if invalid := [key for key in _IDS if not is_id(content.get(key))]:
         log.warn(f"{source / _GENERATION}: invalid token ids were left out: {', '.join(invalid)}")
         manifest.write_json(
@@ -93,22 +93,33 @@ def copy_generation(source: Path, target: Path) -> bool:
 
 
 def copy_stops(directory: Path) -> None:
-    """Copy the list of tokens that end a text from generation_config.json to config.json.
+    """Write the same tokens that end a text into generation_config.json and config.json.
 
-    Without the list, programs that read only config.json would generate past the end of a turn. If
-    generation_config.json contains a single token instead of a list, config.json is not changed.
+    Some programs read only one of the two files. If it names fewer tokens, such a program would
+    generate past the end of a turn. If neither file contains a list, only a missing token is added.
     """
-    stops = _read(directory / _GENERATION).get(_EOS)
-    config = _read(directory / _MODEL)
-    if not isinstance(stops, list) or not config:
+    generation = read_object(directory / _GENERATION)
+    config = read_object(directory / _MODEL)
+    if not config:
         return
     text = config.get("text_config")
-    if isinstance(text, dict) and _EOS in text:
-        text[_EOS] = stops
-    manifest.write_json(directory / _MODEL, config | {_EOS: stops})
+    text = text if isinstance(text, dict) else {}
+    values = (generation.get(_EOS), config.get(_EOS), text.get(_EOS))
+    known = [value for value in values if is_id(value) and _as_list(value)]
+    if not known:
+        return
+    has_list = any(isinstance(value, list) for value in known)
+    stops = list(dict.fromkeys(token for value in known for token in _as_list(value)))
+    if generation and (has_list or generation.get(_EOS) is None):
+        generation[_EOS] = stops if has_list else known[0]
+        manifest.write_json(directory / _GENERATION, generation)
+    if has_list:
+        if _EOS in text:
+            text[_EOS] = stops
+        manifest.write_json(directory / _MODEL, config | {_EOS: stops})
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, or {} if there is no file.
 
     Raises ArtifactError if the file is damaged or is not a JSON object.

@@ -7,6 +7,7 @@ RoPE base of 10,000. A config with both sets of keys describes the same model to
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,14 @@ ROPE_KEYS = {
 RENAMED = {"qwen3_moe": {"num_local_experts": "num_experts"}}
 # Tokenizer classes that only transformers 5 has → the equivalent class that both versions have.
 _TOKENIZER_CLASSES = {"TokenizersBackend": "PreTrainedTokenizerFast"}
-_LOADING_KEYS = ("is_local", "local_files_only")  # arguments of loading, which do not belong there
+# Arguments of loading and facts about one machine, which do not belong into a file.
+_MACHINE_KEYS = {
+    *("is_local", "local_files_only", "cache_dir", "_commit_hash", "_name_or_path"),
+    *("_attn_implementation", "_attn_implementation_autoset"),
+}
+# Keys with the name of the base model, or its path on the machine that saved it.
+_NAME_KEYS = {"name_or_path", "special_tokens_map_file", "tokenizer_file"}
+_PATH = re.compile(r"(/|~|\.{1,2}/|[A-Za-z]:\\|\\\\)")
 
 
 def add_earlier_keys(config: Mapping[str, Any], tied: bool | None = None) -> dict[str, Any]:
@@ -138,13 +146,31 @@ def _is_earlier(key: str) -> bool:
     return key.removeprefix(f"{_TEXT}.") in known
 
 
+def remove_traces(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config without the keys that describe the machine or the user that saved it.
+
+    config: the content of config.json, generation_config.json or tokenizer_config.json. The name of
+    a model on the Hub stays in a tokenizer's config.
+    """
+
+    def is_trace(key: str, value: object) -> bool:
+        is_path = isinstance(value, str) and bool(_PATH.match(value))
+        return key in _MACHINE_KEYS or (key in _NAME_KEYS and is_path)
+
+    return {
+        key: remove_traces(value) if key == _TEXT and isinstance(value, dict) else value
+        for key, value in config.items()
+        if not is_trace(key, value)
+    }
+
+
 def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[str, Any]:
     """Return a tokenizer_config.json that transformers 4 and 5 read in the same way.
 
     template: the content of chat_template.jinja, for programs that do not read that file. Named
     templates in the config stay.
     """
-    full = {key: value for key, value in config.items() if key not in _LOADING_KEYS}
+    full = remove_traces(config)
     name = full.get("tokenizer_class")
     if isinstance(name, str) and name in _TOKENIZER_CLASSES:
         full["tokenizer_class"] = _TOKENIZER_CLASSES[name]
@@ -154,6 +180,11 @@ def translate_tokenizer(config: Mapping[str, Any], template: str = "") -> dict[s
     if template and not isinstance(full.get("chat_template"), list):
         full["chat_template"] = template
     return full
+
+
+def list_earlier_rope(config: Mapping[str, Any]) -> list[str]:
+    """Return the earlier keys that describe a config's RoPE settings."""
+    return list(_find_earlier_rope(config))
 
 
 def _find_earlier_rope(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.core import hashing, records, units
+from lib.core import commands, hashing, records, units
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.models.directory import find_misplaced, read_header
 
@@ -23,6 +23,10 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _PICKLE = "adapter_model.bin"
+_CONVERT = (
+    "import sys, torch; from safetensors.torch import save_file; a, b = sys.argv[1:]; "
+    "save_file({k: v.contiguous() for k, v in torch.load(a, weights_only=True).items()}, b)"
+)
 _KEY = re.compile(rf"{re.escape(PREFIX)}(.+)\.lora_(A|B)\.weight")
 _RANK_DIM = {"A": 0, "B": 1}  # of A [rank, inputs] and B [outputs, rank]
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -216,8 +220,15 @@ def _read_shapes(directory: Path, rank: int) -> dict[tuple[str, str], tuple[int,
         if (directory / _PICKLE).is_file():
             raise UsageError(
                 f"the adapter in {directory} is a pickle, which is never opened",
-                expected=f"{WEIGHTS}, as current versions of PEFT write it",
+                expected=f"{WEIGHTS}, as PEFT writes it since version 0.6",
                 found=_PICKLE,
+                hint="the first command reads only tensors, and runs no code of the pickle:",
+                run="\n".join(
+                    (
+                        commands.python("-c", _CONVERT, directory / _PICKLE, path),
+                        commands.as_typed(),
+                    )
+                ),
             )
         raise ArtifactError(f"the adapter in {directory} is incomplete", found=f"no {WEIGHTS}")
     try:

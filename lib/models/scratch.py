@@ -83,6 +83,7 @@ class Design:
     or None for the default. train_on: datasets to train a tokenizer on. copy_from: directory with a
     tokenizer to copy. Without either, the tokenizer has one token per byte. has_tokenizer: False
     for a model that will only see token IDs; then there are neither `train_on` nor `copy_from`.
+    tokenizer_kind: of a trained tokenizer, one of tokenizer.KINDS.
     """
 
     size: str | None
@@ -91,6 +92,7 @@ class Design:
     train_on: tuple[Path, ...]
     copy_from: Path | None
     has_tokenizer: bool = True
+    tokenizer_kind: str = tokenizer.BYTE_LEVEL
 
     def choose_name(self) -> str:
         """Return the default name, such as `scratch-tiny` or `scratch-qwen2`."""
@@ -117,6 +119,8 @@ class Design:
             options["shapes"] = like  # in earlier versions this size had another shape
         if not self.has_tokenizer:
             options["tokenizer"] = False
+        if self.tokenizer_kind != tokenizer.BYTE_LEVEL:
+            options["tokenizer_kind"] = self.tokenizer_kind
         return {"options": options, "inputs": inputs}
 
     def require_same(self, before: dict[str, Any], name: str) -> None:
@@ -195,7 +199,9 @@ class Design:
                 workers=workers,
                 show_progress=show_progress,
                 limit=limit,
+                kind=self.tokenizer_kind,
             )
+            log.info(tokenizer.describe_readers(self.tokenizer_kind))
 
     def describe_tokenizer(self) -> str:
         """Return a text that says where the tokenizer comes from."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,23 @@ from transformers import PreTrainedModel
 
 from lib.models import keys, weights
 from lib.models.architecture import decoder_layers
-from lib.models.tensors import HubTensors
+from lib.models.tensors import HubTensors, StoredTensors
 
 # Module, attribute, full name, and the parameter on meta that the module has while it is not used.
 Places = list[tuple[nn.Module, str, str, nn.Parameter]]
+
+
+class OpenTensors(StoredTensors, Protocol):
+    """Stored tensors in open files."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> None:
+        """Close the files."""
 
 
 class StoredModel:
@@ -26,10 +40,15 @@ class StoredModel:
     model: on meta. The files do not contain parameters that a model change has added.
     """
 
-    def __init__(self, model: PreTrainedModel, model_dir: Path) -> None:
-        """Open the files. Raises ArtifactError if they do not fit the model."""
+    def __init__(
+        self, model: PreTrainedModel, model_dir: Path, files: OpenTensors | None = None
+    ) -> None:
+        """Open the files. Raises ArtifactError if they do not fit the model.
+
+        files: the tensors to read instead of the safetensors files in the directory.
+        """
         self._model = model
-        self._files = HubTensors(model_dir)
+        self._files: OpenTensors = files or HubTensors(model_dir)
         self._recipes = weights.plan_reading(model, self._files, model_dir).recipes
         self._shapes = {
             name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()

@@ -5,7 +5,8 @@ A trained tokenizer is a byte-level BPE, so it decodes any string unchanged. It 
 batches at inference. Text that looks like a special token is encoded as text
 (`split_special_tokens`), so a document cannot forge a boundary. A tokenizer that is trained on
 conversations also has the two tokens of ChatML and its template. Such a tokenizer does recognise
-special tokens in text, because templates write them as text.
+special tokens in text, because templates write them as text. With `kind` PIECES, the tokenizer has
+the form of SentencePiece instead; see piece_tokenizer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import json
 import os
 import shutil
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from lib.core import artifacts, hashing, log, manifest, paths, records, units
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
-from lib.models import training_text
+from lib.models import piece_tokenizer, training_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -36,9 +38,18 @@ PAD = "<|pad|>"  # not EOS, because masking the padding must not mask the ends o
 TURN = ("<|im_start|>", "<|im_end|>")  # start and end of a turn in chat_templates/chatml.jinja
 SMALLEST_VOCABULARY = 256 + 2  # all bytes, BOS and EOS
 BYTE_VOCABULARY = SMALLEST_VOCABULARY + 1  # of an untrained tokenizer: also PAD
+BYTE_LEVEL = "byte-level"
+PIECES = "sentencepiece"
+KINDS = (BYTE_LEVEL, PIECES)
 SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; training takes about a minute
 
 _CONFIG = "tokenizer_config.json"
+# For programs that read tokenizer.model: no space is added before a text.
+_PIECES_SETTINGS = {
+    "unk_token": piece_tokenizer.UNKNOWN,
+    "add_bos_token": True,
+    "add_prefix_space": False,
+}
 
 # Splits text into words before merging: contractions, words with the preceding space, up to three
 # digits, punctuation, line ends, other space. It equals Llama 3's expression in every character,
@@ -91,49 +102,41 @@ def train_tokenizer(
     workers: int,
     show_progress: bool,
     limit: int = SAMPLE_BYTES,
+    kind: str = BYTE_LEVEL,
 ) -> tuple[int, Sample]:
-    """Train a byte-level BPE on the train splits of datasets, save it and log a summary.
+    """Train a tokenizer on the train splits of datasets, save it and log a summary.
 
     Without a dataset, the tokenizer has only the tokens for bytes and special tokens. vocabulary:
     number of tokens, including special ones; if there is too little text, unused tokens fill it.
     context: tokens, written as `model_max_length`; None for no limit. limit: maximum bytes of text.
-    Returns the number of tokens without unused ones, and the sample. The same text results in
-    identical files.
+    kind: one of KINDS. Returns the number of tokens without unused ones, and the sample. The same
+    text results in identical files.
     """
     os.environ["RAYON_NUM_THREADS"] = str(workers)  # read once, when tokenizers is first used
-    import pyarrow.compute
-    from tokenizers.trainers import BpeTrainer
-
-    tokenizer, alphabet = _build_untrained()
     training = training_text.read_texts(corpora) if corpora else None
     is_chat = training is not None and training.is_chat
-    trainer = BpeTrainer(
-        vocab_size=vocabulary,
-        show_progress=False,
-        special_tokens=_list_special_tokens(is_chat, vocabulary),
-        initial_alphabet=sorted(alphabet),
-    )
+    special = _list_special_tokens(is_chat, vocabulary, kind)
     sample = Sample(0, 0, 0, 0)
-    if training:
-        dataset = training.texts
-        total = pyarrow.compute.sum(pyarrow.compute.binary_length(dataset.data.column("text")))
-        sample = Sample(0, len(dataset), 0, total.as_py() or 0)
-        with Progress(
-            "text for the tokenizer", min(limit, sample.bytes_total), "B", show_progress
-        ) as progress:
-            tokenizer.train_from_iterator(_draw_batches(dataset, sample, limit, progress), trainer)
-    else:
-        tokenizer.train_from_iterator([], trainer)
-    used_tokens = tokenizer.get_vocab_size()
-    _add_bos(tokenizer)
-    _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
+    texts: Iterable[list[str]] = []
+    with ExitStack() as stack:
+        if training:
+            dataset = training.texts
+            sample = Sample(0, len(dataset), 0, _count_text_bytes(dataset))
+            total = min(limit, sample.bytes_total)
+            progress = stack.enter_context(
+                Progress("text for the tokenizer", total, "B", show_progress)
+            )
+            texts = _draw_batches(dataset, sample, limit, progress)
+        train = _train_pieces if kind == PIECES else _train_byte_level
+        used_tokens = train(texts, vocabulary, special, destination)
     manifest.write_json(
         destination / _CONFIG,
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": BOS,
             "eos_token": EOS,
-            **({"pad_token": PAD} if tokenizer.token_to_id(PAD) is not None else {}),
+            **({"pad_token": PAD} if PAD in special else {}),
+            **(_PIECES_SETTINGS if kind == PIECES else {}),
             **_limit_entry(context),
             "clean_up_tokenization_spaces": False,
             "split_special_tokens": not is_chat,
@@ -152,6 +155,19 @@ def train_tokenizer(
             f"results in {used_tokens:,} tokens, and the others stay unused"
         )
     return used_tokens, sample
+
+
+def describe_readers(kind: str) -> str:
+    """Return which programs will not know a trained tokenizer, and what to do."""
+    if kind == PIECES:
+        return (
+            "all programs that read tokenizer.json or tokenizer.model know this tokenizer, also "
+            "converters to GGUF; it decodes the character ▁ as a space"
+        )
+    return (
+        "the converter of llama.cpp will not know this tokenizer (Ollama, vLLM, SGLang, mlx-lm and "
+        f"CTranslate2 do); stage 03 with --tokenizer-kind {PIECES} trains one that it knows"
+    )
 
 
 def copy_tokenizer(source: Path, context: int | None, destination: Path) -> None:
@@ -280,19 +296,59 @@ def _draw_batches(
             return
 
 
-def _list_special_tokens(is_chat: bool, vocabulary: int) -> list[str]:
+def _list_special_tokens(is_chat: bool, vocabulary: int, kind: str) -> list[str]:
     """Return the special tokens. The smallest vocabulary has no room for PAD.
 
-    Raises UsageError if the vocabulary is too small for a tokenizer of conversations.
+    Raises UsageError if the vocabulary is too small.
     """
-    if is_chat and vocabulary < SMALLEST_VOCABULARY + len(TURN):
-        raise UsageError(
-            f"{vocabulary} tokens are too few for a tokenizer of conversations",
-            expected=f"{SMALLEST_VOCABULARY + len(TURN)} or more: every byte and four "
-            "special tokens",
-        )
     needed = [BOS, EOS, *(TURN if is_chat else ())]
+    smallest = 256 + len(needed)
+    if kind == PIECES:
+        smallest += len((PAD, piece_tokenizer.UNKNOWN, piece_tokenizer.SPACE))
+    if vocabulary < smallest:
+        of_what = "of conversations" if is_chat else f"of kind {kind}"
+        raise UsageError(
+            f"{vocabulary} tokens are too few for a tokenizer {of_what}",
+            expected=f"{smallest} or more: every byte and {smallest - 256} other tokens",
+        )
     return [*needed, PAD] if vocabulary > 256 + len(needed) else needed
+
+
+def _count_text_bytes(dataset: Dataset) -> int:
+    """Return the UTF-8 bytes of the texts of a dataset."""
+    import pyarrow.compute
+
+    lengths = pyarrow.compute.binary_length(dataset.data.column("text"))
+    return pyarrow.compute.sum(lengths).as_py() or 0
+
+
+def _train_byte_level(
+    texts: Iterable[list[str]], vocabulary: int, special: Sequence[str], destination: Path
+) -> int:
+    """Train a byte-level BPE, write tokenizer.json, and return the number of used tokens."""
+    from tokenizers.trainers import BpeTrainer
+
+    tokenizer, alphabet = _build_untrained()
+    trainer = BpeTrainer(
+        vocab_size=vocabulary,
+        show_progress=False,
+        special_tokens=list(special),
+        initial_alphabet=sorted(alphabet),
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    used_tokens = tokenizer.get_vocab_size()
+    _add_bos(tokenizer)
+    _save_filled(tokenizer, vocabulary, destination / "tokenizer.json")
+    return used_tokens
+
+
+def _train_pieces(
+    texts: Iterable[list[str]], vocabulary: int, special: Sequence[str], destination: Path
+) -> int:
+    """Train a tokenizer in the form of SentencePiece, write it, and return the used tokens."""
+    pieces = piece_tokenizer.train(texts, vocabulary, special)
+    piece_tokenizer.write(pieces, special, vocabulary, destination)
+    return len(pieces)
 
 
 def _build_untrained() -> tuple[Tokenizer, list[str]]:

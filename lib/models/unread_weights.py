@@ -74,7 +74,8 @@ def _sharded_error(path: Path, folder: Path) -> StageError:
         f"{folder} contains a sharded checkpoint of FSDP, but only safetensors are supported",
         expected="model.safetensors beside a config.json",
         found=", ".join(sorted(file.name for file in folder.glob(_SHARDED))[:3]),
-        hint=f"--resume-from-foreign {folder} of stage 04 reads it, with -m for its base model. Or "
+        hint=f"`python 05_export_checkpoint.py --from-dcp {folder} -m MODEL` exports it, where "
+        "MODEL is its base model, and --resume-from-foreign of stage 04 trains it further. Or "
         "accelerate (pip install accelerate) merges it; after the first command, copy config.json "
         f"and the tokenizer files of the base model to {target}:",
         run="\n".join(

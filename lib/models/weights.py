@@ -82,7 +82,7 @@ def load_stored(
     )
 
 
-def plan_reading(model: PreTrainedModel, stored: HubTensors, model_dir: Path) -> LoadPlan:
+def plan_reading(model: PreTrainedModel, stored: StoredTensors, model_dir: Path) -> LoadPlan:
     """Return the plan for loading a model from its files.
 
     Raises ArtifactError with all tensors that are missing, unexpected, or of another shape or

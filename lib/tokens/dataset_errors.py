@@ -26,6 +26,16 @@ _DESCRIPTION = "README.md"
 _OF_FILES = {".arrow", ".parquet", ".json", ".jsonl", ".gz", ".txt", ".csv"}
 _SUFFIXES = _OF_FILES | {".ndjson", *raw_shards.COMPRESSIONS}
 _OF_SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
+# Columns of datasets that other trainers have tokenised, and what these were made from. The last
+# row fits any of them.
+_PREPARED: tuple[tuple[set[str], str, str], ...] = (
+    ({"images", "videos", "audios"}, "LLaMA-Factory", "the files that its dataset_info.json names"),
+    ({"completion_mask"}, "TRL", "the dataset that SFTTrainer was given"),
+    ({"assistant_masks"}, "TRL", "the dataset that SFTTrainer was given"),
+    ({"seq_lengths"}, "TRL", "the dataset that SFTTrainer was given"),
+    ({"position_ids", "labels"}, "Axolotl", "the datasets in the YAML file of the run"),
+    (set(), "another program", "the texts or the conversations that it was made from"),
+)
 _MOST_FILES = 1000  # of a directory
 
 
@@ -102,11 +112,14 @@ def make_columns_error(path: Path, problem: str, names: Collection[str], found: 
     """Return the error for an Arrow dataset without a column `text`. names: its columns."""
     if not columns.are_chat_columns(names):
         if "input_ids" in names:
+            trainer, source = next(
+                (trainer, source) for marks, trainer, source in _PREPARED if marks <= {*names}
+            )
             return UsageError(
                 problem,
                 found=found,
-                hint="it is tokenised already. Give stage 02 the text or the conversations that it "
-                "was made from",
+                hint=f"it is tokenised already, by {trainer}, for a tokenizer that it does not "
+                f"name. Give stage 02 {source}; stage 04 tokenises them and masks the labels",
             )
         if "text" in names and found == columns.describe_text_problem({"text": "null"}):
             return UsageError(

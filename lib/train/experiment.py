@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lib.checkpoints import commit
 from lib.core import file_identity, hashing, launcher, log, manifest, records
-from lib.core.artifacts import TOKENIZER_FILES
+from lib.core.artifacts import OTHER_TOKENIZER_FILES, TOKENIZER_FILES
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError, from_os_error
 from lib.core.events import Event
 from lib.core.lease import DirectoryHeld, ExperimentHeld, Lease
@@ -28,7 +28,7 @@ from lib.train.plan import Plan
 from lib.train.previous_run import BOS_PREFIX
 
 _VISIBLE_WITHIN_S = 60.0  # network file systems may show a new file late
-_MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+_MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKENIZER_FILES)
 
 
 @contextmanager

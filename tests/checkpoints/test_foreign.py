@@ -182,19 +182,39 @@ def test_all_weights_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_design_is_refused_by_its_names(tmp_path: Path) -> None:
-    """torchtitan names the tensors of a Llama in its own way."""
-    run = save(
-        tmp_path,
-        {
-            "tok_embeddings.weight": torch.zeros(40, 16),
-            "layers.0.attention.wq.weight": torch.zeros(16, 16),
-            "optimizer.state.layers.0.attention.wq.weight.exp_avg": torch.zeros(16, 16),
-        },
+    """torchtitan names tensors in its own way, which is known for the tensors of a Llama only."""
+    name = "layers.0.attention.wqkv.weight"
+    tensors = {"tok_embeddings.weight": torch.zeros(40, 16), name: torch.zeros(32, 16)}
+    tensors[f"optimizer.state.{name}.exp_avg"] = torch.zeros(32, 16)
+    run = save(tmp_path, tensors)
+    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
+    config = MixtralConfig(
+        vocab_size=40, num_key_value_heads=1, num_hidden_layers=1, num_local_experts=2, **sizes
     )
-    with pytest.raises(UsageError) as error:
-        require_fits(build(), run, MODEL_DIR)
-    text = error.value.render()
-    assert "unexpected: layers.0.attention.wq.weight" in text and "exp_avg" not in text
+    with torch.device("meta"):
+        models = {build(): "are one tensor", MixtralForCausalLM(config): "not for mixtral"}
+    for model, reason in models.items():
+        with pytest.raises(UsageError) as error:
+            require_fits(model, run, MODEL_DIR)
+        text = error.value.render()
+        assert f"unexpected: {name}" in text and "exp_avg" not in text
+        assert reason in text and "convert_to_hf.py" in text
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    for number, (name, says) in enumerate(
+        {
+            "pytorch_model_fsdp.bin": "FULL_STATE_DICT",
+            "zero_to_fp32.py": "DeepSpeed",
+            "latest_checkpointed_iteration.txt": "Megatron-LM",
+            "model-00001-of-00002.safetensors": "config.json and the tokenizer",
+        }.items()
+    ):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / name).touch()
+        with pytest.raises(ArtifactError, match=r"--from-dcp: .* is not a checkpoint") as error:
+            find_foreign_run(tmp_path / str(number), "--from-dcp")
+        assert says in error.value.hint
 
 
 def test_parameters_without_names_are_explained(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import copy
 import json
 import math
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import peft
@@ -151,8 +153,39 @@ def test_damage_is_reported(adapter: Path) -> None:
     assert "base_model.model.lm_head.weight" in refused(UsageError)
     config.write_text(json.dumps(json.loads(text) | {"r": 4}))
     assert "at rank 4" in refused(UsageError)
-    weights.rename(adapter / "adapter_model.bin")
+    torch.save(load_file(weights), adapter / "adapter_model.bin")
+    weights.unlink()
     assert "is a pickle" in refused(UsageError)
+
+
+def test_a_pickled_adapter_of_an_old_version_is_converted_by_the_printed_command(
+    adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its config has the keys of PEFT 0.2, and no others."""
+    tensors = load_file(adapter / peft_adapter.WEIGHTS)
+    content = json.loads((adapter / peft_adapter.CONFIG).read_text())
+    kept = ("r", "lora_alpha", "lora_dropout", "target_modules", "peft_type", "task_type", "bias")
+    old = {key: content[key] for key in kept}
+    old |= {"fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None}
+    old |= {"enable_lora": None, "merge_weights": False, "base_model_name_or_path": "org/name"}
+    (adapter / peft_adapter.CONFIG).write_text(json.dumps(old))
+    expected = peft_adapter.read_adapter(adapter)
+    (adapter / peft_adapter.WEIGHTS).unlink()
+    torch.save(tensors, adapter / "adapter_model.bin")
+    monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "--lora-from", str(adapter)])
+    with pytest.raises(UsageError, match="is a pickle") as error:
+        peft_adapter.read_adapter(adapter)
+    convert, again = error.value.run.splitlines()
+    assert again.endswith(f"--lora-from {adapter}")
+    subprocess.run(shlex.split(convert), check=True)
+    found = peft_adapter.read_adapter(adapter)
+    assert found.shapes == expected.shapes and found.modules == expected.modules
+
+
+def test_weights_that_are_not_finite_are_refused(adapter: Path) -> None:
+    weights = adapter / peft_adapter.WEIGHTS
+    tensors = load_file(weights)
+    first = next(iter(sorted(tensors)))
 
     save_file(tensors | {first: tensors[first] * math.inf}, weights)
     model = build("llama")

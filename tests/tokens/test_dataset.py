@@ -341,6 +341,41 @@ def test_splits_saved_one_by_one_are_opened_one_at_a_time(tmp_path: Path, monkey
     assert caught.value.run.endswith(f"-e x -d {saved / 'train'}")
 
 
+@pytest.mark.parametrize(
+    ("columns", "trainer", "source"),
+    [
+        (("attention_mask", "labels", "images", "videos", "audios"), "LLaMA-Factory", "_info.json"),
+        (("completion_mask",), "TRL", "SFTTrainer"),
+        (("seq_lengths",), "TRL", "SFTTrainer"),
+        (("attention_mask", "labels", "position_ids"), "Axolotl", "YAML file"),
+        (("attention_mask", "labels"), "another program", "the texts or the conversations"),
+    ],
+)
+def test_datasets_that_other_trainers_have_tokenised_are_refused(
+    tmp_path: Path, columns: tuple[str, ...], trainer: str, source: str
+) -> None:
+    import datasets
+
+    rows = {name: [[1, 2], [3]] for name in ("input_ids", *columns)}
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "d"), num_shards=2)
+    with pytest.raises(UsageError, match="has no column `text`") as caught:
+        open_dataset(tmp_path / "d")
+    assert trainer in caught.value.hint and source in caught.value.hint
+
+
+def test_nested_columns_beside_the_text_and_many_shards_are_accepted(tmp_path: Path) -> None:
+    import datasets
+
+    rows = {
+        "text": [f"text {index}" for index in range(40)],
+        "meta": [{"a": {"b": [1, 2]}, "tags": ["x"]}] * 40,
+        "turns": [[{"role": "user", "parts": [{"kind": "text"}]}]] * 40,
+    }
+    datasets.Dataset.from_dict(rows).save_to_disk(str(tmp_path / "d"), num_shards=7)
+    texts = [text for part in open_dataset(tmp_path / "d").documents("train") for text in part]
+    assert texts == [text.encode() for text in rows["text"]]
+
+
 def test_a_split_without_rows_and_odd_columns_are_named(tmp_path: Path) -> None:
     import datasets
 
