@@ -84,7 +84,7 @@ def _show_samples(run: History, most: int) -> list[Html]:
     note = f"; {len(texts) - most} more prompts are in samples.jsonl" if len(texts) > most else ""
     head = ["prompt", *(f"step {step:,}" for step in steps)]
     shown = table(f"Texts that {run.name} wrote{note}", head, rows)
-    return [tag("h2", "Samples"), shown] if texts else []
+    return [tag("h2", f"Samples of {run.name}"), shown] if texts else []
 
 
 def _draw_charts(runs: Sequence[History], axis: str, end: float) -> list[Html]:
@@ -100,7 +100,7 @@ def _draw_charts(runs: Sequence[History], axis: str, end: float) -> list[Html]:
             legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
             caption = tag("figcaption", tag("h3", title), legend)
             chart = draw(main, title, unit, form, curves, end, rows)
-            values = [[curve.label, *curve.facts] for curve in curves]
+            values = [[curve.label, *curve.facts.values()] for curve in curves]
             more = table(unit, ["curve", *summary.EXTREMES], values)
             details = tag("details", tag("summary", f"Table: {title}"), more)
             figures.append(tag("figure", caption, chart, details, id=main, class_=form))
@@ -126,7 +126,7 @@ def _make_curves(runs: Sequence[History], run: History, main: str, pattern: str)
             series.low,
             series.high,
             series.gaps,
-            list(summary.describe_values(run, key).values()),
+            summary.describe_values(run, key),
             style=number if is_alone else runs.index(run),
             form="marked" if key.startswith("eval/") else "",
         )

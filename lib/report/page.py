@@ -39,11 +39,7 @@ def table(caption: str, head: Sequence[object], rows: Sequence[Sequence[object]]
         cells = (tag("td", cell) for cell in others)
         lines.append(tag("tr", tag("th", first, scope="row"), *cells))
     more = f"; {len(rows) - MOST_ROWS:,} more rows are left out" if len(rows) > MOST_ROWS else ""
-    return tag(
-        "div",
-        tag("table", *([tag("caption", caption + more)] if caption + more else []), *lines),
-        class_="scroll",
-    )
+    return tag("div", tag("table", tag("caption", caption + more), *lines), class_="scroll")
 
 
 def page(title: str, parts: Sequence[object]) -> Html:

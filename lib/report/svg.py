@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ COLUMNS = 420  # into which the values between both ends of an axis are merged
 STYLES = 8  # of curves that can be told apart
 _LEFT = 66  # pixels around the axes
 _RIGHT = 16
-_TOP = 24
+_TOP = 36
 _BOTTOM = 48
 _MOST_MARKS = 60
 
@@ -27,15 +27,15 @@ Labels = Sequence[tuple[str, Callable[[float], str]]]
 class Curve(NamedTuple):
     """The least and the largest value in each column, not finite in a column without values.
 
-    gaps: columns after which the curve is interrupted. facts: its values in words. form: any of the
-    words `faint`, `marked` (each value, if they are few) and `area` (between `low` and `high`).
+    gaps: columns after which the curve is interrupted. facts: its values in words, by name. form:
+    any of the words `faint`, `marked` (values, if they are few), `area` (from `low` to `high`).
     """
 
     label: str
     low: Numbers
     high: Numbers
     gaps: npt.NDArray[np.bool_]
-    facts: Sequence[str] = ()
+    facts: Mapping[str, str] = {}
     style: int = 0
     form: str = ""
 
@@ -63,7 +63,7 @@ def draw(
     """
     pixels = 2.3 if "wide" in form else 1.0  # of a column
     width = round(COLUMNS * pixels)
-    bottom = 300 if "wide" in form else 220
+    bottom = 312 if "wide" in form else 232
     low, high = _find_limits(curves, "log" in form, "zero" in form)
     scale: Callable[[npt.ArrayLike], Numbers] = np.log10 if "log" in form else np.asarray
 
@@ -71,7 +71,9 @@ def draw(
         share = (scale(np.clip(values, low, high)) - scale(low)) / (scale(high) - scale(low))
         return bottom - (bottom - _TOP) * share
 
-    texts = " ".join(f"{curve.label}: {', '.join(curve.facts)}." for curve in curves)
+    texts = " ".join(
+        f"{curve.label}: {', '.join(map(' '.join, curve.facts.items()))}." for curve in curves
+    )
     size = (_LEFT + width + _RIGHT, bottom + _BOTTOM)
     lines = [
         f'<svg role="img" aria-labelledby="{key}-t {key}-d" width="{size[0]}" height="{size[1]}" '

@@ -6,10 +6,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lib.core import units
 from lib.core.events import DESCRIPTIONS, PROBLEMS, Event
 from lib.train.history import History
 
 SHOWN = {*PROBLEMS, Event.START, Event.RESUME, Event.COMPLETE}  # events that a report lists
+_LOSS = "train/loss_mean"
+_MEMORY = "memory/max_peak_gib"
+_WINDOW = 8  # columns before a loss
 _JUMP = 2.0  # times the mean of the rows before, from which a loss is a jump
 _STRAGGLER = 1.5  # times the median rank's time, on average
 _WAITING = 0.05  # share of the step time
@@ -20,7 +24,7 @@ _WORSE = 1.01  # times the lowest validation loss
 class Problem(NamedTuple):
     """A problem in one or two sentences. events: numbers of the events that show it.
 
-    chart: the key of a figure that shows it, empty if there is none.
+    chart: the key of the chart that shows it, empty if there is none.
     """
 
     text: str
@@ -49,48 +53,54 @@ def _read_events(events: list[dict[str, Any]]) -> list[Problem]:
 
 
 def _read_figures(run: History) -> list[Problem]:
+    series = run.series
     problems = []
-    for key in ("train/loss", "train/grad_norm"):
-        if (step := run.series[key].first_gap) is not None and run.series[key]:
+    for key, chart in (("train/loss", _LOSS), ("train/grad_norm", "train/grad_norm")):
+        if (step := series[key].first_gap) is not None and series[key]:
             text = f"{key} was NaN or infinite, first at step {step:,}. Its curve has gaps there."
-            problems.append(Problem(text, (), key))
-    if jumps := _find_jumps(run):
-        text = f"The loss rose to more than {_JUMP:g} times its recent mean, in {jumps} places."
-        problems.append(Problem(text, (), "train/loss"))
-    validation = run.series["eval/loss"]
-    if validation.last.value > _WORSE * validation.least.value:
-        value, step = validation.least
+            problems.append(Problem(text, (), chart))
+    if steps := _find_jumps(run):
         text = (
-            f"The validation loss was lowest at step {step:,}, {value:.4f}, and is "
-            f"{validation.last.value:.4f} now. Stage 05 exports that step with --step best."
+            f"The loss of a step rose to more than {_JUMP:g} times its recent mean, near step "
+            f"{units.first_of(steps)}."
         )
-        problems.append(Problem(text, (), "eval/loss"))
-    data = run.series["time/data"].mean / run.series["time/total"].mean
-    if data > _WAITING:
-        text = f"The ranks waited for data {data:.0%} of the time."
+        problems.append(Problem(text, (), _LOSS))
+    last = series["eval/loss"].last.value
+    lowest, step = series["eval/loss"].least
+    if last > _WORSE * lowest:
+        text = (
+            f"The validation loss was lowest at step {step:,}, {lowest:.4f}, and is {last:.4f} "
+            "now. Stage 05 exports that step with --step best."
+        )
+        problems.append(Problem(text, (), _LOSS))
+    data = series["time/data"].mean
+    total = series["time/total"].mean
+    if data > _WAITING * total > 0:
+        text = f"The ranks waited for data {data / total:.0%} of the time."
         problems.append(Problem(text, (), "time/total"))
-    if (ratio := run.series["perf/slowest_ratio"].mean) > _STRAGGLER:
-        rank = run.last.get("perf/slowest_rank", "?")
+    if (ratio := series["perf/slowest_ratio"].mean) > _STRAGGLER:
         text = (
             f"The slowest rank took {ratio:.1f} times as long as the median rank for data and "
-            f"optimizer; in the last row it is rank {rank}."
+            f"optimizer; in the last row it is rank {run.last.get('perf/slowest_rank', '?')}."
         )
         problems.append(Problem(text))
-    share = run.series["memory/max_peak_gib"].most.value / run.series["memory/total_gib"].most.value
-    if share > _FULL:
-        text = f"The memory of a rank was {share:.0%} full."
-        problems.append(Problem(text, (), "memory/max_peak_gib"))
-    if retries := run.series["memory/alloc_retries"].most.value > 0:
+    peak = series[_MEMORY].most.value
+    size = series["memory/total_gib"].most.value
+    if peak > _FULL * size > 0:
+        problems.append(Problem(f"The memory of a rank was {peak / size:.0%} full.", (), _MEMORY))
+    if (retries := series["memory/alloc_retries"].most.value) > 0:
         text = f"The allocator of a GPU had to return cached memory {retries:.0f} times."
-        problems.append(Problem(text, (), "memory/max_peak_gib"))
+        problems.append(Problem(text, (), _MEMORY))
     return problems
 
 
-def _find_jumps(run: History) -> int:
-    """Return the number of columns whose largest loss is far above the mean of those before."""
-    series = run.series["train/loss"]
-    means = series.column_means()
+def _find_jumps(run: History) -> list[int]:
+    """Return the steps near which the loss of a step is far above the mean of those before."""
+    means = run.series["train/loss"].column_means()
     columns = np.flatnonzero(np.isfinite(means))
-    high = series.high[columns]
-    before = np.array([means[columns][max(0, n - 8) : n].mean() for n in range(1, len(columns))])
-    return int((high[1:] > _JUMP * before).sum()) if len(columns) > 1 else 0
+    steps = []
+    for number, column in enumerate(columns[1:], 1):
+        before = means[columns[max(0, number - _WINDOW) : number]].mean()
+        if run.series["train/loss"].high[column] > _JUMP * before > 0:
+            steps.append(int(run.series["step"].high[column]))
+    return steps

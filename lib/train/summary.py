@@ -53,11 +53,10 @@ def describe_status(run: History) -> str:
 def list_figures(run: History) -> Texts:
     """Return the most important figures of a run by name; without those that it lacks."""
     validation = run.series["eval/loss"]
-    lowest = validation.least
-    note = f" (lowest {lowest.value:.4f})" if lowest.step != validation.last.step else ""
     texts = {
         "training loss": _show(_find_loss(run), "{:.4f}"),
-        "validation loss": _show(validation.last.value, "{:.4f}" + note),
+        "validation loss": _show(validation.last.value, "{:.4f}"),
+        "lowest validation": _show(validation.least.value, "{:.4f}"),
         "bits per byte": _show(run.series["eval/bits_per_byte"].last.value, "{:.4f}"),
         "tokens": _show(run.series[TOKENS].last.value, units.count),
         "tokens/s, mean": _show(run.series["perf/tokens_per_sec"].mean, "{:,.0f}"),
@@ -128,7 +127,10 @@ def list_results(run: History, pattern: str) -> Texts:
     texts = {}
     for key, series in sorted(run.series.items()):
         if (match := re.fullmatch(pattern, key)) and series:
-            texts[match[1]] = ", ".join(describe_values(run, key).values())
+            first = f"{series.first.value:.4g} at step {series.first.step:,}"
+            last = f"{series.last.value:.4g} at step {series.last.step:,}"
+            extremes = f"{series.least.value:.4g} to {series.most.value:.4g}"
+            texts[match[1]] = f"{last}, from {first}; {extremes}"
     return texts
 
 
@@ -137,7 +139,7 @@ def describe_values(run: History, key: str) -> Texts:
     series = run.series[key]
     values = (series.last, series.first, series.least, series.most)
     pairs = zip(EXTREMES, values, strict=True)
-    return {name: f"{name} {value:.5g} at step {step:,}" for name, (value, step) in pairs}
+    return {name: f"{value:.5g} at step {step:,}" for name, (value, step) in pairs}
 
 
 def _format_value(value: object) -> str:
