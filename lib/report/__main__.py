@@ -16,7 +16,7 @@ from lib.core import log, manifest, options, paths, stage
 from lib.core.errors import UsageError
 from lib.report.content import compose
 from lib.report.svg import COLUMNS, STYLES
-from lib.train.history import find_axis, read_histories
+from lib.train.run_data import find_axis, read_runs
 
 _LARGEST = 2_000_000  # bytes of a page
 _SAMPLES = (16, 4, 0)  # of a step; fewer if the page is too large
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     if len(experiments) > STYLES:
         raise UsageError(f"{len(experiments)} runs", expected=f"at most {STYLES} in one page")
     axis, end = find_axis(experiments)
-    runs = read_histories(experiments, axis, end, COLUMNS)
+    runs = read_runs(experiments, axis, end, COLUMNS)
     pages = (compose(runs, axis, end, samples) for samples in _SAMPLES)
     text = next(text for text in pages if len(text.encode()) <= _LARGEST)
     path = opts.out or experiments[0].report

@@ -9,10 +9,10 @@ import numpy as np
 
 from lib.core import units
 from lib.report.page import Html, escape, page, table, tag
-from lib.report.svg import COLUMNS, STYLES, Curve, draw
+from lib.report.svg import COLUMNS, STYLES, Line, draw
 from lib.train import summary
-from lib.train.history import TOKENS, History, read_samples
 from lib.train.problems import SHOWN, Problem, find_problems
+from lib.train.run_data import TOKENS, RunData, read_samples
 
 _SAMPLE_BYTES = 2000
 _COLUMNS = ("time", "event", "step")  # of the table of events
@@ -32,8 +32,8 @@ _CHARTS = (
 )
 
 
-def compose(runs: Sequence[History], axis: str, end: float, samples: int) -> Html:
-    """Return the page about one or more runs. axis, end: see History. samples: shown of a step."""
+def compose(runs: Sequence[RunData], axis: str, end: float, samples: int) -> Html:
+    """Return the page about runs. axis, end: see RunData. samples: prompts that are shown."""
     title = f"Training report: {', '.join(run.name for run in runs)}"
     parts: list[object] = [tag("h1", title)]
     for run in runs:
@@ -57,14 +57,14 @@ def compose(runs: Sequence[History], axis: str, end: float, samples: int) -> Htm
     return page(title, [*parts, tag("h2", "Events"), *map(_list_events, runs)])
 
 
-def _describe_problem(run: History, problem: Problem) -> Html:
+def _describe_problem(run: RunData, problem: Problem) -> Html:
     links = [("see the chart", problem.chart)] if problem.chart else []
     links += [(f"event {number}", f"{run.name}-{number}") for number in problem.events[-5:]]
     words = [tag("a", text, href=f"#{place}") for text, place in links]
     return tag("li", f"{run.name}: {problem.text}", *words)
 
 
-def _list_events(run: History) -> Html:
+def _list_events(run: RunData) -> Html:
     """Return the events of a run except saves, the newest first."""
     rows = []
     for number, event in enumerate(run.events, 1):
@@ -75,7 +75,7 @@ def _list_events(run: History) -> Html:
     return table(f"Events of {run.name}, the newest first", ["", *_COLUMNS, "more"], rows[::-1])
 
 
-def _show_samples(run: History, most: int) -> list[Html]:
+def _show_samples(run: RunData, most: int) -> list[Html]:
     steps, texts = read_samples(run.experiment.samples)
     rows = []
     for prompt, written in list(texts.items())[:most]:
@@ -87,7 +87,7 @@ def _show_samples(run: History, most: int) -> list[Html]:
     return [tag("h2", f"Samples of {run.name}"), shown] if texts else []
 
 
-def _draw_charts(runs: Sequence[History], axis: str, end: float) -> list[Html]:
+def _draw_charts(runs: Sequence[RunData], axis: str, end: float) -> list[Html]:
     longest = max(runs, key=lambda run: run.last.get("step", 0))
     places, steps = (np.append(0, longest.series[key].high) for key in (axis, "step"))
     known = np.isfinite(places)
@@ -107,7 +107,7 @@ def _draw_charts(runs: Sequence[History], axis: str, end: float) -> list[Html]:
     return figures
 
 
-def _make_curves(runs: Sequence[History], run: History, main: str, pattern: str) -> list[Curve]:
+def _make_curves(runs: Sequence[RunData], run: RunData, main: str, pattern: str) -> list[Line]:
     """Return the curves of a run in the chart of the key `main`."""
     is_alone = len(runs) == 1
     is_stacked = is_alone and main == "time/total"
@@ -119,10 +119,8 @@ def _make_curves(runs: Sequence[History], run: History, main: str, pattern: str)
     above = np.zeros(COLUMNS)
     for number, key in enumerate(keys[:STYLES]):
         series = run.series[key]
-        curve = Curve(
-            (f"rest of {key}" if is_stacked and key == main else key)
-            if is_alone
-            else f"{run.name}: {key}",
+        curve = Line(
+            key if is_alone else f"{run.name}: {key}",
             series.low,
             series.high,
             series.gaps,
@@ -134,7 +132,8 @@ def _make_curves(runs: Sequence[History], run: History, main: str, pattern: str)
             below = above
             means = series.column_means()
             above = np.fmax(means, below) if key == main else below + means
-            curve = curve._replace(low=below, high=above, form="area")
+            label = f"rest of {key}" if key == main else key
+            curve = curve._replace(label=label, low=below, high=above, form="area")
         elif number and key == "train/loss":
             curve = curve._replace(style=0, form="faint")
         curves.append(curve)

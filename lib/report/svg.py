@@ -19,12 +19,13 @@ _RIGHT = 16
 _TOP = 36
 _BOTTOM = 48
 _MOST_MARKS = 60
+_TINY = 1e-30  # for a logarithmic axis, and less
 
 Numbers = npt.NDArray[np.float64]
 Labels = Sequence[tuple[str, Callable[[float], str]]]
 
 
-class Curve(NamedTuple):
+class Line(NamedTuple):
     """The least and the largest value in each column, not finite in a column without values.
 
     gaps: columns after which the curve is interrupted. facts: its values in words, by name. form:
@@ -54,7 +55,7 @@ class Curve(NamedTuple):
 
 
 def draw(
-    key: str, title: str, unit: str, form: str, curves: Sequence[Curve], end: float, rows: Labels
+    key: str, title: str, unit: str, form: str, curves: Sequence[Line], end: float, rows: Labels
 ) -> Html:
     """Return a chart. key: its id. form: any of the words `wide`, `log` and `zero`.
 
@@ -100,10 +101,10 @@ def draw(
     return Html("\n".join([*lines, "</svg>"]))
 
 
-def _find_limits(curves: Sequence[Curve], is_log: bool, from_zero: bool) -> tuple[float, float]:
+def _find_limits(curves: Sequence[Line], is_log: bool, from_zero: bool) -> tuple[float, float]:
     """Return the values at both ends of the vertical axis."""
     values = np.concatenate([part for curve in curves for part in (curve.low, curve.high)])
-    values = values[np.isfinite(values) & ((values > 0) | (not is_log))]
+    values = values[np.isfinite(values) & ((values > _TINY) | (not is_log))]
     low = float(values.min(initial=np.inf if len(values) else 1.0))
     high = float(values.max(initial=low))
     if is_log:
@@ -131,7 +132,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def _draw_curve(curve: Curve, place: Callable[[npt.ArrayLike], Numbers], pixels: float) -> str:
+def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], pixels: float) -> str:
     columns = np.flatnonzero(np.isfinite(curve.low) & np.isfinite(curve.high))
     if len(columns) and np.mean(curve.low[columns] < curve.high[columns]) > 0.5:
         curve = curve._replace(form=curve.form if "area" in curve.form else f"{curve.form} band")

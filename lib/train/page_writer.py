@@ -55,43 +55,55 @@ class PageWriter:
         """
         if not self._is_active:
             return
-        with self._lock, self._may_fail:
+        with self._lock:
             if self._process is not None and self._process.poll() is None:
                 if not is_last:
                     return
                 self._process.kill()
             else:
-                self._require_success()
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(_ROOT), str(_LONGEST_S), str(self._root)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env=on_end.user_environment() | _ONE_THREAD,
-                start_new_session=True,
-            )
+                self._note_outcome()
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, str(_ROOT), str(_LONGEST_S), str(self._root)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    env=on_end.user_environment() | _ONE_THREAD,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._process = None
+                self._warn(error)
 
     def finish(self) -> None:
         """Write the last page, and wait for it for some seconds. Raises nothing."""
         self.start(is_last=True)
-        if self._process is None:
-            return
-        with self._lock, self._may_fail:
+        with self._lock:
+            if self._process is None:
+                return
             try:
                 self._process.wait(_PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-                raise TimeoutError(f"it takes more than {_PATIENCE_S:g} s") from None
-            self._require_success()
+                self._warn(TimeoutError(f"that takes more than {_PATIENCE_S:g} s"))
+            else:
+                self._note_outcome()
 
-    def _require_success(self) -> None:
-        """Raise OSError if the last process failed, with the last line that it printed."""
+    def _note_outcome(self) -> None:
+        """Warn if the last process, which has ended, has failed: with the last line it printed."""
         process = self._process
         self._process = None
         if process is None or process.stderr is None:
             return
+        lines = [b""]
         with process.stderr, suppress(OSError):
-            lines = process.stderr.read().decode("utf-8", "replace").strip().splitlines()
-        if process.returncode:
-            reason = lines[-1] if lines else f"exit code {process.returncode}"
-            raise OSError(reason)
+            lines += process.stderr.read().strip().splitlines()
+        reason = lines[-1].decode("utf-8", "replace").removeprefix("error: ")
+        reason = reason or f"exit code {process.returncode}"
+        self._warn(OSError(reason) if process.returncode else None)
+
+    def _warn(self, error: Exception | None) -> None:
+        """Log an error once, until there is none. error: None if the page could be written."""
+        with self._may_fail:
+            if error is not None:
+                raise error

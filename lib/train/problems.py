@@ -8,7 +8,7 @@ import numpy as np
 
 from lib.core import units
 from lib.core.events import DESCRIPTIONS, PROBLEMS, Event
-from lib.train.history import History
+from lib.train.run_data import RunData
 
 SHOWN = {*PROBLEMS, Event.START, Event.RESUME, Event.COMPLETE}  # events that a report lists
 _LOSS = "train/loss_mean"
@@ -22,7 +22,7 @@ _WORSE = 1.01  # times the lowest validation loss
 
 
 class Problem(NamedTuple):
-    """A problem in one or two sentences. events: numbers of the events that show it.
+    """A problem in one or two sentences. events: numbers of the events that show it, from 1.
 
     chart: the key of the chart that shows it, empty if there is none.
     """
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     chart: str = ""
 
 
-def find_problems(run: History) -> list[Problem]:
+def find_problems(run: RunData) -> list[Problem]:
     """Return the problems of a run: those that its events report, then those of its figures."""
     return _read_events(run.events) + _read_figures(run)
 
@@ -41,10 +41,10 @@ def _read_events(events: list[dict[str, Any]]) -> list[Problem]:
     problems = []
     kinds = [kind for kind in Event if kind in PROBLEMS or kind == Event.RESUME]
     for kind in kinds:
-        numbers = tuple(n for n, event in enumerate(events) if event.get("event") == kind)
+        numbers = tuple(n for n, event in enumerate(events, 1) if event.get("event") == kind)
         if not numbers:
             continue
-        last = events[numbers[-1]]
+        last = events[numbers[-1] - 1]
         reason = f" The last reason: {last['reason']}." if last.get("reason") else ""
         times = f"{len(numbers)} times, last" if len(numbers) > 1 else "Once,"
         meaning = DESCRIPTIONS[kind].meaning.replace("`", "")
@@ -52,7 +52,7 @@ def _read_events(events: list[dict[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _read_figures(run: History) -> list[Problem]:
+def _read_figures(run: RunData) -> list[Problem]:
     series = run.series
     problems = []
     for key, chart in (("train/loss", _LOSS), ("train/grad_norm", "train/grad_norm")):
@@ -94,7 +94,7 @@ def _read_figures(run: History) -> list[Problem]:
     return problems
 
 
-def _find_jumps(run: History) -> list[int]:
+def _find_jumps(run: RunData) -> list[int]:
     """Return the steps near which the loss of a step is far above the mean of those before."""
     means = run.series["train/loss"].column_means()
     columns = np.flatnonzero(np.isfinite(means))

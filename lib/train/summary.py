@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lib.core import declared, options, units
 from lib.core.events import Event
 from lib.train.config import DEFAULTS
-from lib.train.history import TOKENS, History
+from lib.train.run_data import TOKENS, RunData
 
 # They say nothing about what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
@@ -30,7 +30,7 @@ EXTREMES = ("last", "first", "lowest", "highest")
 Texts = dict[str, str]
 
 
-def describe_status(run: History) -> str:
+def describe_status(run: RunData) -> str:
     """Return the status of a run as a sentence."""
     status = _STATUSES.get(run.state.get("status", ""), "has written no status")
     step = max(run.state.get("step", 0), run.last.get("step", 0))
@@ -50,7 +50,7 @@ def describe_status(run: History) -> str:
     return f"{run.name} {status}: {', '.join(filter(None, parts))}."
 
 
-def list_figures(run: History) -> Texts:
+def list_figures(run: RunData) -> Texts:
     """Return the most important figures of a run by name; without those that it lacks."""
     validation = run.series["eval/loss"]
     texts = {
@@ -67,7 +67,7 @@ def list_figures(run: History) -> Texts:
     return {name: text for name, text in texts.items() if text}
 
 
-def compare_with_plan(run: History) -> Texts:
+def compare_with_plan(run: RunData) -> Texts:
     """Return what was planned or estimated, and what happened."""
     texts = {}
     step = max(run.state.get("step", 0), run.last.get("step", 0))
@@ -92,7 +92,7 @@ def compare_with_plan(run: History) -> Texts:
     return texts
 
 
-def list_changed_options(run: History) -> Texts:
+def list_changed_options(run: RunData) -> Texts:
     """Return the options of a run whose value is not the default, with the default."""
     defaults = options.to_plain_values(options.Options(**vars(DEFAULTS)))
     settled = run.config.get("settled", {})
@@ -107,7 +107,7 @@ def list_changed_options(run: History) -> Texts:
     return texts
 
 
-def list_versions(run: History) -> Texts:
+def list_versions(run: RunData) -> Texts:
     """Return the versions of packages, the commit of the code and the command."""
     versions = run.config.get("versions")
     argv = run.config.get("argv")
@@ -119,7 +119,7 @@ def list_versions(run: History) -> Texts:
     return texts
 
 
-def list_results(run: History, pattern: str) -> Texts:
+def list_results(run: RunData, pattern: str) -> Texts:
     """Return the values of each key that matches, by the name of the result.
 
     pattern: a regular expression with one group, the name.
@@ -134,7 +134,7 @@ def list_results(run: History, pattern: str) -> Texts:
     return texts
 
 
-def describe_values(run: History, key: str) -> Texts:
+def describe_values(run: RunData, key: str) -> Texts:
     """Return the last, first, lowest and highest value of a key in words."""
     series = run.series[key]
     values = (series.last, series.first, series.least, series.most)
@@ -148,7 +148,7 @@ def _format_value(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _find_loss(run: History) -> float:
+def _find_loss(run: RunData) -> float:
     return (run.series["train/loss_mean"] or run.series["train/loss"]).last.value
 
 
@@ -170,7 +170,7 @@ def _format_gib(gib: float) -> str:
 
 
 # The tables of a report: title, and the texts about one run.
-TABLES: dict[str, Callable[[History], Texts]] = {
+TABLES: dict[str, Callable[[RunData], Texts]] = {
     "Bits per byte by source": lambda run: list_results(run, "eval/(.+)/bits_per_byte"),
     "Accuracy by task": lambda run: list_results(run, "eval/(.+)/accuracy"),
     "Validation loss by dataset": lambda run: list_results(run, "eval/loss/(.+)"),

@@ -106,7 +106,7 @@ class Series:
             return self._total / self._count
 
 
-class History:
+class RunData:
     """The files of a run. axis: key of the horizontal axis. end: its largest value.
 
     series: by key. first, last: the first and the last row. timed: the first row that estimates the
@@ -178,11 +178,11 @@ def find_axis(experiments: Sequence[Experiment]) -> tuple[str, float]:
     return axis, max(1.0, *map(float, ends.ravel()), 0.0)
 
 
-def read_histories(
+def read_runs(
     experiments: Sequence[Experiment], axis: str, end: float, columns: int
-) -> list[History]:
+) -> list[RunData]:
     """Return the history of each run; if two runs have the same name, by their paths."""
-    runs = [History(experiment, axis, end, columns) for experiment in experiments]
+    runs = [RunData(experiment, axis, end, columns) for experiment in experiments]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = run_records.one_line(run.experiment.root)
