@@ -90,7 +90,7 @@ class PageWriter:
                 self._note_outcome()
 
     def _note_outcome(self) -> None:
-        """Warn if the last process, which has ended, has failed: with the last line it printed."""
+        """Warn if the last process, which has ended, has failed: with the line that says why."""
         process = self._process
         self._process = None
         if process is None or process.stderr is None:
@@ -98,7 +98,8 @@ class PageWriter:
         lines = [b""]
         with process.stderr, suppress(OSError):
             lines += process.stderr.read().strip().splitlines()
-        reason = lines[-1].decode("utf-8", "replace").removeprefix("error: ")
+        line = next((line for line in lines if line.startswith(b"error: ")), lines[-1])
+        reason = line.decode("utf-8", "replace").removeprefix("error: ")
         reason = reason or f"exit code {process.returncode}"
         self._warn(OSError(reason) if process.returncode else None)
 

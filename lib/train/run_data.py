@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lib.core import records, run_records
-from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.train import journal
 
@@ -130,10 +129,6 @@ class RunData:
         for chunk in _read_lines(experiment.metrics):
             if rows := _parse_rows(chunk):
                 self._add_rows(rows)
-
-    def count_events(self, kind: Event) -> int:
-        """Return the number of events of a kind."""
-        return sum(event.get("event") == kind for event in self.events)
 
     def seconds(self, since: str = "") -> float:
         """Return the time between the first sign of life, or `since`, and the last one."""

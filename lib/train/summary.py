@@ -36,7 +36,7 @@ def describe_status(run: RunData) -> str:
     step = max(run.state.get("step", 0), run.last.get("step", 0))
     total = run.state.get("total_steps") or 0
     share = f" of {total:,}" if total else ""
-    restarts = run.count_events(Event.RESUME)
+    restarts = sum(event.get("event") == Event.RESUME for event in run.events)
     steps = [e.get("steps", 0) for e in run.events if e.get("event") == Event.SKIP_STEP]
     skipped = sum(count for count in steps if isinstance(count, int))
     parts = [

@@ -62,6 +62,30 @@ def test_a_failing_page_is_one_warning(experiment: Experiment, warnings: list[st
     assert not writer.is_failing and experiment.report.is_file()
 
 
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("raise ValueError('a bug')", "ValueError: a bug"),
+        ("import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)); ", "no room"),
+        ("import os; os._exit(7)", "exit code 7"),
+    ],
+)
+def test_a_bug_and_a_full_disk_are_warnings(
+    experiment: Experiment,
+    warnings: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    reason: str,
+) -> None:
+    experiment.report.write_text("an earlier page")
+    begin, run_module, end = page_writer._PROGRAM.partition("runpy.run_module")
+    monkeypatch.setattr(page_writer, "_PROGRAM", begin + program + f"\n{run_module}{end}")
+    PageWriter(experiment, True).finish()
+    assert len(warnings) == 1 and reason in warnings[0], warnings
+    assert experiment.report.read_text() == "an earlier page"
+    assert not list(experiment.root.glob("*.tmp*"))
+
+
 def test_a_page_that_takes_too_long_is_given_up(
     experiment: Experiment, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
