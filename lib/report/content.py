@@ -17,12 +17,12 @@ from lib.train.run_data import TOKENS, RunData, read_samples
 _SAMPLE_BYTES = 2000
 _COLUMNS = ("time", "event", "step")  # of the table of events
 _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/total"]
-# Title, unit, form and keys of each chart. Several runs share the chart of the key in front, and of
-# eval/loss. One run also shows the keys that the pattern matches.
+# Title, unit, form, main key and other keys (a pattern) of each chart. Several runs show
+# only the main key (or the shortest, which is the mean) and eval/loss.
 _CHARTS = (
     ("Loss", "nats per token", "wide", "train/loss_mean", "train/loss|eval/loss(/.+)?"),
-    ("Bits per byte", "bits per byte", "", "eval/bits_per_byte", "eval/.+/bits_per_byte"),
-    ("Accuracy in tasks", "share of the items", "zero", "eval/accuracy", "eval/.+/accuracy"),
+    ("Bits per byte", "bits per byte", "", "bits", "eval/(.+/)?bits_per_byte"),
+    ("Accuracy in tasks", "share of the items", "zero", "accuracy", "eval/(.+/)?accuracy"),
     ("Gradient norm", "norm before clipping", "log", "train/grad_norm", ""),
     ("Learning rate", "learning rate", "zero", "train/learning_rate", ""),
     ("Speed", "tokens/s of all ranks", "zero", "perf/tokens_per_sec", ""),
@@ -114,7 +114,8 @@ def _make_curves(runs: Sequence[RunData], run: RunData, main: str, pattern: str)
     matching = sorted(key for key in run.series if re.fullmatch(pattern, key))
     keys = [key for key in (_PHASES if is_stacked else [main, *matching]) if run.series[key]]
     if not is_alone:
-        keys = keys[:1] + [key for key in keys[1:] if key == "eval/loss"]
+        first = main if main in keys else min(keys, key=len, default="")
+        keys = [key for key in keys if key in (first, "eval/loss")]
     curves = []
     above = np.zeros(COLUMNS)
     for number, key in enumerate(keys[:STYLES]):

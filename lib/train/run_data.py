@@ -86,7 +86,9 @@ class Series:
             Value(float(values[pick]), int(steps[pick])) for pick in picks
         )
         if not self:
-            self.first, self.least, self.most = first, least, most
+            self.first = first
+            self.least = least
+            self.most = most
         self.least = min(self.least, least)
         self.most = max(self.most, most, key=lambda pair: pair.value)
 

@@ -57,7 +57,6 @@ def list_figures(run: RunData) -> Texts:
         "training loss": _show(_find_loss(run), "{:.4f}"),
         "validation loss": _show(validation.last.value, "{:.4f}"),
         "lowest validation": _show(validation.least.value, "{:.4f}"),
-        "bits per byte": _show(run.series["eval/bits_per_byte"].last.value, "{:.4f}"),
         "tokens": _show(run.series[TOKENS].last.value, units.count),
         "tokens/s, mean": _show(run.series["perf/tokens_per_sec"].mean, "{:,.0f}"),
         "MFU, mean": _show(run.series["perf/mfu"].mean, "{:.1%}"),
