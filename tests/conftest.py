@@ -157,7 +157,8 @@ def run_stage(
 ) -> subprocess.CompletedProcess:
     """Run a stage in a directory, assert its exit code (None: any) and return its result.
 
-    By default the stage is a fork of a process that has imported everything, and draws no plots.
+    By default the stage is a fork of a process that has imported everything, and draws no plot and
+    no page.
     fresh: start a new interpreter, and torchrun, as a user does. An environment that matters for
     imports has the same effect. ranks: number of ranks, if not 0; the exit code is then 1 for any
     failure, as with torchrun. before: `module:function` that a fork calls first.

@@ -162,11 +162,11 @@ def become_script(request: dict[str, Any], rank: int, files: list[int]) -> None:
 
 
 def _speed_up_stages() -> None:
-    """Do work of all stages once, before the forks, and skip plots, which few tests need."""
+    """Do work of all stages once, before the forks, and skip plots and pages."""
     from transformers import conversion_mapping
 
     from lib.core import offline
-    from lib.train import metrics
+    from lib.train import metrics, page_writer
 
     conversion_mapping.get_checkpoint_conversion_mapping(
         "llama"
@@ -178,8 +178,9 @@ def _speed_up_stages() -> None:
         _read_settings()
 
     offline.enable = enable
-    # Plots take half of the time of a tiny run.
+    # Plots and pages take half of the time of a tiny run.
     metrics.Curve.draw = lambda *arguments: None
+    page_writer.PageWriter.start = lambda *arguments, **options: None
 
 
 def _read_settings() -> None:

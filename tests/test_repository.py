@@ -37,6 +37,7 @@ ROOMS = {
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
+    "report": {"core", "train"},
     "train": {
         "core",
         "tokens",

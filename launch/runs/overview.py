@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import calendar
 import math
 import os
 import time
@@ -183,8 +182,7 @@ def _find_start(run: RunFiles) -> float:
     """Return when the first launch started to train, in seconds since 1970; 0 if unknown."""
     with suppress(OSError), run.experiment.events.open("rb") as file:
         row = run_records.parse_row(file.read(_HEAD).partition(b"\n")[0])
-        with suppress(ValueError):
-            return calendar.timegm(time.strptime((row or {}).get("time", ""), "%Y-%m-%dT%H:%M:%SZ"))
+        return journal.parse_time((row or {}).get("time", ""))
     return 0.0
 
 

@@ -218,6 +218,11 @@ STATE = {
     "tokens": Figure("tokens", "tokens of all launches, without padding"),
     "sample_cursor": Figure("samples", "samples read so far"),
     "samples": Figure("samples", "samples in an epoch"),
+    "memory_estimate_gib": Figure(
+        "GiB",
+        "memory that the run was estimated to need per rank; null if it was not estimated, or not "
+        "yet",
+    ),
     "checkpoints": Figure(
         "", "steps of the complete checkpoints (in metrics.prom: the newest)", "checkpoint_step"
     ),

@@ -134,6 +134,8 @@ class Experiment:
         self.events = self.root / "events.jsonl"
         self.tensorboard = self.root / "tb"
         self.plot = self.root / "loss.png"
+        self.report = self.root / "report.html"
+        self.samples = self.root / "samples.jsonl"
         self.logs = self.root / "logs"
         self.profile = self.root / "profile"
         self.checkpoints = self.root / "checkpoints"

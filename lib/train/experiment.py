@@ -118,7 +118,15 @@ def _write_start(
     )
     manifest.remove_temporary(
         experiment.root,
-        [path.name for path in (experiment.config, experiment.state, experiment.metrics)],
+        [
+            path.name
+            for path in (
+                experiment.config,
+                experiment.state,
+                experiment.metrics,
+                experiment.report,
+            )
+        ],
     )
     _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
     if chat:

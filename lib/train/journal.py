@@ -9,6 +9,7 @@ processes of a launch share), and a process with one of these marks knows that i
 
 from __future__ import annotations
 
+import calendar
 import json
 import re
 import subprocess
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
     from lib.train.config import Config
 
 _ROOT = Path(__file__).resolve().parents[2]
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 
 
@@ -219,7 +221,15 @@ def format_time(seconds: float | None = None) -> str:
 
     seconds: since the epoch (default: now).
     """
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    return time.strftime(_TIME, time.gmtime(seconds))
+
+
+def parse_time(text: object) -> float:
+    """Return the seconds since the epoch of a time that `format_time` wrote, or 0."""
+    try:
+        return float(calendar.timegm(time.strptime(str(text), _TIME)))
+    except ValueError:
+        return 0.0
 
 
 @dataclass(frozen=True)

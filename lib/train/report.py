@@ -27,6 +27,7 @@ from lib.train.estimates import MEASURED_STEPS
 from lib.train.journal import Journal
 from lib.train.meters import Meters, Pace
 from lib.train.metrics import Metrics
+from lib.train.page_writer import PageWriter
 from lib.train.rows import CapturedRow, Divergence, Evaluation, LossWindow, capture_row, read_row
 from lib.train.sampling import SampleFile, Sampling, describe_sample, format_texts
 from lib.train.state import TrainState
@@ -71,6 +72,7 @@ class Report:
         is_kept = rank == 0 and not config.bench
         self._samples = SampleFile(experiment, state.step, is_kept)
         self._plot_may_fail = log.WarnOnce(experiment.plot.name, Exception, done="drawn")
+        self._page = PageWriter(experiment, rank == 0 and not config.bench)
         self._console_lines = console.ConsoleLines(steps)
         self._pace = Pace()
         self._bar = Progress(
@@ -110,6 +112,8 @@ class Report:
         self._bar.close()
         self._metrics.close()
         self._samples.close()
+        if error is not None:
+            self._page.start(is_last=True)
 
     def _write_after_error(self, captured: CapturedRow) -> None:
         """Write the row that was captured before an error, if there are no other ranks."""
@@ -299,12 +303,15 @@ class Report:
         Its argument is True for a checkpoint in the run's directory, False in the second tier.
         """
         facts = self._facts()
+        has_ended = self._state.step == self._plan.total_steps
 
         def note_saved(is_shared: bool) -> None:
             self.journal.write_state("running", **facts)
             if is_shared:
                 with self._plot_may_fail:
                     self._metrics.curve.draw(self._experiment.plot, self._caption)
+                if not has_ended:  # the page of a complete run follows
+                    self._page.start()
 
         return note_saved
 
@@ -340,12 +347,14 @@ class Report:
             "tokens": state.tokens,
             "sample_cursor": state.position.samples,
             "samples": self._plan.samples,
+            "memory_estimate_gib": self._estimate.gib,
         }
 
     def finish(self) -> None:
         """Log the summary of a complete run; its last step has been saved."""
         self._bar.close()
         self.journal.add_event(Event.COMPLETE, self._state.step)
+        self._page.finish()
         if self._layout.rank == 0 and (rows := self._training_rows()):
             log.info(
                 f"done: {self._state.step:,} steps, {rows[-1]['train/tokens_seen']:,} tokens; "
@@ -359,6 +368,7 @@ class Report:
                         self._meters.memory_peak, self._meters.memory_before
                     ),
                     "plot": self._describe_plot(),
+                    "report": self._describe_page(),
                     "metrics": self._experiment.metrics,
                 }
             )
@@ -368,6 +378,12 @@ class Report:
         if self._experiment.plot.is_file() and not self._plot_may_fail.is_failing:
             return self._experiment.plot
         return "not drawn: see the warning above"
+
+    def _describe_page(self) -> Path | str:
+        """Return the path of report.html, or a text if it lacks steps or is missing."""
+        if self._experiment.report.is_file() and not self._page.is_failing:
+            return self._experiment.report
+        return "not written: see the warning above"
 
     def _training_rows(self) -> list[dict[str, Any]]:
         """Return the readable rows of the run that have a training loss."""

@@ -75,9 +75,16 @@ def main(argv: list[str]) -> None:
         print(f"plot             {experiment.plot}")
     if arguments.question:
         show_answers(arguments.model, arguments.question, arguments.tokens)
-        return
-    for prompt, text in generate(arguments.model, arguments.prompt or PROMPTS, arguments.tokens):
-        print(f"\n--- {prompt!r} continued by {arguments.model} (transformers)\n{text}")
+    else:
+        show_texts(arguments.model, arguments.prompt or PROMPTS, arguments.tokens)
+    if experiment.report.is_file():
+        print(f"\n--- what the run did: {experiment.report}, for any browser")
+
+
+def show_texts(model_dir: Path, prompts: list[str], tokens: int) -> None:
+    """Print each prompt with its continuation, and how to go on."""
+    for prompt, text in generate(model_dir, prompts, tokens):
+        print(f"\n--- {prompt!r} continued by {model_dir} (transformers)\n{text}")
     print("""
 --- your own data
 python 01_organize_data.py --src-dir <your files> --dst-root splits

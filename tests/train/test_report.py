@@ -89,7 +89,7 @@ def test_an_error_after_the_last_save_leaves_the_run_complete(tmp_path: Path) ->
             write_state=lambda status, written=written, **_: written.append(status),
             add_event=lambda *_, **__: None,
         )
-        estimate = SimpleNamespace(report=lambda: None)
+        estimate = SimpleNamespace(report=lambda: None, gib=None)
         stream = SimpleNamespace(epoch=lambda position: 0.5)
         with (
             pytest.raises(RuntimeError),
@@ -125,7 +125,7 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
     journal = SimpleNamespace(write_state=lambda *_, **__: None, add_event=lambda *_, **__: None)
     stream = SimpleNamespace(epoch=lambda position: 0.5)
     meters = SimpleNamespace(memory_peak=1.0, memory_before=0.0)
-    estimate = SimpleNamespace(describe_peak=lambda *_: "1 GiB")
+    estimate = SimpleNamespace(describe_peak=lambda *_: "1 GiB", gib=None)
     reporter = Report(experiment, journal, state, stream, meters, estimate)
     row = {
         "step": 1000,
@@ -142,6 +142,6 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
         reporter._metrics.close()
         reporter.finish()
     messages = list(dict.fromkeys(caplog.messages))  # other tests may leave a second handler
-    assert ("loss.png" in messages[-2]) == is_installed, messages
+    assert ("loss.png" in messages[-3]) == is_installed, messages
     missing = [text for text in messages if "`matplotlib` is not installed" in text]
     assert len(missing) == (not is_installed), "one warning, not one at each checkpoint"

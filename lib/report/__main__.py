@@ -1,0 +1,49 @@
+"""Write report.html, a page about one run, or about several runs laid over each other.
+
+  python -m lib.report outputs/exp                    write outputs/exp/report.html
+  python -m lib.report outputs/exp outputs/other --out both.html
+
+Reads metrics.jsonl, events.jsonl, samples.jsonl, state.json and config.yaml. The page is one file
+that needs no network. It can be made at any time, also elsewhere and while the run trains.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lib.core import log, manifest, options, paths, stage
+from lib.core.errors import UsageError
+from lib.report.content import compose
+from lib.report.svg import COLUMNS, STYLES
+from lib.train.run_data import find_axis, read_runs
+
+_LARGEST = 2_000_000  # bytes of a page
+_SAMPLES = (16, 4, 0)  # of a step; fewer if the page is too large
+
+
+def main(argv: list[str]) -> None:
+    """Write the page. Raises UsageError for a directory without a run, or too many runs."""
+    parser = options.Parser(__doc__)
+    parser.add_argument("runs", nargs="+", metavar="NAME|DIR", help="runs, or their directories")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: report.html of the first run)"
+    )
+    opts = parser.parse(argv)
+    experiments = [paths.existing_experiment(text) for text in opts.runs]
+    if missing := [e.root for e in experiments if not (e.config.exists() or e.metrics.exists())]:
+        raise UsageError(f"there is no run {missing[0]}", expected="outputs/<exp> of stage 04")
+    if len(experiments) > STYLES:
+        raise UsageError(f"{len(experiments)} runs", expected=f"at most {STYLES} in one page")
+    axis, end = find_axis(experiments)
+    runs = read_runs(experiments, axis, end, COLUMNS)
+    pages = (compose(runs, axis, end, samples) for samples in _SAMPLES)
+    text = next(text for text in pages if len(text.encode()) <= _LARGEST)
+    path = opts.out or experiments[0].report
+    manifest.write_text(path, text)
+    log.info(f"report: {path}")
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "lib.report"
+    stage.run(main, only_shows=True)

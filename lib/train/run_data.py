@@ -1,0 +1,237 @@
+"""Read the files of a run in one pass, whatever their length: columns instead of rows.
+
+The horizontal axis of a chart is divided into equally wide columns. Of all values in a column, only
+the least, the largest and the mean are kept, so a million rows need no more memory than a thousand,
+and a spike stays visible.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lib.core import records, run_records
+from lib.core.paths import Experiment
+from lib.train import journal
+
+try:
+    from orjson import loads as _load_json
+except ImportError:  # four times slower
+    from json import loads as _load_json
+
+TOKENS = "train/tokens_seen"
+# The keys that most rows have. The keys of evaluations, which vary, are found.
+KEYS = f"""step {TOKENS} train/loss train/loss_mean train/grad_norm train/learning_rate
+perf/tokens_per_sec perf/mfu perf/slowest_ratio time/data time/forward time/backward time/update
+time/total memory/current_gib memory/window_peak_gib memory/max_peak_gib memory/total_gib
+memory/alloc_retries""".split()
+_MOST_KEYS = 200  # of a hostile file
+_CHUNK = 1 << 20  # bytes of rows that are read at once
+_TAIL = 256 << 10  # bytes that contain the last row
+_STEADY = 10  # step from which the remaining time is well estimated
+_LARGEST = 1e30  # a larger number is no figure of a run
+
+Numbers = npt.NDArray[np.float64]
+
+
+class Value(NamedTuple):
+    """A value and its step."""
+
+    value: float
+    step: int
+
+
+class Series:
+    """The values of a key by column. first, last, least, most: NaN if there are no values.
+
+    low, high: least and largest value of each column, infinite without values. gaps: the columns
+    with a value that is NaN or infinite. first_gap: step of the first such value.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.low = np.full(columns, np.inf)
+        self.high = np.full(columns, -np.inf)
+        self.gaps = np.zeros(columns, dtype=bool)
+        self.first_gap: int | None = None
+        self.first = self.last = self.least = self.most = Value(np.nan, 0)
+        self._total = np.zeros(columns)
+        self._count = np.zeros(columns)
+
+    def add(self, columns: npt.NDArray[np.intp], steps: Numbers, values: Numbers) -> None:
+        """Add values in the order of their steps."""
+        is_finite = np.abs(values) < _LARGEST
+        if not is_finite.all():
+            self.gaps[columns[~is_finite]] = True
+            if self.first_gap is None:
+                self.first_gap = int(steps[~is_finite][0])
+            columns = columns[is_finite]
+            steps = steps[is_finite]
+            values = values[is_finite]
+        if not len(values):
+            return
+        np.minimum.at(self.low, columns, values)
+        np.maximum.at(self.high, columns, values)
+        size = len(self.low)
+        self._total += np.bincount(columns, values, size)
+        self._count += np.bincount(columns, minlength=size)
+        picks = (0, -1, values.argmin(), values.argmax())
+        first, self.last, least, most = (
+            Value(float(values[pick]), int(steps[pick])) for pick in picks
+        )
+        if not self:
+            self.first = first
+            self.least = least
+            self.most = most
+        self.least = min(self.least, least)
+        self.most = max(self.most, most, key=lambda pair: pair.value)
+
+    def __bool__(self) -> bool:
+        """Return whether there is a value."""
+        return not np.isnan(self.first.value)
+
+    @property
+    def mean(self) -> float:
+        """Return the mean of all values, NaN without any."""
+        return float(self._total.sum() / self._count.sum()) if self else np.nan
+
+    def column_means(self) -> Numbers:
+        """Return the mean of each column, NaN without values."""
+        with np.errstate(invalid="ignore"):
+            return self._total / self._count
+
+
+class RunData:
+    """The files of a run. axis: key of the horizontal axis. end: its largest value.
+
+    series: by key. first, last: the first and the last row. timed: the first row that estimates the
+    remaining time well. Each of these rows is empty if there is none.
+    """
+
+    def __init__(self, experiment: Experiment, axis: str, end: float, columns: int) -> None:
+        self.experiment = experiment
+        self.name = run_records.one_line(experiment.root.absolute().name)
+        self.state = run_records.read_state(experiment.state)
+        self.config = journal.read_config(experiment)
+        lines = (line for chunk in _read_lines(experiment.events) for line in chunk)
+        self.events = [event for event in map(run_records.parse_row, lines) if event]
+        self.series: defaultdict[str, Series] = defaultdict(lambda: Series(columns))
+        self.first: dict[str, Any] = {}
+        self.last: dict[str, Any] = {}
+        self.timed: dict[str, Any] = {}
+        self._axis = axis
+        self._scale = columns / end
+        self._columns = columns
+        for chunk in _read_lines(experiment.metrics):
+            if rows := _parse_rows(chunk):
+                self._add_rows(rows)
+
+    def seconds(self, since: str = "") -> float:
+        """Return the time between the first sign of life, or `since`, and the last one."""
+        times = [str(row.get("time", "")) for row in (*self.events, self.first, self.last) if row]
+        seconds = [second for text in times if (second := journal.parse_time(text))]
+        began = journal.parse_time(since) or min(seconds, default=0.0)
+        return max(seconds, default=began) - began
+
+    def _add_rows(self, rows: list[dict[str, Any]]) -> None:
+        self.first = self.first or rows[0]
+        self.last = rows[-1]
+        if not self.timed:
+            later = (row for row in rows if row["step"] >= _STEADY and "perf/eta_sec" in row)
+            self.timed = next(later, {})
+        found = set[str]().union(*rows)
+        self._add([key for key in KEYS if key in found], rows)
+        for key in sorted(key for key in found if key.startswith("eval/")):
+            if key in self.series or len(self.series) < _MOST_KEYS:
+                self._add([key], [row for row in rows if key in row])
+
+    def _add(self, keys: Sequence[str], rows: list[dict[str, Any]]) -> None:
+        """Add the values of keys."""
+        get = operator.itemgetter("step", self._axis, *keys)
+        try:
+            table = _make_table([get(row) for row in rows])
+        except KeyError:  # a row lacks a key; this is slower
+            table = _make_table(
+                [[row.get(key) for key in ("step", self._axis, *keys)] for row in rows]
+            )
+        places = np.nan_to_num(table[:, 1] * self._scale, posinf=0)
+        columns = np.clip(places, 0, self._columns - 1).astype(int)
+        for number, key in enumerate(keys, 2):
+            self.series[key].add(columns, table[:, 0], table[:, number])
+
+
+def find_axis(experiments: Sequence[Experiment]) -> tuple[str, float]:
+    """Return the key of the horizontal axis and its largest value: tokens if all runs have them."""
+    tails = [records.read_log_tail(experiment.metrics, _TAIL) for experiment in experiments]
+    last = [rows[-1] for rows in tails if rows]
+    axis = TOKENS if all(TOKENS in row for row in last) else "step"
+    ends = np.nan_to_num(_make_table([[row[axis]] for row in last]), posinf=0)
+    return axis, max(1.0, *map(float, ends.ravel()), 0.0)
+
+
+def read_runs(
+    experiments: Sequence[Experiment], axis: str, end: float, columns: int
+) -> list[RunData]:
+    """Return the history of each run; if two runs have the same name, by their paths."""
+    runs = [RunData(experiment, axis, end, columns) for experiment in experiments]
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = run_records.one_line(run.experiment.root)
+    return runs
+
+
+def read_samples(path: Path) -> tuple[list[int], dict[str, dict[int, str]]]:
+    """Return the texts in samples.jsonl at the first, the middle and the last step.
+
+    Returns these steps, and the texts by prompt (with the kind of the sample) and step.
+    """
+    all_steps = sorted({row["step"] for chunk in _read_lines(path) for row in _parse_rows(chunk)})
+    middle = all_steps[len(all_steps) // 2 :][:1]
+    steps = sorted({*all_steps[:1], *middle, *all_steps[-1:]})
+    texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    for row in (row for chunk in _read_lines(path) for row in _parse_rows(chunk)):
+        if row["step"] in steps:
+            kind = f" ({row['kind']})" if row.get("kind") else ""
+            texts[f"{row.get('prompt', '')}{kind}"][row["step"]] = str(row.get("text", ""))
+    return steps, dict(texts)
+
+
+def _read_lines(path: Path) -> Iterator[list[bytes]]:
+    """Yield the lines of a file in lists; nothing if it cannot be read."""
+    with suppress(OSError), path.open("rb") as file:
+        while lines := file.readlines(_CHUNK):
+            yield lines
+
+
+def _parse_rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return the rows in lines, without lines that are torn or have no step."""
+    try:
+        rows = list(map(_load_json, lines))
+        if all(map(_has_step, rows)):
+            return rows
+    except ValueError:  # a torn line, or NaN, which is no JSON
+        pass
+    return [row for row in map(records.parse_log_row, lines) if row]
+
+
+def _has_step(row: Any) -> bool:
+    return type(row) is dict and type(row.get("step")) is int
+
+
+def _make_table(rows: Sequence[Sequence[Any]]) -> Numbers:
+    """Return numbers as a table; values that are no numbers become NaN."""
+    try:
+        return np.array(rows, dtype=float)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([[_read_number(value) for value in row] for row in rows])
+
+
+def _read_number(value: object) -> float:
+    is_number = isinstance(value, (int, float)) and abs(value) < _LARGEST
+    return float(value) if is_number else np.nan  # type: ignore[arg-type]
