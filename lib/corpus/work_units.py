@@ -18,14 +18,16 @@ from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
-from lib.corpus.parts import PartWriter
+from lib.corpus.parts import PartWriter, SidecarWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import escape_path
+from lib.corpus.selection import Sidecar
 from lib.corpus.tally import Tally
 from lib.corpus.text_documents import TextDocuments
 
 UNIT_BYTES = 16_000_000
+RECORD = "json"  # name of the part with the result of a unit, see split_parts.py
 _FREE = "free"  # directory for parts whose files can be reused
 _FILE_OVERHEAD = 16_000  # opening a file takes about as long as reading this many bytes
 
@@ -94,8 +96,9 @@ class WorkUnit:
 class UnitResult:
     """Describe the result of a unit.
 
-    rows, text_bytes: by split. lines: see Documents. rows_of: by split, the number of rows after
-    each span (if a decision is on). digests: digests of the parts by file name, if the parts are
+    rows, text_bytes: by split. lines: see Documents. rows_read: rows of the last span before any
+    were dropped (if a sidecar numbers them). rows_of: by split, the number of rows after each span
+    (if a decision is on). digests: digests of the parts by file name, if the parts are
     kept for a merge. changed: path of the first file that changed since it was listed, and a
     description of the change.
     """
@@ -108,6 +111,12 @@ class UnitResult:
     rows_of: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, str] | None = None
+    rows_read: int = 0
+
+    @property
+    def rows_of_part(self) -> int:
+        """Return the number of rows read if the unit is a span of a larger file, otherwise 0."""
+        return 0 if self.unit.spans[0].is_whole else self.rows_read
 
     @property
     def lines_of_part(self) -> int:
@@ -226,7 +235,10 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             split: _make_part(
                 unit.row_options,
                 stack.enter_context(_reuse_file(unit.part(split))),
-                {name: create(f"{split}.{name}") for name in sidecars},
+                {
+                    name: _open_sidecar(sidecar, create(f"{split}.{name}"), unit, stack)
+                    for name, sidecar in sidecars.items()
+                },
             )
             for split in unit.row_options.splits
         }
@@ -247,10 +259,23 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             result.text_bytes[split] = part.text_bytes
     result.tally = documents.tally
     result.lines = documents.lines
+    if "positions" in sidecars:
+        result.rows_read = documents.rows
     return result
 
 
-def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, BinaryIO]) -> Any:
+def _open_sidecar(
+    sidecar: Sidecar, file: BinaryIO, unit: WorkUnit, stack: ExitStack
+) -> SidecarWriter:
+    """Return the writer for the values of a sidecar; the stack finishes it before the file."""
+    if sidecar.open_writer is None:
+        return file
+    return stack.enter_context(sidecar.open_writer(file, unit.row_options))
+
+
+def _make_part(
+    row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, SidecarWriter]
+) -> Any:
     """Return the writer for the rows of a split."""
     if row_options.format == CHAT:
         return ChatPartWriter(file, sidecars)
