@@ -233,8 +233,8 @@ class DatasetWriter:
         if planned:
             is_kept = planned.copies > 0
             for name, is_dropped in planned.list_dropped():
-                decision = {**selection.DECISIONS, **selection.TWO_PASS_DECISIONS}[name]
-                self._note_dropped(result, split, name, decision, is_dropped)
+                planned_decision = selection.get_decision(name)
+                self._note_dropped(result, split, name, planned_decision, is_dropped)
         for name, decision in self._decisions.items():
             sidecars = [
                 read_sidecar(result.unit.part(f"{split}.{sidecar}"), rows, np.uint8)[is_kept]

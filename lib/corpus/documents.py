@@ -33,10 +33,11 @@ class Documents(ABC):
     """Collect the documents of several files.
 
     errors: file for the lines of errors.jsonl. lines: number of JSON Lines in the last file or
-    span. rows: number of rows of the current file or span, before any are dropped. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
-    as_data: if true, readers pass each document with its position and with values of all types; if
-    false, they may omit positions and values that are not strings. columns: the columns to read
-    from a table, None for all columns with text.
+    span. rows: number of rows of the current file or span, before any are dropped. fallback:
+    encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them. as_data: if true,
+    readers pass each document with its position and with values of all types; if false, they may
+    omit positions and values that are not strings. columns: the columns to read from a table, None
+    for all columns with text.
     """
 
     as_data = False

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _CACHED_BYTES = 32_000_000
-_WALKED_AT_ONCE = 1 << 14
 
 
 @dataclass
@@ -155,7 +154,7 @@ class Walk:
         return leaders[order[: self._limits.candidates]].tolist()
 
     def _compare(self, document: int, leader: int) -> float:
-        """Return the Jaccard similarity of two documents, 0 if their sizes exclude the threshold."""
+        """Return the Jaccard similarity of two documents, 0 if their sizes exclude it."""
         import numpy as np
 
         one = self._sets.read(leader)

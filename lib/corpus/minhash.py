@@ -23,21 +23,21 @@ CURVE = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
 
 class Bands(NamedTuple):
-    """Describe the signatures: `count` bands of `size` minima each."""
+    """Describe the signatures: `number` bands of `size` minima each."""
 
-    count: int
+    number: int
     size: int
 
     def find_probability(self, similarity: float) -> float:
         """Return the probability that two texts of a Jaccard similarity are candidates."""
-        return 1 - (1 - similarity**self.size) ** self.count
+        return 1 - (1 - similarity**self.size) ** self.number
 
 
 def compute_keys(texts: Shingles, bands: Bands) -> np.ndarray:
     """Return the band keys of texts, uint64 [texts, bands]; NO_KEY for a text without words."""
     import numpy as np
 
-    keys = np.full((len(texts.ends), bands.count), NO_KEY, np.uint64)
+    keys = np.full((len(texts.ends), bands.number), NO_KEY, np.uint64)
     counts = np.diff(texts.ends, prepend=0)
     has_words = counts > 0
     if not has_words.any():
@@ -45,13 +45,13 @@ def compute_keys(texts: Shingles, bands: Bands) -> np.ndarray:
     starts = (texts.ends - counts)[has_words]
     hashes = (texts.hashes >> np.uint64(32)).astype(np.uint32)
     product = np.empty_like(hashes)
-    minima = np.empty((bands.count * bands.size, len(starts)), np.uint32)
+    minima = np.empty((bands.number * bands.size, len(starts)), np.uint32)
     # NOTE: multiplying by an odd number modulo 2³² permutes the hashes.
     orders, factors = _draw_numbers(bands)
     for order, minimum in zip(orders, minima, strict=True):
         np.multiply(hashes, order, out=product)
         np.minimum.reduceat(product, starts, out=minimum)
-    by_band = minima.reshape(bands.count, bands.size, -1)
+    by_band = minima.reshape(bands.number, bands.size, -1)
     sums = (by_band.astype(np.uint64) * factors[:, :, None]).sum(axis=1, dtype=np.uint64)
     keys[has_words] = np.maximum(shingles.mix(sums), np.uint64(NO_KEY + 1)).T
     return keys
@@ -62,7 +62,7 @@ def _draw_numbers(bands: Bands) -> tuple[np.ndarray, np.ndarray]:
     """Return the multipliers of the orders, and those that combine the minima of each band."""
     import numpy as np
 
-    count = bands.count * bands.size
+    count = bands.number * bands.size
     orders = (shingles.draw_odd_numbers(count, 3) >> np.uint64(31)).astype(np.uint32)
     factors = shingles.draw_odd_numbers(count, 4).reshape(bands)
     return orders | np.uint32(1), factors

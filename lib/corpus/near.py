@@ -167,7 +167,7 @@ class NearDuplicates:
         tasks = []
         with (self._directory / "candidates").open("wb") as candidates:
             for number, each in enumerate(ranges):
-                documents = _list_documents(members, each.first, each.first + each.count)
+                documents = _list_documents(members, each.first, each.first + each.rows)
                 if len(documents):
                     candidates.write(documents.tobytes())
                     tasks.append(
@@ -180,7 +180,7 @@ class NearDuplicates:
                         )
                     )
         total = 0
-        documents = 0
+        computed = 0
         with (
             workers.Pool(
                 max(1, min(self._workers, len(tasks))),
@@ -195,13 +195,13 @@ class NearDuplicates:
             for task, sizes in zip(tasks, processes.run(tasks), strict=True):
                 ends.write((np.cumsum(sizes) + total).tobytes())
                 total += int(sizes.sum())
-                documents += len(sizes)
+                computed += len(sizes)
                 with Path(task.out).open("rb") as own:
                     shutil.copyfileobj(own, sets, 1 << 20)
                 Path(task.out).unlink()
                 bar.advance()
         log.info(
-            f"near duplicates: {units.counted(documents, 'row')} may be similar to another row "
+            f"near duplicates: {units.counted(computed, 'row')} may be similar to another row "
             f"({units.size(8 * total)} of n-grams on disk)"
         )
         self._note(sets=total)

@@ -108,5 +108,4 @@ class NearOutput:
 
 
 def _name_problem(rule: int) -> str:
-    decisions = {**selection.DECISIONS, **selection.TWO_PASS_DECISIONS}
-    return decisions[RULE_NAMES[rule]].problem
+    return selection.get_decision(RULE_NAMES[rule]).problem

@@ -214,6 +214,6 @@ def describe_bands(options: RowOptions) -> str:
         for similarity in minhash.CURVE
     )
     return (
-        f"{bands.count} bands of {bands.size} minima, n-grams of "
+        f"{bands.number} bands of {bands.size} minima, n-grams of "
         f"{units.counted(options.near_words, 'word')}; a pair is compared with probability {curve}"
     )

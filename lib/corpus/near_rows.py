@@ -25,7 +25,7 @@ class RowRange(NamedTuple):
     """
 
     first: int
-    count: int
+    rows: int
     path: Path
     shard_rows: np.ndarray | None = None
 

@@ -219,12 +219,17 @@ def list_two_pass_decisions(row_options: RowOptions) -> dict[str, TwoPassDecisio
 
 def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
     """Return the sidecars that the decisions need."""
-    decisions = [
+    decisions: list[Decision | TwoPassDecision] = [
         *list_decisions(row_options).values(),
         *list_two_pass_decisions(row_options).values(),
     ]
     needed = {name for decision in decisions for name in decision.sidecars}
     return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
+
+
+def get_decision(name: str) -> Decision | TwoPassDecision:
+    """Return a decision of either table."""
+    return DECISIONS.get(name) or TWO_PASS_DECISIONS[name]
 
 
 def list_counts(row_options: RowOptions) -> list[str]:

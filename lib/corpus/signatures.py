@@ -160,7 +160,7 @@ def _require_parameters(directory: Path, row_options: RowOptions) -> None:
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
     """Return what identifies earlier datasets, wherever they are stored."""
-    found = []
+    found: list[dict[str, Any]] = []
     for directory in directories:
         if directory.name in {each["name"] for each in found}:
             raise UsageError(f"--near-against: two datasets are named {directory.name}")
