@@ -25,6 +25,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lib.core import commands, declared, log, options, publish, stage, units
@@ -115,6 +116,8 @@ def check_options(opts: BuildOptions) -> None:
                     f"{declared.flag(name)} needs --dedup near",
                     expected=f"--dedup near, or no {declared.flag(name)}",
                 )
+    for directory in opts.near_against if opts.drops_near else []:
+        problems.collect(partial(signatures.require_parameters, directory, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -257,7 +260,9 @@ def plan_near(
             for result in workers.run(tasks):
                 work_units.require_unchanged(result)
                 bar.advance(result.unit.bytes)
-    return near.make_plan(split_parts.read_results(tasks), progress)
+    return near.make_plan(
+        split_parts.read_results(tasks, None if opts.merge else directory), progress
+    )
 
 
 def add_units(
@@ -279,7 +284,12 @@ def add_units(
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in remaining))
-        for result in split_parts.read_results(remaining) if are_read else workers.run(remaining):
+        results = (
+            split_parts.read_results(remaining, None if opts.merge else dataset.near_work)
+            if are_read
+            else workers.run(remaining)
+        )
+        for result in results:
             work_units.require_unchanged(result)
             dataset.add(result)
             bar.advance(result.unit.bytes)
@@ -397,7 +407,10 @@ def main(argv: list[str]) -> None:
         log.info("dry run: nothing was written")
         return
 
-    with build, DatasetWriter(build.dir, row_options, not opts.merge) as dataset:
+    with (
+        build,
+        DatasetWriter(build.dir, row_options, opts.drops_near and not opts.merge) as dataset,
+    ):
         # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)

@@ -140,7 +140,7 @@ class DatasetWriter:
 
         The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(result)
+        _check_parts(result, self.near_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
         self._add_errors(result)
@@ -210,6 +210,11 @@ class DatasetWriter:
         """Let a plan decide which rows are near duplicates; call it before the first `add`."""
         assert self._near
         self._near.plan = plan
+
+    @property
+    def near_work(self) -> Path:
+        """Return the directory for the work of a build in two passes, until it is finished."""
+        return self._directory / NEAR
 
     @property
     def near_plan(self) -> NearPlan | None:
@@ -331,14 +336,14 @@ class DatasetWriter:
         self._noted_at = time.monotonic()
 
 
-def _check_parts(result: UnitResult) -> None:
+def _check_parts(result: UnitResult, work: Path | None) -> None:
     for name, digest in result.digests.items():
         path = Path(result.unit.out) / name
         if not path.is_file() or not hashing.has_digest(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",
                 expected="the content that was written",
-                run=work_units.format_rebuild_commands(path.parent),
+                run=work_units.format_rebuild_commands(path.parent, work),
             )
 
 

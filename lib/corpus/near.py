@@ -15,6 +15,7 @@ before a kill is not repeated.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -65,7 +66,9 @@ class NearDuplicates:
         self._row_options = row_options
         self._files = files
         self._workers = count
-        self._earlier = [EarlierDataset(path, row_options) for path in row_options.near_against]
+        self._earlier = [
+            EarlierDataset(path, self.is_collected) for path in row_options.near_against
+        ]
 
     @property
     def is_collected(self) -> bool:
@@ -102,6 +105,7 @@ class NearDuplicates:
         )
 
     def _note(self, **facts: Any) -> None:
+        os.sync()  # the files of the step must survive a power cut before the record lists it
         self._state |= facts
         manifest.write_json(self._directory / _STATE, self._state)
 
@@ -239,9 +243,9 @@ class NearDuplicates:
                 walk.release()
                 plan.release()
         largest = plan.finish()
+        self._note(walk=asdict(walk.counts), largest=largest)
         self._delete("remembered", "counts", "sets", "ends", "candidates")
         self._delete(*(f"members.{band}" for band in range(options.near_bands)))
-        self._note(walk=asdict(walk.counts), near=plan.dropped, largest=largest)
 
     def _delete(self, *names: str) -> None:
         for name in names:

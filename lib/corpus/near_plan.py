@@ -38,12 +38,11 @@ def create(directory: Path, rows: int) -> None:
 
 
 class PlanArrays:
-    """Fill the arrays of a plan. dropped: number of near duplicates."""
+    """Fill the arrays of a plan."""
 
     def __init__(self, directory: Path) -> None:
         import numpy as np
 
-        self.dropped = 0
         self._leaders = DiskArray(directory / LEADERS, np.int64)
         self._rules = DiskArray(directory / RULES, np.uint8)
         self._similarities = DiskArray(directory / SIMILARITIES, np.float32)
@@ -60,7 +59,6 @@ class PlanArrays:
         self._leaders.values[document] = leader + 1
         self._rules.values[document] = NEAR
         self._similarities.values[document] = similarity
-        self.dropped += 1
 
     def finish(self) -> list[list[int]]:
         """Count the rows of each cluster; return the largest as `[size, row]`.
@@ -80,7 +78,6 @@ class PlanArrays:
             self._rules.values[moved] = NEAR
             final, counts = np.unique(np.where(is_moved, last - 1, direct), return_counts=True)
             self._sizes.values[final] += counts.astype(np.uint32)
-            self.dropped += len(moved)
             self.release()
         largest: list[tuple[int, int]] = []
         for first, sizes in self._sizes.blocks():

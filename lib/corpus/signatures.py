@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.core import artifacts, commands, manifest, records
+from lib.core import artifacts, commands, hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import minhash, shingles
 from lib.corpus.disk_array import DiskArray
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 DIRECTORY = "near"
+_KIND = "dataset/1"
 _PARAMETERS = "parameters.json"
 _PATHS = "paths.json"
 _KEYS, _DIGESTS, _PLACES, _ROWS = FILES = "keys", "digests", "places", "rows"
@@ -95,16 +96,19 @@ class ShardRange(NamedTuple):
 class EarlierDataset:
     """Read the signatures of a dataset that was built with --dedup near.
 
-    Raises UsageError if its signatures were computed with other parameters, and ArtifactError if it
-    has none or is damaged.
+    is_verified: the digests of the signatures were compared before. Raises ArtifactError if the
+    dataset is damaged.
     """
 
-    def __init__(self, directory: Path, row_options: RowOptions) -> None:
+    def __init__(self, directory: Path, is_verified: bool) -> None:
         self.name = directory.name
         self._home = directory / DIRECTORY
-        self.manifest = manifest.read_manifest(directory, "dataset/1", "the dataset")
-        _require_parameters(directory, row_options)
-        problems = manifest.find_damage(directory, self.manifest, deep=False)
+        self.manifest = manifest.read_manifest(directory, _KIND, "the dataset")
+        own = [each for each in self.manifest["files"] if each["path"].startswith(f"{DIRECTORY}/")]
+        problems = [
+            *manifest.find_damage(directory, self.manifest, deep=False),
+            *([] if is_verified else manifest.find_damage(directory, {"files": own}, deep=True)),
+        ]
         if problems:
             raise ArtifactError(f"{directory} is damaged", found="\n".join(problems[:3]))
         self.paths: list[tuple[str, str]] = [
@@ -135,8 +139,12 @@ class EarlierDataset:
             start = stop
 
 
-def _require_parameters(directory: Path, row_options: RowOptions) -> None:
-    """Raise an error if a dataset has no signatures, or signatures of other parameters."""
+def require_parameters(directory: Path, row_options: RowOptions) -> None:
+    """Raise UsageError if the signatures of a dataset were computed with other parameters.
+
+    Raises ArtifactError if it has no signatures.
+    """
+    manifest.read_manifest(directory, _KIND, "the dataset")
     theirs = records.read_mapping(directory / DIRECTORY / _PARAMETERS)
     if not theirs:
         raise ArtifactError(
@@ -164,9 +172,9 @@ def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
     for directory in directories:
         if directory.name in {each["name"] for each in found}:
             raise UsageError(f"--near-against: two datasets are named {directory.name}")
-        files = manifest.read_manifest(directory, "dataset/1", "the dataset")["files"]
+        files = manifest.read_manifest(directory, _KIND, "the dataset")["files"]
         digests = {entry["path"]: entry["digest"] for entry in files}
-        found.append({"name": directory.name, "files": digests})
+        found.append({"name": directory.name, "content": hashing.fingerprint(digests)})
     return found
 
 

@@ -182,13 +182,16 @@ def check_parts(
     return total
 
 
-def read_results(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
-    """Yield the recorded result of each unit; raises ArtifactError if a record is missing."""
+def read_results(units: Sequence[WorkUnit], work: Path | None = None) -> Iterator[UnitResult]:
+    """Yield the recorded result of each unit; raises ArtifactError if a record is missing.
+
+    work: see work_units.format_rebuild_commands.
+    """
     for unit in units:
         result = _read_record(unit)
         if result is None:
             raise ArtifactError(
                 f"{unit.part(work_units.RECORD)} is damaged or gone",
-                run=work_units.format_rebuild_commands(Path(unit.out)),
+                run=work_units.format_rebuild_commands(Path(unit.out), work),
             )
         yield result

@@ -209,8 +209,13 @@ def _find_cuts(path: str, size: int) -> list[int]:
     return [0]
 
 
-def format_rebuild_commands(directory: Path) -> str:
-    """Return the commands that rebuild the parts of one split and then merge."""
+def format_rebuild_commands(directory: Path, work: Path | None) -> str:
+    """Return the commands that rebuild the parts of one split and then merge.
+
+    work: instead, delete this directory, in which a build in two passes keeps its own parts.
+    """
+    if work:
+        return f"{commands.shell('rm', '-r', work)}\n{commands.as_typed()}"
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join(
         (
