@@ -399,7 +399,7 @@ def main(argv: list[str]) -> None:
     needed = (
         split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
         if opts.merge
-        else work_units.estimate_room(files)
+        else work_units.estimate_room(files, opts.drops_near)
     )
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")

@@ -263,9 +263,7 @@ def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_machines_workers_and_a_large_sort_give_the_same_bytes(
-    stage: StageRunner, tmp_path: Path, spread: Path
-):
+def test_machines_and_workers_give_the_same_bytes(stage: StageRunner, tmp_path: Path, spread: Path):
     spread.rename(tmp_path / "raw_text")
     stage("01_organize_data.py", "--num-dirs", 4)
     done = stage(SCRIPT, *OPTIONS, "--save-dir", "one")

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import log, manifest, records, units, workers
 from lib.core.progress import Progress
@@ -167,48 +168,56 @@ class NearDuplicates:
 
         if "sets" in self._state:
             return
-        members = self._members()
-        tasks = []
-        with (self._directory / "candidates").open("wb") as candidates:
-            for number, each in enumerate(ranges):
-                documents = _list_documents(members, each.first, each.first + each.rows)
-                if len(documents):
-                    candidates.write(documents.tobytes())
-                    tasks.append(
-                        SetsTask(
-                            str(each.path),
-                            each.is_shard,
-                            each.row_numbers(documents),
-                            str(self._directory / f"sets.{number}"),
-                            self._row_options,
-                        )
-                    )
         total = 0
         computed = 0
+        outputs: deque[Path] = deque()
         with (
             workers.Pool(
-                max(1, min(self._workers, len(tasks))),
+                max(1, min(self._workers, len(ranges))),
                 "sets",
                 shingle_sets.prepare,
                 context=pool.start_server(),
             ) as processes,
+            (self._directory / "candidates").open("wb") as candidates,
             (self._directory / "ends").open("wb") as ends,
             (self._directory / "sets").open("wb") as sets,
-            Progress("compare", len(tasks), "part", progress) as bar,
+            Progress("compare", None, "part", progress) as bar,
         ):
-            for task, sizes in zip(tasks, processes.run(tasks), strict=True):
+            for sizes in processes.run(self._list_tasks(ranges, candidates, outputs)):
                 ends.write((np.cumsum(sizes) + total).tobytes())
                 total += int(sizes.sum())
                 computed += len(sizes)
-                with Path(task.out).open("rb") as own:
+                path = outputs.popleft()
+                with path.open("rb") as own:
                     shutil.copyfileobj(own, sets, 1 << 20)
-                Path(task.out).unlink()
+                path.unlink()
                 bar.advance()
         log.info(
             f"near duplicates: {units.counted(computed, 'row')} may be similar to another row "
             f"({units.size(8 * total)} of n-grams on disk)"
         )
         self._note(sets=total)
+
+    def _list_tasks(
+        self, ranges: Sequence[RowRange], candidates: BinaryIO, outputs: deque[Path]
+    ) -> Iterator[SetsTask]:
+        """Yield the tasks for the rows that share a key.
+
+        candidates: file for the numbers of these rows. outputs: receives the file of each task.
+        """
+        members = self._members()
+        for number, each in enumerate(ranges):
+            documents = _list_documents(members, each.first, each.first + each.rows)
+            if len(documents):
+                candidates.write(documents.tobytes())
+                outputs.append(self._directory / f"sets.{number}")
+                yield SetsTask(
+                    str(each.path),
+                    each.is_shard,
+                    each.row_numbers(documents),
+                    str(outputs[-1]),
+                    self._row_options,
+                )
 
     def _walk(self, progress: bool) -> None:
         """Find the leader of each near duplicate, and the size of each cluster."""

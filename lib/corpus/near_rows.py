@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lib.corpus import minhash, shingles
 from lib.corpus.inputs import InputFile
 from lib.corpus.row_options import SOURCE, RowOptions
-from lib.corpus.signatures import EarlierDataset
+from lib.corpus.signatures import EarlierDataset, ShardRows
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 class RowRange(NamedTuple):
     """Describe consecutive rows in one file: a part, or a shard of an earlier dataset.
 
-    first: number of the first row in the build. shard_rows: rows of the shard that have a number
-    (None: a part, whose rows all have one).
+    first: number of the first row in the build. shard: None for a part, whose rows all have a
+    number.
     """
 
     first: int
     rows: int
     path: Path
-    shard_rows: np.ndarray | None = None
+    shard: ShardRows | None = None
 
     @property
     def is_shard(self) -> bool:
         """Return whether the file is a shard."""
-        return self.shard_rows is not None
+        return self.shard is not None
 
     def row_numbers(self, documents: np.ndarray) -> np.ndarray:
         """Return the rows in the file of some documents (int64)."""
         rows = documents - self.first
-        return rows if self.shard_rows is None else self.shard_rows[rows]
+        return rows if self.shard is None else self.shard.list_rows(rows)
 
 
 def read_sidecar(path: Path, rows: int, dtype: Any) -> np.ndarray:
@@ -92,8 +92,8 @@ class Collector:
         for split in earlier.splits:
             first = self.rows
             for each in earlier.list_ranges(split):
-                self.ranges.append(RowRange(self.rows, len(each.rows), each.path, each.rows))
-                self.rows += len(each.rows)
+                self.ranges.append(RowRange(self.rows, each.count, each.path, each))
+                self.rows += each.count
             if not self._files:
                 continue
             keys = earlier.open(split, "keys", self._row_options.near_bands)

@@ -8,8 +8,9 @@ in the split. `paths.json` lists the files, `parameters.json` the options that t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from lib.core import artifacts, commands, hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
@@ -86,11 +87,27 @@ class SignatureWriter:
             file.close()
 
 
-class ShardRange(NamedTuple):
-    """Describe the entries of one shard: `rows` are their row numbers in it, increasing."""
+@dataclass(frozen=True)
+class ShardRows:
+    """Describe the entries of one shard.
+
+    entries: of the split, the row number of each. start, count: the entries of this shard. first:
+    the shard's first row in the split.
+    """
 
     path: Path
-    rows: np.ndarray
+    entries: DiskArray
+    start: int
+    count: int
+    first: int
+
+    def list_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the rows in the shard (int64). numbers: of its entries, from 0."""
+        import numpy as np
+
+        rows = self.entries.values[self.start + numbers].astype(np.int64) - self.first
+        self.entries.release()
+        return rows
 
 
 class EarlierDataset:
@@ -123,7 +140,7 @@ class EarlierDataset:
 
         return DiskArray(self._home / f"{split}.{name}", np.uint64, width=width, is_fixed=True)
 
-    def list_ranges(self, split: str) -> Iterator[ShardRange]:
+    def list_ranges(self, split: str) -> Iterator[ShardRows]:
         """Yield the entries of a split, shard by shard."""
         import numpy as np
 
@@ -134,7 +151,7 @@ class EarlierDataset:
             self.manifest["summary"]["splits"][split]["shards"], self._shards[split], strict=True
         ):
             stop = int(np.searchsorted(rows.values, first + shard["rows"]))
-            yield ShardRange(path, rows.values[start:stop].astype(np.int64) - first)
+            yield ShardRows(path, rows, start, stop - start, first)
             first += shard["rows"]
             start = stop
 

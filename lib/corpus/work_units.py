@@ -34,6 +34,7 @@ _FILE_OVERHEAD = 16_000  # opening a file takes about as long as reading this ma
 # Assumptions for the estimate of the disk space.
 _INFLATED = 4  # bytes of text per byte of a compressed file
 _ARROW_OVERHEAD = 1.05  # bytes in a dataset per byte of text
+_NEAR_OVERHEAD = 0.5  # bytes of signatures and n-grams per byte of text (see data.md)
 _IN_FLIGHT = 64_000_000  # bytes in parts that are not yet added
 
 
@@ -139,14 +140,18 @@ def require_unchanged(result: UnitResult) -> None:
         )
 
 
-def estimate_room(files: Sequence[InputFile]) -> int:
-    """Return the estimated disk space in bytes for building a dataset from some files."""
+def estimate_room(files: Sequence[InputFile], drops_near: bool = False) -> int:
+    """Return the estimated disk space in bytes for building a dataset from some files.
+
+    drops_near: the build compares rows on disk.
+    """
     compressed = tuple(suffix for suffixes in PACKED_SUFFIXES.values() for suffix in suffixes)
     text = sum(
         file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1) for file in files
     )
     largest = max((file.bytes for file in files), default=0)  # stored in its unit's part as well
-    return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
+    overhead = _ARROW_OVERHEAD + (_NEAR_OVERHEAD if drops_near else 0)
+    return int(text * overhead) + _IN_FLIGHT + largest
 
 
 def cut_splits(
