@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, parts, selection, shards, work_units
+from lib.corpus import chat_rows, near_plan, parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.near_output import NearOutput
 from lib.corpus.near_plan import NearPlan, PlannedRows
@@ -185,6 +185,8 @@ class DatasetWriter:
         self._errors.close()
         if self._near:
             files += self._near.finish()
+            # First, so that a run that is killed in the next line leaves no part of a plan.
+            (self.near_work / near_plan.STATE).unlink()
         shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 

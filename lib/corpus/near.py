@@ -38,7 +38,6 @@ from lib.corpus.work_units import UnitResult
 if TYPE_CHECKING:
     import numpy as np
 
-_STATE = "state.json"
 _VERSION = 1  # of the files in the working directory; those of another version are deleted
 _DOCUMENTS_AT_ONCE = 1 << 13  # with a shared key, in one step of the walk
 
@@ -56,7 +55,7 @@ class NearDuplicates:
     def __init__(
         self, directory: Path, row_options: RowOptions, files: Sequence[InputFile], count: int
     ) -> None:
-        self._state: dict[str, Any] = records.read_mapping(directory / _STATE)
+        self._state: dict[str, Any] = records.read_mapping(directory / near_plan.STATE)
         if self._state.get("version") != _VERSION:
             self._state = {"version": _VERSION}
             for path in directory.iterdir() if directory.is_dir() else ():
@@ -108,7 +107,7 @@ class NearDuplicates:
     def _note(self, **facts: Any) -> None:
         os.sync()  # the files of the step must survive a power cut before the record lists it
         self._state |= facts
-        manifest.write_json(self._directory / _STATE, self._state)
+        manifest.write_json(self._directory / near_plan.STATE, self._state)
 
     def _array(self, name: str, dtype: Any, width: int = 0) -> DiskArray:
         return DiskArray(self._directory / name, dtype, width=width)

@@ -17,6 +17,7 @@ from lib.corpus.signatures import EarlierDataset, list_paths
 if TYPE_CHECKING:
     import numpy as np
 
+STATE = "state.json"  # the finished steps; without it, the work starts anew
 LEADERS = "leaders"  # int64: 1 + the number of the kept row that a row duplicates, 0: it is kept
 RULES = "rules"  # uint8
 SIMILARITIES = "similarities"  # float32
