@@ -363,8 +363,9 @@ def test_upsampling_repeats_a_row_by_the_size_of_its_cluster(tmp_path, size, cop
     write_lines(tmp_path / "raw/a.jsonl", texts)
     build(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near", near_keep="upsample"))
     table = read_table(tmp_path / "out")
-    assert table["text"].to_pylist() == [texts[0]] * copies
-    assert table["cluster_size"].to_pylist() == [size] * copies
+    assert table.num_rows == copies
+    assert {*table["text"].to_pylist()} == {texts[0]}
+    assert {*table["cluster_size"].to_pylist()} == {size}
 
 
 def test_a_large_text_is_kept_and_written_in_pieces(tmp_path, monkeypatch):

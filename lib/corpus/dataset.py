@@ -252,7 +252,7 @@ class DatasetWriter:
             dropped &= ~is_kept
             self._note_dropped(result, split, name, decision, dropped)
         if planned:
-            return planned.copies * is_kept
+            return np.where(is_kept, planned.copies, 0)
         return None if is_kept.all() else is_kept
 
     def _note_dropped(

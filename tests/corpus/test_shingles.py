@@ -65,8 +65,10 @@ def test_a_text_has_the_same_shingles_alone_and_in_any_batch():
 
 
 def test_texts_are_compared_in_nfc_and_lower_case_but_accents_and_digits_count():
-    composed, decomposed, plain = "caf\u00e9 AU lait 1", "cafe\u0301 au lait 1", "cafe au lait 1"
-    one, two, three, four = list_hashes([composed, decomposed, plain, "cafe au lait 2"], 3)
+    composed = "caf\u00e9 AU lait 1"
+    decomposed = "cafe\u0301 au lait 1"
+    texts = [composed, decomposed, "cafe au lait 1", "cafe au lait 2"]
+    one, two, three, four = list_hashes(texts, 3)
     assert one == two != three
     assert three[0] == four[0] and three[1] != four[1]
 
