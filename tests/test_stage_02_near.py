@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -253,6 +255,29 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeyp
     assert notes > 1 or not any(path.name.startswith("00000000") for path in parts)
     build(spread, tmp_path / "out", SHAPE)
     assert content(tmp_path / "out") == whole
+
+
+def test_a_full_disk_loses_no_work(spread, tmp_path, monkeypatch):
+    """Arrays that are written through a map reserve their space, so a full disk is an error."""
+    build(spread, tmp_path / "whole", SHAPE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            build(spread, tmp_path / "out", SHAPE)
+    monkeypatch.setattr(split_parts, "process_unit", lambda unit: pytest.fail("read again"))
+    build(spread, tmp_path / "out", SHAPE)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_nothing_to_compare_is_reported_as_without_the_option(stage, tmp_path):
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.txt").write_text(" ")
+    done = stage(SCRIPT, "--data-folder", "raw", "--dedup", "near", "--save-dir", "x", expect=2)
+    assert "contains text" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,9 @@ class DiskArray:
         kind = np.dtype(dtype)
         if shape is not None:
             with path.open("wb") as file:
-                file.truncate(kind.itemsize * int(np.prod(shape)))
+                if length := kind.itemsize * int(np.prod(shape)):
+                    # Without reserved space, a write to the map on a full disk kills the process.
+                    os.posix_fallocate(file.fileno(), 0, length)
         size = path.stat().st_size
         self._map: mmap.mmap | None = None
         if size:
