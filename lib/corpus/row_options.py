@@ -134,7 +134,7 @@ class RowOptions:
         metavar="DIR",
         quiet=True,
         help="also drop rows that duplicate rows of this dataset, which was built with --dedup "
-        "near; may be repeated",
+        "near; may be repeated (default: no other dataset)",
     )
     near_within: str = option(
         CORPUS,
