@@ -5,6 +5,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -24,15 +25,18 @@ import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, split_parts, work_units
-from lib.corpus.dataset import PARTS, DatasetWriter
+from lib.corpus import inputs, pool, report, signatures, split_parts, work_units
+from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
+from lib.corpus.near import NearDuplicates
+from lib.corpus.near_plan import NearPlan, describe_bands
 from lib.corpus.pool import UnitPool
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
@@ -103,6 +107,17 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
+    if not opts.drops_near:
+        defaults = RowOptions()
+        given = [name for name in vars(defaults) if name.startswith("near_")]
+        for name in given:
+            if getattr(opts, name) != getattr(defaults, name):
+                problems.add(
+                    f"{declared.flag(name)} needs --dedup near",
+                    expected=f"--dedup near, or no {declared.flag(name)}",
+                )
+    for directory in opts.near_against if opts.drops_near else []:
+        problems.collect(partial(signatures.require_parameters, directory, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -135,6 +150,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -146,6 +162,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     It does not depend on the number of machines that build the dataset.
     """
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
+    if opts.near_against:
+        chosen["near_against"] = signatures.identify_datasets(opts.near_against)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -220,10 +238,37 @@ def build_split(
     )
 
 
+def plan_near(
+    opts: BuildOptions,
+    row_options: RowOptions,
+    files: Sequence[InputFile],
+    tasks: Sequence[work_units.WorkUnit],
+    directory: Path,
+) -> NearPlan:
+    """Return which rows are near duplicates; reads all files before, unless parts are merged.
+
+    directory: for the work of this step. A later run reuses what a killed one has finished.
+    """
+    near = NearDuplicates(directory, row_options, files, opts.num_workers)
+    progress = not opts.no_progress
+    if not (opts.merge or near.is_collected):
+        total = sum(task.bytes for task in tasks)
+        with (
+            UnitPool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
+            Progress("read", total, "B", progress) as bar,
+        ):
+            for result in workers.run(tasks):
+                work_units.require_unchanged(result)
+                bar.advance(result.unit.bytes)
+    return near.make_plan(
+        split_parts.read_results(tasks, None if opts.merge else directory), progress
+    )
+
+
 def add_units(
     opts: BuildOptions, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
 ) -> int:
-    """Add the remaining work units to a dataset: read their files, or with --merge, built parts.
+    """Add the remaining work units to a dataset: read their files, or parts that are built.
 
     Returns the input bytes of these work units.
     """
@@ -233,12 +278,18 @@ def add_units(
         )
     total = sum(task.bytes for task in tasks)
     remaining = tasks[dataset.units :]
+    are_read = opts.merge or opts.drops_near
     with (
-        UnitPool(min(opts.num_workers, len(tasks))) as workers,
+        UnitPool(1 if are_read else min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in remaining))
-        for result in split_parts.read_results(remaining) if opts.merge else workers.run(remaining):
+        results = (
+            split_parts.read_results(remaining, None if opts.merge else dataset.near_work)
+            if are_read
+            else workers.run(remaining)
+        )
+        for result in results:
             work_units.require_unchanged(result)
             dataset.add(result)
             bar.advance(result.unit.bytes)
@@ -341,13 +392,14 @@ def main(argv: list[str]) -> None:
 
     # Plan.
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    parts = split_parts.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
+    own_parts = build.dir / (f"{NEAR}/parts" if opts.drops_near else PARTS)
+    parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
         split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
         if opts.merge
-        else work_units.estimate_room(files)
+        else work_units.estimate_room(files, opts.drops_near)
     )
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
@@ -355,10 +407,15 @@ def main(argv: list[str]) -> None:
         log.info("dry run: nothing was written")
         return
 
-    with build, DatasetWriter(build.dir, row_options) as dataset:
+    with (
+        build,
+        DatasetWriter(build.dir, row_options, opts.drops_near and not opts.merge) as dataset,
+    ):
         # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)
+        if opts.drops_near:
+            dataset.follow(plan_near(opts, row_options, files, tasks, build.dir / NEAR))
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.

@@ -15,7 +15,7 @@ from tests.kills import Commands, Scene
 STAGES = [1, 2, 3, 5]
 # Operations of each command, counted from its end: during publishing and after it.
 LAST = range(8)
-FROM_END = [2, 5, 0, 3]  # quick tests use one of them per command
+FROM_END = [2, 5, 0, 3, 4]  # quick tests use one of them per command
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_stale_and_damaged_parts_are_named_and_refused(stage, splits, tmp_path):
         (["--only-splits", "a"], "numbers such as"),
         (["--only-splits", ""], "numbers such as"),
         (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),
-        (["--dedup", "near"], "invalid choice"),
+        (["--dedup", "fuzzy"], "invalid choice"),
     ],
 )
 def test_bad_usage_is_reported(stage, tmp_path, arguments, words):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import threading
 import time
@@ -63,6 +64,23 @@ def test_sixteen_times_the_input_takes_no_more_memory(tmp_path):
         peaks[times] = peak_of_run(tmp_path / f"x{times}", "--dedup", "exact")
     assert max(peaks.values()) < GIGABYTE, peaks
     assert peaks[16] < 1.5 * peaks[4], peaks
+
+
+@pytest.mark.slow
+def test_near_duplicates_take_no_more_memory_for_sixteen_times_the_input(tmp_path):
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(5000)]
+    peaks = {}
+    for times in (1, 16):
+        path = tmp_path / f"x{times}/a.jsonl"
+        path.parent.mkdir()
+        with path.open("w") as file:
+            while file.tell() < 10 * MEGABYTE * times:
+                text = " ".join(draw.choices(words, k=300))
+                for end in ("", " one", " two"):  # two of three rows are near duplicates
+                    file.write(json.dumps({"t": text + end}) + "\n")
+        peaks[times] = peak_of_run(path.parent, "--dedup", "near")
+    assert peaks[16] < GIGABYTE // 2 and peaks[16] < 1.5 * peaks[1], peaks
 
 
 @pytest.mark.slow

@@ -296,6 +296,8 @@ def to_plain_values(options: Any) -> dict[str, Any]:
             return REDACTED
         if key in SHELL_OPTIONS:
             return redact_shell(value)
+        if isinstance(value, list):
+            return [str(each) if isinstance(each, Path) else each for each in value]
         return str(value) if isinstance(value, Path) else value
 
     return {key: plain(key, value) for key, value in vars(options).items()}

@@ -11,7 +11,6 @@ from lib.corpus import conversations, json_data
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
 from lib.corpus.row_options import TRAIN, RowOptions
-from lib.corpus.selection import RowText
 
 
 class ChatDocuments(Documents):
@@ -97,7 +96,7 @@ class ChatDocuments(Documents):
             self.tally.replaced += replaced
 
     def _add_row(self, chat: Conversation, place: Place) -> None:
-        row = RowText(message["content"] for message in chat.messages)
+        row = self._make_row(message["content"] for message in chat.messages)
         if self._is_dropped(row):
             pass  # the document is still counted
         elif not self._hashes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
 from lib.corpus import json_data, parts
@@ -40,7 +40,7 @@ class ChatPartWriter(parts.Part):
     """Write conversations and count the written ones."""
 
     def __init__(
-        self, file: BinaryIO, sidecars: Mapping[str, BinaryIO] = parts.NO_SIDECARS
+        self, file: BinaryIO, sidecars: Mapping[str, parts.SidecarWriter] = parts.NO_SIDECARS
     ) -> None:
         super().__init__(file, make_schema(), sidecars)
         self._columns = _Columns()
@@ -52,7 +52,7 @@ class ChatPartWriter(parts.Part):
         return self._written + self._columns.rows
 
     def add(
-        self, chat: Conversation, place: Place, values: Mapping[str, bytes] = parts.NO_VALUES
+        self, chat: Conversation, place: Place, values: Mapping[str, Any] = parts.NO_VALUES
     ) -> None:
         """Add a row. values: the value of the row for each sidecar, by name.
 

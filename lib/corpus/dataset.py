@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, parts, selection, shards, work_units
+from lib.corpus import chat_rows, near_plan, parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
+from lib.corpus.near_output import NearOutput
+from lib.corpus.near_plan import NearPlan, PlannedRows
+from lib.corpus.near_rows import read_sidecar
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.selection import Decision
+from lib.corpus.selection import Decision, TwoPassDecision
 from lib.corpus.shards import Flusher, ShardWriter
 from lib.corpus.tally import ERRORS, Tally, format_problem
 from lib.corpus.work_units import UnitResult
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # the output of the workers
+NEAR = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
@@ -40,6 +44,7 @@ class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
     units: number of units added so far. dropped: number of dropped rows, by name of the decision.
+    deletes_parts: of a build in two passes, delete the parts whose rows are safely written.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for result in pool.run(units[dataset.units:]):
@@ -47,7 +52,9 @@ class DatasetWriter:
     ...     files = dataset.finish()
     """
 
-    def __init__(self, directory: Path, row_options: RowOptions) -> None:
+    def __init__(
+        self, directory: Path, row_options: RowOptions, deletes_parts: bool = False
+    ) -> None:
         before = _restore_progress(directory)
         self.units: int = before.get("units", 0)
         self.tally = Tally.from_json(before["tally"]) if before else Tally()
@@ -65,6 +72,13 @@ class DatasetWriter:
             if self._is_chat
             else parts.make_text_schema(row_options.keep_source)
         )
+        self._row_options = row_options
+        self._near = None
+        if row_options.drops_near:
+            schema = parts.add_cluster_size(schema)
+            self._near = NearOutput(directory, row_options, before.get("near_rows", 0))
+        self._deletes_parts = deletes_parts
+        self._finished: list[Path] = []  # parts to delete after the next progress record
         self._writers = {
             split: ShardWriter(
                 home, split, schema, self._flusher, before.get("shards", {}).get(split, ())
@@ -89,6 +103,8 @@ class DatasetWriter:
         self._errors.close()
         for decider in self._deciders.values():
             decider.file.close()
+        if self._near:
+            self._near.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -124,22 +140,29 @@ class DatasetWriter:
 
         The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(result)
+        _check_parts(result, self.near_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
         self._add_errors(result)
         for split, writer in self._writers.items():
+            planned = self._near.select(result.rows[split]) if self._near else None
+            copies = self._select_rows(result, split, planned)
+            if self._near and planned:
+                self._near.write(result, split, planned, copies, writer.rows)
             writer.append(
                 result.unit.part(split),
                 result.rows[split],
                 result.text_bytes[split],
-                self._select_rows(result, split),
+                copies,
                 self._lines_before if self._is_chat else 0,
+                planned.sizes if planned else None,
             )
             self._unnoted += result.text_bytes[split]
         if not result.digests:
             for part in result.unit.parts():
                 work_units.release_part(part)
+        elif self._deletes_parts:
+            self._finished += [*result.unit.parts(), result.unit.part(work_units.RECORD)]
         self.tally.add(result.tally, self._lines_before)
         self._lines_before += result.lines_of_part
         self.units += 1
@@ -160,6 +183,10 @@ class DatasetWriter:
             manifest.write_json(path, {"splits": list(self._homes)})
             files.append(manifest.file_entry(self._directory, path))
         self._errors.close()
+        if self._near:
+            files += self._near.finish()
+            # First, so that a run that is killed in the next line leaves no part of a plan.
+            (self.near_work / near_plan.STATE).unlink()
         shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
@@ -173,37 +200,68 @@ class DatasetWriter:
             "splits": splits,
             "documents": tally.documents,
             **{kind: tally.dropped[kind] for kind in selection.RULES},
-            **{name: self.dropped[name] for name in selection.DECISIONS},
+            **{name: self.dropped[name] for name in selection.list_counts(self._row_options)},
             "replaced": tally.replaced,
             "failed_files": len(tally.failed),
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
+            **({"near": self._near.plan.summary} if self._near else {}),
         }
 
-    def _select_rows(self, result: UnitResult, split: str) -> np.ndarray | None:
-        """Return which rows of a part the decisions keep (bool [rows], None: all).
+    def follow(self, plan: NearPlan) -> None:
+        """Let a plan decide which rows are near duplicates; call it before the first `add`."""
+        assert self._near
+        self._near.plan = plan
 
-        A decision sees only the rows that the decisions before it have kept.
+    @property
+    def near_work(self) -> Path:
+        """Return the directory for the work of a build in two passes, until it is finished."""
+        return self._directory / NEAR
+
+    @property
+    def near_plan(self) -> NearPlan | None:
+        """Return the plan of a build that drops near duplicates."""
+        return self._near.plan if self._near else None
+
+    def _select_rows(
+        self, result: UnitResult, split: str, planned: PlannedRows | None
+    ) -> np.ndarray | None:
+        """Return how many times each row of a part is written ([rows], None: all once).
+
+        A decision sees only the rows that the decisions before it have kept, of which the plan is
+        the first.
         """
         import numpy as np
 
         rows = result.rows[split]
-        if not self._deciders or not rows:
+        if not rows or not (self._deciders or planned):
             return None
         is_kept = np.ones(rows, bool)
+        if planned:
+            is_kept = planned.copies > 0
+            for name, is_dropped in planned.list_dropped():
+                planned_decision = selection.get_decision(name)
+                self._note_dropped(result, split, name, planned_decision, is_dropped)
         for name, decision in self._decisions.items():
             sidecars = [
-                _read_sidecar(result.unit.part(f"{split}.{sidecar}"), rows)[is_kept]
+                read_sidecar(result.unit.part(f"{split}.{sidecar}"), rows, np.uint8)[is_kept]
                 for sidecar in decision.sidecars
             ]
             dropped = is_kept.copy()
             is_kept[is_kept] = self._deciders[name].add(*sidecars)
             dropped &= ~is_kept
             self._note_dropped(result, split, name, decision, dropped)
+        if planned:
+            return np.where(is_kept, planned.copies, 0)
         return None if is_kept.all() else is_kept
 
     def _note_dropped(
-        self, result: UnitResult, split: str, name: str, decision: Decision, dropped: np.ndarray
+        self,
+        result: UnitResult,
+        split: str,
+        name: str,
+        decision: Decision | TwoPassDecision,
+        dropped: np.ndarray,
     ) -> None:
         """Report the rows of each file that a decision has dropped. dropped: bool [rows]."""
         start = 0
@@ -239,11 +297,17 @@ class DatasetWriter:
 
     def _note_progress(self) -> None:
         self._errors.flush()
-        for file in (self._errors, *(decider.file for decider in self._deciders.values())):
+        for file in (
+            self._errors,
+            *(decider.file for decider in self._deciders.values()),
+            *(self._near.files() if self._near else []),
+        ):
             file.flush()
             self._flusher.sync(file)
         states = {split: writer.state() for split, writer in self._writers.items()}
         sizes = {ERRORS: self._errors.tell()}
+        if self._near:
+            sizes |= self._near.sizes
         sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
         for split, home in self._homes.items():
             sizes |= {
@@ -258,32 +322,30 @@ class DatasetWriter:
             "dropped": self.dropped,
             "lines_before": self._lines_before,
             "files": sizes,
+            **({"near_rows": self._near.rows} if self._near else {}),
         }
         text = json.dumps(progress)  # serialized here, because the tally changes later
+        finished = self._finished
+        self._finished = []
 
         def write() -> None:
             manifest.write_json(self._directory / _PROGRESS, json.loads(text))
+            for path in finished:
+                path.unlink()
 
         self._flusher.then(write)
         self._unnoted = 0
         self._noted_at = time.monotonic()
 
 
-def _read_sidecar(path: Path, rows: int) -> np.ndarray:
-    """Return the values of a sidecar, uint8 [rows, width]."""
-    import numpy as np
-
-    return np.fromfile(path, np.uint8).reshape(rows, -1)
-
-
-def _check_parts(result: UnitResult) -> None:
+def _check_parts(result: UnitResult, work: Path | None) -> None:
     for name, digest in result.digests.items():
         path = Path(result.unit.out) / name
         if not path.is_file() or not hashing.has_digest(path, digest):
             raise ArtifactError(
                 f"{path} is damaged or gone",
                 expected="the content that was written",
-                run=work_units.format_rebuild_commands(path.parent),
+                run=work_units.format_rebuild_commands(path.parent, work),
             )
 
 
@@ -307,7 +369,8 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
     files = progress.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in files and name != _PROGRESS:
+        is_listed = name in files or name == _PROGRESS or name.startswith(f"{NEAR}/")
+        if path.is_file() and not is_listed:
             path.unlink()
     for name, size in files.items():
         with (directory / name).open("rb+") as file:

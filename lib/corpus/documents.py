@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, BinaryIO
 
 from lib.corpus import encoding, selection
@@ -33,10 +33,11 @@ class Documents(ABC):
     """Collect the documents of several files.
 
     errors: file for the lines of errors.jsonl. lines: number of JSON Lines in the last file or
-    span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
-    as_data: if true, readers pass each document with its position and with values of all types; if
-    false, they may omit positions and values that are not strings. columns: the columns to read
-    from a table, None for all columns with text.
+    span. rows: number of rows of the current file or span, before any are dropped. fallback:
+    encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them. as_data: if true,
+    readers pass each document with its position and with values of all types; if false, they may
+    omit positions and values that are not strings. columns: the columns to read from a table, None
+    for all columns with text.
     """
 
     as_data = False
@@ -45,6 +46,7 @@ class Documents(ABC):
     def __init__(self, row_options: RowOptions, errors: BinaryIO) -> None:
         self.tally = Tally()
         self.lines = 0
+        self.rows = 0
         self.fallback = row_options.fallback_encoding or ""
         self._errors = errors
         self._rules = selection.list_rules(row_options)
@@ -64,6 +66,7 @@ class Documents(ABC):
         self._replaced_before = self.tally.replaced
         self._reports_before = self._count_reports()
         self._dropped.clear()
+        self.rows = 0
 
     def end(self, is_whole: bool) -> None:
         """Finish a file or span. is_whole: all of the file was read."""
@@ -141,7 +144,12 @@ class Documents(ABC):
                 return True
         return False
 
-    def _measure(self, row: RowText, sha256: bytes) -> dict[str, bytes]:
+    def _make_row(self, strings: Iterable[str], characters: int | None = None) -> RowText:
+        """Return the text of the next row of the file, for rules and sidecars."""
+        self.rows += 1
+        return RowText(strings, characters, self.rows)
+
+    def _measure(self, row: RowText, sha256: bytes) -> dict[str, Any]:
         """Return the values of a row for the sidecars."""
         return {name: sidecar.measure(row, sha256) for name, sidecar in self._sidecars.items()}
 

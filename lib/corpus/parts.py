@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,9 +21,21 @@ if TYPE_CHECKING:
 BATCH_BYTES = 16_000_000
 _ROW_OVERHEAD = 64  # estimated memory of a row in bytes, without its text
 _CHUNK = 1 << 20
-NO_SIDECARS: Mapping[str, BinaryIO] = MappingProxyType({})
-NO_VALUES: Mapping[str, bytes] = MappingProxyType({})
+_LARGE_PART = 128_000_000  # bytes; a part or row of this size is not read into memory
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+CLUSTER_SIZE = "cluster_size"
+
+
+class SidecarWriter(Protocol):
+    """Writes a value for each row: a file, or a writer of selection.py."""
+
+    def write(self, value: Any, /) -> Any:
+        """Write the value of the next row."""
+        ...
+
+
+NO_SIDECARS: Mapping[str, SidecarWriter] = MappingProxyType({})
+NO_VALUES: Mapping[str, Any] = MappingProxyType({})
 
 
 def make_text_schema(keep_source: bool) -> pa.Schema:
@@ -41,7 +53,9 @@ class Part(ABC):
     bytes of text written.
     """
 
-    def __init__(self, file: BinaryIO, schema: pa.Schema, sidecars: Mapping[str, BinaryIO]) -> None:
+    def __init__(
+        self, file: BinaryIO, schema: pa.Schema, sidecars: Mapping[str, SidecarWriter]
+    ) -> None:
         self._written = 0
         self.text_bytes = 0
         self._file = file
@@ -57,7 +71,7 @@ class Part(ABC):
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
 
-    def _write_sidecars(self, values: Mapping[str, bytes]) -> None:
+    def _write_sidecars(self, values: Mapping[str, Any]) -> None:
         for name, file in self._sidecars.items():
             file.write(values[name])
 
@@ -71,7 +85,7 @@ class PartWriter(Part):
     """Write the rows of a text dataset."""
 
     def __init__(
-        self, file: BinaryIO, keep_source: bool, sidecars: Mapping[str, BinaryIO] = NO_SIDECARS
+        self, file: BinaryIO, keep_source: bool, sidecars: Mapping[str, SidecarWriter] = NO_SIDECARS
     ) -> None:
         super().__init__(file, make_text_schema(keep_source), sidecars)
         self._texts: list[bytes] = []
@@ -83,7 +97,7 @@ class PartWriter(Part):
         """Return the number of rows, including the rows not written yet."""
         return self._written + len(self._texts)
 
-    def add(self, text: bytes, source: str, values: Mapping[str, bytes] = NO_VALUES) -> None:
+    def add(self, text: bytes, source: str, values: Mapping[str, Any] = NO_VALUES) -> None:
         """Add a row. text: valid UTF-8. values: the value of the row for each sidecar, by name."""
         if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
@@ -106,7 +120,7 @@ class PartWriter(Part):
             self._sources += [source] * len(texts)
 
     def add_file(
-        self, text: BinaryIO, size: int, source: str, values: Mapping[str, bytes] = NO_VALUES
+        self, text: BinaryIO, size: int, source: str, values: Mapping[str, Any] = NO_VALUES
     ) -> None:
         """Add a row too large for memory.
 
@@ -127,15 +141,11 @@ class PartWriter(Part):
             ]
             if self._sources is not None:
                 columns.append(pa.array([source], pa.string()))
-            batch = pa.record_batch(columns, schema=self._schema)
-            sink = _Splice(self._file, text, size)
-            # NOTE: the writer passes large buffers on unchanged, so no page of the map is read.
-            writer = pa.ipc.new_stream(pa.PythonFile(sink, "w"), self._schema)
-            sink.skip = len(self._schema.serialize())
-            writer.write_batch(batch)
-            sink.skip = 1 << 62  # skips the end-of-stream marker
-            writer.close()
-            del writer, batch, columns
+            pieces = _split_message(pa.record_batch(columns, schema=self._schema), size)
+            del columns
+        for piece in pieces:
+            for chunk in _read_chunks(text, 0, size) if piece is None else (piece,):
+                self._file.write(chunk)
         self._written += 1
         self.text_bytes += size
         self._write_sidecars(values)
@@ -171,17 +181,33 @@ def join_texts(texts: Sequence[bytes]) -> pa.Array:
     )
 
 
-class _Splice(io.RawIOBase):
-    """Write an Arrow stream, but replace its one huge buffer by the content of a file.
+def _split_message(batch: pa.RecordBatch, size: int) -> list[bytes | None]:
+    """Return the pieces of a batch message, with None for its one buffer of `size` bytes.
 
-    skip: number of bytes of the stream to omit before writing continues.
+    The content of that buffer is not read, so it may be larger than memory.
+    """
+    import pyarrow as pa
+
+    pieces = _Pieces(size)
+    # NOTE: the writer passes large buffers on unchanged, so no page of a mapped file is read.
+    writer = pa.ipc.new_stream(pa.PythonFile(pieces, "w"), batch.schema)
+    pieces.skip = len(batch.schema.serialize())
+    writer.write_batch(batch)
+    pieces.skip = 1 << 62  # skips the end-of-stream marker
+    writer.close()
+    return pieces.list
+
+
+class _Pieces(io.RawIOBase):
+    """Collect an Arrow stream, with None in place of its one huge buffer.
+
+    skip: number of bytes of the stream to omit before collecting continues.
     """
 
-    def __init__(self, target: BinaryIO, text: BinaryIO, size: int) -> None:
+    def __init__(self, size: int) -> None:
         super().__init__()
-        self._target = target
-        self._text = text
         self._size = size
+        self.list: list[bytes | None] = []
         self.skip = 0
 
     def writable(self) -> bool:
@@ -189,37 +215,65 @@ class _Splice(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write a buffer; a buffer with the size of the file is replaced by the file's content."""
+        """Collect a buffer; a buffer of the huge size is replaced by None."""
         size = len(data)
         if self.skip:
             self.skip -= size
-        elif size == self._size:
-            self._text.seek(0)
-            while chunk := self._text.read(_CHUNK):
-                self._target.write(chunk)
         else:
-            self._target.write(memoryview(data))
+            self.list.append(None if size == self._size else bytes(data))
         return size
 
 
+def _read_chunks(file: BinaryIO, start: int, size: int) -> Iterator[bytes]:
+    """Yield a range of a file in chunks."""
+    file.seek(start)
+    while size and (chunk := file.read(min(size, _CHUNK))):
+        size -= len(chunk)
+        yield chunk
+
+
+def add_cluster_size(schema: pa.Schema) -> pa.Schema:
+    """Return the schema of a dataset without near duplicates: with the size of each cluster."""
+    import pyarrow as pa
+
+    return schema.append(pa.field(CLUSTER_SIZE, pa.int64()))
+
+
 def rewrite_part(
-    part: Path, schema: pa.Schema, keep: np.ndarray | None, lines_before: int
+    part: Path,
+    schema: pa.Schema,
+    copies: np.ndarray | None,
+    lines_before: int,
+    cluster_sizes: np.ndarray | None = None,
 ) -> Iterator[tuple[bytes, int]]:
     """Yield the batch messages with the selected rows of a part, and the bytes of text in each.
 
-    keep: which rows to keep (bool [rows], None: all). lines_before: added to the column `line`.
+    copies: how many times each row is written ([rows], None: all once). lines_before: added to the
+    column `line`. cluster_sizes: for a new column ([rows]).
     """
+    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     row = 0
-    with pa.OSFile(str(part)) as file:
+    # A mapped file is not read before its pages are needed, but an error of the disk kills.
+    open_file = pa.memory_map if part.stat().st_size > _LARGE_PART else pa.OSFile
+    with open_file(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-            is_kept = None if keep is None else keep[row : row + batch.num_rows]
+            own_rows = slice(row, row + batch.num_rows)
             row += batch.num_rows
-            if is_kept is not None and not is_kept.all():
-                batch = batch.filter(pa.array(is_kept))
+            if cluster_sizes is not None:
+                batch = batch.append_column(CLUSTER_SIZE, pa.array(cluster_sizes[own_rows]))
+            own_copies = None if copies is None else copies[own_rows]
+            if batch.num_rows == 1 and batch.nbytes > _LARGE_PART:
+                for _ in range(1 if own_copies is None else int(own_copies[0])):
+                    yield from _copy_large_row(part, file, batch)
+                continue
+            if own_copies is not None and (own_copies > 1).any():
+                batch = batch.take(pa.array(np.repeat(np.arange(len(own_copies)), own_copies)))
+            elif own_copies is not None and not own_copies.all():
+                batch = batch.filter(pa.array(own_copies.astype(bool)))
             if not batch.num_rows:
                 continue
             if lines_before:
@@ -233,3 +287,24 @@ def rewrite_part(
                 else batch["messages"].flatten().field("content")
             )
             yield batch.serialize(), pc.sum(pc.binary_length(text)).as_py()
+
+
+def _copy_large_row(
+    part: Path, file: pa.MemoryMappedFile, batch: pa.RecordBatch
+) -> Iterator[tuple[bytes, int]]:
+    """Yield the message of a batch with one large text, in pieces of which only one is in memory.
+
+    file: the mapped part that the batch was read from.
+    """
+    text = batch["text"].buffers()[2]
+    position = file.tell()
+    file.seek(0)
+    start = text.address - file.read_buffer(1).address
+    file.seek(position)
+    with part.open("rb") as source:
+        for piece in _split_message(batch, text.size):
+            if piece is not None:
+                yield piece, 0
+                continue
+            for chunk in _read_chunks(source, start, text.size):
+                yield chunk, len(chunk)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 
 from lib.core import options
 from lib.core.declared import option
@@ -16,6 +17,17 @@ from lib.corpus import encoding
 TRAIN = "train"
 VALIDATION = "validation"
 TEXT, CHAT = FORMATS = "text", "chat"  # formats of a dataset
+EXACT = "exact"
+NEAR = "near"
+ONCE = "1"
+UPSAMPLE = "upsample"
+CORPUS = "corpus"
+SOURCE = "source"
+# Options that only affect which near duplicates are dropped, after all signatures were computed.
+NEAR_CHOICES = (
+    *("near_threshold", "near_candidates", "near_members", "near_keep", "near_against"),
+    "near_within",
+)
 
 
 def parse_field_names(text: str) -> list[str]:
@@ -64,9 +76,72 @@ class RowOptions:
     )
     dedup: str = option(
         "none",
-        choices=("none", "exact"),
+        choices=("none", EXACT, NEAR),
         help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
-        "turns and tools); takes about 25 bytes of memory per row",
+        "turns and tools); takes about 25 bytes of memory per row. near: also drop rows whose text "
+        "is similar to that of a kept row; sorts on disk, in constant memory",
+    )
+    near_threshold: float = option(
+        0.8,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="Jaccard similarity (shared ÷ all distinct n-grams of words) from which a row is a "
+        "near duplicate; always computed exactly",
+    )
+    near_words: int = option(
+        5,
+        parse=options.positive_int,
+        quiet=True,
+        help="words in an n-gram; each character of Han, kana, Thai, Lao, Khmer and Myanmar is a "
+        "word",
+    )
+    near_bands: int = option(
+        20,
+        parse=options.positive_int,
+        quiet=True,
+        help="bands of a MinHash signature; rows that agree in a band are compared. More bands "
+        "find more pairs",
+    )
+    near_band_size: int = option(
+        8,
+        parse=options.positive_int,
+        quiet=True,
+        help="minima in a band; more minima find fewer pairs of low similarity",
+    )
+    near_candidates: int = option(
+        32,
+        parse=options.positive_int,
+        quiet=True,
+        help="kept rows that a row is compared with at most",
+    )
+    near_members: int = option(
+        1000,
+        parse=options.positive_int,
+        quiet=True,
+        help="kept rows that are remembered for the same content of a band at most",
+    )
+    near_keep: str = option(
+        ONCE,
+        choices=(ONCE, UPSAMPLE),
+        quiet=True,
+        help="1: write a kept row once; upsample: repeat it according to the size of its cluster, "
+        "as FineWeb-2 does (2 rows: 2 times, 3 or 4: 3, 5 to 99: 5, 100 to 999: 8, more: once)",
+    )
+    near_against: list[Path] = option(
+        [],
+        parse=Path,
+        metavar="DIR",
+        quiet=True,
+        help="also drop rows that duplicate rows of this dataset, which was built with --dedup "
+        "near; may be repeated (default: no other dataset)",
+    )
+    near_within: str = option(
+        CORPUS,
+        choices=(CORPUS, SOURCE),
+        quiet=True,
+        help="corpus: compare all rows; source: compare only rows whose files are in the same "
+        "top-level directory of the source",
     )
     validation_percent: float = option(
         0.0,
@@ -80,6 +155,11 @@ class RowOptions:
         help="add a column `source` with the relative path of the file (--format chat always "
         "includes it)",
     )
+
+    @property
+    def drops_near(self) -> bool:
+        """Return whether near duplicates are dropped, which takes two passes."""
+        return self.dedup == NEAR
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ the rows, such as a digest of the text. A decision reads the sidecars of all row
 selects the rows to keep, such as the rows that equal no earlier row.
 
 A rule or decision is on if its field of RowOptions does not have the default value. A sidecar is
-computed if a decision that is on reads it.
+computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choice among rows that
+cannot be made in one pass: which rows are near duplicates.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 from lib.core import declared
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
-from lib.corpus.row_options import RowOptions
+from lib.corpus.minhash import Bands, KeyWriter
+from lib.corpus.parts import SidecarWriter
+from lib.corpus.row_options import NEAR, RowOptions
 
 if TYPE_CHECKING:
     import numpy as np
+
+MOST_CHARACTERS = 16_000_000  # of a text that is compared to find near duplicates
 
 
 class RowText:
@@ -32,13 +38,17 @@ class RowText:
 
     strings: the text, or the contents of all turns of a conversation. If a text is larger than
     memory, only its beginning is given. characters: length of the whole text (default: of strings).
+    position: number of the row in its file (or in a span of a large file), from 1.
     """
 
-    __slots__ = ("_characters", "_strings")
+    __slots__ = ("_characters", "_strings", "position")
 
-    def __init__(self, strings: Iterable[str], characters: int | None = None) -> None:
+    def __init__(
+        self, strings: Iterable[str], characters: int | None = None, position: int = 0
+    ) -> None:
         self._strings = list(strings)
         self._characters = characters
+        self.position = position
 
     @property
     def text(self) -> str:
@@ -49,6 +59,11 @@ class RowText:
     def characters(self) -> int:
         """Return the number of characters, newlines between turns not included."""
         return sum(map(len, self._strings)) if self._characters is None else self._characters
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether `text` is the whole text."""
+        return self._characters in (None, sum(map(len, self._strings)))
 
 
 class Rule(NamedTuple):
@@ -66,12 +81,17 @@ class Rule(NamedTuple):
 class Sidecar(NamedTuple):
     """A value that workers compute for each row and store beside the rows.
 
-    width: bytes per row. measure: function of the text of a row and the SHA-256 of its content;
-    it returns the value of the row in `width` bytes.
+    width: bytes per row (0: it depends on the options). measure: function of the text of a row and
+    the SHA-256 of its content; it returns the value of the row in `width` bytes. open_writer: if
+    given, it returns a context whose `write` takes what `measure` returns, and which writes the
+    values of several rows at once.
     """
 
     width: int
-    measure: Callable[[RowText, bytes], bytes]
+    measure: Callable[[RowText, bytes], Any]
+    open_writer: Callable[[BinaryIO, RowOptions], AbstractContextManager[SidecarWriter]] | None = (
+        None
+    )
 
 
 class Decider(Protocol):
@@ -106,8 +126,32 @@ class Decision(NamedTuple):
     reason: str
 
 
+class TwoPassDecision(NamedTuple):
+    """A choice that needs the sidecars of all rows, after the first pass over the input.
+
+    It is on if `option` has `value`. Other fields: see Decision.
+    """
+
+    option: str
+    value: str
+    sidecars: tuple[str, ...]
+    problem: str
+    reason: str
+
+
 def _find_short(row: RowText, min_chars: int) -> str:
     return "shorter than --min-chars" if row.characters < min_chars else ""
+
+
+def _select_text(row: RowText, sha256: bytes) -> str | None:
+    """Return the text for the band keys, None if it is too long to be compared."""
+    return row.text if row.is_whole and row.characters <= MOST_CHARACTERS else None
+
+
+def _open_keys(file: BinaryIO, row_options: RowOptions) -> KeyWriter:
+    return KeyWriter(
+        file, row_options.near_words, Bands(row_options.near_bands, row_options.near_band_size)
+    )
 
 
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
@@ -115,13 +159,27 @@ RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
 
 # Key: the end of a file name, as in `train.digests`.
 SIDECARS: dict[str, Sidecar] = {
-    "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:])
+    "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
+    "keys": Sidecar(0, _select_text, _open_keys),
+    "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
     "duplicates": Decision(
         "dedup", ("digests",), DigestSet, "duplicate", "duplicates of earlier rows"
+    )
+}
+
+# Decisions that need the sidecars of all rows before they can select the first one. A build with
+# one of them has two passes, and makes all its decisions between them (near.py).
+TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
+    "near_duplicates": TwoPassDecision(
+        "dedup",
+        NEAR,
+        ("digests", "keys", "positions"),
+        "near duplicate",
+        "near duplicates of kept rows",
     )
 }
 
@@ -141,25 +199,51 @@ def list_rules(row_options: RowOptions) -> list[tuple[str, Callable[[RowText, An
 
 
 def list_decisions(row_options: RowOptions) -> dict[str, Decision]:
-    """Return the decisions that are on, in their order."""
+    """Return the decisions that are on, in their order; a two-pass decision replaces them."""
+    replaced = {decision.option for decision in list_two_pass_decisions(row_options).values()}
     return {
         name: decision
         for name, decision in DECISIONS.items()
-        if _is_on(row_options, decision.option)
+        if _is_on(row_options, decision.option) and decision.option not in replaced
+    }
+
+
+def list_two_pass_decisions(row_options: RowOptions) -> dict[str, TwoPassDecision]:
+    """Return the decisions that are on and need two passes."""
+    return {
+        name: decision
+        for name, decision in TWO_PASS_DECISIONS.items()
+        if getattr(row_options, decision.option) == decision.value
     }
 
 
 def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
     """Return the sidecars that the decisions need."""
-    needed = {
-        name for decision in list_decisions(row_options).values() for name in decision.sidecars
-    }
+    decisions: list[Decision | TwoPassDecision] = [
+        *list_decisions(row_options).values(),
+        *list_two_pass_decisions(row_options).values(),
+    ]
+    needed = {name for decision in decisions for name in decision.sidecars}
     return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
+
+
+def get_decision(name: str) -> Decision | TwoPassDecision:
+    """Return a decision of either table."""
+    return DECISIONS.get(name) or TWO_PASS_DECISIONS[name]
+
+
+def list_counts(row_options: RowOptions) -> list[str]:
+    """Return the names of the decisions whose dropped rows the manifest counts."""
+    return [*DECISIONS, *list_two_pass_decisions(row_options)]
 
 
 def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:
     """Return, by kind, the option and value of each rule or decision that dropped rows."""
-    tables: dict[str, Rule | Decision] = {**RULES, **DECISIONS}
+    tables: dict[str, Rule | Decision | TwoPassDecision] = {
+        **RULES,
+        **DECISIONS,
+        **TWO_PASS_DECISIONS,
+    }
     return {
         kind: _spell_option(row_options, row.option)
         for kind, row in tables.items()

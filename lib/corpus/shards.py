@@ -121,27 +121,34 @@ class ShardWriter:
         part: Path,
         rows: int,
         text_bytes: int,
-        keep: np.ndarray | None = None,
+        copies: np.ndarray | None = None,
         lines_before: int = 0,
+        cluster_sizes: np.ndarray | None = None,
     ) -> None:
         """Append a part.
 
-        keep: which rows to keep (bool [rows], None: all). lines_before: added to the column `line`.
+        copies: how many times each row is written ([rows], None: all once). lines_before: added to
+        the column `line`. cluster_sizes: for the column of this name ([rows], None: without it).
         """
-        if not rows or (keep is not None and not keep.any()):
+        if not rows or (copies is not None and not copies.any()):
             return
         size = part.stat().st_size
         if self._file and self.shards[-1].rows and self.shards[-1].bytes + size > SHARD_BYTES:
             self._close(self._file)
         file = self._file or self._open()
         shard = self.shards[-1]
-        if keep is None and not lines_before:
+        if copies is None and cluster_sizes is None and not lines_before:
             for chunk in _read_chunks(part):
                 self._write(file, chunk)
         else:
-            rows = rows if keep is None else int(keep.sum())
+            rows = rows if copies is None else int(copies.sum())
             text_bytes = 0
-            for message, length in parts.rewrite_part(part, self._schema, keep, lines_before):
+            schema = self._schema
+            if cluster_sizes is not None:
+                schema = schema.remove(schema.get_field_index(parts.CLUSTER_SIZE))
+            for message, length in parts.rewrite_part(
+                part, schema, copies, lines_before, cluster_sizes
+            ):
                 self._write(file, message)
                 text_bytes += length
         shard.rows += rows

@@ -19,12 +19,12 @@ from lib.core.identity import find_differences
 from lib.core.paths import MANIFEST
 from lib.corpus import work_units
 from lib.corpus.inputs import InputFile
+from lib.corpus.row_options import NEAR_CHOICES
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import Tally
 from lib.corpus.work_units import UnitResult, WorkUnit
 
 KIND = "dataset-parts/1"
-_RECORD = "json"
 
 
 def locate_parts(save_dir: Path) -> Path:
@@ -82,7 +82,8 @@ def select_splits(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
 
 def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
     """Return the identity of one split's parts, from the identity of the dataset."""
-    options = {key: value for key, value in identity["options"].items() if key != "max_error_rate"}
+    ignored = {"max_error_rate", *NEAR_CHOICES}
+    options = {key: value for key, value in identity["options"].items() if key not in ignored}
     return {"options": options, "inputs": identify_files(files)}
 
 
@@ -99,14 +100,16 @@ def process_unit(unit: WorkUnit) -> UnitResult:
         return result  # without a record, because a file has changed
     result.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
     record = vars(result) | {"unit": None, "tally": result.tally.to_json()}
-    manifest.write_json(unit.part(_RECORD), record)
+    if not result.rows_read:
+        del record["rows_read"]  # as before the field existed
+    manifest.write_json(unit.part(work_units.RECORD), record)
     return result
 
 
 def list_files(result: UnitResult) -> list[dict[str, Any]]:
     """Return the manifest entries of the files of a kept unit."""
     out = Path(result.unit.out)
-    record = result.unit.part(_RECORD)
+    record = result.unit.part(work_units.RECORD)
     parts = [
         {"path": name, "bytes": (out / name).stat().st_size, "digest": digest}
         for name, digest in result.digests.items()
@@ -118,7 +121,7 @@ def _read_record(unit: WorkUnit) -> UnitResult | None:
     """Return the recorded result of a unit, None without a valid record."""
     try:
         record = reading.with_retries(
-            lambda: records.read_json(unit.part(_RECORD)), unit.part(_RECORD)
+            lambda: records.read_json(unit.part(work_units.RECORD)), unit.part(work_units.RECORD)
         )
         return UnitResult(**record | {"unit": unit, "tally": Tally.from_json(record["tally"])})
     except (OSError, ValueError, KeyError, TypeError):  # the record is missing or damaged
@@ -179,13 +182,16 @@ def check_parts(
     return total
 
 
-def read_results(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
-    """Yield the recorded result of each unit; raises ArtifactError if a record is missing."""
+def read_results(units: Sequence[WorkUnit], work: Path | None = None) -> Iterator[UnitResult]:
+    """Yield the recorded result of each unit; raises ArtifactError if a record is missing.
+
+    work: see work_units.format_rebuild_commands.
+    """
     for unit in units:
         result = _read_record(unit)
         if result is None:
             raise ArtifactError(
-                f"{unit.part(_RECORD)} is damaged or gone",
-                run=work_units.format_rebuild_commands(Path(unit.out)),
+                f"{unit.part(work_units.RECORD)} is damaged or gone",
+                run=work_units.format_rebuild_commands(Path(unit.out), work),
             )
         yield result

@@ -11,7 +11,6 @@ from lib.corpus import conversations, encoding
 from lib.corpus.documents import SKIPPED, Documents
 from lib.corpus.parts import PartWriter
 from lib.corpus.row_options import TRAIN, RowOptions
-from lib.corpus.selection import RowText
 
 _FIELDS_COUNTED = 1000  # documents of a unit whose other keys are counted
 _INSPECTED = 10  # documents of a file that are checked for conversations
@@ -63,7 +62,7 @@ class TextDocuments(Documents):
         size: in bytes. sha256: digest of the text.
         """
         self.tally.documents += 1
-        row = RowText([_read_beginning(text)], characters)
+        row = self._make_row([_read_beginning(text)], characters)
         if not self._is_dropped(row):
             self._parts[self._split_of(sha256)].add_file(
                 text, size, self._source, self._measure(row, sha256)
@@ -142,7 +141,7 @@ class TextDocuments(Documents):
                 self.tally.other_fields.update(self._fields.find_others(value))
 
     def _add_row(self, text: str) -> None:
-        row = RowText([text])
+        row = self._make_row([text])
         if self._is_dropped(row):
             return
         data, replaced = encoding.encode_text(text)

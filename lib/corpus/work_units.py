@@ -18,20 +18,23 @@ from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
-from lib.corpus.parts import PartWriter
+from lib.corpus.parts import PartWriter, SidecarWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import escape_path
+from lib.corpus.selection import Sidecar
 from lib.corpus.tally import Tally
 from lib.corpus.text_documents import TextDocuments
 
 UNIT_BYTES = 16_000_000
+RECORD = "json"  # name of the part with the result of a unit, see split_parts.py
 _FREE = "free"  # directory for parts whose files can be reused
 _FILE_OVERHEAD = 16_000  # opening a file takes about as long as reading this many bytes
 
 # Assumptions for the estimate of the disk space.
 _INFLATED = 4  # bytes of text per byte of a compressed file
 _ARROW_OVERHEAD = 1.05  # bytes in a dataset per byte of text
+_NEAR_OVERHEAD = 0.5  # bytes of signatures and n-grams per byte of text (see data.md)
 _IN_FLIGHT = 64_000_000  # bytes in parts that are not yet added
 
 
@@ -94,8 +97,9 @@ class WorkUnit:
 class UnitResult:
     """Describe the result of a unit.
 
-    rows, text_bytes: by split. lines: see Documents. rows_of: by split, the number of rows after
-    each span (if a decision is on). digests: digests of the parts by file name, if the parts are
+    rows, text_bytes: by split. lines: see Documents. rows_read: rows of the last span before any
+    were dropped (if a sidecar numbers them). rows_of: by split, the number of rows after each span
+    (if a decision is on). digests: digests of the parts by file name, if the parts are
     kept for a merge. changed: path of the first file that changed since it was listed, and a
     description of the change.
     """
@@ -108,6 +112,12 @@ class UnitResult:
     rows_of: dict[str, list[int]] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, str] | None = None
+    rows_read: int = 0
+
+    @property
+    def rows_of_part(self) -> int:
+        """Return the number of rows read if the unit is a span of a larger file, otherwise 0."""
+        return 0 if self.unit.spans[0].is_whole else self.rows_read
 
     @property
     def lines_of_part(self) -> int:
@@ -130,14 +140,18 @@ def require_unchanged(result: UnitResult) -> None:
         )
 
 
-def estimate_room(files: Sequence[InputFile]) -> int:
-    """Return the estimated disk space in bytes for building a dataset from some files."""
+def estimate_room(files: Sequence[InputFile], drops_near: bool = False) -> int:
+    """Return the estimated disk space in bytes for building a dataset from some files.
+
+    drops_near: the build compares rows on disk.
+    """
     compressed = tuple(suffix for suffixes in PACKED_SUFFIXES.values() for suffix in suffixes)
     text = sum(
         file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1) for file in files
     )
     largest = max((file.bytes for file in files), default=0)  # stored in its unit's part as well
-    return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
+    overhead = _ARROW_OVERHEAD + (_NEAR_OVERHEAD if drops_near else 0)
+    return int(text * overhead) + _IN_FLIGHT + largest
 
 
 def cut_splits(
@@ -200,8 +214,13 @@ def _find_cuts(path: str, size: int) -> list[int]:
     return [0]
 
 
-def format_rebuild_commands(directory: Path) -> str:
-    """Return the commands that rebuild the parts of one split and then merge."""
+def format_rebuild_commands(directory: Path, work: Path | None) -> str:
+    """Return the commands that rebuild the parts of one split and then merge.
+
+    work: instead, delete this directory, in which a build in two passes keeps its own parts.
+    """
+    if work:
+        return f"{commands.shell('rm', '-r', work)}\n{commands.as_typed()}"
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join(
         (
@@ -226,7 +245,10 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             split: _make_part(
                 unit.row_options,
                 stack.enter_context(_reuse_file(unit.part(split))),
-                {name: create(f"{split}.{name}") for name in sidecars},
+                {
+                    name: _open_sidecar(sidecar, create(f"{split}.{name}"), unit, stack)
+                    for name, sidecar in sidecars.items()
+                },
             )
             for split in unit.row_options.splits
         }
@@ -247,10 +269,23 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             result.text_bytes[split] = part.text_bytes
     result.tally = documents.tally
     result.lines = documents.lines
+    if "positions" in sidecars:
+        result.rows_read = documents.rows
     return result
 
 
-def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, BinaryIO]) -> Any:
+def _open_sidecar(
+    sidecar: Sidecar, file: BinaryIO, unit: WorkUnit, stack: ExitStack
+) -> SidecarWriter:
+    """Return the writer for the values of a sidecar; the stack finishes it before the file."""
+    if sidecar.open_writer is None:
+        return file
+    return stack.enter_context(sidecar.open_writer(file, unit.row_options))
+
+
+def _make_part(
+    row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, SidecarWriter]
+) -> Any:
     """Return the writer for the rows of a split."""
     if row_options.format == CHAT:
         return ChatPartWriter(file, sidecars)

@@ -68,7 +68,7 @@ class PageWriter:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    env=on_end.user_environment() | _ONE_THREAD,
+                    env=on_end.build_user_environment() | _ONE_THREAD,
                     start_new_session=True,
                 )
             except OSError as error:

@@ -1,0 +1,207 @@
+#!/usr/bin/env python3
+"""Measure --dedup near of stage 02: speed, memory, and what it finds in a planted corpus.
+
+  python benchmarks/near.py
+  python benchmarks/near.py --dir /scratch --megabytes 2000 --workers 1 2 --grow 100
+
+Makes JSON Lines of documents of 1 to 6 kB under --dir: pairs of all similarities, chains of ten
+documents of which each is similar to the one before, copies, one text in many slight variants, and
+templates with different content. Then it runs stage 02 with `--dedup none`, `exact` and `near`, and
+prints seconds, CPU seconds of the process tree and its memory. It computes the Jaccard similarity
+of the planted pairs from the words themselves, and compares dropped.jsonl with it. --grow also
+measures the memory for inputs of 1, 4 and 16 times so many megabytes. All files are deleted at the
+end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.corpus import print_row, run_command, stage_command
+
+_MB = 1_000_000
+_VOCABULARY = 30_000
+_VARIANTS = 0.03  # share of the documents that are variants of one text
+_LEVELS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 1.01)
+_CHECKED = 5000
+
+
+class Pair(NamedTuple):
+    """Two documents, by their numbers, and their Jaccard similarity."""
+
+    first: int
+    second: int
+    similarity: float
+
+
+class Planter:
+    """Write documents to JSON Lines and remember which are similar."""
+
+    def __init__(self, root: Path, seed: int = 0) -> None:
+        root.mkdir(parents=True)
+        self.pairs: list[Pair] = []
+        self.documents = 0
+        self.chains: list[list[int]] = []
+        self._draw = random.Random(seed)
+        self._words = [
+            "".join(self._draw.choices("etaoinshrdlucmfwypvbgk", k=1 + i % 11))
+            for i in range(_VOCABULARY)
+        ]
+        self._file = (root / "planted.jsonl").open("w")
+        self._famous = self._make_text()
+        self._template = self._make_text()
+
+    def fill(self, size: int) -> None:
+        """Write about `size` bytes."""
+        while self._file.tell() < size:
+            kind = self._draw.random()
+            if kind < _VARIANTS:
+                self._write(self._change(self._famous, self._draw.randint(0, 3)))
+            elif kind < 2 * _VARIANTS:
+                half = self._template[: len(self._template) // 2]
+                self._write(half + self._make_text()[: len(half)])
+            elif kind < 0.12:
+                self._write_pair()
+            elif kind < 0.13:
+                self._write_chain()
+            else:
+                self._write(self._make_text())
+        self._file.close()
+
+    def _make_text(self) -> list[str]:
+        return self._draw.choices(self._words, k=self._draw.randint(150, 900))
+
+    def _change(self, words: list[str], count: int) -> list[str]:
+        changed = list(words)
+        for _ in range(count):
+            changed[self._draw.randrange(len(changed))] = f"n{self._draw.randrange(10**9)}"
+        return changed
+
+    def _write(self, words: list[str]) -> int:
+        self._file.write(json.dumps({"text": " ".join(words)}) + "\n")
+        self.documents += 1
+        return self.documents
+
+    def _write_pair(self) -> None:
+        one = self._make_text()
+        two = self._change(one, self._draw.randint(0, len(one) // 12))
+        self.pairs.append(Pair(self._write(one), self._write(two), compare(one, two)))
+
+    def _write_chain(self) -> None:
+        link = self._make_text()
+        chain = [self._write(link)]
+        for _ in range(9):
+            link = self._change(link, max(1, len(link) // 60))
+            chain.append(self._write(link))
+        self.chains.append(chain)
+
+
+def compare(one: list[str], two: list[str]) -> float:
+    """Return the Jaccard similarity of the 5-grams of two documents."""
+    sets = [{tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one, two)]
+    return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
+
+
+def print_findings(planter: Planter, source: Path, out: Path) -> None:
+    """Print the recall by similarity, and check the similarity of dropped documents."""
+    dropped = {}
+    for line in (out / "dropped.jsonl").open():
+        record = json.loads(line)
+        dropped[record["position"]] = record
+    print("\n| similarity of a planted pair | pairs | dropped | expected |\n" + "|---" * 4 + "|")
+    for low, high in pairwise(_LEVELS):
+        pairs = [pair for pair in planter.pairs if low <= pair.similarity < high]
+        found = sum(pair.second in dropped for pair in pairs)
+        share = sum(1 - (1 - pair.similarity**8) ** 20 for pair in pairs if pair.similarity >= 0.8)
+        print_row(f"{low:g} to {min(high, 1):g}", len(pairs), found, f"{share:.1f}")
+    kept = Counter(sum(link not in dropped for link in chain) for chain in planter.chains)
+    print(f"\nkept of a chain of ten: {dict(sorted(kept.items()))} (documents: chains)")
+    wanted = set(random.Random(1).sample(sorted(dropped), min(_CHECKED, len(dropped))))
+    needed = wanted | {dropped[number]["duplicate_of"]["position"] for number in wanted}
+    texts = {}
+    with (source / "planted.jsonl").open() as lines:
+        for number, line in enumerate(lines, 1):
+            if number in needed:
+                texts[number] = json.loads(line)["text"].split()
+    values = [
+        compare(texts[number], texts[dropped[number]["duplicate_of"]["position"]])
+        for number in sorted(wanted)
+    ]
+    kept_leaders = all(
+        record["duplicate_of"]["position"] not in dropped for record in dropped.values()
+    )
+    print(
+        f"{len(dropped):,} of {planter.documents:,} documents dropped; lowest similarity of "
+        f"{len(values):,} of them, computed again: {min(values):.4f}; all named documents are "
+        f"kept: {kept_leaders}"
+    )
+    report = json.loads((out / "manifest.json").read_text())["summary"]["near"]
+    counts = ("sharing_a_band", "compared_pairs", "candidates_reached", "members_reached")
+    print(", ".join(f"{name} {report[name]:,}" for name in counts))
+    print(f"largest clusters: {[each['size'] for each in report['largest'][:5]]}")
+
+
+def measure_growth(work: Path, megabytes: int, workers: int) -> None:
+    """Print the memory for growing inputs."""
+    print("\n| input | seconds | memory of the tree |\n|---|---|---|")
+    for times in (1, 4, 16):
+        source = work / "growing"
+        Planter(source, times).fill(megabytes * times * _MB)
+        command = [*stage_command(source, work / "out", workers), "--dedup", "near"]
+        run = run_command(command, work)
+        print_row(f"{megabytes * times:,} MB", f"{run.seconds:.1f}", f"{run.memory / _MB:,.0f} MB")
+        shutil.rmtree(source)
+        shutil.rmtree(work / "out")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--dir", type=Path, help="scratch directory (default: a temporary one)")
+    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--grow", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.dir) as name:
+        work = Path(name)
+        planter = Planter(work / "planted")
+        planter.fill(args.megabytes * _MB)
+        print(f"{args.megabytes:,} MB, {planter.documents:,} documents; load {os.getloadavg()}\n")
+        print(
+            "| --dedup | workers | seconds | rate | per core of CPU | memory |\n" + "|---" * 6 + "|"
+        )
+        for workers in args.workers:
+            for dedup in ("none", "exact", "near"):
+                shutil.rmtree(work / "out", ignore_errors=True)
+                os.sync()
+                command = stage_command(work / "planted", work / "out", workers)
+                run = run_command([*command, "--dedup", dedup], work)
+                print_row(
+                    dedup,
+                    workers,
+                    f"{run.seconds:.1f}",
+                    f"{args.megabytes / run.seconds:,.0f} MB/s",
+                    f"{args.megabytes / run.cpu:,.0f} MB/s",
+                    f"{run.memory / _MB:,.0f} MB",
+                )
+        print_findings(planter, work / "planted", work / "out")
+        print(f"\nload at the end {os.getloadavg()}")
+        if args.grow:
+            shutil.rmtree(work / "planted")
+            shutil.rmtree(work / "out")
+            measure_growth(work, args.grow, max(args.workers))
+
+
+if __name__ == "__main__":
+    main()

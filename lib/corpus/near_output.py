@@ -1,0 +1,111 @@
+"""Write what a build adds to a dataset without near duplicates.
+
+`dropped.jsonl` lists every dropped row with the kept row that it duplicates, and `near/` contains
+the signatures of the kept rows, for later datasets (signatures.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import manifest
+from lib.corpus import selection
+from lib.corpus.near_plan import COPY, RULE_NAMES, NearPlan, PlannedRows
+from lib.corpus.near_rows import read_sidecar
+from lib.corpus.row_options import RowOptions
+from lib.corpus.signatures import SignatureWriter
+from lib.corpus.work_units import UnitResult
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DROPPED = "dropped.jsonl"
+_DIGITS = 4  # of a similarity
+
+
+class NearOutput:
+    """Follow a plan, row by row. rows: number of rows so far.
+
+    directory: the dataset. The files continue after their present end.
+    """
+
+    plan: NearPlan
+
+    def __init__(self, directory: Path, row_options: RowOptions, rows: int) -> None:
+        self.rows = rows
+        self._directory = directory
+        self._row_options = row_options
+        self._dropped = (directory / DROPPED).open("ab")
+        self._signatures = SignatureWriter(directory, row_options.splits)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return the size of each file by its path in the dataset."""
+        return {DROPPED: self._dropped.tell(), **self._signatures.sizes}
+
+    def files(self) -> list[Any]:
+        """Return the open files."""
+        return [self._dropped, *self._signatures.files()]
+
+    def select(self, rows: int) -> PlannedRows:
+        """Return the plan of the next rows."""
+        planned = self.plan.select(self.rows, rows)
+        self.rows += rows
+        return planned
+
+    def write(
+        self,
+        result: UnitResult,
+        split: str,
+        planned: PlannedRows,
+        copies: np.ndarray | None,
+        rows_before: int,
+    ) -> None:
+        """Write the dropped rows and the signatures of a part.
+
+        copies: how many times each row is written. rows_before: number of rows in the split.
+        """
+        import numpy as np
+
+        places = self.plan.list_own_places(planned.places)
+        for row in np.flatnonzero(planned.rules):
+            rule = int(planned.rules[row])
+            file, position = map(int, places[row])
+            similarity = 1.0 if rule == COPY else float(planned.similarities[row])
+            line = {
+                "path": self.plan.paths[file][0],
+                "position": position,
+                "rule": _name_problem(rule),
+                "value": round(similarity, _DIGITS),
+                "duplicate_of": self.plan.describe_row(int(planned.leaders[row]) - 1),
+            }
+            self._dropped.write(json.dumps(line).encode() + b"\n")
+        if copies is None or not copies.any():
+            return
+        is_kept = copies > 0
+        numbers = np.cumsum(copies) - copies + rows_before
+        sidecars = {
+            name: read_sidecar(result.unit.part(f"{split}.{name}"), len(copies), np.uint64)
+            for name in ("keys", "digests")
+        }
+        values = {**sidecars, "places": places, "rows": numbers.astype(np.uint64)}
+        self._signatures.append(split, {name: each[is_kept] for name, each in values.items()})
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Return the manifest entries of all files."""
+        self._dropped.close()
+        return [
+            manifest.file_entry(self._directory, self._directory / DROPPED),
+            *self._signatures.finish(self._row_options, self.plan.paths),
+        ]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._dropped.close()
+        self._signatures.close()
+
+
+def _name_problem(rule: int) -> str:
+    return selection.get_decision(RULE_NAMES[rule]).problem
