@@ -37,6 +37,7 @@ ROOMS = {
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
+    "evaluate": {"core", "tokens", "models", "parallel"},
     "train": {
         "core",
         "tokens",
@@ -47,6 +48,7 @@ ROOMS = {
         "planning",
         "checkpoints",
         "export",
+        "evaluate",
     },
 }
 # Below launch/, where a package stands behind each script, or behind several.

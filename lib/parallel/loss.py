@@ -64,6 +64,26 @@ def token_loss_sum(model: nn.Module, batch: MicroBatch, scale: float = 1.0) -> T
     return _ScaledGradient.apply(total, scale)
 
 
+@torch.no_grad()
+def token_losses(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Return the cross entropy of each token of a micro-batch, float32 [B, T].
+
+    Ignored labels have the loss 0. The output layer works chunk by chunk, as for the sum.
+    """
+    inputs = attention.make_inputs(model, batch)
+    head = model.get_output_embeddings()
+    if isinstance(head.__dict__.get("forward"), LossHead):
+        losses = head.forward.chunked_token_losses(model, inputs, batch.labels)
+    else:
+        losses = _cross_entropies(model(**inputs).logits.flatten(0, 1), batch.labels.flatten())
+    return losses.view(batch.labels.shape)
+
+
+def _cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross entropy of each row, float32 [N]. logits: [N, V]; labels: int64 [N]."""
+    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+
+
 class _ScaledGradient(torch.autograd.Function):
     """Returns its input unchanged and scales the gradient."""
 
@@ -94,12 +114,15 @@ class LossHead:
         )
         self._labels: Tensor | None = None
         self._scale = 1.0
+        self._by_token = False
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [B, T, V], or the loss sum of hidden states [B, T, H]."""
         if self._labels is None:
             return self._logits(hidden)
         head = self._head
+        if self._by_token:
+            return self._compute_token_losses(hidden.flatten(0, 1), self._labels.flatten())
         # Decided here, because inside a Function the weight requires a gradient even under no_grad.
         gradient = self._gradient if torch.is_grad_enabled() else None
         return _ChunkedLoss.apply(
@@ -122,6 +145,26 @@ class LossHead:
             return model(**inputs).logits
         finally:
             self._labels = None
+
+    def chunked_token_losses(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor
+    ) -> Tensor:
+        """Return the loss of each token, float32 [B·T], without gradients."""
+        self._by_token = True
+        try:
+            return self.chunked_loss_sum(model, inputs, labels, 1.0)
+        finally:
+            self._by_token = False
+
+    def _compute_token_losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each row. hidden: [N, H]; labels: int64 [N]."""
+        rows = max(_MIN_ROWS, self._at_once // len(self._head.weight))
+        return torch.cat(
+            [
+                _cross_entropies(F.linear(part, self._head.weight, self._head.bias), target)
+                for part, target in zip(hidden.split(rows), labels.split(rows), strict=True)
+            ]
+        )
 
 
 class _ChunkedLoss(torch.autograd.Function):
