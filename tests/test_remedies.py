@@ -512,7 +512,7 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
 def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     export = ("05_export_checkpoint.py", "-e", "run")
     with monkeypatch.context() as patch:
-        patch.setattr("lib.export.card.validation_losses", lambda *found: {})
+        patch.setattr("lib.export.card.read_scores", lambda *found: {})
         best = trained.fails(*export, "--step", "best", "--dry-run")
     trained.follow(best)
     trained.follow(trained.fails(*export, "--adapter", "-m", "model", "--dry-run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ class Figure(NamedTuple):
 
 
 # In the order in which a row contains them. NN stands for the number of a layer, DATASET for the
-# name of a dataset.
+# name of a dataset, TASK for that of a task.
 METRICS = {
     "step": Figure("", "optimizer steps done", "step"),
     "time": Figure(
@@ -187,6 +188,26 @@ METRICS = {
         "validation loss of one dataset; with several datasets",
         "dataset_validation_loss",
     ),
+    "eval/TASK/accuracy": Figure(
+        "share",
+        "items of a task of `--eval-suite` whose right choice is the likeliest",
+        "task_accuracy_ratio",
+    ),
+    "eval/TASK/accuracy_per_char": Figure(
+        "share",
+        "the same, with the log-likelihood of a choice ÷ its characters",
+        "task_accuracy_per_char_ratio",
+    ),
+    "eval/TASK/accuracy_per_token": Figure(
+        "share",
+        "the same, with the log-likelihood of a choice ÷ its tokens",
+        "task_accuracy_per_token_ratio",
+    ),
+    "eval/TASK/bits_per_byte": Figure(
+        "bits per byte",
+        "negative log-likelihood of the task's right answers ÷ their UTF-8 bytes",
+        "task_bits_per_byte",
+    ),
 }
 
 STATE = {
@@ -221,7 +242,34 @@ STATE = {
 }
 
 
+DEFAULT_SCORE = "eval/loss"
+_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+_HIGHER_IS_BETTER = ("accuracy", "accuracy_per_char", "accuracy_per_token")
+
+
+def parse_score(key: str) -> str:
+    """Return a key by which checkpoints can be compared. Raises ArgumentTypeError otherwise."""
+    if is_lower_better(key) is None:
+        raise argparse.ArgumentTypeError(
+            f"{key!r} is no figure of an evaluation: expected eval/loss, eval/loss/DATASET, or "
+            f"eval/NAME/ and one of {', '.join((*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER))}"
+        )
+    return key
+
+
+def is_lower_better(key: str) -> bool | None:
+    """Return whether a lower value of an evaluation's figure is better, None for other keys."""
+    parts = key.split("/")
+    if parts[0] != "eval" or len(parts) < 2 or not all(parts):
+        return None
+    if parts[1] in _LOWER_IS_BETTER or parts[-1] in _LOWER_IS_BETTER:
+        return True
+    return False if len(parts) > 2 and parts[-1] in _HIGHER_IS_BETTER else None
+
+
 def documented_name(key: str) -> str:
     """Return the key of METRICS under which a key of a row is documented."""
     key = re.sub(r"/layer_\d+/", "/layer_NN/", key)
-    return "eval/loss/DATASET" if key.startswith("eval/loss/") else key
+    if key.startswith("eval/loss/"):
+        return "eval/loss/DATASET"
+    return re.sub(r"^eval/[^/]+/", "eval/TASK/", key)

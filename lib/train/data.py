@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
+from lib.evaluate.tasks import Task
 from lib.tokens import build, mixture, packing, readable, store
 from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.chat import counts
@@ -37,12 +38,14 @@ class Data:
     """The training and validation samples of a run.
 
     train: samples of one epoch, or documents that are tokenised while training (--streaming).
-    held_out: the validation splits. chat: facts about the chat datasets, None without any.
+    held_out: the validation splits. chat: facts about the chat datasets, None without any. tasks:
+    those of --eval-suite.
     """
 
     train: Samples | RawDocuments
     held_out: list[ValidationSplit]
     chat: ChatFacts | None = None
+    tasks: Sequence[Task] = ()
 
     @property
     def samples_per_epoch(self) -> int | None:

@@ -89,6 +89,8 @@ def _read_row(row: Mapping[str, Any]) -> Iterator[GaugeValue]:
         labels = {}
         if layer := _LAYER.search(key):
             labels = {"layer": str(int(layer[1]))}
+        elif name.startswith("eval/TASK/"):
+            labels = {"task": key.split("/")[1]}
         elif name != key:
             labels = {"dataset": key.removeprefix("eval/loss/")}
         yield GaugeValue(gauge, meaning, labels, value * _SCALES.get(unit, 1))

@@ -148,20 +148,32 @@ class Report:
     def add_validation(
         self, evaluation: Evaluation, model: nn.Module, compute_loss: LossFunction
     ) -> None:
-        """Measure the validation loss, print it and add it to the row that was captured.
+        """Measure what is due at the captured step, print it and add it to the captured row.
 
         All ranks must call this.
         """
         assert self._captured is not None, "no row was captured"
-        began = time.monotonic()
-        figures = evaluation.measure(model, compute_loss, self._show_batches)
-        loss = figures["eval/loss"]
-        self._captured.validation.update(figures)
-        log.info(
-            f"step {self._captured.step:,}: validation loss {loss:.4f}, in "
-            f"{units.duration(time.monotonic() - began)}"
-        )
-        self._show_on_bar(validation=f"{loss:.3f}")
+        step = self._captured.step
+        figures = self._captured.validation
+        if evaluation.is_loss_due(step):
+            began = time.monotonic()
+            figures |= evaluation.measure(model, compute_loss, self._show_batches)
+            loss = figures["eval/loss"]
+            log.info(
+                f"step {step:,}: validation loss {loss:.4f}, in "
+                f"{units.duration(time.monotonic() - began)}"
+            )
+            self._show_on_bar(validation=f"{loss:.3f}")
+        if evaluation.suite.is_due(step):
+            figures |= evaluation.suite.measure(step, self._show_pass)
+        key = self._plan.config.best_by
+        if step == self._plan.total_steps and key not in figures:
+            names = units.join_names([name for name in figures if name.startswith("eval/")], 8)
+            log.warn(f"--best-by {key} was not measured in this run; measured: {names}")
+
+    def _show_pass(self, passes: int) -> None:
+        """Show the watchdog that an evaluation still works. passes: forward passes just done."""
+        self._meters.watchdog.enter("evaluation")
 
     def write_captured(self) -> Divergence | None:
         """Write the captured row, if any, once the device has finished the row's step.
