@@ -37,7 +37,7 @@ ROOMS = {
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
-    "evaluate": {"core", "tokens", "models", "parallel"},
+    "evaluate": {"core", "tokens", "models", "hub", "parallel"},
     "train": {
         "core",
         "tokens",
