@@ -17,7 +17,7 @@ import pytest
 
 from lib.core import aliases, options
 from tests import form
-from tests.reference import parser_of
+from tests.reference import EVALUATOR, parser_of
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -323,7 +323,7 @@ def spans(text: str) -> list[str]:
 def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {
         string
-        for stage in STAGES
+        for stage in [*STAGES, EVALUATOR]
         for action in parser_of(stage)._actions
         for string in action.option_strings
     }

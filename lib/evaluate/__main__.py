@@ -34,7 +34,7 @@ _BATCH = 16
 
 def main(argv: list[str]) -> None:
     """Read the suite, load the model, score the tasks and print the table."""
-    opts = _parse(argv)
+    opts = parse(argv)
     suite_dir = task_files.find_suite(opts.suite, opts.cache_dir)
     tasks = task_files.read_suite(suite_dir, opts.limit)
     if opts.json and not opts.json.absolute().parent.is_dir():
@@ -74,7 +74,8 @@ def main(argv: list[str]) -> None:
             manifest.write_json(opts.json, content)
 
 
-def _parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> Options:
+    """Return the options of the command line."""
     parser = options.Parser(__doc__, "MODEL_OR_RUN [options]")
     parser.add_argument(
         "model",
@@ -99,7 +100,7 @@ def _parse(argv: Sequence[str]) -> Options:
         type=options.positive_int,
         default=_BATCH,
         metavar="N",
-        help="texts in a forward pass (default: %(default)s)",
+        help="texts in a forward pass",
     )
     parser.add_argument(
         "--max-length",
@@ -121,7 +122,7 @@ def _parse(argv: Sequence[str]) -> Options:
         type=Path,
         default=Path(".cache"),
         metavar="DIR",
-        help="directory of prepared models and suites (default: %(default)s)",
+        help="directory of prepared models and suites",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write all figures to FILE (default: none)"
