@@ -154,7 +154,7 @@ def _evaluate(
     suite = passes.encode_suite(tasks, encoder, window)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
     count = plan.count_passes(layout.dp_size)
-    with Progress("evaluating", count, "pass", not opts.no_progress) as bar:
+    with Progress("evaluating", count, "batches", not opts.no_progress) as bar:
         evaluated = scoring.evaluate(model, layout, tasks, suite, plan, bar.advance)
     log.info(f"{precision}, {units.duration(time.monotonic() - began)}")
     return evaluated, precision, window

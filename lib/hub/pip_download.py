@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lib.core import commands, log, units
+from lib.core import log, units
 from lib.core.errors import UsageError
 
 _SHOWN = 5  # lines of pip's errors
@@ -32,6 +32,5 @@ def download_wheel(requirement: str, directory: Path, hint: str) -> Path:
             f"pip cannot download {requirement}",
             found=units.join_lines(lines[-_SHOWN:], _SHOWN),
             hint=f"if the index can be reached, run the same command again; {hint}",
-            run=commands.as_typed(),
         )
     return wheels[0]

@@ -15,6 +15,7 @@ from torch import nn
 from lib.core import launcher, log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.events import Event
+from lib.core.figures import DEFAULT_SCORE
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
@@ -167,9 +168,12 @@ class Report:
         if evaluation.suite.is_due(step):
             figures |= evaluation.suite.measure(step, self._show_pass)
         key = self._plan.config.best_by
-        if step == self._plan.total_steps and key not in figures:
-            names = units.join_names([name for name in figures if name.startswith("eval/")], 8)
-            log.warn(f"--best-by {key} was not measured in this run; measured: {names}")
+        is_missing = key not in figures and key != DEFAULT_SCORE and self._layout.rank == 0
+        if step == self._plan.total_steps and is_missing:
+            log.warn(
+                f"--best-by {key} was not measured in this run; measured: "
+                + units.join_names(list(figures), 8)
+            )
 
     def _show_pass(self, passes: int) -> None:
         """Show the watchdog that an evaluation still works. passes: forward passes just done."""
