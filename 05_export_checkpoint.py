@@ -21,8 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.checkpoints import commit
-from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
+from lib.checkpoints import best, commit
+from lib.core import (
+    commands,
+    declared,
+    figures,
+    log,
+    manifest,
+    options,
+    paths,
+    publish,
+    stage,
+    units,
+)
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.paths import Experiment
@@ -55,7 +66,14 @@ class ExportOptions(CommonOptions):
     step: str = option(
         "latest",
         metavar="N|latest|best",
-        help="which checkpoint to export; best is the one with the lowest validation loss",
+        help="which checkpoint to export; best is the one with the best figure of --best-by",
+    )
+    best_by: str | None = option(
+        None,
+        parse=figures.parse_score,
+        metavar="KEY",
+        help="with --step best: the figure of metrics.jsonl to compare, such as "
+        "eval/TASK/accuracy (default: --best-by of the run, which is eval/loss by default)",
     )
     out: Path | None = option(
         None,
@@ -324,14 +342,17 @@ def find_checkpoint(opts: ExportOptions, experiment: Experiment) -> commit.Check
         )
     complete = ", ".join(str(step) for step, c in checkpoints.items() if not c.problems())
     if opts.step == "best":
-        losses = card.validation_losses(checkpoints.values(), experiment.metrics)
-        if not losses:
+        key = opts.best_by or card.find_score_key(checkpoints.values())
+        scores = card.read_scores(checkpoints.values(), experiment.metrics, key)
+        best_step = best.choose_best(key, scores)
+        if best_step is None:
             raise ArtifactError(
-                "no checkpoint was saved right after an evaluation",
+                f"no checkpoint was saved right after an evaluation of {key}",
                 found=f"steps {complete or 'none'}",
                 run=commands.as_typed("--step", "latest"),
             )
-        step = min(losses, key=losses.__getitem__)
+        step = best_step
+        log.info(f"best: step {step:,}, {key} {scores[step]:.4f}")
     else:
         step = max(checkpoints) if opts.step == "latest" else int(opts.step)
         if step not in checkpoints:

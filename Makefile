@@ -147,6 +147,7 @@ demo: $(VENV)/installed
 	  --seq-length 128 --batch-size 4 --max-steps 700 --lr 1e-2 --warmup-steps 100 \
 	  --log-freq 50 --ckpt-freq 350 --eval-freq 350 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
+	$(PY) -m lib.evaluate outputs/demo --limit 20
 	@$(PY) tests/demo/show_result.py outputs/demo --model outputs/demo/export/final \
 	  --prompt '    def __init__(self, loop' --prompt '        if self._'
 

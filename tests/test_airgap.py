@@ -218,6 +218,8 @@ def test_everything_that_stage_04_accepts_can_be_packed(
     shutil.copytree(tokens, packs)
     content = json.loads((packs / "manifest.json").read_text())
     (packs / "manifest.json").write_text(json.dumps(content | {"kind": packing.KIND}))
+    (place / "mine").mkdir()
+    (place / "mine/task.jsonl").write_text('{"context": "a", "answer": "b"}\n')
     monkeypatch.setenv("HF_HUB_CACHE", str(place / "hub"))
     monkeypatch.chdir(place)
     of_tokens = {f".cache/tokens/{name}" for name in (tokens.name, packs.name)}
@@ -228,6 +230,8 @@ def test_everything_that_stage_04_accepts_can_be_packed(
         ("--dataset", "linked", {dataset}),
         ("--dataset", "corpus=0.5", {dataset}),
         ("--dataset", "org/name", {"hf_datasets/org--name"}),
+        ("--eval-suite", "mine", {".cache/eval/mine"}),
+        ("--eval-suite", "small", {".cache/eval/small"}),
         ("--model", "./model/", {".cache/models/model"}),
         ("--model", "org/name", {".cache/models/org--name"}),
         ("--model", snapshot, {f".cache/models/{'a' * 40}"}),

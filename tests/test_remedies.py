@@ -510,10 +510,17 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
     assert Path("outputs/run/checkpoints/step_00000006").exists()
 
 
+def test_remedies_for_the_evaluation_on_tasks_work(trained: Terminal) -> None:
+    suite = ("--eval-suite", "small", "--suite-limit", 1)
+    synthetic = ("04_train_fsdp.py", "-e", "x", "-d", "synthetic:10K", "-m", "model", *STEPS)
+    trained.follow(trained.fails(*synthetic, "-s", 32, *suite, "--dry-run"))
+    trained.cured("lib/evaluate/__main__.py", "outputs/run", "--limit", 1, "--no-progress")
+
+
 def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     export = ("05_export_checkpoint.py", "-e", "run")
     with monkeypatch.context() as patch:
-        patch.setattr("lib.export.card.validation_losses", lambda *found: {})
+        patch.setattr("lib.export.card.read_scores", lambda *found: {})
         best = trained.fails(*export, "--step", "best", "--dry-run")
     trained.follow(best)
     trained.follow(trained.fails(*export, "--adapter", "-m", "model", "--dry-run"))

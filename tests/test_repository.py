@@ -17,7 +17,7 @@ import pytest
 
 from lib.core import aliases, options
 from tests import form
-from tests.reference import parser_of
+from tests.reference import EVALUATOR, parser_of
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +38,7 @@ ROOMS = {
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
     "report": {"core", "train"},
+    "evaluate": {"core", "tokens", "models", "hub", "parallel"},
     "train": {
         "core",
         "tokens",
@@ -48,6 +49,7 @@ ROOMS = {
         "planning",
         "checkpoints",
         "export",
+        "evaluate",
     },
 }
 # Below launch/, where a package stands behind each script, or behind several.
@@ -322,7 +324,7 @@ def spans(text: str) -> list[str]:
 def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {
         string
-        for stage in STAGES
+        for stage in [*STAGES, EVALUATOR]
         for action in parser_of(stage)._actions
         for string in action.option_strings
     }

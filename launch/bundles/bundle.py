@@ -1,4 +1,4 @@
-"""Pack an air-gap bundle: code, wheels, models, datasets and token stores, each file hashed.
+"""Pack an air-gap bundle: code, wheels, models, data and tasks, each file hashed.
 
   python launch/airgap.py pack --out bundle --dataset corpus --model org/name --tokens corpus
   python launch/airgap.py pack --out bundle --dataset corpus --model org/name --volume-size 20GB
@@ -76,6 +76,13 @@ def _add_artifact_options(parser: options.Parser) -> None:
         metavar="NAME|DIR",
         help="token store under .cache/tokens/, or a dataset (a value of -d of stage 04) to pack "
         "all its token stores; may be repeated (default: none)",
+    )
+    parser.add_argument(
+        "--eval-suite",
+        action="append",
+        default=[],
+        metavar="NAME|DIR",
+        help="suite of tasks, a value of --eval-suite of stage 04; may be repeated (default: none)",
     )
     parser.add_argument(
         "--cache-dir",

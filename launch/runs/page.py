@@ -153,7 +153,7 @@ def _describe_bits_per_byte(run: RunFiles) -> str:
     parts += [
         f"{key.split('/', 1)[1].rpartition('/')[0]} {value:.3f}"
         for key, value in figures.items()
-        if documented_name(key) == "eval/SOURCE/bits_per_byte"
+        if documented_name(key) == "eval/NAME/bits_per_byte"
     ]
     return ", ".join(parts)
 

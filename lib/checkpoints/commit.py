@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoints import contents
+from lib.checkpoints import best, contents
 from lib.checkpoints.contents import TrainRecord
 from lib.core import (
     commands,
@@ -327,16 +327,16 @@ def select_kept(
 ) -> set[int]:
     """Return the steps that the retention rules keep.
 
-    These are the `newest` last ones, the one with the lowest validation loss, and the multiples of
+    These are the `newest` last ones, the best one (lib/checkpoints/best.py), and the multiples of
     keep_every. If the last steps were bad, this includes the newest step before them, to which the
     run may roll back. commits: the content of COMMIT by step.
     """
     steps = sorted(commits, reverse=True)
-    losses = {step: loss for step in steps if (loss := commits[step].get("eval_loss")) is not None}
+    best_step = best.find_best(commits)
     return (
         set(steps[:newest])
         | {step for step in steps if keep_every and step % keep_every == 0}
-        | ({min(losses, key=losses.__getitem__)} if losses else set())
+        | ({best_step} if best_step is not None else set())
         | set([step for step in steps if not commits[step].get("bad_steps")][:1])
     )
 

@@ -31,6 +31,7 @@ _FACTS = (
     "tokens",
     "loss",
     "eval_loss",
+    "score",
     "bad_steps",
     "samples_per_epoch",
     "resumed_from",
@@ -51,6 +52,17 @@ class _RequiredFields(TypedDict):
     optimizer_steps: int
 
 
+class Score(TypedDict):
+    """Decides which checkpoint is the best.
+
+    key: of a figure of metrics.jsonl. value: the figure after this step; None if it was not
+    measured.
+    """
+
+    key: str
+    value: float | None
+
+
 class Probe(TypedDict):
     """Logits for fixed tokens, [positions][sampled vocabulary], and the precision of the run."""
 
@@ -65,9 +77,10 @@ class TrainRecord(_RequiredFields, total=False):
     cursors: with --streaming, the cursor of each data-parallel rank. optimizer_steps: below `step`
     if steps were skipped. samples_per_epoch: None if the length of an epoch is unknown.
     resumed_from, resumed_path: digest and path of a checkpoint that the user named. loss,
-    eval_loss: this step's values, if they were logged. bad_steps: number of consecutive bad steps
-    up to this step. model_files: digests of the files in the run's model/. base: digests of the
-    base model's weight files. probe: for a LoRA run, logits of the model, see lib/export/probe.py.
+    eval_loss: this step's values, if they were logged. score: see Score; only with --best-by.
+    bad_steps: number of consecutive bad steps up to this step. model_files: digests of the files in
+    the run's model/. base: digests of the base model's weight files. probe: for a LoRA run, logits
+    of the model, see lib/export/probe.py.
     Optional fields can be missing in older checkpoints.
     """
 
@@ -78,6 +91,7 @@ class TrainRecord(_RequiredFields, total=False):
     resumed_path: str | None
     loss: float | None
     eval_loss: float | None
+    score: Score
     bad_steps: int
     model_files: dict[str, str]
     base: dict[str, str]
@@ -174,6 +188,14 @@ def _is_probe(value: Any) -> bool:
     )
 
 
+def _is_score(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(value.get("key"), str)
+        and isinstance(value.get("value"), float | int | None)
+    )
+
+
 def _is_dict_of(*kinds: type) -> Callable[[Any], bool]:
     return lambda value: (
         isinstance(value, dict) and all(type(item) in kinds for item in value.values())
@@ -198,6 +220,7 @@ _VALIDATORS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     "model_files": _is_dict_of(str),
     "base": _is_dict_of(str),
     "probe": _is_probe,
+    "score": _is_score,
     "cursors": lambda value: (
         isinstance(value, list) and all(map(_is_dict_of(int, type(None)), value))
     ),

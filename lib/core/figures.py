@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ class Figure(NamedTuple):
 
 
 # In the order in which a row contains them. NN stands for the number of a layer, DATASET for the
-# name of a dataset, SOURCE for a source of the validation split or a dataset.
+# name of a dataset, TASK for that of a task, NAME for a source of text, a dataset or a task.
 METRICS = {
     "step": Figure("", "optimizer steps done", "step"),
     "time": Figure(
@@ -193,11 +194,27 @@ METRICS = {
         "tokens count neither way. Absent for conversations",
         "validation_bits_per_byte",
     ),
-    "eval/SOURCE/bits_per_byte": Figure(
+    "eval/NAME/bits_per_byte": Figure(
         "bits per byte",
         "the same for one source of the text (`--keep-source` of stage 02), or with several "
-        "datasets for one dataset",
-        "source_validation_bits_per_byte",
+        "datasets for one dataset; for a task of `--eval-suite`, the negative log-likelihood of "
+        "its right answers ÷ their UTF-8 bytes",
+        "part_bits_per_byte",
+    ),
+    "eval/TASK/accuracy": Figure(
+        "share",
+        "items of a task of `--eval-suite` whose right choice is the likeliest",
+        "task_accuracy_ratio",
+    ),
+    "eval/TASK/accuracy_per_char": Figure(
+        "share",
+        "the same, with the log-likelihood of a choice ÷ its characters",
+        "task_accuracy_per_char_ratio",
+    ),
+    "eval/TASK/accuracy_per_token": Figure(
+        "share",
+        "the same, with the log-likelihood of a choice ÷ its tokens",
+        "task_accuracy_per_token_ratio",
     ),
 }
 
@@ -238,9 +255,36 @@ STATE = {
 }
 
 
+DEFAULT_SCORE = "eval/loss"
+_LOWER_IS_BETTER = ("loss", "perplexity", "bits_per_byte")
+_HIGHER_IS_BETTER = ("accuracy", "accuracy_per_char", "accuracy_per_token")
+
+
+def parse_score(key: str) -> str:
+    """Return a key by which checkpoints can be compared. Raises ArgumentTypeError otherwise."""
+    if is_lower_better(key) is None:
+        raise argparse.ArgumentTypeError(
+            f"{key!r} is no figure of an evaluation: expected eval/loss, eval/loss/DATASET, or "
+            f"eval/NAME/ and one of {', '.join((*_LOWER_IS_BETTER, *_HIGHER_IS_BETTER))}"
+        )
+    return key
+
+
+def is_lower_better(key: str) -> bool | None:
+    """Return whether a lower value of an evaluation's figure is better, None for other keys."""
+    parts = key.split("/")
+    if parts[0] != "eval" or len(parts) < 2 or not all(parts):
+        return None
+    if parts[1] in _LOWER_IS_BETTER or parts[-1] in _LOWER_IS_BETTER:
+        return True
+    return False if len(parts) > 2 and parts[-1] in _HIGHER_IS_BETTER else None
+
+
 def documented_name(key: str) -> str:
     """Return the key of METRICS under which a key of a row is documented."""
     key = re.sub(r"/layer_\d+/", "/layer_NN/", key)
+    if key.startswith("eval/loss/"):
+        return "eval/loss/DATASET"
     if re.fullmatch(r"eval/.+/bits_per_byte", key):
-        return "eval/SOURCE/bits_per_byte"
-    return "eval/loss/DATASET" if key.startswith("eval/loss/") else key
+        return "eval/NAME/bits_per_byte"
+    return re.sub(r"^eval/[^/]+/", "eval/TASK/", key)

@@ -32,6 +32,11 @@ def tokens_root(cache_dir: Path) -> Path:
     return cache_dir / "tokens"
 
 
+def suites_root(cache_dir: Path) -> Path:
+    """Return the directory that stage 03 fills with suites of evaluation tasks."""
+    return cache_dir / "eval"
+
+
 def verified_root(cache_dir: Path) -> Path:
     """Return the directory where stage 04 records which artifacts it has hashed."""
     return cache_dir / "verified"

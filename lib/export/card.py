@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lib.checkpoints import best
 from lib.checkpoints.commit import Checkpoint
 from lib.core import records
 
@@ -62,17 +63,31 @@ def read_metric(metrics: Path, key: str) -> dict[int, float]:
     }
 
 
-def validation_losses(checkpoints: Collection[Checkpoint], metrics: Path) -> dict[int, float]:
-    """Return the validation loss by step, for checkpoints at whose step it was measured."""
-    logged = read_metric(metrics, "eval/loss")
+def read_scores(
+    checkpoints: Collection[Checkpoint], metrics: Path, key: str
+) -> dict[int, float | None]:
+    """Return a figure of an evaluation by step, for checkpoints at whose step it was measured.
+
+    key: the figure's key in metrics.jsonl.
+    """
+    logged: dict[int, float | None] = {**read_metric(metrics, key)}
     for checkpoint in checkpoints:
-        # For a damaged checkpoint, only metrics.jsonl can have the loss.
+        # For a damaged checkpoint, only metrics.jsonl can have the figure.
         with suppress(OSError, ValueError, AttributeError):
-            loss = checkpoint.commit().get("eval_loss")
-            if loss is not None and math.isfinite(loss):
-                logged[checkpoint.step] = loss
+            score = best.read_score(checkpoint.commit(), key)
+            if score is not None:
+                logged[checkpoint.step] = score
     steps = {checkpoint.step for checkpoint in checkpoints}
-    return {step: loss for step, loss in logged.items() if step in steps}
+    return {step: score for step, score in logged.items() if step in steps}
+
+
+def find_score_key(checkpoints: Collection[Checkpoint]) -> str:
+    """Return the key of the figure by which the newest readable checkpoint was to be judged."""
+    commits = {}
+    for checkpoint in checkpoints:
+        with suppress(OSError, ValueError, AttributeError):
+            commits[checkpoint.step] = checkpoint.commit()
+    return best.find_score_key(commits)
 
 
 def collect_facts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -73,6 +74,28 @@ SIZES = {
     "30B": Size(64, 6144, 20480, 48, 8, 8192, 500_000.0),
     "70B": Size(80, 8192, 28672, 64, 8, 8192, 500_000.0),
 }
+
+
+def find_option_problems(
+    sizes: tuple[str | None, Path | None],
+    tokenizers: tuple[Path | None, Path | None],
+    vocab_size: int | None,
+) -> Iterator[str]:
+    """Yield what contradicts itself or is missing among the options of a model from scratch.
+
+    sizes: --model-size and --config-json. tokenizers: --train-tokenizer and --tokenizer.
+    """
+    for (first, second), needed in (
+        (sizes, f"--model-size ({', '.join(SIZES)}) or --config-json FILE"),
+        (tokenizers, "a tokenizer: --train-tokenizer DATASET or --tokenizer DIR"),
+    ):
+        if bool(first) == bool(second):
+            yield f"--from-scratch needs {needed}{', not both' if first else ''}"
+    if tokenizers[0] and (vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
+        yield (
+            f"--vocab-size {vocab_size} is too small: the bytes and special tokens alone need "
+            f"{tokenizer.SMALLEST_VOCABULARY}"
+        )
 
 
 @dataclass(frozen=True)

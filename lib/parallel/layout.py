@@ -222,7 +222,7 @@ def _choose_device(local_rank: int) -> torch.device:
         return device
     torch.set_num_threads(threads)
     log.info(
-        ("" if gpus.is_cpu_wanted() else "no GPU: ") + "training on the CPU, "
+        ("" if gpus.is_cpu_wanted() else "no GPU: ") + "computing on the CPU, "
         f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})"
     )
     return torch.device("cpu")

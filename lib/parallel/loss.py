@@ -81,6 +81,17 @@ def token_loss_sum(
     return _ScaledGradient.apply(total, scale)
 
 
+@torch.no_grad()
+def measure_token_losses(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """Return the cross entropy of each token of a micro-batch, float32 [B, T].
+
+    Ignored labels have the loss 0. The output layer works chunk by chunk, as for the sum.
+    """
+    parts: list[Tensor] = []
+    token_loss_sum(model, batch, token_losses=parts)
+    return torch.cat(parts).view(batch.labels.shape)
+
+
 class _ScaledGradient(torch.autograd.Function):
     """Returns its input unchanged and scales the gradient."""
 

@@ -54,6 +54,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
         _check_samples,
         _check_batch,
         _check_checkpoints,
+        _check_suite,
         _check_packages,
     ):
         check(config, problems)
@@ -76,6 +77,17 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     if steps := config.step_limit:
         problems.collect(lambda: require_enough_steps(config, steps, has_begun))
     problems.raise_if_any()
+
+
+def _check_suite(config: Config, problems: Problems) -> None:
+    for name in ("suite_freq", "suite_limit"):
+        if getattr(config, name) and not config.eval_suite:
+            problems.add(f"{declared.flag(name)} belongs to --eval-suite")
+    if config.eval_suite and config.is_synthetic:
+        problems.add(
+            "--eval-suite needs a tokenizer, and a run on synthetic tokens has none",
+            run=commands.as_typed(drop=["--eval-suite", "--suite-freq", "--suite-limit"]),
+        )
 
 
 def require_falling(config: Config, lr: float) -> None:

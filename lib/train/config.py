@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import declared, options
+from lib.core import declared, figures, options
 from lib.core.declared import Role, option
 from lib.core.options import (
     auto_on_off,
@@ -610,8 +610,8 @@ class Config:
         3,
         role=ALIKE,
         parse=count,
-        help="keep the N newest checkpoints (2 or more; 0: all); the one with the lowest "
-        "validation loss is always kept",
+        help="keep the N newest checkpoints (2 or more; 0: all); the best one by --best-by is "
+        "always kept",
     )
     ckpt_keep_every: int | None = option(
         None,
@@ -660,7 +660,7 @@ class Config:
         role=LOCAL,
         parse=count,
         help="keep the N newest copies (2 or more; 0: all); the copies for --ckpt-keep-every and "
-        "of the checkpoint with the lowest validation loss are kept too",
+        "of the best checkpoint by --best-by are kept too",
     )
     ckpt_copy_wait: float = option(
         30.0,
@@ -702,6 +702,33 @@ class Config:
         parse=positive_int,
         help="with --sample-prompts: tokens of each sample. Each of them takes a forward pass over "
         "all prompts, which gathers the weights of all ranks",
+    )
+    eval_suite: str = option(
+        "",
+        role=ALIKE,
+        metavar="DIR|NAME",
+        help="evaluate the model on these tasks: a directory, a suite that stage 03 has prepared, "
+        "or small, six tasks that come with the code (default: none)",
+    )
+    suite_freq: int = option(
+        0,
+        role=ALIKE,
+        parse=count,
+        help="steps between evaluations on --eval-suite; 0: evaluate only at the end",
+    )
+    suite_limit: int | None = option(
+        None,
+        role=ALIKE,
+        parse=positive_int,
+        help="use the first N items of each task of --eval-suite (default: all)",
+    )
+    best_by: str = option(
+        figures.DEFAULT_SCORE,
+        role=ALIKE,
+        parse=figures.parse_score,
+        metavar="KEY",
+        help="figure of metrics.jsonl that decides which checkpoint is the best: of a loss, a "
+        "perplexity or bits_per_byte the lowest, of an accuracy (eval/TASK/accuracy) the highest",
     )
     max_minutes: float | None = option(
         None,

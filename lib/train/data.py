@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
+from lib.core.errors import UsageError
+from lib.evaluate.tasks import Task
 from lib.tokens import build, mixture, packing, readable, store
 from lib.tokens.batches import DataStream, SampleStream
 from lib.tokens.chat import counts
@@ -40,13 +42,14 @@ class Data:
 
     train: samples of one epoch, or documents that are tokenised while training (--streaming).
     held_out: the validation splits. chat: facts about the chat datasets, None without any.
-    prompts: those of --sample-prompts.
+    prompts: those of --sample-prompts. tasks: those of --eval-suite.
     """
 
     train: Samples | RawDocuments
     held_out: list[ValidationSplit]
     chat: ChatFacts | None = None
-    prompts: list[Prompt] = field(default_factory=list)
+    prompts: Sequence[Prompt] = ()
+    tasks: Sequence[Task] = ()
 
     @property
     def samples_per_epoch(self) -> int | None:
@@ -85,15 +88,33 @@ class Data:
         return rows
 
 
-def prepare_data(config: Config, inputs: Inputs, vocab_size: int) -> Data:
+def prepare_data(
+    config: Config, inputs: Inputs, vocab_size: int, tasks: Sequence[Task] = ()
+) -> Data:
     """Return the samples of all corpora; create the token stores and packs that are missing.
 
     Call this before the process group exists, because it may take hours and collectives would time
     out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary,
-    or if prompts cannot be used.
+    if prompts cannot be used, or if a task has the name of a part of the validation split.
     """
     prompts = prepare_prompts(config, inputs)  # first, since the rest may take hours
-    return replace(_prepare_samples(config, inputs, vocab_size), prompts=prompts)
+    data = replace(_prepare_samples(config, inputs, vocab_size), prompts=prompts, tasks=tasks)
+    _require_distinct_names(data)
+    return data
+
+
+def _require_distinct_names(data: Data) -> None:
+    """Raise UsageError if `eval/NAME/…` could mean both a task and a text of the validation."""
+    parts = {part.name for part in data.held_out if len(data.held_out) > 1}
+    for part in data.held_out:
+        parts |= set(part.text.names) if part.text else set()
+    if common := sorted(parts & {task.name for task in data.tasks}):
+        raise UsageError(
+            f"{units.join_names(common, 8)}: name of a task of --eval-suite and of a source or "
+            "dataset of the validation split",
+            expected="different names, since both name figures eval/NAME/…",
+            hint="rename the file of the task",
+        )
 
 
 def prepare_prompts(config: Config, inputs: Inputs) -> list[Prompt]:

@@ -19,7 +19,7 @@ from lib.core.paths import Experiment
 PREFIX = "llm_train_"
 STATUSES = ("running", "complete", "preempted", "failed", "disk_full")
 _SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # to the base units of Prometheus
-_SOURCE = re.compile(r"eval/(.+)/bits_per_byte")
+_PART = re.compile(r"eval/(.+)/bits_per_byte")
 _LAYER = re.compile(r"/layer_(\d+)/")
 _EVERY_S = 1.0  # between two writes of rows; Prometheus reads less often
 _STICKY = "eval/"  # figures that stay until they are measured again
@@ -90,8 +90,10 @@ def _read_row(row: Mapping[str, Any]) -> Iterator[GaugeValue]:
         labels = {}
         if layer := _LAYER.search(key):
             labels = {"layer": str(int(layer[1]))}
-        elif source := _SOURCE.fullmatch(key):
-            labels = {"source": source[1]}
+        elif part := _PART.fullmatch(key):
+            labels = {"part": part[1]}
+        elif name.startswith("eval/TASK/"):
+            labels = {"task": key.split("/")[1]}
         elif name != key:
             labels = {"dataset": key.removeprefix("eval/loss/")}
         yield GaugeValue(gauge, meaning, labels, value * _SCALES.get(unit, 1))

@@ -15,6 +15,7 @@ from torch import nn
 from lib.core import launcher, log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.events import Event
+from lib.core.figures import DEFAULT_SCORE
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
@@ -156,21 +157,36 @@ class Report:
     def add_validation(
         self, evaluation: Evaluation, model: nn.Module, compute_loss: LossFunction
     ) -> None:
-        """Measure the validation loss, print it and add it to the row that was captured.
+        """Measure what is due at the captured step, print it and add it to the captured row.
 
         All ranks must call this.
         """
         assert self._captured is not None, "no row was captured"
-        began = time.monotonic()
-        figures = evaluation.measure(model, compute_loss, self._show_batches)
-        loss = figures["eval/loss"]
-        self._captured.validation.update(figures)
-        described = "".join(f"{text}, " for text in filter(None, [bits_per_byte.describe(figures)]))
-        log.info(
-            f"step {self._captured.step:,}: validation loss {loss:.4f}, {described}in "
-            f"{units.duration(time.monotonic() - began)}"
-        )
-        self._show_on_bar(validation=f"{loss:.3f}")
+        step = self._captured.step
+        figures = self._captured.validation
+        if evaluation.is_loss_due(step):
+            began = time.monotonic()
+            figures |= evaluation.measure(model, compute_loss, self._show_batches)
+            loss = figures["eval/loss"]
+            by_text = bits_per_byte.describe(figures)
+            log.info(
+                f"step {step:,}: validation loss {loss:.4f}, {by_text}{', ' if by_text else ''}in "
+                f"{units.duration(time.monotonic() - began)}"
+            )
+            self._show_on_bar(validation=f"{loss:.3f}")
+        if evaluation.suite.is_due(step):
+            figures |= evaluation.suite.measure(step, self._show_pass)
+        key = self._plan.config.best_by
+        is_missing = key not in figures and key != DEFAULT_SCORE and self._layout.rank == 0
+        if step == self._plan.total_steps and is_missing:
+            log.warn(
+                f"--best-by {key} was not measured in this run; measured: "
+                + units.join_names(list(figures), 8)
+            )
+
+    def _show_pass(self, passes: int) -> None:
+        """Show the watchdog that an evaluation still works. passes: forward passes just done."""
+        self._meters.watchdog.enter("evaluation")
 
     def add_samples(self, sampling: Sampling) -> None:
         """Continue the prompts of the run, and write the samples. All ranks must call this."""

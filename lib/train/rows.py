@@ -6,11 +6,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from lib.optim.guard import SkippedSteps
 from lib.parallel.layout import ParallelLayout
@@ -28,9 +30,11 @@ from lib.tokens.mixture import ValidationSplit
 from lib.tokens.samples import IGNORED
 from lib.train import bits_per_byte
 from lib.train.bits_per_byte import SourceLosses, TextLoss
+from lib.train.data import Data
 from lib.train.meters import Meters, TimedSteps
 from lib.train.plan import Plan
 from lib.train.state import TrainState
+from lib.train.suite import SuiteEvaluation
 
 
 def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
@@ -239,14 +243,43 @@ def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float
 
 
 class Evaluation:
-    """Measures the loss over the first --eval-batches global batches of each validation split."""
+    """Measures the loss over the first --eval-batches global batches of each validation split.
 
-    def __init__(self, held_out: list[ValidationSplit], plan: Plan, layout: ParallelLayout) -> None:
+    suite: also evaluates the model on tasks, at steps of its own.
+    """
+
+    def __init__(
+        self,
+        held_out: list[ValidationSplit],
+        plan: Plan,
+        layout: ParallelLayout,
+        suite: SuiteEvaluation,
+    ) -> None:
         self._held_out = held_out
         self._plan = plan
         self._layout = layout
+        self.suite = suite
+
+    @classmethod
+    def of_run(
+        cls,
+        data: Data,
+        tokenizer_dir: Path,
+        model: PreTrainedModel,
+        plan: Plan,
+        layout: ParallelLayout,
+    ) -> Evaluation:
+        """Return what a run evaluates; a bench evaluates nothing."""
+        if plan.config.bench:
+            return cls([], plan, layout, SuiteEvaluation([], tokenizer_dir, model, plan, layout))
+        suite = SuiteEvaluation(data.tasks, tokenizer_dir, model, plan, layout)
+        return cls(data.held_out, plan, layout, suite)
 
     def is_due(self, step: int) -> bool:
+        """Return whether the validation loss or the tasks are measured after a step."""
+        return self.is_loss_due(step) or self.suite.is_due(step)
+
+    def is_loss_due(self, step: int) -> bool:
         """Return whether the validation loss is measured after a step."""
         if not self._held_out:
             return False

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
 from lib.checkpoints.contents import TrainRecord
+from lib.core import figures
 from lib.export import probe
 from lib.models.sharded import is_frozen
 from lib.optim import registry
@@ -85,6 +86,9 @@ class TrainState:
             "model_files": self.model_files,
             "optimizer_steps": registry.count_steps(self.optimizer),
         }
+        key = self.plan.config.best_by
+        if key != figures.DEFAULT_SCORE:
+            record["score"] = {"key": key, "value": logged.get(key)}
         if self.base:
             record["base"] = self.base
         if self.position.cursor:

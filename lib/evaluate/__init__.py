@@ -1,0 +1,1 @@
+"""Evaluate a model on a suite of tasks: rank choices, and bits per byte of answers."""

@@ -1,0 +1,175 @@
+"""Evaluate a model on a suite of tasks, without a network.
+
+  python -m lib.evaluate outputs/exp
+  python -m lib.evaluate outputs/exp/export/step_00001000 --suite my_tasks --json results.json
+  torchrun --nproc-per-node 8 -m lib.evaluate org/name --suite olmo --limit 200
+
+A model is any directory with config, safetensors weights and tokenizer, a name that stage 03 has
+prepared, or a run, which stands for its newest export. A suite is a directory of tasks
+(docs/how-to/evaluate.md), or the name of one that stage 03 has prepared. With torchrun, the model
+is sharded over the ranks; the results are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lib.core import log, manifest, options, stage, units
+from lib.core.errors import UsageError
+from lib.core.options import Options
+from lib.core.progress import Progress
+from lib.evaluate import tasks as task_files
+
+if TYPE_CHECKING:
+    from lib.evaluate.results import TaskResult
+    from lib.evaluate.tasks import Task
+    from lib.parallel.layout import ParallelLayout
+
+_BATCH = 16
+
+
+def main(argv: list[str]) -> None:
+    """Read the suite, load the model, score the tasks and print the table."""
+    opts = parse(argv)
+    suite_dir = task_files.find_suite(opts.suite, opts.cache_dir)
+    tasks = task_files.read_suite(suite_dir, opts.limit)
+    if opts.json and not opts.json.absolute().parent.is_dir():
+        raise UsageError(
+            f"there is no directory {opts.json.absolute().parent}", expected="--json FILE"
+        )
+
+    from lib.evaluate import open_model
+
+    model_dir = open_model.find_directory(opts.model, opts.cache_dir)
+    log.info(
+        f"suite: {suite_dir}, {units.counted(len(tasks), 'task')}, "
+        f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
+    )
+
+    from lib.evaluate import results
+    from lib.parallel import gpus
+    from lib.parallel.layout import ParallelLayout
+
+    gpus.hide_gpus(opts.device)
+    with ParallelLayout.start() as layout:
+        evaluated, precision, window = _evaluate(opts, model_dir, tasks, layout)
+        rank = layout.rank
+    if rank == 0:
+        for line in results.format_table(evaluated):
+            log.info(line)
+        _report_cut(evaluated, window)
+        if opts.json:
+            content = {
+                "model": str(model_dir),
+                "suite": str(suite_dir),
+                "limit": opts.limit,
+                "precision": precision,
+                "window": window,
+                "tasks": {result.task: result.as_json() for result in evaluated},
+            }
+            manifest.write_json(opts.json, content)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Return the options of the command line."""
+    parser = options.Parser(__doc__, "MODEL_OR_RUN [options]")
+    parser.add_argument(
+        "model",
+        metavar="MODEL_OR_RUN",
+        help="model directory, prepared model, name of a run, or its directory",
+    )
+    parser.add_argument(
+        "--suite",
+        default=task_files.SMALL,
+        metavar="DIR|NAME",
+        help="directory of tasks, or a suite that stage 03 has prepared (default: small, six tasks "
+        "that come with the code)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=options.positive_int,
+        metavar="N",
+        help="use the first N items of each task (default: all)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=options.positive_int,
+        default=_BATCH,
+        metavar="N",
+        help="texts in a forward pass",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=options.positive_int,
+        metavar="N",
+        help="tokens that the model reads at once; a longer context is cut at the left (default: "
+        "the most that the model allows)",
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="dtype of weights and compute (default: bf16 on a GPU that has it, else fp32)",
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="auto: the GPUs, if there are any"
+    )
+    parser.add_argument(
+        "--cache-dir",
+        type=Path,
+        default=Path(".cache"),
+        metavar="DIR",
+        help="directory of prepared models and suites",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write all figures to FILE (default: none)"
+    )
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="run the code that came with the model, if its model type needs that",
+    )
+    parser.add_argument("--no-progress", action="store_true", help="show no progress")
+    return parser.parse(argv)
+
+
+def _evaluate(
+    opts: Options, model_dir: Path, tasks: Sequence[Task], layout: ParallelLayout
+) -> tuple[list[TaskResult], str, int]:
+    """Return the results, the precision and the window. All ranks must call this."""
+    from lib.evaluate import open_model, passes, scoring
+    from lib.tokens.build import require_vocabulary
+    from lib.tokens.encode import Encoder
+
+    began = time.monotonic()
+    encoder = Encoder(model_dir, 1)
+    precision = opts.precision or open_model.default_precision(layout)
+    model = open_model.load_model(model_dir, precision, layout, opts.trust_remote_code)
+    vocabulary = model.config.get_text_config().vocab_size
+    require_vocabulary(encoder.vocab_size, vocabulary, model_dir)
+    window = open_model.choose_window(model, opts.max_length)
+    suite = passes.encode_suite(tasks, encoder, window)
+    plan = passes.plan_batches(suite, lambda _: opts.batch_size)
+    count = plan.count_passes(layout.dp_size)
+    with Progress("evaluating", count, "batches", not opts.no_progress) as bar:
+        evaluated = scoring.evaluate(model, layout, tasks, suite, plan, bar.advance)
+    log.info(f"{precision}, {units.duration(time.monotonic() - began)}")
+    return evaluated, precision, window
+
+
+def _report_cut(evaluated: Sequence[TaskResult], window: int) -> None:
+    """Log how many contexts did not fit the window."""
+    for result in evaluated:
+        if result.cut:
+            log.info(
+                f"{result.task}: {units.counted(result.cut, 'context')} cut at the left to the "
+                f"window of {window:,} tokens"
+            )
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "lib.evaluate"
+    stage.run(main, only_shows=True)

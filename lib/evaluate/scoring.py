@@ -1,0 +1,62 @@
+"""Compute the log-likelihoods of a suite's requests with a model that may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from lib.evaluate.passes import BatchPlan, EncodedSuite
+from lib.evaluate.results import TaskResult, compute_results
+from lib.evaluate.tasks import Task
+from lib.parallel import loss
+from lib.parallel.layout import ParallelLayout
+from lib.parallel.trial import trial_mode
+from lib.tokens.samples import IGNORED
+
+
+def evaluate(
+    model: PreTrainedModel,
+    layout: ParallelLayout,
+    tasks: Sequence[Task],
+    suite: EncodedSuite,
+    plan: BatchPlan,
+    advance: Callable[[int], object] = lambda passes: None,
+) -> list[TaskResult]:
+    """Return the results of tasks; all ranks must call this, and all get the same results.
+
+    Nothing of the model changes, and nothing is compiled. advance: called with 1 after each pass.
+    """
+    return compute_results(tasks, suite, score(model, layout, suite, plan, advance))
+
+
+def score(
+    model: PreTrainedModel,
+    layout: ParallelLayout,
+    suite: EncodedSuite,
+    plan: BatchPlan,
+    advance: Callable[[int], object] = lambda passes: None,
+) -> np.ndarray:
+    """Return the log-likelihood of each distinct request in nats, float64 [requests].
+
+    Data-parallel ranks take every n-th batch. Each makes the same number of forward passes, because
+    the passes of a sharded model are collective.
+    """
+    computed = []
+    with trial_mode(model):
+        for batch, rows in plan.of_rank(layout.dp_rank, layout.dp_size):
+            on_device = batch.to(layout)
+            losses = loss.measure_token_losses(model, on_device).double()
+            losses = losses.masked_fill(on_device.labels == IGNORED, 0.0)
+            computed.append((rows, losses.sum(1)))
+            advance(1)
+    by_row = np.zeros(len(suite.rows))
+    for rows, sums in computed:
+        by_row[[row.number for row in rows]] = -sums[: len(rows)].cpu().numpy()
+    # Each row has one value other than 0, or several equal ones if ranks read the same batches.
+    copies = layout.ranks // layout.dp_size
+    by_row = np.array(layout.sum_over_ranks(by_row.tolist())) / copies
+    totals = np.zeros(len(suite.tokens))
+    np.add.at(totals, [row.request for row in suite.rows], by_row)
+    return totals

@@ -1,0 +1,123 @@
+"""Evaluate the model of a run on a suite of tasks (--eval-suite), sharded as it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lib.core import log, units
+from lib.core.errors import UsageError
+from lib.evaluate import tasks as task_files
+from lib.evaluate.tasks import Task
+from lib.tokens.build import require_vocabulary
+from lib.tokens.encode import Encoder
+from lib.train.config import Config
+
+if TYPE_CHECKING:  # imports torch, which bad tasks are reported before
+    from pathlib import Path
+
+    from transformers import PreTrainedModel
+
+    from lib.evaluate.passes import EncodedSuite
+    from lib.evaluate.results import TaskResult
+    from lib.parallel.layout import ParallelLayout
+    from lib.train.plan import Plan
+
+_SHOWN = 6  # tasks in a line of the log
+
+
+def read_tasks(config: Config) -> list[Task]:
+    """Return the tasks of --eval-suite, [] without it.
+
+    Raises UsageError or ArtifactError with all problems of the suite.
+    """
+    if not config.eval_suite:
+        return []
+    directory = task_files.find_suite(config.eval_suite, config.cache_dir)
+    tasks = task_files.read_suite(directory, config.suite_limit)
+    _require_key(config, directory, tasks)
+    log.info(
+        f"suite: {directory}, {units.counted(len(tasks), 'task')}, "
+        f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
+    )
+    return tasks
+
+
+def _require_key(config: Config, directory: Path, tasks: Iterable[Task]) -> None:
+    """Raise UsageError if --best-by names another metric of a task than those that it has."""
+    name = config.best_by.split("/")[1]
+    keys = next((task.keys() for task in tasks if task.name == name), [config.best_by])
+    if config.best_by not in keys:
+        raise UsageError(
+            f"--best-by {config.best_by} is no figure of {directory}",
+            expected=", ".join(keys),
+        )
+
+
+class SuiteEvaluation:
+    """Measures the figures of tasks every --suite-freq steps, and after the last step."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        tokenizer_dir: Path,
+        model: PreTrainedModel,
+        plan: Plan,
+        layout: ParallelLayout,
+    ) -> None:
+        """Encode the tasks. Raises UsageError if the tokenizer does not fit the model."""
+        from lib.evaluate import passes
+
+        self._tasks = tasks
+        self._plan = plan
+        self._model = model
+        self._layout = layout
+        if not tasks:
+            return
+        encoder = Encoder(tokenizer_dir, 1)
+        vocab_size = model.config.get_text_config().vocab_size
+        require_vocabulary(encoder.vocab_size, vocab_size, tokenizer_dir)
+        config = plan.config
+        self._suite: EncodedSuite = passes.encode_suite(tasks, encoder, config.seq_length)
+        # No pass is larger than those of training, which fit the memory.
+        most = plan.division.micro_batch * config.seq_length
+        self._batches = passes.plan_batches(self._suite, lambda length: most // length)
+        count = self._batches.count_passes(layout.dp_size)
+        cut = sum(self._suite.is_cut)
+        log.info(
+            f"suite: {count:,} forward passes of each rank per evaluation"
+            + (f"; {cut:,} contexts cut at the left to {config.seq_length:,} tokens" if cut else "")
+        )
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the tasks are evaluated after a step."""
+        if not self._tasks:
+            return False
+        every = self._plan.config.suite_freq
+        return step == self._plan.total_steps or bool(every and step % every == 0)
+
+    def measure(self, step: int, advance: Callable[[int], object]) -> dict[str, float]:
+        """Return the figures of all tasks for a row, and log them. All ranks must call this.
+
+        advance: called with 1 after each forward pass.
+        """
+        from lib.evaluate import results, scoring
+
+        began = time.monotonic()
+        evaluated = scoring.evaluate(
+            self._model, self._layout, self._tasks, self._suite, self._batches, advance
+        )
+        seconds = units.duration(time.monotonic() - began)
+        if step == self._plan.total_steps:
+            log.info(f"step {step:,}: suite, in {seconds}")
+            for line in results.format_table(evaluated):
+                log.info(f"  {line}")
+        else:
+            log.info(f"step {step:,}: suite, in {seconds}: {_describe(evaluated)}")
+        return {key: value for result in evaluated for key, value in result.figures().items()}
+
+
+def _describe(evaluated: list[TaskResult]) -> str:
+    """Return the values of the tasks' metrics as one line."""
+    return units.join_names([f"{r.task} {r.values[r.metric]:.3f}" for r in evaluated], _SHOWN)

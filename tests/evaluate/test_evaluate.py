@@ -1,0 +1,189 @@
+# covers: lib/evaluate/__main__.py, lib/evaluate/open_model.py, lib/evaluate/scoring.py
+"""`python -m lib.evaluate` gives the likelihoods of transformers, for any ranks and batch size."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lib.core import manifest
+from tests.conftest import ROOT
+from tests.models.families import FAMILIES
+from tests.training import VOCABULARY, save_model, save_tokenizer, write_corpus
+
+ANSWERS = [
+    {"context": "", "answer": "kan lota"},
+    {"context": "kan \n", "answer": "größer 🙂 日本"},
+    {"context": "kan lota mivi " * 80, "answer": "rux"},
+    {"context": "se", "answer": "lo mi ru " * 80},
+]
+CHOICES = [
+    {"context": f"ka {word}", "choices": ["lota.", "mi", "rux sevi"], "gold": number % 3}
+    for number, word in enumerate(("kan", "lo", "mita", "ruvi", "sex"))
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with model/ (vocabulary 512, window 128) and suite/."""
+    root = tmp_path_factory.mktemp("evaluate")
+    write_corpus(root / "text", 4)
+    save_tokenizer(root / "model", root / "text")
+    save_model(root / "model")
+    (root / "suite").mkdir()
+    for name, lines in (("answers", ANSWERS), ("choices", CHOICES)):
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (root / "suite" / f"{name}.jsonl").write_text(text)
+    return root
+
+
+def evaluate(
+    place: Path, *arguments: object, ranks: int = 0, expect: int = 0
+) -> subprocess.CompletedProcess:
+    """Run the command in a directory, with torchrun if `ranks` is not 0."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *(torchrun if ranks else []), "-m", "lib.evaluate"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == expect, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done
+
+
+def read_values(place: Path, name: str = "results.json") -> dict[str, dict[str, Any]]:
+    content = json.loads((place / name).read_text())
+    return {task: result["values"] for task, result in content["tasks"].items()}
+
+
+def compute_nats(place: Path, context: str, answer: str) -> float:
+    """Return the nats of an answer as transformers computes them, token by token."""
+    tokenizer = AutoTokenizer.from_pretrained(place / "model")
+    model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
+    kept = context.rstrip()
+    ids = tokenizer(context + answer, add_special_tokens=False)["input_ids"]
+    start = len(tokenizer(kept, add_special_tokens=False)["input_ids"]) if kept else 0
+    ids = ids if kept else [tokenizer.eos_token_id, *ids]
+    start += not kept
+    total = 0.0
+    with torch.no_grad():
+        for place_of in range(start, len(ids)):
+            window = ids[max(0, place_of - 128) : place_of]
+            logits = model(torch.tensor([window])).logits[0, -1]
+            total += F.cross_entropy(logits, torch.tensor(ids[place_of])).item()
+    return total
+
+
+@pytest.mark.slow
+def test_results_are_those_of_transformers(place: Path) -> None:
+    done = evaluate(place, "model", "--suite", "suite", "--json", "results.json")
+    values = read_values(place)
+    lines = done.stdout.splitlines()
+    (cut,) = [line for line in lines if "cut at the left" in line]
+    assert cut == "answers: 2 contexts cut at the left to the window of 128 tokens"
+    assert any(line.startswith("choices      5  accuracy") for line in lines)
+    nats = {}
+    for item in CHOICES:
+        for choice in item["choices"]:
+            nats[item["context"], choice] = compute_nats(place, item["context"], f" {choice}")
+    best = [
+        max(range(3), key=lambda index, item=item: -nats[item["context"], item["choices"][index]])
+        for item in CHOICES
+    ]
+    hits = [choice == item["gold"] for choice, item in zip(best, CHOICES, strict=True)]
+    assert values["choices"]["accuracy"] == sum(hits) / 5
+    gold = [(item["context"], item["choices"][item["gold"]]) for item in CHOICES]
+    size = sum(len(f" {choice}".encode()) for _, choice in gold)
+    expected = sum(nats[pair] for pair in gold) / math.log(2) / size
+    assert values["choices"]["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
+    # The last answer is longer than the window; its parts see less than a sliding window would.
+    (place / "short").mkdir()
+    text = "".join(f"{json.dumps(line)}\n" for line in ANSWERS[:3])
+    (place / "short" / "answers.jsonl").write_text(text)
+    evaluate(place, "model", "--suite", "short", "--json", "short.json")
+    total = compute_nats(place, "", "kan lota") + compute_nats(place, "kan \n", "größer 🙂 日本")
+    total += compute_nats(place, ANSWERS[2]["context"], "rux")
+    size = len("kan lota") + len(" \ngrößer 🙂 日本".encode()) + len(" rux")
+    expected = total / math.log(2) / size
+    found = read_values(place, "short.json")["answers"]["bits_per_byte"]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_results_are_the_same_for_any_ranks_and_batch_size(place: Path) -> None:
+    suite = ("--suite", "suite")
+    evaluate(place, "model", *suite, "--json", "one.json")
+    for ranks in (2, 3):
+        evaluate(place, "model", *suite, "--json", "many.json", ranks=ranks)
+        assert (place / "many.json").read_bytes() == (place / "one.json").read_bytes()
+    for size in (1, 7):
+        evaluate(place, "model", *suite, "--json", "other.json", "--batch-size", size)
+        one, other = (read_values(place, name) for name in ("one.json", "other.json"))
+        for task, values in one.items():
+            for metric, value in values.items():
+                exact = metric.startswith("accuracy")
+                assert other[task][metric] == pytest.approx(value, rel=0 if exact else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "mixtral", "gpt2"])
+def test_families(place: Path, tmp_path: Path, family: str) -> None:
+    save_tokenizer(tmp_path / "model", place / "text")
+    save_model(tmp_path / "model", FAMILIES[family](VOCABULARY))
+    suite = ("--suite", place / "suite", "--limit", 3)
+    evaluate(tmp_path, "model", *suite, "--json", "one.json")
+    evaluate(tmp_path, "model", *suite, "--json", "two.json", ranks=2)
+    assert read_values(tmp_path, "one.json") == read_values(tmp_path, "two.json")
+
+
+def test_a_run_stands_for_its_newest_export_and_what_lacks_weights_is_refused(
+    place: Path, tmp_path: Path
+) -> None:
+    from lib.core.errors import ArtifactError, UsageError
+    from lib.core.paths import Experiment
+    from lib.evaluate import open_model
+
+    run = Experiment(tmp_path, "exp")
+    run.model.mkdir(parents=True)
+    with pytest.raises(ArtifactError) as caught:
+        open_model.find_directory(str(run.root), tmp_path)
+    assert "05_export_checkpoint.py" in caught.value.run
+    for step, name in ((20, "final"), (10, "step_00000010")):
+        export = run.exports / name
+        save_model(export)
+        files = [manifest.file_entry(export, path) for path in sorted(export.iterdir())]
+        identity: dict[str, Any] = {"options": {}, "inputs": {}}
+        manifest.write_manifest(
+            export,
+            kind="export/1",
+            stage="05_export_checkpoint.py",
+            identity=identity,
+            options={},
+            files=files,
+            summary={"step": step},
+        )
+    assert open_model.find_directory(str(run.root), tmp_path) == run.exports / "final"
+    (run.exports / "final" / "model.safetensors").unlink()
+    with pytest.raises(ArtifactError):
+        open_model.find_directory(str(run.root), tmp_path)
+    with pytest.raises((ArtifactError, UsageError)):
+        open_model.find_directory("nothing", tmp_path)
+
+
+def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "suite").mkdir()
+    (tmp_path / "suite" / "bad.jsonl").write_text('{"context": 1}\n')
+    done = evaluate(tmp_path, "missing", "--suite", "suite", expect=2)
+    assert "line 1" in done.stderr and "Traceback" not in done.stderr

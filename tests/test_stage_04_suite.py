@@ -1,0 +1,86 @@
+# covers: lib/train/suite.py, lib/train/rows.py, lib/train/checks.py, 05_export_checkpoint.py
+"""Stage 04 evaluates on tasks while it trains, without changing what it trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, StageRunner, run_stage
+from tests.training import SMALL_RUN, list_saved_steps, losses, metrics
+
+SUITE = ("--eval-suite", "small", "--suite-freq", 2, "--suite-limit", 4)
+RUN = (*SMALL_RUN, "--max-steps", 6, "--ckpt-freq", 2, "--eval-freq", 3)
+
+
+@pytest.mark.slow
+def test_evaluation_on_tasks_changes_no_loss_and_keeps_the_best_checkpoint(project: Path) -> None:
+    key = "eval/copying/accuracy"
+    run_stage("04_train_fsdp.py", "-e", "plain", *RUN, cwd=project, ranks=2)
+    done = run_stage(
+        "04_train_fsdp.py", "-e", "suite", *RUN, *SUITE, "--best-by", key, cwd=project, ranks=2
+    )
+    assert losses(project, "plain") == losses(project, "suite")
+    assert "forward passes of each rank per evaluation" in done.stdout
+    assert "  task       items  metric " in done.stdout
+    rows = {row["step"]: row for row in metrics(project, "suite")}
+    assert [step for step, row in rows.items() if key in row] == [2, 4, 6]
+    assert [step for step, row in rows.items() if "eval/loss" in row] == [3, 6]
+    plain = {row["step"]: row for row in metrics(project, "plain")}
+    assert plain[6]["eval/loss"] == rows[6]["eval/loss"]
+    measured = {step: rows[step][key] for step in (2, 4, 6)}
+    for step in list_saved_steps(project, "suite"):
+        directory = project / "outputs/suite/checkpoints" / f"step_{step:08d}"
+        score = json.loads((directory / "COMMIT.json").read_text())["score"]
+        assert score == {"key": key, "value": measured[step]}
+    export = ("05_export_checkpoint.py", "-e", "suite", "--dtype", "float32")
+    best = max(measured, key=lambda step: (measured[step], step))
+    done = run_stage(*export, "--step", "best", "--dry-run", cwd=project)
+    assert f"best: step {best}, {key} {measured[best]:.4f}" in done.stdout
+    run_stage(*export, "--step", "best", "--best-by", "eval/loss", "--out", "out", cwd=project)
+
+    # The exported model gives the same figures without the trainer.
+    command = [sys.executable, "-m", "lib.evaluate", "out", "--json", "results.json"]
+    subprocess.run(
+        [*command, "--limit", "4", "--max-length", "32", "--no-progress"],
+        cwd=project,
+        check=True,
+        capture_output=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    for task, result in json.loads((project / "results.json").read_text())["tasks"].items():
+        for metric, value in result["values"].items():
+            exact = metric.startswith("accuracy")
+            same = pytest.approx(value, rel=0 if exact else 1e-6)
+            assert rows[6][f"eval/{task}/{metric}"] == same, (task, metric)
+
+
+@pytest.mark.slow
+def test_evaluation_on_tasks_compiles_nothing(project: Path) -> None:
+    options = (*RUN, "--compile", "on", "--packing", "documents")
+    run_stage("04_train_fsdp.py", "-e", "plain", *options, cwd=project)
+    run_stage("04_train_fsdp.py", "-e", "suite", *options, *SUITE, cwd=project)
+    assert losses(project, "plain") == losses(project, "suite")
+
+
+def test_bad_options_and_suites_are_reported_before_the_run(
+    project: Path, stage: StageRunner
+) -> None:
+    def fail(*options: object) -> str:
+        done = stage("04_train_fsdp.py", "-e", "exp", *RUN, *options, cwd=project, expect=2)
+        assert "Traceback" not in done.stderr and not (project / "outputs").exists()
+        return done.stderr
+
+    assert "--suite-freq belongs to --eval-suite" in fail("--suite-freq", 2)
+    assert "no figure of an evaluation" in fail("--best-by", "train/loss")
+    assert "there is no suite other" in fail("--eval-suite", "other")
+    wrong_key = ("--eval-suite", "small", "--best-by", "eval/copying/perplexity")
+    assert "is no figure of" in fail(*wrong_key)
+    (project / "mine").mkdir()
+    (project / "mine" / "bad.jsonl").write_text('{"context": 1}\n\n{"answer": "a"}\n')
+    message = fail("--eval-suite", "mine", "--dry-run")
+    assert "line 1" in message and "line 3: 'context' is missing" in message
