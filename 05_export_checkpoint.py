@@ -13,10 +13,8 @@ two tensors in memory at a time. `AutoModelForCausalLM.from_pretrained` loads th
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +36,7 @@ from lib.core.declared import CommonOptions, option
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.export import card, companions
+from lib.export import card, checkpoint_checks, companions
 
 if TYPE_CHECKING:
     from lib.export.base_model import BaseModel
@@ -175,7 +173,11 @@ def main(argv: list[str]) -> None:
 
     config = journal.read_config(experiment)
     base = BaseModel.find(opts.model_name, config, checkpoint) if is_lora else None
-    damage = None if opts.dry_run else start_hashing(checkpoint, for_export=not is_lora)
+    damage = (
+        None
+        if opts.dry_run
+        else checkpoint_checks.start_hashing(checkpoint, for_export=not is_lora)
+    )
 
     import torch
 
@@ -202,7 +204,7 @@ def main(argv: list[str]) -> None:
     )
     if damage is None:
         return
-    require_undamaged(checkpoint, damage.result())
+    checkpoint_checks.require_undamaged(checkpoint, damage.result())
     if base and lora_run:
         base.require_same_weights(checkpoint, not opts.no_progress)
         lora_run.load()
@@ -242,14 +244,14 @@ def write_export(
             try:
                 weights = export.write(build.dir, bar.advance)
             except FileNotFoundError:
-                require_present(checkpoint)
+                checkpoint_checks.require_present(checkpoint)
                 raise
         seconds = time.monotonic() - began
         export.verify(build.dir)
         export.check_adapter(build.dir, not opts.no_progress)
         if base:
             base.require_unchanged()
-        require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])
+        checkpoint_checks.require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])
         companions.require_same_model_files(experiment, checkpoint)
         build.publish(
             stage="05_export_checkpoint.py",
@@ -359,7 +361,7 @@ def find_checkpoint(opts: ExportOptions, experiment: Experiment) -> commit.Check
             raise ArtifactError(
                 f"no checkpoint of step {step}", found=f"steps {complete or 'none'}"
             )
-    require_undamaged(checkpoints[step], checkpoints[step].problems())
+    checkpoint_checks.require_undamaged(checkpoints[step], checkpoints[step].problems())
     return checkpoints[step]
 
 
@@ -367,75 +369,6 @@ def list_experiments(save_dir: Path) -> str:
     """Return a text that lists the experiments in a directory."""
     names = sorted(path.parent.parent.name for path in save_dir.glob("*/model/config.json"))
     return f"under {save_dir}: {', '.join(names) or 'none'}"
-
-
-def start_hashing(checkpoint: commit.Checkpoint, for_export: bool) -> Future[list[str]]:
-    """Start to hash a checkpoint in threads, while libraries are imported.
-
-    The result of the future lists the problems. for_export: skip the optimizer's files.
-    """
-
-    def hash_files() -> list[str]:
-        parts = min(8, os.cpu_count() or 1)
-        with ThreadPoolExecutor(parts) as threads:
-            by_part = threads.map(
-                lambda part: checkpoint.content_problems(part, parts, for_export), range(parts)
-            )
-            return [problem for problems in by_part for problem in problems]
-
-    thread = ThreadPoolExecutor(1)
-    future = thread.submit(hash_files)
-    thread.shutdown(wait=False)
-    return future
-
-
-def require_undamaged(checkpoint: commit.Checkpoint, problems: list[str]) -> None:
-    """Raise ArtifactError if a checkpoint has problems, or was deleted; suggest another one.
-
-    Call this before anything is unpickled.
-    """
-    require_present(checkpoint)
-    if not problems:
-        return
-    checkpoints = checkpoint.path.parent
-    other = commit.find_newest(checkpoints, checkpoint.step - 1) or commit.find_newest(checkpoints)
-    remedy = {"hint": "no other checkpoint is complete; stage 04 can train a new one"}
-    if other and other.step != checkpoint.step:
-        remedy = {
-            "hint": "to export the newest complete one instead:",
-            "run": commands.as_typed("--step", other.step),
-        }
-    raise ArtifactError(
-        f"checkpoint {checkpoint.path} is damaged", found="\n".join(problems), **remedy
-    )
-
-
-def require_present(checkpoint: commit.Checkpoint) -> None:
-    """Raise ArtifactError if a checkpoint was deleted before its files were open."""
-    if not checkpoint.path.exists():
-        raise ArtifactError(
-            f"{checkpoint.path} was deleted in the meantime: its run is still training, and keeps "
-            "only the newest checkpoints",
-            run=commands.as_typed(),
-        )
-
-
-def require_not_replaced(checkpoint: commit.Checkpoint, digest: str) -> None:
-    """Raise ArtifactError if a checkpoint was replaced by another one during the export.
-
-    digest: the digest of the manifest when the checkpoint was chosen. A checkpoint that was only
-    deleted is not an error, because its files were open.
-    """
-    try:
-        actual = checkpoint.commit()["manifest"]
-    except FileNotFoundError:
-        return
-    if actual != digest:
-        raise ArtifactError(
-            f"{checkpoint.path} was replaced in the meantime by a checkpoint of another run; "
-            "nothing was exported",
-            run=commands.as_typed(),
-        )
 
 
 def next_command(out: Path, is_adapter: bool) -> str:

@@ -45,7 +45,7 @@ from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, saved, split_parts, work_units
-from lib.export import adapter_files
+from lib.export import adapter_files, checkpoint_checks
 from lib.hub import client, repository, s3, transfer
 from lib.models import (
     architecture,
@@ -535,7 +535,7 @@ def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.Monkey
     newest.write_bytes(whole[1:])
     trained.follow(trained.fails(*export, "--out", "third"))  # found by its size
     with pytest.raises(StageError):
-        load_script("05_export_checkpoint.py").require_present(commit.Checkpoint(Path("gone"), 1))
+        checkpoint_checks.require_present(commit.Checkpoint(Path("gone"), 1))
     with pytest.raises(UsageError):  # for it trains 2-D linears alone
         adapter_files.plan_adapter(
             SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32
