@@ -46,11 +46,11 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.tokens.batches import DataStream
     from lib.train.data import Data
     from lib.train.inputs import Inputs
-    from lib.train.journal import Journal
-    from lib.train.meters import Meters
+    from lib.train.output.journal import Journal
+    from lib.train.output.meters import Meters
+    from lib.train.output.report import Report
+    from lib.train.output.rows import Divergence, Evaluation, LossWindow
     from lib.train.plan import Plan
-    from lib.train.report import Report
-    from lib.train.rows import Divergence, Evaluation, LossWindow
     from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
@@ -85,11 +85,12 @@ def main(argv: list[str]) -> None:
     """Plan, prepare the tokens, and train, unless the run is already complete."""
     typed = parse(argv)
 
-    from lib.train import checks, end_watcher, previous_run
+    from lib.train import checks, previous_run
     from lib.train.copying import copy_complete_run, restore_lost_run
     from lib.train.inputs import find_inputs, is_complete
-    from lib.train.journal import drop_one_time_options, is_restart
     from lib.train.new_model import model_from_scratch
+    from lib.train.output import end_watcher
+    from lib.train.output.journal import drop_one_time_options, is_restart
     from lib.train.settle import settle_from_files
 
     log.show_times(not (typed.dry_run or typed.prepare_only))
@@ -116,10 +117,10 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.train.copying import begin_copying
     from lib.train.data import prepare_data
     from lib.train.model_files import require_base_of_run, verify_model_files
+    from lib.train.output.symptoms import explain_errors
     from lib.train.plan import next_command
     from lib.train.settle import settle_options
     from lib.train.suite import read_tasks
-    from lib.train.symptoms import explain_errors
 
     configure_allocator()
     gpus.hide_gpus(asked.device)
@@ -222,12 +223,12 @@ def set_up(
     from lib.parallel.stop_request import StopRequest
     from lib.planning import capacity
     from lib.train import overview, resume
-    from lib.train.bench_report import BenchReport
     from lib.train.experiment import compute_digests
-    from lib.train.meters import Meters
     from lib.train.model import load_first_weights, set_up_kernels, shard_model
-    from lib.train.report import Report
-    from lib.train.rows import Evaluation
+    from lib.train.output.bench_report import BenchReport
+    from lib.train.output.meters import Meters
+    from lib.train.output.report import Report
+    from lib.train.output.rows import Evaluation
     from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
@@ -294,7 +295,7 @@ def join_ranks(
     from lib.planning.memory import MemoryEstimate
     from lib.train import checks, memory_fit
     from lib.train.experiment import claim
-    from lib.train.journal import Journal, join_launch
+    from lib.train.output.journal import Journal, join_launch
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
 
@@ -329,9 +330,9 @@ def make_checkpointer(
 
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
     from lib.planning import capacity
-    from lib.train.bench_report import NoCheckpoints
     from lib.train.copying import make_copier
-    from lib.train.journal import read_config
+    from lib.train.output.bench_report import NoCheckpoints
+    from lib.train.output.journal import read_config
 
     config = plan.config
     if config.bench:
@@ -366,7 +367,7 @@ def train(run: Run) -> Divergence | None:
     """Train to the last step; return earlier if the run has diverged and must be rolled back."""
     from lib.optim.registry import set_learning_rate
     from lib.parallel.parallelize import begin_pass
-    from lib.train.rows import LossWindow
+    from lib.train.output.rows import LossWindow
 
     state = run.state
     optimizer = state.optimizer

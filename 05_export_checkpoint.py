@@ -169,7 +169,7 @@ def main(argv: list[str]) -> None:
     companions.require_same_model_files(experiment, checkpoint)
 
     from lib.export.base_model import BaseModel
-    from lib.train import journal
+    from lib.train.output import journal
 
     config = journal.read_config(experiment)
     base = BaseModel.find(opts.model_name, config, checkpoint) if is_lora else None

@@ -166,7 +166,7 @@ def _speed_up_stages() -> None:
     from transformers import conversion_mapping
 
     from lib.core import offline
-    from lib.train import metrics, page_writer
+    from lib.train.output import metrics, page_writer
 
     conversion_mapping.get_checkpoint_conversion_mapping(
         "llama"

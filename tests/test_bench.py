@@ -1,4 +1,4 @@
-# covers: lib/train/bench.py, lib/train/bench_report.py, lib/train/communication.py
+# covers: lib/train/bench.py, lib/train/output/bench_report.py, lib/train/output/communication.py
 # covers: lib/train/new_model.py, 04_train_fsdp.py
 """Measure a few steps with `--bench`: its result, and that it leaves no files."""
 

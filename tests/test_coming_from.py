@@ -15,10 +15,11 @@ import yaml
 from lib.core import aliases, figures, log, options
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train import command_line, console, plan
+from lib.train import command_line, plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 from lib.train.new_model import model_from_scratch
+from lib.train.output import console
 from tests.conftest import run_stage
 from tests.test_commands import COMMANDS, parser_of
 from tests.test_repository import STAGES, name_of

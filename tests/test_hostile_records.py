@@ -21,7 +21,8 @@ from lib.corpus import inputs
 from lib.models import architecture, directory
 from lib.tokens import store
 from lib.tokens.dataset import open_dataset
-from lib.train import journal, previous_run
+from lib.train import previous_run
+from lib.train.output import journal
 from tests.conftest import ROOT
 from tests.training import prepared_once, project, save_model  # noqa: F401  (fixtures)
 

@@ -30,7 +30,8 @@ from launch.kube.kinds import KINDS
 from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
-from lib.train import command_line, console
+from lib.train import command_line
+from lib.train.output import console
 from tests import kube_schemas
 from tests.kube_cluster import JOB_OPTIONS, ROOT, SCRIPT, TRAIN_OPTIONS, run_launcher
 from tests.test_design import blocks

@@ -1,4 +1,4 @@
-# covers: lib/train/end_watcher.py, launch/supervision/end_command.py, 04_train_fsdp.py
+# covers: lib/train/output/end_watcher.py, launch/supervision/end_command.py, 04_train_fsdp.py
 """--on-end runs exactly once when a launch ends, for each way to end and each kind of launcher."""
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_a_refused_launch_calls_unless_another_one_holds_the_run(project: Path) 
 
 def fail_at_step_2(rank: int) -> None:
     """Raise an error in the second step, as a bug would."""
-    from lib.train.meters import Meters
+    from lib.train.output.meters import Meters
 
     begin = Meters.begin_step
 

@@ -64,8 +64,9 @@ from lib.models.scratch import Design
 from lib.parallel import attention, compiling, gpus, layout, precision, routers
 from lib.parallel.trial import require_isolation
 from lib.tokens import build, split_writer
-from lib.train import checks, copying, model_files, previous_run, symptoms
+from lib.train import checks, copying, model_files, previous_run
 from lib.train import model as train_model
+from lib.train.output import symptoms
 from tests.conftest import ROOT, run_stage
 from tests.models.families import FAMILIES
 from tests.scripts import load_script

@@ -1,4 +1,4 @@
-# covers: lib/train/bits_per_byte.py, lib/tokens/text_bytes.py
+# covers: lib/train/output/bits_per_byte.py, lib/tokens/text_bytes.py
 """Bits per byte by source, compared with a plain loop over the validated documents."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# covers: lib/train/page_writer.py, lib/train/report.py, lib/report/__main__.py
+# covers: lib/train/output/page_writer.py, lib/train/output/report.py, lib/report/__main__.py
 """Stage 04 writes report.html, and its runs are the same as without it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# covers: 04_train_fsdp.py, lib/train/rows.py, lib/train/report.py
+# covers: 04_train_fsdp.py, lib/train/output/rows.py, lib/train/output/report.py
 """A row is written one step later, or at once before a save, a validation or a stop."""
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def record(rank: int) -> None:
     """Record the training loop from its first step."""
     from lib.checkpoints.checkpointer import Checkpointer
     from lib.parallel.stop_request import StopRequest
-    from lib.train import report
-    from lib.train.rows import Evaluation
+    from lib.train.output import report
+    from lib.train.output.rows import Evaluation
     from lib.train.state import TrainState
 
     recorder = Recorder(rank)

@@ -1,4 +1,4 @@
-# covers: lib/train/suite.py, lib/train/rows.py, lib/train/checks.py, 05_export_checkpoint.py
+# covers: lib/train/suite.py, lib/train/output/rows.py, lib/train/checks.py, 05_export_checkpoint.py
 """Stage 04 evaluates on tasks while it trains, without changing what it trains."""
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def _check_code() -> Iterator[Finding]:
     """Yield which code this is: a commit, or an unpacked bundle, whose files are hashed."""
     stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
-        from lib.train.journal import find_git_commit
+        from lib.train.output.journal import find_git_commit
 
         commit = find_git_commit()
         yield Finding(

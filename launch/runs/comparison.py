@@ -14,7 +14,7 @@ from launch.runs.run_files import Row
 from lib.core import run_records, units
 from lib.core.paths import Experiment
 from lib.core.run_records import mean_loss, one_line
-from lib.train import journal
+from lib.train.output import journal
 
 _MOST_ROWS = 4_000  # to parse; the plot has 100 columns
 _EVALUATION = b'"eval/loss"'

@@ -13,8 +13,8 @@ from launch.runs.curves import supports_unicode
 from launch.runs.run_files import RunFiles, RunStatus
 from lib.core import declared, options, run_records, units
 from lib.core.run_records import mean_loss, one_line
-from lib.train import journal
 from lib.train.config import DEFAULTS, Config
+from lib.train.output import journal
 
 WIDTH = 119  # of the table, at most
 _DEEPEST = 4  # levels of directories to search below the listed directory

@@ -32,7 +32,7 @@ class EndCommand:
         is_new = run_records.read_state(self._experiment.state) != self._state_before
         if not self._command or (code == EXIT_DONE and not is_new):
             return
-        from lib.train import on_end  # a launcher keeps its memory small
+        from lib.train.output import on_end  # a launcher keeps its memory small
 
         def run() -> None:
             announce(

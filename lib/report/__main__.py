@@ -16,7 +16,7 @@ from lib.core import log, manifest, options, paths, stage
 from lib.core.errors import UsageError
 from lib.report.content import compose
 from lib.report.svg import COLUMNS, STYLES
-from lib.train.run_data import find_axis, read_runs
+from lib.train.output.run_data import find_axis, read_runs
 
 _LARGEST = 2_000_000  # bytes of a page
 _SAMPLES = (16, 4, 0)  # of a step; fewer if the page is too large

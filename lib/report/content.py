@@ -10,9 +10,9 @@ import numpy as np
 from lib.core import units
 from lib.report.page import Html, escape, page, table, tag
 from lib.report.svg import COLUMNS, STYLES, Line, draw
-from lib.train import summary
-from lib.train.problems import SHOWN, Problem, find_problems
-from lib.train.run_data import TOKENS, RunData, read_samples
+from lib.train.output import summary
+from lib.train.output.problems import SHOWN, Problem, find_problems
+from lib.train.output.run_data import TOKENS, RunData, read_samples
 
 _SAMPLE_BYTES = 2000
 _COLUMNS = ("time", "event", "step")  # of the table of events

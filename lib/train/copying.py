@@ -19,14 +19,14 @@ from lib.core.paths import Experiment
 from lib.core.retry import poll
 from lib.hub import s3
 from lib.train.config import Config
-from lib.train.journal import Journal, is_restart, read_config, read_state
+from lib.train.output.journal import Journal, is_restart, read_config, read_state
 
 if TYPE_CHECKING:  # these import torch, which a run that is complete does not wait for
     from lib.checkpoints.checkpointer import Checkpointer
     from lib.checkpoints.tier import Note
     from lib.parallel.layout import ParallelLayout
     from lib.parallel.stop_request import StopRequest
-    from lib.train.meters import Meters
+    from lib.train.output.meters import Meters
     from lib.train.state import TrainState
 
 _WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after 30 s

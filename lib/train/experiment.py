@@ -23,7 +23,7 @@ from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.train.inputs import Inputs
-from lib.train.journal import Journal, Launch, read_config
+from lib.train.output.journal import Journal, Launch, read_config
 from lib.train.plan import Plan
 from lib.train.previous_run import BOS_PREFIX
 

@@ -19,8 +19,8 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import lookup
-from lib.train import journal
 from lib.train.config import Config
+from lib.train.output import journal
 
 # Names of inputs in the identity of a run.
 TEMPLATE = "chat template"  # only with chat datasets

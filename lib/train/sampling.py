@@ -26,10 +26,11 @@ from lib.parallel.layout import ParallelLayout, gather
 from lib.tokens import readable
 from lib.tokens.encode import Encoder
 from lib.tokens.prompts import Prompt
-from lib.train import estimates, metrics
+from lib.train import estimates
 from lib.train.config import Config
 from lib.train.data import Data
 from lib.train.estimates import Hardware, ModelCost
+from lib.train.output import metrics
 from lib.train.plan import Plan
 
 GREEDY, DRAWN = KINDS = ("greedy", "drawn")

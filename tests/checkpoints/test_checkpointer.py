@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lib.checkpoints import commit
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.core.paths import Experiment
-from lib.train.journal import Journal
+from lib.train.output.journal import Journal
 
 
 def test_work_after_a_save_runs_in_the_saving_thread(

@@ -171,7 +171,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 def _after_steps(action: Callable[[int], None]) -> None:
     """Call `action` with the number of each completed step."""
-    from lib.train.meters import Meters
+    from lib.train.output.meters import Meters
 
     end_step = Meters.end_step
 

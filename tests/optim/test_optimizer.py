@@ -18,7 +18,7 @@ from lib.optim.registry import (
     named_states,
     set_learning_rate,
 )
-from lib.train.rows import LossWindow
+from lib.train.output.rows import LossWindow
 from tests.conftest import ROOT
 
 

@@ -1,4 +1,4 @@
-# covers: lib/report/__main__.py, lib/report/content.py, lib/train/summary.py
+# covers: lib/report/__main__.py, lib/report/content.py, lib/train/output/summary.py
 """The page of one or more runs, from the files that they leave."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# covers: lib/train/communication.py
+# covers: lib/train/output/communication.py
 """Test the share of communication: unions of spans, and the events of the profiler."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from lib.train import communication
-from lib.train.communication import (
+from lib.train.output import communication
+from lib.train.output.communication import (
     Communication,
     CommunicationProfiler,
     compute_communication,

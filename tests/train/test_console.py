@@ -1,4 +1,4 @@
-# covers: lib/train/console.py
+# covers: lib/train/output/console.py
 """A row of metrics.jsonl as a console line for people, and as a record for programs."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lib.train import console
+from lib.train.output import console
 
 ROW = {
     "step": 150,

@@ -1,4 +1,4 @@
-# covers: lib/train/meters.py
+# covers: lib/train/output/meters.py
 """The memory figures of a row: for the launch, and for the steps since the previous row."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 
 from lib.core.paths import Experiment
-from lib.train.meters import Meters
+from lib.train.output.meters import Meters
 from tests.train.test_plan import make
 
 

@@ -1,4 +1,4 @@
-# covers: lib/train/on_end.py, lib/core/commands.py
+# covers: lib/train/output/on_end.py, lib/core/commands.py
 """The command of --on-end: its environment, its limits, and what is recorded about it."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import yaml
 
 from lib.core import commands, log, offline, options, records
 from lib.core.paths import Experiment
-from lib.train import on_end
 from lib.train.config import DEFAULTS
-from lib.train.on_end import Ending
+from lib.train.output import on_end
+from lib.train.output.on_end import Ending
 from tests.trainer_stand_in import find_processes
 
 COMPLETE = Ending("complete", 0)

@@ -1,4 +1,4 @@
-# covers: lib/train/page_writer.py
+# covers: lib/train/output/page_writer.py
 """report.html is written by a child process, which changes nothing about the run."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import pytest
 
 from lib.core.paths import Experiment
 from lib.core.retry import poll
-from lib.train import page_writer
-from lib.train.page_writer import PageWriter
+from lib.train.output import page_writer
+from lib.train.output.page_writer import PageWriter
 from tests.report.runs import make_row, write_run
 
 SLEEP = "import time; time.sleep(60)"

@@ -1,4 +1,4 @@
-# covers: lib/train/meters.py
+# covers: lib/train/output/meters.py
 """The profiler under Nsight Systems; tests/test_stage_04.py reads the files that a run writes."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lib.train import meters
+from lib.train.output import meters
 
 
 def test_under_nsight_the_span_is_the_capture_range(

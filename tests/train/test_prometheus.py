@@ -1,4 +1,4 @@
-# covers: lib/train/prometheus.py
+# covers: lib/train/output/prometheus.py
 """metrics.prom, read by a strict parser of Prometheus' text format."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 
 from lib.core.figures import METRICS, STATE
 from lib.core.paths import Experiment
-from lib.train import prometheus
-from lib.train.prometheus import PrometheusFile
+from lib.train.output import prometheus
+from lib.train.output.prometheus import PrometheusFile
 from tests.conftest import run_stage
 from tests.training import SMALL_RUN, metrics
 

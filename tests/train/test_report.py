@@ -1,4 +1,4 @@
-# covers: lib/train/report.py, lib/train/meters.py
+# covers: lib/train/output/report.py, lib/train/output/meters.py
 """The speed of a launch, the status of a run that fails, and the plot in the summary."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 
 from lib.core.paths import Experiment
 from lib.tokens.batches import BEGINNING
-from lib.train import meters, report
-from lib.train.report import Report
+from lib.train.output import meters, report
+from lib.train.output.report import Report
 from tests.train.test_plan import make
 
 FIRST_S = 60.0

@@ -1,4 +1,4 @@
-# covers: lib/train/rows.py, lib/train/meters.py
+# covers: lib/train/output/rows.py, lib/train/output/meters.py
 """A row is captured without waiting for a GPU, and read after the GPU has reached its end."""
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.routers import RouterLoad
 from lib.tokens.batches import BEGINNING
-from lib.train.meters import Timers
-from lib.train.rows import LossWindow, capture_row, read_row
+from lib.train.output.meters import Timers
+from lib.train.output.rows import LossWindow, capture_row, read_row
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")

@@ -1,4 +1,4 @@
-# covers: lib/train/sampling.py, lib/train/metrics.py
+# covers: lib/train/sampling.py, lib/train/output/metrics.py
 """samples.jsonl after resumes, rollbacks and failing disks, and the end of a sample's text."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
 from lib.parallel import generation
 from lib.tokens.prompts import Prompt
-from lib.train.metrics import Metrics
+from lib.train.output.metrics import Metrics
 from lib.train.sampling import (
     PromptSample,
     SampleFile,

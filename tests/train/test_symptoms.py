@@ -1,4 +1,4 @@
-# covers: lib/train/symptoms.py
+# covers: lib/train/output/symptoms.py
 """Errors of torch and NCCL are replaced by errors that say what to do."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from lib.core import launcher
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.train import symptoms
 from lib.train.config import Config
+from lib.train.output import symptoms
 
 PLAIN = Config(batch_size=4, seq_length=1024, precision="bf16", activation_checkpointing="none")
 

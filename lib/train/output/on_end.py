@@ -1,7 +1,7 @@
 """Run the command of --on-end with a time limit and without a terminal.
 
-Launchers and the watcher of stage 04 (lib/train/end_watcher.py) call this. The command cannot
-change the exit code of the run.
+Launchers and the watcher of stage 04 (lib/train/output/end_watcher.py) call this. The command
+cannot change the exit code of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lib.core.commands import LAUNCHED_AS
 from lib.core.errors import EXIT_DISK_FULL, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.events import Event
 from lib.core.paths import Experiment
-from lib.train.journal import Journal, format_time
+from lib.train.output.journal import Journal, format_time
 
 EXIT_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 KILL_S = 3.0  # the most seconds that it takes to kill a command

@@ -28,13 +28,13 @@ from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.events import Event
 from lib.core.paths import Experiment
-from lib.train.prometheus import PrometheusFile
+from lib.train.output.prometheus import PrometheusFile
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
     from lib.parallel.layout import ParallelLayout
     from lib.train.config import Config
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 

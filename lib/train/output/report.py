@@ -23,13 +23,20 @@ from lib.parallel.loss import LossFunction
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream, MicroBatch
-from lib.train import bits_per_byte, console, metrics, symptoms
 from lib.train.estimates import MEASURED_STEPS
-from lib.train.journal import Journal
-from lib.train.meters import Meters, Pace
-from lib.train.metrics import Metrics
-from lib.train.page_writer import PageWriter
-from lib.train.rows import CapturedRow, Divergence, Evaluation, LossWindow, capture_row, read_row
+from lib.train.output import bits_per_byte, console, metrics, symptoms
+from lib.train.output.journal import Journal
+from lib.train.output.meters import Meters, Pace
+from lib.train.output.metrics import Metrics
+from lib.train.output.page_writer import PageWriter
+from lib.train.output.rows import (
+    CapturedRow,
+    Divergence,
+    Evaluation,
+    LossWindow,
+    capture_row,
+    read_row,
+)
 from lib.train.sampling import SampleFile, Sampling, describe_sample, format_texts
 from lib.train.state import TrainState
 

@@ -18,11 +18,11 @@ from lib.parallel import compiling
 from lib.planning.memory import MemoryEstimate
 from lib.tokens.batches import DataStream
 from lib.train import bench, overview, plan
-from lib.train.communication import CommunicationProfiler
 from lib.train.inputs import Inputs
-from lib.train.journal import Journal, find_git_commit
-from lib.train.meters import Meters
-from lib.train.report import Report
+from lib.train.output.communication import CommunicationProfiler
+from lib.train.output.journal import Journal, find_git_commit
+from lib.train.output.meters import Meters
+from lib.train.output.report import Report
 from lib.train.state import TrainState
 
 _ESTIMATE_S = 60.0  # to wait for the memory estimate, which would slow the measured steps down

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lib.core import records, run_records
 from lib.core.paths import Experiment
-from lib.train import journal
+from lib.train.output import journal
 
 try:
     from orjson import loads as _load_json

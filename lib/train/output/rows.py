@@ -28,10 +28,10 @@ from lib.tokens.batches import (
 )
 from lib.tokens.mixture import ValidationSplit
 from lib.tokens.samples import IGNORED
-from lib.train import bits_per_byte
-from lib.train.bits_per_byte import SourceLosses, TextLoss
 from lib.train.data import Data
-from lib.train.meters import Meters, TimedSteps
+from lib.train.output import bits_per_byte
+from lib.train.output.bits_per_byte import SourceLosses, TextLoss
+from lib.train.output.meters import Meters, TimedSteps
 from lib.train.plan import Plan
 from lib.train.state import TrainState
 from lib.train.suite import SuiteEvaluation

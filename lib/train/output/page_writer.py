@@ -15,9 +15,9 @@ from threading import Lock
 
 from lib.core import log
 from lib.core.paths import Experiment
-from lib.train import on_end
+from lib.train.output import on_end
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 # Not `-m`, which would search the current directory of the user first. An alarm ends the process
 # even if a file system hangs for a while.
 _PROGRAM = (

@@ -25,13 +25,13 @@ from lib.core import launcher, liveness, log, records, stage, watchdog
 from lib.core.errors import EXIT_BUG
 from lib.core.lease import ExperimentHeld
 from lib.core.paths import OUTPUTS, Experiment
-from lib.train import on_end
-from lib.train.on_end import Ending
+from lib.train.output import on_end
+from lib.train.output.on_end import Ending
 
 if TYPE_CHECKING:  # slow to import, and the watcher does not need it
     from lib.train.config import Config
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 # Not `-m`, which would search the current directory of the user first.
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "

@@ -16,8 +16,8 @@ from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.parallel import meeting
 from lib.planning.knobs import list_remedies
-from lib.train import journal, meters
 from lib.train.config import Config
+from lib.train.output import journal, meters
 from lib.train.plan import get_world_size, make_step_without_attention
 
 _SEE_PAGE = "docs/how-to/troubleshooting.md says more"

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from lib.core import declared, options, units
 from lib.core.events import Event
 from lib.train.config import DEFAULTS
-from lib.train.run_data import TOKENS, RunData
+from lib.train.output.run_data import TOKENS, RunData
 
 # They say nothing about what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
