@@ -423,10 +423,7 @@ def train(run: Run) -> Divergence | None:
 def log_step(
     run: Run, window: LossWindow, grad_norm: torch.Tensor, learning_rate: float, stopping: bool
 ) -> Divergence | None:
-    """Write the metrics row captured earlier, and capture a row of this step if one is due.
-
-    Returns the divergence that a written row shows, None if the run stops anyway.
-    """
+    """Write the captured row, and capture one if due. Return a divergence unless the run stops."""
     step = run.state.step
     report = run.report
     divergence = report.write_captured()  # while the device still computes the last step
@@ -439,7 +436,7 @@ def log_step(
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
         if evaluating or stopping or run.checkpointer.is_due(step):
             divergence = report.write_captured()
-    if divergence is None and run.sampling.is_due(step) and not stopping:
+    if divergence is None and not stopping and run.sampling.is_due(step):
         with run.meters.pause("samples"):
             report.add_samples(run.sampling)
     return None if stopping else divergence

@@ -500,7 +500,7 @@ def test_log_rules_match_the_lines_of_a_run() -> None:
         "[rank=1] done: x",
     ):
         assert not re.match(hang["stopPattern"], other)
-    assert 'f"done: ' in (ROOT / "lib" / "train" / "report.py").read_text()
+    assert 'f"done: ' in (ROOT / "lib/train/output/report.py").read_text()
 
 
 def test_a_trainjob_comes_with_its_runtime() -> None:

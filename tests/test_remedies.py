@@ -222,7 +222,7 @@ def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
     there.type(*build, "--only-splits", "0-2")
     damage("hf_datasets/parts.parts/split_01/*.train")
     there.cured(*build, "--merge")
-    for part in ("train", split_parts._RECORD):  # other bytes of the same size
+    for part in ("train", work_units.RECORD):  # other bytes of the same size
         shutil.rmtree("hf_datasets/parts")
         there.type(*build, "--only-splits", "0-2")
         blank(f"hf_datasets/parts.parts/split_01/*.{part}")

@@ -232,6 +232,7 @@ def test_a_run_leaves_the_documented_files(trained: Path):
         "time/optimizer",
         "eval/loss",
         "eval/perplexity",
+        "eval/bits_per_byte",
         *(f"time/{name}" for name in ("data", "forward", "backward", "update", "total")),
         *(f"memory/{name}_gib" for name in _MEMORY),
         "memory/max_peak_rank",

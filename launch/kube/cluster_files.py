@@ -383,13 +383,8 @@ def _choose_subnet(subnets: list[dict[str, Any]], cluster: ClusterOptions) -> st
 
 def _describe_lustre(cluster: ClusterOptions) -> tuple[str, str]:
     """Return the DNS name and the mount name of the existing file system."""
-    answer = aws.query_json(
-        "fsx",
-        "describe-file-systems",
-        "--file-system-ids",
-        cluster.filesystem_id,
-        region=cluster.region,
-    )
+    which = ("--file-system-ids", cluster.filesystem_id)
+    answer = aws.query_json("fsx", "describe-file-systems", *which, region=cluster.region)
     [system] = answer["FileSystems"]
     return system["DNSName"], system["LustreConfiguration"]["MountName"]
 

@@ -85,7 +85,7 @@ class Sampling:
     """
 
     def __init__(self, data: Data, model_dir: Path, plan: Plan, layout: ParallelLayout) -> None:
-        self._prompts = gather(data.prompts, layout.control)[0] if data.prompts else []
+        self._prompts = gather(data.prompts, layout.control)[0]
         self._stops = set(data.stops)
         self._model_dir = model_dir
         self._plan = plan

@@ -329,6 +329,6 @@ def test_the_label_of_a_place_says_whose_it_is(tmp_path: Path) -> None:
     label = json.loads((tmp_path / f"my run-{RUN}" / copies.LABEL).read_text())
     assert label == {"kind": "checkpoint copies/1", "experiment": "my run", "run": RUN}
     (tmp_path / f"my run-{RUN}" / copies.LABEL).write_text("{")
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="something other"):
         open_place(str(tmp_path))
     assert isinstance(copies.open_place("s3-directory", "a", "1"), DirectoryPlace)

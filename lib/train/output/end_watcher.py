@@ -35,7 +35,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 # Not `-m`, which would search the current directory of the user first.
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from lib.train import end_watcher; end_watcher.main()"
+    "from lib.train.output import end_watcher; end_watcher.main()"
 )
 _CHECK_EVERY_S = 0.5
 _MARGIN_S = on_end.KILL_S + 5.0  # to start the command, and to record its outcome
