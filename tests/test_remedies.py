@@ -44,7 +44,7 @@ from lib.core import file_identity, hashing, identity, offline, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import place, saved, split_parts, work_units
+from lib.corpus import place, saved, work_units
 from lib.export import adapter_files, checkpoint_checks
 from lib.hub import client, repository, s3, transfer
 from lib.models import (

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lib.core.append_only import AppendOnlyFile
@@ -94,13 +95,13 @@ def test_texts_for_people_show_control_characters(experiment: Experiment) -> Non
 
 
 def test_a_text_ends_before_eos_or_a_token_that_ends_answers(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, group: dist.ProcessGroup
 ) -> None:
     """A stand-in continues the prompts, so that these tokens come at known places."""
     continuations = np.array([[5, 6, 2, 7], [5, 9, 6, 6], [5, 6, 7, 8]])
     monkeypatch.setattr(generation, "continue_prompts", lambda *_: (continuations, continuations))
     sampling = Sampling(
-        SimpleNamespace(prompts=[], stops=[9]),
+        SimpleNamespace(prompts=[Prompt(f"{index}", [3]) for index in range(3)], stops=[9]),
         Path(),
         SimpleNamespace(
             config=SimpleNamespace(
@@ -108,11 +109,9 @@ def test_a_text_ends_before_eos_or_a_token_that_ends_answers(
             ),
             total_steps=7,
         ),
-        SimpleNamespace(rank=0),
+        SimpleNamespace(rank=0, control=group),
     )
-    assert not sampling.is_due(7)
-    # The constructor exchanges the prompts of ranks and would load a tokenizer.
-    sampling._prompts = [Prompt(f"{index}", [3]) for index in range(3)]
+    # A tokenizer would be loaded from the directory of a model.
     sampling.__dict__["_tokenizer"] = SimpleNamespace(
         eos_token_id=2, decode=lambda ids, **_: "".join(f"{token}," for token in ids)
     )
