@@ -227,6 +227,12 @@ def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
         there.type(*build, "--only-splits", "0-2")
         blank(f"hf_datasets/parts.parts/split_01/*.{part}")
         there.cured(*build, "--merge")
+    near = ("02_build_hf_dataset.py", "--num-workers", 1, "--dedup", "near")
+    there.type(*near, "--save-dir", "hf_datasets/old", "--near-bands", 7)
+    Path("later").mkdir()
+    Path("later/new.txt").write_text("A text that no earlier document contains. " * 9)
+    near += ("--data-folder", "later", "--save-dir", "hf_datasets/later")
+    there.follow(there.fails(*near, "--near-against", "hf_datasets/old"))
     learn = (
         "03_download_model.py",
         "--from-scratch",
