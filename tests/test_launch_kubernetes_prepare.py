@@ -88,6 +88,7 @@ def test_the_command_prepare_leaves_the_same_record(
     assert started(kube) == ["pytorchjobs"]
 
 
+@pytest.mark.slow
 def test_always_prepares_and_never_does_not(kube: Cluster, deploy: Callable[..., str]) -> None:
     output = deploy("--prepare", "never")
     assert started(kube) == ["pytorchjobs"] and "prepar" not in output
@@ -97,6 +98,7 @@ def test_always_prepares_and_never_does_not(kube: Cluster, deploy: Callable[...,
     assert "preparing the run first, in job exp-prepare" in output
 
 
+@pytest.mark.slow
 def test_a_new_volume_is_prepared(kube: Cluster, deploy: Callable[..., str]) -> None:
     deploy()
     claim = kube.objects["persistentvolumeclaims", "default", "fsx-claim"]

@@ -286,6 +286,7 @@ def test_a_job_with_a_lost_node_is_requeued(
     assert "a node is lost" in (tmp_path / f"slurm-{job}.out").read_text()
 
 
+@pytest.mark.slow
 def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, project: Path) -> None:
     options = (
         "--data-folder",
@@ -307,6 +308,7 @@ def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, proje
     assert cluster.ended(refused)["ExitCode"] == "2:0"
 
 
+@pytest.mark.slow
 def test_a_task_of_an_array_is_requeued_near_its_time_limit(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:

@@ -177,6 +177,7 @@ def test_a_checkpoint_that_is_deleted_during_its_copy_is_no_failure(
     assert find_copies(URL) == [2]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_is_tried_again(
     run: Experiment, recorder: Recorder, new: Callable[..., Copier], server: S3Server
 ) -> None:

@@ -135,6 +135,7 @@ def test_parts_of_killed_uploads_are_discarded(bucket: Bucket, server: S3Server)
     assert [*server.store.uploads] == ["other"]
 
 
+@pytest.mark.slow
 @needs_faults
 def test_errors_say_whether_a_person_must_act(
     server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -94,6 +94,7 @@ def test_an_attempt_joins_in_a_store_that_an_earlier_one_used(launch):
             one.kill()
 
 
+@pytest.mark.slow
 def test_a_rank_may_prepare_longer_than_the_heartbeat_timeout(launch):
     life = launch(0.1, 2 * SILENCE_S)
     assert [one.wait() for one, _ in life] == [[0], [0]]
