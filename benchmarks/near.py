@@ -5,7 +5,7 @@
   python benchmarks/near.py --dir /scratch --megabytes 2000 --workers 1 2 --grow 100
 
 Makes JSON Lines of documents of 1 to 6 kB under --dir: pairs of all similarities, chains of ten
-documents of which each is similar to the one before, copies, one text in many slight variants, and
+documents (each is similar to the one before), copies, one text in many slight variants, and
 templates with different content. Then it runs stage 02 with `--dedup none`, `exact` and `near`, and
 prints seconds, CPU seconds of the process tree and its memory. It computes the Jaccard similarity
 of the planted pairs from the words themselves, and compares dropped.jsonl with it. --grow also
