@@ -17,7 +17,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -96,7 +95,12 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def noted(
     monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureRequest
 ) -> Iterator[None]:
-    """Note where every error with a remedy was made, and who called that."""
+    """Note where every error with a remedy was made, and who called that.
+
+    The test that ends last, in any process, checks that no remedy was left out. No test waits for
+    the others: pytest-xdist holds back the last test of a process until it can give it another
+    one, so a test that waits for that test would wait for ever.
+    """
     make = StageError.__init__
 
     def note(self: StageError, *arguments: Any, **parts: Any) -> None:
@@ -113,6 +117,9 @@ def noted(
     part = notes / f"{request.node.name}.part"
     part.write_text(json.dumps(sorted(RENDERED)))
     part.rename(part.with_suffix(".json"))
+    written = [notes / f"{name}.json" for name in globals() if name.startswith("test_")]
+    if all(path.exists() for path in written):
+        require_every_remedy(written)
 
 
 class Terminal:
@@ -896,21 +903,13 @@ def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
             assert all((ROOT / word).exists() for word in words if word.startswith("launch/"))
 
 
-def test_every_remedy_in_the_code_is_rendered(notes: Path, request: pytest.FixtureRequest) -> None:
-    """Holds when the whole file has run; what another process took from it is waited for."""
-    ours = [item for item in request.session.items if item.fspath.basename == "test_remedies.py"]
-    if ours[-1].name != request.node.name or len(ours) < 10:
-        pytest.skip("only a part of the file runs")
-    wanted = [notes / f"{item.name}.json" for item in ours[:-1]]
-    until = time.monotonic() + 240
-    while not all(path.exists() for path in wanted):
-        assert time.monotonic() < until, "another process has not run the rest of this file"
-        time.sleep(0.1)
-    rendered = {tuple(place) for path in wanted for place in json.loads(path.read_text())}
+def require_every_remedy(written: list[Path]) -> None:
+    """Fail if a place that passes a remedy on is in none of the notes of the tests."""
+    rendered = {tuple(place) for path in written for place in json.loads(path.read_text())}
     missing = [
         f"{Path(file).relative_to(ROOT)}:{first}: {text}"
         for file, first, last, text in sites()
         if not ELSEWHERE.search(file)
         and not any((file, line) in rendered for line in range(first, last + 1))
     ]
-    assert not missing, "\n".join(missing)
+    assert not missing, "these remedies were not rendered:\n" + "\n".join(missing)
