@@ -1,0 +1,308 @@
+"""Replace matches in texts: scan many texts at once, and look closely only at lines with a match."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core.errors import UsageError, from_os_error
+from lib.corpus.masks import accounts, addresses, emails, phones
+from lib.corpus.masks.finders import SHAPE, Finder
+
+if TYPE_CHECKING:
+    from lib.corpus.row_options import RowOptions
+
+VERSION = 1  # of the patterns; a dataset records it
+KINDS = EMAIL, IP, PHONE, IBAN, CARD = "email", "ip", "phone", "iban", "card"
+CONSTANT, HASH = REPLACEMENTS = "constant", "hash"
+MOST_SHAPES = 3  # examples per kind that a unit of work reports
+_CHUNK_BYTES = 1 << 20  # scanned at once; it fits in the cache of a core
+# A match and the words that decide about it are within this distance of its rare byte.
+_BEFORE = 1024
+_AFTER = 2048
+_FEWEST_KEY_BYTES = 16
+_HASH_BYTES = 8
+_LETTERS = bytes.maketrans(b"0123456789abcdef", b"abcdefghijklmnop")
+_SEPARATORS = re.compile(rb"[^A-Za-z0-9+]+")
+
+
+@dataclass
+class Hits:
+    """List the matches in some rows.
+
+    rows: for each kind, the row of each match, increasing. shapes: for each kind, the rows and the
+    shapes of the first matches (see `describe_shape`).
+    """
+
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    shapes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
+
+    def add(self, row: int, kind: str, match: bytes) -> None:
+        """Add a match."""
+        self.rows.setdefault(kind, []).append(row)
+        shapes = self.shapes.setdefault(kind, [])
+        if len(shapes) < MOST_SHAPES:
+            shapes.append((row, describe_shape(kind, match)))
+
+    def extend(self, other: Hits, rows_before: int) -> None:
+        """Add the matches of later rows. rows_before: number of rows before these rows."""
+        for kind, rows in other.rows.items():
+            self.rows.setdefault(kind, []).extend(row + rows_before for row in rows)
+        for kind, shapes in other.shapes.items():
+            mine = self.shapes.setdefault(kind, [])
+            mine += [(row + rows_before, shape) for row, shape in shapes]
+            del mine[MOST_SHAPES:]
+
+
+class Masker:
+    """Replace the matches of some kinds.
+
+    kinds: among KINDS. countries: whose national telephone numbers are included. key: for hashes;
+    without it, all matches of a kind become the same constant.
+    """
+
+    def __init__(self, kinds: Sequence[str], countries: Sequence[str], key: bytes = b"") -> None:
+        finders: dict[str, Sequence[Finder]] = {
+            EMAIL: emails.FINDERS,
+            IP: addresses.FINDERS,
+            PHONE: phones.list_finders(countries),
+            IBAN: accounts.IBAN_FINDERS,
+            CARD: accounts.CARD_FINDERS,
+        }
+        self._finders = [(kind, each) for kind in kinds for each in finders[kind]]
+        self._uses_shape = any(finder.uses_shape for _, finder in self._finders)
+        self._key = hashlib.sha256(key).digest() if key else b""
+
+    def mask_text(self, text: str) -> str:
+        """Return a text with its matches replaced."""
+        (masked,), _ = self.mask_texts([text.encode("utf-8", "surrogatepass")])
+        return text if masked is None else masked.decode("utf-8", "surrogatepass")
+
+    def mask_texts(self, texts: Sequence[bytes | None]) -> tuple[list[bytes | None], Hits]:
+        """Return texts with their matches replaced, and the matches by index of the text.
+
+        texts: valid UTF-8. A text without a match is returned as the same object.
+        """
+        masked = list(texts)
+        hits = Hits()
+        for first, stop in _group_texts(texts):
+            own = [text or b"" for text in texts[first:stop]]
+            joined = own[0] if len(own) == 1 else b"\n".join(own)
+            lines = self._find_lines(joined)
+            if not lines:
+                continue
+            start = 0
+            for number, text in enumerate(own, first):
+                end = start + len(text)
+                inside = []
+                while lines and lines[0][0] < end:
+                    low, high = lines.pop(0)
+                    inside.append((low - start, high - start))
+                if inside:
+                    masked[number] = self._mask_lines(text, inside, number, hits)
+                start = end + 1
+        return masked, hits
+
+    def _mask_lines(
+        self, text: bytes, lines: Sequence[tuple[int, int]], row: int, hits: Hits
+    ) -> bytes:
+        """Return a text with the matches in some of its lines replaced."""
+        pieces = []
+        done = 0
+        for low, high in lines:
+            pieces += [text[done:low], self._mask_line(text[low:high], row, hits)]
+            done = high
+        return b"".join([*pieces, text[done:]])
+
+    def _mask_line(self, line: bytes, row: int, hits: Hits) -> bytes:
+        """Return a line without matches.
+
+        What stands beside a match may be a match as soon as the first one is replaced, so the line
+        is searched until nothing is found.
+        """
+        while matches := self._find_matches(line):
+            pieces = []
+            done = 0
+            for start, end, kind in matches:
+                match = line[start:end]
+                hits.add(row, kind, match)
+                pieces += [line[done:start], self._replace(kind, match)]
+                done = end
+            line = b"".join([*pieces, line[done:]])
+        return line
+
+    def _find_matches(self, line: bytes) -> list[tuple[int, int, str]]:
+        """Return start, end and kind of matches that do not overlap, in their order."""
+        found = [
+            (start, -end, number)
+            for number, (_, finder) in enumerate(self._finders)
+            for start, end in _search(finder, line, self._make_shape(line))
+        ]
+        matches: list[tuple[int, int, str]] = []
+        for start, negative_end, number in sorted(found):
+            if not matches or start >= matches[-1][1]:
+                matches.append((start, -negative_end, self._finders[number][0]))
+        return matches
+
+    def _find_lines(self, text: bytes) -> list[tuple[int, int]]:
+        """Return start and end of the lines with a match, in their order."""
+        shape = self._make_shape(text)
+        lines: set[tuple[int, int]] = set()
+        for _, finder in self._finders:
+            done = 0
+            for place in finder.anchor.finditer(shape if finder.uses_shape else text):
+                at = place.start()
+                if at >= done and _check_place(finder, text, at):
+                    low = text.rfind(b"\n", 0, at) + 1
+                    high = text.find(b"\n", at)
+                    done = len(text) if high < 0 else high
+                    lines.add((low, done))
+        return sorted(lines)
+
+    def _make_shape(self, text: bytes) -> bytes:
+        return text.translate(SHAPE) if self._uses_shape else b""
+
+    def _replace(self, kind: str, match: bytes) -> bytes:
+        if not self._key:
+            return f"<{kind}>".encode()
+        digest = hashlib.blake2b(
+            normalize_match(kind, match), digest_size=_HASH_BYTES, key=self._key, person=kind.encode()
+        )
+        # Letters only, so that the hash contains no match itself.
+        return f"<{kind}:".encode() + digest.hexdigest().encode().translate(_LETTERS) + b">"
+
+
+def _group_texts(texts: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
+    """Yield first and last + 1 of texts that are scanned together; a long text is alone."""
+    first = 0
+    size = 0
+    for number, text in enumerate(texts):
+        own = len(text or b"")
+        if size + own > _CHUNK_BYTES and number > first:
+            yield first, number
+            first = number
+            size = 0
+        size += own + 1
+    if first < len(texts):
+        yield first, len(texts)
+
+
+def _check_place(finder: Finder, text: bytes, at: int) -> tuple[int, int] | None:
+    """Return start and end of the match at a place, None if there is none."""
+    low = text.rfind(b"\n", max(0, at - _BEFORE), at) + 1 or max(0, at - _BEFORE)
+    high = text.find(b"\n", at, at + _AFTER)
+    return finder.find(text, at, low, min(len(text), at + _AFTER) if high < 0 else high)
+
+
+def _search(finder: Finder, line: bytes, shape: bytes) -> Iterator[tuple[int, int]]:
+    for place in finder.anchor.finditer(shape if finder.uses_shape else line):
+        if span := _check_place(finder, line, place.start()):
+            yield span
+
+
+def normalize_match(kind: str, match: bytes) -> bytes:
+    """Return what a hash is computed from: equal for all spellings of one address or number."""
+    if kind in (EMAIL, IP):
+        return match.decode().lower().encode()
+    return _SEPARATORS.sub(b"", match)
+
+
+def describe_shape(kind: str, match: bytes) -> str:
+    """Return how a match looks without what it says, such as `a…@b….de` or `+00 000 0000000`."""
+    text = match.decode(errors="replace")
+    if kind == EMAIL:
+        local, _, domain = re.sub(r"\s?[\[(]\s?at\s?[\])]\s?", "@", text, flags=re.I).partition("@")
+        return f"{local[0]}…@{domain[0]}…{domain[domain.rfind('.') :]}"
+    if kind == IBAN:
+        return text[:2] + re.sub("[A-Z]", "A", re.sub(r"\d", "0", text[2:]))
+    return re.sub("[a-fA-F]", "a", re.sub(r"\d", "0", text))
+
+
+def parse_kinds(text: str) -> list[str]:
+    """Return the kinds in a value of --mask, such as `email,ip`."""
+    return _parse_names(text, KINDS, "kinds")
+
+
+def parse_countries(text: str) -> list[str]:
+    """Return the countries in a value of --mask-phone-country, such as `US,DE`."""
+    return _parse_names(text.upper(), phones.COUNTRIES, "countries")
+
+
+def _parse_names(text: str, known: Sequence[str], noun: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(
+            f"expected {noun} among {','.join(known)}, got {','.join(unknown)!r}"
+        )
+    return names
+
+
+def make_masker(row_options: RowOptions) -> Masker:
+    """Return the masker of a dataset; without --mask it replaces nothing."""
+    kinds = tuple(kind for kind in KINDS if kind in row_options.mask)
+    return _make_masker(kinds, tuple(row_options.mask_phone_country), row_options.mask_key)
+
+
+@cache
+def _make_masker(kinds: Sequence[str], countries: Sequence[str], key: Path | None) -> Masker:
+    return Masker(kinds, countries, key.read_bytes() if key else b"")
+
+
+def describe_masks(row_options: RowOptions) -> dict[str, Any]:
+    """Return what the masked text depends on, {} without --mask; the key only as a digest."""
+    if not row_options.mask:
+        return {}
+    key = row_options.mask_key
+    digest = hashlib.blake2b(
+        key.read_bytes() if key else b"", digest_size=_HASH_BYTES, person=b"mask-key"
+    )
+    return {
+        "mask": [kind for kind in KINDS if kind in row_options.mask],
+        "mask_phone_country": sorted({*row_options.mask_phone_country}),
+        "mask_with": row_options.mask_with,
+        "mask_key": digest.hexdigest() if key else None,
+        "mask_version": VERSION,
+    }
+
+
+def require_key(row_options: RowOptions) -> None:
+    """Raise UsageError if options of --mask contradict each other, or if the key is unusable."""
+    key = row_options.mask_key
+    given = [
+        name
+        for name, is_given in (
+            ("--mask-phone-country", row_options.mask_phone_country),
+            ("--mask-with hash", row_options.mask_with == HASH),
+            ("--mask-key", key),
+        )
+        if is_given
+    ]
+    if given and not row_options.mask:
+        raise UsageError(f"{given[0]} needs --mask", expected=f"--mask {','.join(KINDS)}")
+    if row_options.mask_phone_country and PHONE not in row_options.mask:
+        raise UsageError("--mask-phone-country needs --mask phone", expected="--mask phone")
+    if (key is None) == (row_options.mask_with == HASH):
+        raise UsageError(
+            "--mask-with hash and --mask-key FILE need each other",
+            expected="both, or none: a hash without a secret key can be reversed by guessing",
+            hint="a new key: head -c 32 /dev/urandom > mask.key",
+        )
+    if key is None:
+        return
+    try:
+        size = len(key.read_bytes())
+    except OSError as error:
+        raise from_os_error(error) from None
+    if size < _FEWEST_KEY_BYTES:
+        raise UsageError(
+            f"--mask-key {key} is too short",
+            expected=f"at least {_FEWEST_KEY_BYTES} bytes that nobody can guess",
+            found=f"{size} bytes",
+            hint="a new key: head -c 32 /dev/urandom > mask.key",
+        )
