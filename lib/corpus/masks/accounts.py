@@ -41,11 +41,11 @@ _LONGEST_IBAN = 3 * 34  # bytes, with separators
 # Digits in one piece, or in the groups that are printed on cards, with equal separators.
 _CARD = re.compile(
     rb"[0-9]{4}(?:([ -])(?:[0-9]{4}\1[0-9]{4}\1[0-9]{4}(?:\1[0-9]{3})?|[0-9]{6}\1[0-9]{4,5})"
-    rb"|[0-9]{9,15})(?![0-9])"
+    rb"|[0-9]{10,15})(?![0-9])"
 )
 # First digits of the schemes, and the lengths of their numbers.
 _SCHEMES = re.compile(
-    "4(?:.{12}|.{15}|.{18})"  # Visa
+    "4.{15}(?:.{3})?"  # Visa
     "|(?:5[1-5]|222[1-9]|22[3-9].|2[3-6]..|27[01].|2720).*(?<=^.{16})"  # Mastercard
     "|3[47].{13}"  # American Express
     "|(?:6011|64[4-9]|65).*(?<=^.{16})"  # Discover
@@ -91,7 +91,7 @@ def find_card(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | No
     # Groups before or after it belong to a longer number, such as a UUID.
     if text[end : end + 1] == b"-" and is_letter_after(text, end + 1, high):
         return None
-    if at > low and text[at - 1 : at] == b"-":
+    if at > low and text[at - 1] in b"-+":
         return None
     if separator and text[end : end + 1] == separator and text[end + 1 : end + 2].isdigit():
         return None
@@ -113,5 +113,5 @@ def _has_luhn_digit(digits: str) -> bool:
 
 IBAN_FINDERS = (Finder(re.compile(rb"A(?<![Aa0_.]A)(?=A00)"), True, find_iban),)
 CARD_FINDERS = (
-    Finder(re.compile(rb"0(?<![Aa0_.]0)(?=000(?:[ -]0000|0{9}))"), True, find_card),
+    Finder(re.compile(rb"0(?<![Aa0_.]0)(?=000(?:[ -]0000|0{10}))"), True, find_card),
 )

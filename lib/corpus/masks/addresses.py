@@ -11,28 +11,19 @@ _CONTEXT_BYTES = 40  # before an address, in which words are searched
 _LONGEST_V6 = 45
 _FEWEST_GROUPS = 3  # of an IPv6 address: `x[2001::2]` is a slice
 _MOST_OF_A_HEADING = 30
+_HEADING = re.compile(rb" {1,8}[A-Z][A-Za-z]")
+# Registered arcs of object identifiers (OID): X.500 attributes, extensions, IANA, curves.
+_OBJECT_IDENTIFIER = re.compile(rb"2\.5\.(?:4|29)\.|1\.3\.(?:6|14|36|101|132)\.")
 _V4 = re.compile(rb"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")
 _V6 = re.compile(rb"[0-9a-fA-F]{4}(?::[0-9a-fA-F]{0,4}){2,7}")
 # Words before a number with three dots that is no address, and signs as in `pkg==1.2.3.4`.
 _OTHER_NUMBER = re.compile(
     rb"(?:(?<!con)version|revision|release|firmware|build|section|chapter|clause|paragraph|article"
-    rb"|appendix|annex|figure|oid|(?:\b|_)(?:v|ver|rev|sec|sect|ch|chap|fig|para|art))"
-    rb"(?:[\s.:=\"'(#-]|\xc2\xa0){0,4}\Z"
+    rb"|appendix|annex|figure|spec|oid|identifier|(?:\b|_)(?:v|ver|rev|sec|sect|ch|chap|fig|art))"
+    rb"s?(?:[\s.:=_`\"'(#-]|\xc2\xa0){0,6}\Z"
     rb"|\xc2\xa7\s?\Z|[=<>~!]=\Z|[\^~]\Z|[A-Za-z0-9]/\Z|[A-Za-z_]-\Z",
     re.IGNORECASE,
 )
-_HEADING = 30
-_V4 = re.compile(rb"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")
-_V6 = re.compile(rb"[0-9a-fA-F]{4}(?::[0-9a-fA-F]{0,4}){2,7}")
-# Words before a number with three dots that is no address, and signs as in `pkg==1.2.3.4`.
-_OTHER_NUMBER = re.compile(
-    rb"(?:version|revision|release|firmware|driver|build|section|chapter|clause|paragraph|article"
-    rb"|appendix|annex|figure|table|oid|(?:\b|_)(?:v|ver|rev|sec|sect|ch|chap|fig|para|art|no))"
-    rb"(?:[\s.:=\"'(#-]|\xc2\xa0){0,4}\Z"
-    rb"|\xc2\xa7\s?\Z|[=<>~^!]=?\Z(?<=[=<>~!]=|.[\^~])|[A-Za-z0-9]/\Z|[A-Za-z_]-\Z",
-    re.IGNORECASE,
-)
-_HEADING = re.compile(rb" {1,8}[A-Z][A-Za-z]")
 # The special-purpose registries of IANA, so that the result does not depend on Python's version.
 _SPECIAL_V4 = tuple(
     (int(network.network_address), int(network.broadcast_address))
@@ -43,7 +34,7 @@ _SPECIAL_V4 = tuple(
         "224.0.0.0/4 240.0.0.0/4".split(),
     )
 )
-_SPECIAL_V6 = tuple(map(ipaddress.IPv6Network, "2001::/23 2001:db8::/32 2002::/16".split()))
+_SPECIAL_V6 = tuple(map(ipaddress.IPv6Network, "2001::/23 2001:db8::/32 3fff::/20".split()))
 
 
 def find_v4(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
@@ -56,6 +47,8 @@ def find_v4(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None
         return None
     after = text[found.end() : min(high, found.end() + 2)]
     if after[:1] == b"-" and after[1:].isalpha():  # as in 1.2.3.4-beta
+        return None
+    if _OBJECT_IDENTIFIER.match(found.group()):
         return None
     parts = found.group().split(b".")
     if any(len(part) > 1 and part.startswith(b"0") for part in parts):

@@ -32,8 +32,10 @@ _NO_TOP_LEVEL = frozenset(
     "log rst tex bib ipynb py pyc pyi pyx whl egg gz bz2 xz zst tgz rar jar war class java kt cpp "
     "hpp dll exe dylib deb rpm dmg apk iso img bin dat db sqlite wav mp3 mp4 ogg avi webm woff ttf "
     "otf eot map wasm proto sql bat cmd doc docx xls xlsx ppt pptx odt parquet arrow onnx plist "
-    "service timer socket mount target self this length shape dtype prototype".split()
+    "service timer socket mount target".split()
 )
+_IN_CODE = frozenset(("self", "this"))  # as in `weights@self.inputs`
+_IS_VERSION = re.compile(r"\d+\.\d")  # as in `package@1.0.0-alpha.beta`
 
 
 def find_address(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:

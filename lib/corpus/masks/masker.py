@@ -98,12 +98,13 @@ class Masker:
             if not lines:
                 continue
             start = 0
+            done = 0
             for number, text in enumerate(own, first):
                 end = start + len(text)
                 inside = []
-                while lines and lines[0][0] < end:
-                    low, high = lines.pop(0)
-                    inside.append((low - start, high - start))
+                while done < len(lines) and lines[done][0] < end:
+                    inside.append((lines[done][0] - start, lines[done][1] - start))
+                    done += 1
                 if inside:
                     masked[number] = self._mask_lines(text, inside, number, hits)
                 start = end + 1

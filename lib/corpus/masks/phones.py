@@ -22,6 +22,8 @@ _AMERICAN = re.compile(
     rb"(?:1[ .-])?(?:\([2-9][0-9]{2}\) ?|[2-9][0-9]{2}[ .-])[2-9][0-9]{2}[ .-][0-9]{4}"
 )
 _DATE = re.compile(rb"[0-9]{2}([ ./-])[0-9]{2}\1[0-9]{2}(?:[0-9]{2})?(?:[ ./-]|\Z)")
+_DECIMAL = re.compile(rb"\+[0-9]+\.[0-9]+")
+_STATE = re.compile(rb"\b[A-Z]{2} {1,2}\Z")  # before a postal code of the USA, as MA 02111-1307
 _TRUNK = re.compile(rb"\(0\)")  # dialled within the country only
 _NO_DIGIT = re.compile(rb"[^0-9]+")
 
@@ -75,7 +77,7 @@ def find_international(text: bytes, at: int, low: int, high: int) -> tuple[int, 
         return None
     found = _INTERNATIONAL.match(text, at, high)
     end = found.end() if found else at
-    while end > at:
+    while end > at + 1:
         if _is_international(text[at:end]) and is_bounded(text, at, end, low, high):
             return at, end
         end = _drop_group(text, at, end)
@@ -90,6 +92,8 @@ def _drop_group(text: bytes, start: int, end: int) -> int:
 
 def _is_international(number: bytes) -> bool:
     digits = _NO_DIGIT.sub(b"", _TRUNK.sub(b"", number)).decode()
+    if _DECIMAL.fullmatch(number):
+        return False
     if not _FEWEST_DIGITS <= len(digits) <= _MOST_DIGITS:
         return False
     for size in (1, 2, 3):
@@ -112,6 +116,8 @@ def _find_national(
     if start > low and text[start - 1] in b"+-/,:)":
         return None
     found = _NATIONAL.match(text, start, high)
+    if _STATE.search(text[max(low, start - 5) : start]):
+        return None
     if not found or _DATE.match(text[at : found.end()]):
         return None
     size = len(_NO_DIGIT.sub(b"", found.group()))
@@ -151,6 +157,6 @@ def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
         ]
     lengths = [_NATIONAL_LENGTHS[each] for each in countries if each in _NATIONAL_LENGTHS]
     if lengths:
-        anchor = re.compile(rb"0(?<![0-9.]0)(?=[0-9]{1,5}(?:[ )/-]|\xc2\xa0))")
+        anchor = re.compile(rb"0(?<![0-9A-Za-z./,:+-]0)(?=[0-9]{1,5}(?:[ )/-]|\xc2\xa0))")
         finders.append(Finder(anchor, False, partial(_find_national, lengths)))
     return tuple(finders)
