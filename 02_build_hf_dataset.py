@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,8 @@ from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import second_pass
+from lib.corpus.masks import settings as mask_settings
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
 from lib.corpus.near.plan import NearPlan, describe_bands
@@ -117,8 +119,11 @@ def check_options(opts: BuildOptions) -> None:
                     f"{declared.flag(name)} needs --dedup near",
                     expected=f"--dedup near, or no {declared.flag(name)}",
                 )
+    problems.collect(partial(mask_settings.require_settings, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
+    if opts.drops_near:
+        problems.collect(partial(signatures.are_masked, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -152,6 +157,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             if opts.validation_percent
             else "train",
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
+            **({"masks": mask_settings.describe_masks(opts)} if opts.mask else {}),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -165,6 +171,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= mask_settings.identify_masks(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -290,11 +297,30 @@ def add_units(
             if are_read
             else workers.run(remaining)
         )
-        for result in results:
+        for result, masked in (
+            mask_later(opts, dataset, results)
+            if opts.masks_later
+            else ((result, {}) for result in results)
+        ):
             work_units.require_unchanged(result)
-            dataset.add(result)
+            dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
+
+
+def mask_later(
+    opts: BuildOptions, dataset: DatasetWriter, results: Iterable[work_units.UnitResult]
+) -> Iterator[second_pass.MaskedUnit]:
+    """Yield units with their kept rows masked by worker processes, in the second pass."""
+    assert dataset.near_plan
+    return second_pass.mask_units(
+        results,
+        dataset.near_plan,
+        dataset.near_rows,
+        declared.read_options(RowOptions, opts),
+        dataset.parts,
+        opts.num_workers,
+    )
 
 
 def check_result(

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,12 @@ from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
+from lib.corpus.masks.hits import Hits, MaskTally
+from lib.corpus.masks.part_masker import MaskedPart
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.output import NearOutput
 from lib.corpus.near.plan import NearPlan, PlannedRows
-from lib.corpus.near.rows import read_sidecar
+from lib.corpus.near.rows import find_source, read_sidecar
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
 from lib.corpus.selection import Decision, TwoPassDecision, drops_rows
@@ -46,6 +48,7 @@ class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
     units: number of units added so far. dropped: number of dropped rows, by name of the decision.
+    masks: what was masked.
     deletes_parts: of a build in two passes, delete the parts whose rows are safely written.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
@@ -90,6 +93,7 @@ class DatasetWriter:
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
         self._rows_before: int = before.get("rows_before", 0)
+        self.masks = MaskTally.from_json(before.get("masks", {}))
         self._decisions = selection.list_decisions(row_options)
         self._deciders = {
             name: decision.start(directory / WORK / name)
@@ -140,10 +144,11 @@ class DatasetWriter:
             )
             self.tally.problems[entry.skipped] += 1
 
-    def add(self, result: UnitResult) -> None:
+    def add(self, result: UnitResult, masked: Mapping[str, MaskedPart] | None = None) -> None:
         """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
-        The units must be added in order. Raises ArtifactError if a kept part is damaged.
+        masked: by split, the masked part of a second pass, deleted here. The units must be added in
+        order. Raises ArtifactError if a kept part is damaged.
         """
         _check_parts(result, self.near_work if self._deletes_parts else None)
         if result.unit.begins:
@@ -156,14 +161,18 @@ class DatasetWriter:
             copies = self._select_rows(result, split, planned)
             if self._near and planned:
                 self._near.write(result, split, planned, copies, writer.rows)
+            later = (masked or {}).get(split)
+            self._count_masked(result, split, later, copies)
             writer.append(
-                result.unit.part(split),
+                (later and later.path) or result.unit.part(split),
                 result.rows[split],
                 result.text_bytes[split],
                 copies,
                 self._lines_before if self._is_chat else 0,
                 planned.sizes if planned else None,
             )
+            if later and later.path:
+                later.path.unlink()
             self._unnoted += result.text_bytes[split]
         if not result.digests:
             for part in result.unit.parts():
@@ -227,6 +236,7 @@ class DatasetWriter:
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
             **({"near": self._near.plan.summary} if self._near else {}),
+            **({"masks": self.masks.summary()} if self._row_options.mask else {}),
         }
 
     def follow(self, plan: NearPlan) -> None:
@@ -235,9 +245,19 @@ class DatasetWriter:
         self._near.plan = plan
 
     @property
+    def parts(self) -> Path:
+        """Return the directory for parts that are added soon; a new run deletes its content."""
+        return self._directory / PARTS
+
+    @property
     def near_work(self) -> Path:
         """Return the directory for the work of a build in two passes, until it is finished."""
         return self._directory / NEAR
+
+    @property
+    def near_rows(self) -> int:
+        """Return the number of rows so far of a build in two passes, with dropped ones."""
+        return self._near.rows if self._near else 0
 
     @property
     def near_plan(self) -> NearPlan | None:
@@ -275,6 +295,19 @@ class DatasetWriter:
         if planned:
             return np.where(is_kept, planned.copies, 0)
         return None if is_kept.all() else is_kept
+
+    def _count_masked(
+        self, result: UnitResult, split: str, later: MaskedPart | None, copies: np.ndarray | None
+    ) -> None:
+        """Count the matches in the rows of a part that are written."""
+        if later:
+            hits = later.hits
+        elif split in result.masked:
+            hits = Hits(**result.masked[split])
+        else:
+            return
+        sources = [find_source(span.file.source) for span in result.unit.spans]
+        self.masks.add(hits, copies, sources, result.rows_of[split])
 
     def _note_dropped(
         self,
@@ -364,6 +397,7 @@ class DatasetWriter:
             "rows_before": self._rows_before,
             "files": sizes,
             **({"near_rows": self._near.rows} if self._near else {}),
+            "masks": self.masks.to_json(),
         }
         text = json.dumps(progress)  # serialized here, because the tally changes later
         finished = self._finished

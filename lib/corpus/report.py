@@ -9,7 +9,9 @@ from lib.core import commands, units
 from lib.core.errors import UsageError
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
+from lib.corpus.masks.hits import KINDS, MaskTally
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
+from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
 
 _NAMED = 5
@@ -78,6 +80,8 @@ def format_summary(
         lines[kind.replace("_", " ")] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if dataset.near_plan:
         lines |= dataset.near_plan.format_lines()
+    if row_options.mask:
+        lines["masked"] = describe_masked(dataset.masks)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (
@@ -85,6 +89,21 @@ def format_summary(
             f"listed in {save_dir}/{ERRORS}"
         )
     return lines
+
+
+def describe_masked(masks: MaskTally) -> str:
+    """Return the number of masked matches by kind, and the sources with the most of them."""
+    total = masks.total
+    counts = ", ".join(f"{total[kind]:,} {kind}" for kind in KINDS if total[kind])
+    if not counts:
+        return "nothing found"
+    sources = sorted(masks.sources.items(), key=lambda item: (-item[1].total(), item[0]))
+    named = ", ".join(
+        f"{escape_path(name) or 'no directory'} {count.total():,}"
+        for name, count in sources[:_NAMED]
+    )
+    more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
+    return f"{counts} (by source: {named}{more})"
 
 
 def _name_records(row_options: RowOptions) -> str:

@@ -88,20 +88,25 @@ def find_card(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | No
         return None
     end = found.end()
     separator = found.group(1) or b""
-    # Groups before or after it belong to a longer number, such as a UUID.
-    if text[end : end + 1] == b"-" and is_letter_after(text, end + 1, high):
+    if _continues(text, at, end, low, high, separator):
         return None
-    if at > low and text[at - 1] in b"-+":
-        return None
-    if separator and text[end : end + 1] == separator and text[end + 1 : end + 2].isdigit():
-        return None
-    if separator and at - 2 >= low and text[at - 1 : at] == separator:
-        if text[at - 2 : at - 1].isdigit():
-            return None
-    digits = found.group().replace(separator, b"").decode() if separator else found.group().decode()
+    digits = found.group().decode().replace(separator.decode() or " ", "")
     if not separator and len(digits) > _LONGEST_UNBROKEN:
         return None
     return (at, end) if _SCHEMES.fullmatch(digits) and _has_luhn_digit(digits) else None
+
+
+def _continues(text: bytes, start: int, end: int, low: int, high: int, separator: bytes) -> bool:
+    """Return whether groups beside the digits belong to a longer number, such as a UUID."""
+    if text[end : end + 1] == b"-" and is_letter_after(text, end + 1, high):
+        return True
+    if start > low and text[start - 1] in b"-+":
+        return True
+    if not separator:
+        return False
+    is_followed = text[end : end + 1] == separator and text[end + 1 : end + 2].isdigit()
+    is_preceded = start - 2 >= low and text[start - 1 : start] == separator
+    return is_followed or (is_preceded and text[start - 2 : start - 1].isdigit())
 
 
 def _has_luhn_digit(digits: str) -> bool:
@@ -112,6 +117,4 @@ def _has_luhn_digit(digits: str) -> bool:
 
 
 IBAN_FINDERS = (Finder(re.compile(rb"A(?<![Aa0_.]A)(?=A00)"), True, find_iban),)
-CARD_FINDERS = (
-    Finder(re.compile(rb"0(?<![Aa0_.]0)(?=000(?:[ -]0000|0{10}))"), True, find_card),
-)
+CARD_FINDERS = (Finder(re.compile(rb"0(?<![Aa0_.]0)(?=000(?:[ -]0000|0{10}))"), True, find_card),)

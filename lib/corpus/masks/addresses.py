@@ -25,16 +25,16 @@ _OTHER_NUMBER = re.compile(
     re.IGNORECASE,
 )
 # The special-purpose registries of IANA, so that the result does not depend on Python's version.
+_SPECIAL = (
+    "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 "
+    "192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 "
+    "224.0.0.0/4 240.0.0.0/4"
+)
 _SPECIAL_V4 = tuple(
     (int(network.network_address), int(network.broadcast_address))
-    for network in map(
-        ipaddress.IPv4Network,
-        "0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 169.254.0.0/16 172.16.0.0/12 192.0.0.0/24 "
-        "192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24 "
-        "224.0.0.0/4 240.0.0.0/4".split(),
-    )
+    for network in map(ipaddress.IPv4Network, _SPECIAL.split())
 )
-_SPECIAL_V6 = tuple(map(ipaddress.IPv6Network, "2001::/23 2001:db8::/32 3fff::/20".split()))
+_SPECIAL_V6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "3fff::/20")))
 
 
 def find_v4(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
@@ -70,9 +70,7 @@ def _is_public(octets: list[int]) -> bool:
     return not any(first <= number <= last for first, last in _SPECIAL_V4)
 
 
-def _is_heading(
-    text: bytes, octets: list[int], start: int, end: int, low: int, high: int
-) -> bool:
+def _is_heading(text: bytes, octets: list[int], start: int, end: int, low: int, high: int) -> bool:
     """Return whether small numbers begin a line before a title, as in `4.3.2.1 Scope`."""
     return (
         max(octets) <= _MOST_OF_A_HEADING
@@ -105,11 +103,7 @@ def find_v6(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None
 
 
 FINDERS = (
-    Finder(
-        re.compile(rb"\.(?<=[0-9]\.)(?=[0-9]{1,3}\.[0-9]{1,3}\.[0-9])"), False, find_v4
-    ),
+    Finder(re.compile(rb"\.(?<=[0-9]\.)(?=[0-9]{1,3}\.[0-9]{1,3}\.[0-9])"), False, find_v4),
     # All allocated unicast addresses begin with 2001 to 2003, 24, 26, 28, 2a or 2c.
-    Finder(
-        re.compile(rb":(?<=2[0468acAC][0-9a-fA-F]{2}:)(?=[0-9a-fA-F:])"), False, find_v6
-    ),
+    Finder(re.compile(rb":(?<=2[0468acAC][0-9a-fA-F]{2}:)(?=[0-9a-fA-F:])"), False, find_v6),
 )

@@ -26,14 +26,15 @@ _SPELT_DOMAIN = re.compile(
 )
 _TOP_LEVEL = re.compile(f"(?:(?![\\d_]){LETTER}){{2,24}}|xn--[a-z0-9-]{{2,59}}", re.IGNORECASE)
 # Suffixes of files and names in code that follow an @ in practice, such as `icon@2x.png`.
-_NO_TOP_LEVEL = frozenset(
-    "png jpg jpeg gif svg svgz webp avif ico bmp tif tiff psd pdf eps js mjs cjs jsx tsx vue svelte "
-    "css scss sass less html htm xhtml xml json jsonl yaml yml toml ini cfg conf lock txt csv tsv "
-    "log rst tex bib ipynb py pyc pyi pyx whl egg gz bz2 xz zst tgz rar jar war class java kt cpp "
+_SUFFIXES = (
+    "png jpg jpeg gif svg svgz webp avif ico bmp tif tiff psd pdf eps js mjs cjs jsx tsx vue "
+    "svelte css scss sass less html htm xhtml xml json jsonl yaml yml toml ini cfg conf lock txt "
+    "csv tsv log rst tex bib ipynb py pyc pyi pyx whl egg gz bz2 xz zst tgz rar jar war class java kt cpp "
     "hpp dll exe dylib deb rpm dmg apk iso img bin dat db sqlite wav mp3 mp4 ogg avi webm woff ttf "
     "otf eot map wasm proto sql bat cmd doc docx xls xlsx ppt pptx odt parquet arrow onnx plist "
-    "service timer socket mount target".split()
+    "service timer socket mount target"
 )
+_NO_TOP_LEVEL = frozenset(_SUFFIXES.split())
 _IN_CODE = frozenset(("self", "this"))  # as in `weights@self.inputs`
 _IS_VERSION = re.compile(r"\d+\.\d")  # as in `package@1.0.0-alpha.beta`
 
@@ -83,9 +84,7 @@ def _find_local_start(text: bytes, end: int, low: int) -> int | None:
     return start
 
 
-def _find_domain_end(
-    text: bytes, start: int, high: int, domains: re.Pattern[str]
-) -> int | None:
+def _find_domain_end(text: bytes, start: int, high: int, domains: re.Pattern[str]) -> int | None:
     """Return where the domain ends that begins at an index, None if there is none."""
     rest = text[start : min(high, start + _MOST_BYTES)].decode(errors="ignore")
     found = domains.match(rest)

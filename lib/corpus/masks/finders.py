@@ -75,6 +75,4 @@ def is_bounded(text: bytes, start: int, end: int, low: int, high: int) -> bool:
         return False
     if start > low and text[start - 1] == ord("."):
         return False
-    return not (
-        end < high and text[end] == ord(".") and is_letter_after(text, end + 1, high)
-    )
+    return not (end < high and text[end] == ord(".") and is_letter_after(text, end + 1, high))

@@ -1,63 +1,22 @@
-"""Replace matches in texts: scan many texts at once, and look closely only at lines with a match."""
+"""Replace matches in texts: scan many texts at once, and look closely only at some lines."""
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from lib.core.errors import UsageError, from_os_error
 from lib.corpus.masks import accounts, addresses, emails, phones
 from lib.corpus.masks.finders import SHAPE, Finder
+from lib.corpus.masks.hits import CARD, EMAIL, IBAN, IP, PHONE, Hits
 
-if TYPE_CHECKING:
-    from lib.corpus.row_options import RowOptions
-
-VERSION = 1  # of the patterns; a dataset records it
-KINDS = EMAIL, IP, PHONE, IBAN, CARD = "email", "ip", "phone", "iban", "card"
-CONSTANT, HASH = REPLACEMENTS = "constant", "hash"
-MOST_SHAPES = 3  # examples per kind that a unit of work reports
 _CHUNK_BYTES = 1 << 20  # scanned at once; it fits in the cache of a core
 # A match and the words that decide about it are within this distance of its rare byte.
 _BEFORE = 1024
 _AFTER = 2048
-_FEWEST_KEY_BYTES = 16
 _HASH_BYTES = 8
 _LETTERS = bytes.maketrans(b"0123456789abcdef", b"abcdefghijklmnop")
-_SEPARATORS = re.compile(rb"[^A-Za-z0-9+]+")
-
-
-@dataclass
-class Hits:
-    """List the matches in some rows.
-
-    rows: for each kind, the row of each match, increasing. shapes: for each kind, the rows and the
-    shapes of the first matches (see `describe_shape`).
-    """
-
-    rows: dict[str, list[int]] = field(default_factory=dict)
-    shapes: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
-
-    def add(self, row: int, kind: str, match: bytes) -> None:
-        """Add a match."""
-        self.rows.setdefault(kind, []).append(row)
-        shapes = self.shapes.setdefault(kind, [])
-        if len(shapes) < MOST_SHAPES:
-            shapes.append((row, describe_shape(kind, match)))
-
-    def extend(self, other: Hits, rows_before: int) -> None:
-        """Add the matches of later rows. rows_before: number of rows before these rows."""
-        for kind, rows in other.rows.items():
-            self.rows.setdefault(kind, []).extend(row + rows_before for row in rows)
-        for kind, shapes in other.shapes.items():
-            mine = self.shapes.setdefault(kind, [])
-            mine += [(row + rows_before, shape) for row, shape in shapes]
-            del mine[MOST_SHAPES:]
+_SEPARATORS = re.compile(rb"[^A-Za-z0-9]+")
 
 
 class Masker:
@@ -109,6 +68,14 @@ class Masker:
                     masked[number] = self._mask_lines(text, inside, number, hits)
                 start = end + 1
         return masked, hits
+
+    def may_match(self, text: bytes) -> bool:
+        """Return False if a text has no match. This is faster than to mask it."""
+        shape = self._make_shape(text)
+        return any(
+            finder.anchor.search(shape if finder.uses_shape else text)
+            for _, finder in self._finders
+        )
 
     def _mask_lines(
         self, text: bytes, lines: Sequence[tuple[int, int]], row: int, hits: Hits
@@ -173,7 +140,10 @@ class Masker:
         if not self._key:
             return f"<{kind}>".encode()
         digest = hashlib.blake2b(
-            normalize_match(kind, match), digest_size=_HASH_BYTES, key=self._key, person=kind.encode()
+            normalize_match(kind, match),
+            digest_size=_HASH_BYTES,
+            key=self._key,
+            person=kind.encode(),
         )
         # Letters only, so that the hash contains no match itself.
         return f"<{kind}:".encode() + digest.hexdigest().encode().translate(_LETTERS) + b">"
@@ -212,98 +182,3 @@ def normalize_match(kind: str, match: bytes) -> bytes:
     if kind in (EMAIL, IP):
         return match.decode().lower().encode()
     return _SEPARATORS.sub(b"", match)
-
-
-def describe_shape(kind: str, match: bytes) -> str:
-    """Return how a match looks without what it says, such as `a…@b….de` or `+00 000 0000000`."""
-    text = match.decode(errors="replace")
-    if kind == EMAIL:
-        local, _, domain = re.sub(r"\s?[\[(]\s?at\s?[\])]\s?", "@", text, flags=re.I).partition("@")
-        return f"{local[0]}…@{domain[0]}…{domain[domain.rfind('.') :]}"
-    if kind == IBAN:
-        return text[:2] + re.sub("[A-Z]", "A", re.sub(r"\d", "0", text[2:]))
-    return re.sub("[a-fA-F]", "a", re.sub(r"\d", "0", text))
-
-
-def parse_kinds(text: str) -> list[str]:
-    """Return the kinds in a value of --mask, such as `email,ip`."""
-    return _parse_names(text, KINDS, "kinds")
-
-
-def parse_countries(text: str) -> list[str]:
-    """Return the countries in a value of --mask-phone-country, such as `US,DE`."""
-    return _parse_names(text.upper(), phones.COUNTRIES, "countries")
-
-
-def _parse_names(text: str, known: Sequence[str], noun: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(
-            f"expected {noun} among {','.join(known)}, got {','.join(unknown)!r}"
-        )
-    return names
-
-
-def make_masker(row_options: RowOptions) -> Masker:
-    """Return the masker of a dataset; without --mask it replaces nothing."""
-    kinds = tuple(kind for kind in KINDS if kind in row_options.mask)
-    return _make_masker(kinds, tuple(row_options.mask_phone_country), row_options.mask_key)
-
-
-@cache
-def _make_masker(kinds: Sequence[str], countries: Sequence[str], key: Path | None) -> Masker:
-    return Masker(kinds, countries, key.read_bytes() if key else b"")
-
-
-def describe_masks(row_options: RowOptions) -> dict[str, Any]:
-    """Return what the masked text depends on, {} without --mask; the key only as a digest."""
-    if not row_options.mask:
-        return {}
-    key = row_options.mask_key
-    digest = hashlib.blake2b(
-        key.read_bytes() if key else b"", digest_size=_HASH_BYTES, person=b"mask-key"
-    )
-    return {
-        "mask": [kind for kind in KINDS if kind in row_options.mask],
-        "mask_phone_country": sorted({*row_options.mask_phone_country}),
-        "mask_with": row_options.mask_with,
-        "mask_key": digest.hexdigest() if key else None,
-        "mask_version": VERSION,
-    }
-
-
-def require_key(row_options: RowOptions) -> None:
-    """Raise UsageError if options of --mask contradict each other, or if the key is unusable."""
-    key = row_options.mask_key
-    given = [
-        name
-        for name, is_given in (
-            ("--mask-phone-country", row_options.mask_phone_country),
-            ("--mask-with hash", row_options.mask_with == HASH),
-            ("--mask-key", key),
-        )
-        if is_given
-    ]
-    if given and not row_options.mask:
-        raise UsageError(f"{given[0]} needs --mask", expected=f"--mask {','.join(KINDS)}")
-    if row_options.mask_phone_country and PHONE not in row_options.mask:
-        raise UsageError("--mask-phone-country needs --mask phone", expected="--mask phone")
-    if (key is None) == (row_options.mask_with == HASH):
-        raise UsageError(
-            "--mask-with hash and --mask-key FILE need each other",
-            expected="both, or none: a hash without a secret key can be reversed by guessing",
-            hint="a new key: head -c 32 /dev/urandom > mask.key",
-        )
-    if key is None:
-        return
-    try:
-        size = len(key.read_bytes())
-    except OSError as error:
-        raise from_os_error(error) from None
-    if size < _FEWEST_KEY_BYTES:
-        raise UsageError(
-            f"--mask-key {key} is too short",
-            expected=f"at least {_FEWEST_KEY_BYTES} bytes that nobody can guess",
-            found=f"{size} bytes",
-            hint="a new key: head -c 32 /dev/urandom > mask.key",
-        )

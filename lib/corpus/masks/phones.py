@@ -1,5 +1,4 @@
-"""Find telephone numbers: with + and a country code, or in the national format of given countries.
-"""
+"""Find telephone numbers: with + and a country code, or in the national format of a country."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _AMERICAN = re.compile(
 )
 _DATE = re.compile(rb"[0-9]{2}([ ./-])[0-9]{2}\1[0-9]{2}(?:[0-9]{2})?(?:[ ./-]|\Z)")
 _DECIMAL = re.compile(rb"\+[0-9]+\.[0-9]+")
-_STATE = re.compile(rb"\b[A-Z]{2} {1,2}\Z")  # before a postal code of the USA, as MA 02111-1307
+_POSTAL_CODE = re.compile(rb"0[0-9]{4}-[0-9]{4}(?![0-9])")  # of the USA, as in MA 02111-1307
 _TRUNK = re.compile(rb"\(0\)")  # dialled within the country only
 _NO_DIGIT = re.compile(rb"[^0-9]+")
 
@@ -41,16 +40,17 @@ _LENGTHS = {
     )
     for code in codes.split()
 }
-_OTHER_CODES = frozenset(
-    "95 211 218 220 221 222 223 224 225 226 227 228 229 230 231 232 233 234 235 236 237 238 239 240 "
-    "241 242 243 244 245 246 247 248 249 250 251 252 253 254 255 256 257 258 260 261 262 263 264 "
-    "265 266 267 268 269 290 291 297 298 299 350 354 355 356 357 358 359 370 371 372 373 374 375 "
-    "376 377 378 381 382 383 385 386 387 389 420 421 423 500 501 502 503 504 505 506 507 508 509 "
-    "590 591 592 593 594 595 596 597 598 599 670 672 673 674 675 676 677 678 679 680 681 682 683 "
-    "685 686 687 688 689 690 691 692 800 808 850 852 853 855 856 870 878 880 881 882 883 886 888 "
-    "960 961 962 963 964 965 966 967 968 970 971 972 973 974 975 976 977 979 992 993 994 995 996 "
-    "998".split()
+_CODES = (
+    "95 211 218 220 221 222 223 224 225 226 227 228 229 230 231 232 233 234 235 236 237 238 239 "
+    "240 241 242 243 244 245 246 247 248 249 250 251 252 253 254 255 256 257 258 260 261 262 263 "
+    "264 265 266 267 268 269 290 291 297 298 299 350 354 355 356 357 358 359 370 371 372 373 374 "
+    "375 376 377 378 381 382 383 385 386 387 389 420 421 423 500 501 502 503 504 505 506 507 508 "
+    "509 590 591 592 593 594 595 596 597 598 599 670 672 673 674 675 676 677 678 679 680 681 682 "
+    "683 685 686 687 688 689 690 691 692 800 808 850 852 853 855 856 870 878 880 881 882 883 886 "
+    "888 960 961 962 963 964 965 966 967 968 970 971 972 973 974 975 976 977 979 992 993 994 995 "
+    "996 998"
 )
+_OTHER_CODES = frozenset(_CODES.split())
 # Country → the fewest and the most digits of a national number that begins with 0, with the 0.
 _NATIONAL_LENGTHS = {
     "AT": (8, 13),
@@ -116,16 +116,14 @@ def _find_national(
     if start > low and text[start - 1] in b"+-/,:)":
         return None
     found = _NATIONAL.match(text, start, high)
-    if _STATE.search(text[max(low, start - 5) : start]):
+    if _POSTAL_CODE.match(text, at, high):
         return None
     if not found or _DATE.match(text[at : found.end()]):
         return None
     size = len(_NO_DIGIT.sub(b"", found.group()))
     if not any(fewest <= size <= most for fewest, most in lengths):
         return None
-    return (
-        (start, found.end()) if is_bounded(text, start, found.end(), low, high) else None
-    )
+    return (start, found.end()) if is_bounded(text, start, found.end(), low, high) else None
 
 
 def _find_american(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
@@ -140,7 +138,9 @@ def _find_american(text: bytes, at: int, low: int, high: int) -> tuple[int, int]
     return None
 
 
-_INTERNATIONAL_FINDER = Finder(re.compile(rb"\+(?=[1-9][0-9 ./()\xc2\xe2-])"), False, find_international)
+_INTERNATIONAL_FINDER = Finder(
+    re.compile(rb"\+(?=[1-9][0-9 ./()\xc2\xe2-])"), False, find_international
+)
 
 
 def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:

@@ -16,6 +16,7 @@ from lib.core import artifacts, commands, hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import settings as mask_settings
 from lib.corpus.near import minhash
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.row_options import RowOptions
@@ -182,6 +183,20 @@ def require_parameters(directory: Path, row_options: RowOptions) -> None:
             if options == changed
             else "",
         )
+
+
+def are_masked(row_options: RowOptions) -> bool:
+    """Return whether the rows of the earlier datasets are masked, with the masks of this one.
+
+    Raises UsageError if some of them are masked in another way.
+    """
+    manifests = [
+        manifest.read_manifest(directory, _KIND, "the dataset")
+        for directory in row_options.near_against
+    ]
+    return mask_settings.are_masked(
+        [each["identity"]["options"] for each in manifests], row_options
+    )
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
