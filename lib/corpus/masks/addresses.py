@@ -16,6 +16,7 @@ _HEADING = re.compile(rb" {1,8}[A-Z][A-Za-z]")
 _OBJECT_IDENTIFIER = re.compile(rb"2\.5\.(?:4|29)\.|1\.3\.(?:6|14|36|101|132)\.")
 _V4 = re.compile(rb"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")
 _V6 = re.compile(rb"[0-9a-fA-F]{4}(?::[0-9a-fA-F]{0,4}){2,7}")
+_MORE_GROUPS = re.compile(rb":[:0-9a-zA-Z]")
 # Words before a number with three dots that is no address, and signs as in `pkg==1.2.3.4`.
 _OTHER_NUMBER = re.compile(
     rb"(?:(?<!con)version|revision|release|firmware|build|section|chapter|clause|paragraph|article"
@@ -88,7 +89,8 @@ def find_v6(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None
     end = found.end()
     while text[end - 1] == ord(":") and text[end - 2] != ord(":"):
         end -= 1  # the colon ends a sentence
-    if end - start > _LONGEST_V6 or text[end : end + 1] == b":" or text[start - 1 : start] == b":":
+    is_longer = _MORE_GROUPS.match(text, end, high) or (start > low and text[start - 1] in b":")
+    if end - start > _LONGEST_V6 or is_longer:
         return None
     if not is_bounded(text, start, end, low, high):
         return None

@@ -29,10 +29,10 @@ _TOP_LEVEL = re.compile(f"(?:(?![\\d_]){LETTER}){{2,24}}|xn--[a-z0-9-]{{2,59}}",
 _SUFFIXES = (
     "png jpg jpeg gif svg svgz webp avif ico bmp tif tiff psd pdf eps js mjs cjs jsx tsx vue "
     "svelte css scss sass less html htm xhtml xml json jsonl yaml yml toml ini cfg conf lock txt "
-    "csv tsv log rst tex bib ipynb py pyc pyi pyx whl egg gz bz2 xz zst tgz rar jar war class java kt cpp "
-    "hpp dll exe dylib deb rpm dmg apk iso img bin dat db sqlite wav mp3 mp4 ogg avi webm woff ttf "
-    "otf eot map wasm proto sql bat cmd doc docx xls xlsx ppt pptx odt parquet arrow onnx plist "
-    "service timer socket mount target"
+    "csv tsv log rst tex bib ipynb py pyc pyi pyx whl egg gz bz2 xz zst tgz rar jar war class "
+    "java kt cpp hpp dll exe dylib deb rpm dmg apk iso img bin dat db sqlite wav mp3 mp4 ogg avi "
+    "webm woff ttf otf eot map wasm proto sql bat cmd doc docx xls xlsx ppt pptx odt parquet "
+    "arrow onnx plist service timer socket mount target"
 )
 _NO_TOP_LEVEL = frozenset(_SUFFIXES.split())
 _IN_CODE = frozenset(("self", "this"))  # as in `weights@self.inputs`
