@@ -88,6 +88,7 @@ IBAN: DE89370400440532013000. → IBAN: <iban>.
 GB82WEST12345698765432 NO9386011117947 → <iban> <iban>
 MT84 MALT 0110 0001 2345 MTLC AST0 01S and so on → <iban> and so on
 4111 1111 1111 1111 or 4111-1111-1111-1111 → <card> or <card>
+no. 12 4111 1111 1111 1111 w9 4111 1111 1111 1111 27 → no. 12 <card> w9 <card> 27
 4111111111111111, 378282246310005, 3782 822463 10005 → <card>, <card>, <card>
 5555555555554444 2223003122003222 6011111111111117 3530111333300000 → <card> <card> <card> <card>
 DE88370400440532013000 xDE89370400440532013000 DE89370400440532013000X ZZ89370400440532013000
@@ -137,7 +138,7 @@ def draw_text(draw: random.Random) -> str:
 def test_a_masked_text_has_no_match_and_its_neighbours_do_not_matter(key):
     draw = random.Random(0)
     masker = Masker(KINDS, ["US", "DE"], key)
-    texts = [draw_text(draw) for _ in range(3000)]
+    texts = [draw_text(draw) for _ in range(1500)]
     masked = [masker.mask_text(text) for text in texts]
     assert [masker.mask_text(text) for text in masked] == masked
     assert any(one != two for one, two in zip(texts, masked, strict=True))

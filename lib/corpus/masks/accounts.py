@@ -55,6 +55,10 @@ _SCHEMES = re.compile(
     "|(?:50|5[6-8]|63|67).{14}(?:.{3})?"  # Maestro
     "|220[0-4].{12}",  # Mir
 )
+# Groups of four digits beside the digits, in a longer number.
+_GROUP_AFTER = re.compile(rb"[0-9]{4}(?![0-9A-Za-z])")
+_GROUP_BEFORE = re.compile(rb"(?<![0-9A-Za-z])[0-9]{4}\Z")
+_GROUP_BYTES = 6  # of the separator, four digits and a character before them
 _LONGEST_UNBROKEN = 16  # longer numbers in one piece are mostly identifiers
 
 
@@ -104,9 +108,10 @@ def _continues(text: bytes, start: int, end: int, low: int, high: int, separator
         return True
     if not separator:
         return False
-    is_followed = text[end : end + 1] == separator and text[end + 1 : end + 2].isdigit()
-    is_preceded = start - 2 >= low and text[start - 1 : start] == separator
-    return is_followed or (is_preceded and text[start - 2 : start - 1].isdigit())
+    if text[end : end + 1] == separator and _GROUP_AFTER.match(text, end + 1, high):
+        return True
+    before = text[max(low, start - _GROUP_BYTES) : start]
+    return before[-1:] == separator and bool(_GROUP_BEFORE.search(before[:-1]))
 
 
 def _has_luhn_digit(digits: str) -> bool:
