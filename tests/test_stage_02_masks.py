@@ -107,7 +107,8 @@ def test_machines_and_workers_give_the_same_masked_rows(
     for kind, count in masks["counts"].items():
         assert count == sum(text.count(f"<{kind}>") for text in texts)
         assert count == sum(counts.get(kind, 0) for counts in masks["sources"].values())
-    assert {*masks["sources"]} == {"web", "mail", ""} and {*masks["counts"]} == {*KINDS}
+    assert {"web", "mail"} <= {*masks["sources"]} <= {"web", "mail", ""}
+    assert {*masks["counts"]} == {*KINDS}
     assert {*masks["shapes"]["card"]} == {"0000 0000 0000 0000"}
     assert f"{masks['counts']['email']:,} email" in done.stdout
     assert "masks" in done.stdout and "national format of US" in done.stdout
