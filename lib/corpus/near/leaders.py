@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING
 
-from lib.corpus.disk_array import DiskArray
+from lib.corpus.near.disk_array import DiskArray
 
 if TYPE_CHECKING:
     import numpy as np
