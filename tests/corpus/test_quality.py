@@ -1,17 +1,15 @@
-# covers: lib/corpus/quality/judge.py lib/corpus/quality/layout.py lib/corpus/quality/measures.py lib/corpus/quality/phrases.py lib/corpus/quality/repeats.py lib/corpus/words.py
+# covers: lib/corpus/quality/judge.py, lib/corpus/quality/measures.py, lib/corpus/words.py
 """The figures of the quality rules equal those of a plain implementation, in every batch."""
 
 from __future__ import annotations
 
-import math
 import random
 
 import numpy as np
 import pytest
 
-from lib.corpus import words
 from lib.corpus.quality import thresholds
-from lib.corpus.quality.judge import Judge, is_dropped
+from lib.corpus.quality.judge import Judge
 from lib.corpus.quality.layout import find_layouts
 from lib.corpus.quality.word_lists import ENGLISH_LISTS
 from tests.corpus.quality_reference import measure

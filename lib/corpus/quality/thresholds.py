@@ -1,7 +1,7 @@
 """Name the quality rules of stage 02 and their thresholds, and read their options.
 
-The name of a threshold is `family.name`. `min_` and `max_` begin the name of a rule; the rest is the
-name of its figure (measures.py). The other thresholds describe lines.
+The name of a threshold is `family.name`. `min_` or `max_` begins the name of a rule; the rest is
+the name of its figure (measures.py). The other thresholds describe lines.
 """
 
 from __future__ import annotations
