@@ -32,11 +32,12 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, signatures, split_parts, work_units
+from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
-from lib.corpus.near import NearDuplicates
-from lib.corpus.near_plan import NearPlan, describe_bands
+from lib.corpus.near import signatures
+from lib.corpus.near.build import NearDuplicates
+from lib.corpus.near.plan import NearPlan, describe_bands
 from lib.corpus.pool import UnitPool
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files

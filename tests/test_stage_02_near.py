@@ -1,6 +1,6 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/near.py, lib/corpus/near_plan.py
-# covers: lib/corpus/near_rows.py, lib/corpus/near_output.py, lib/corpus/signatures.py
-# covers: lib/corpus/shingle_sets.py
+# covers: 02_build_hf_dataset.py, lib/corpus/near/build.py, lib/corpus/near/plan.py
+# covers: lib/corpus/near/rows.py, lib/corpus/near/output.py, lib/corpus/near/signatures.py
+# covers: lib/corpus/near/shingle_sets.py
 """Stage 02 with --dedup near: what it drops, on several machines, after kills, and again."""
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import pyarrow as pa
 import pytest
 
 from lib.corpus import dataset as dataset_module
-from lib.corpus import inputs, near, shards, split_parts, work_units
+from lib.corpus import inputs, shards, split_parts, work_units
 from lib.corpus.dataset import NEAR, DatasetWriter
-from lib.corpus.near import NearDuplicates
+from lib.corpus.near import build as near_build
+from lib.corpus.near.build import NearDuplicates
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
 from tests.test_stage_02_machines import content
@@ -282,7 +283,7 @@ def test_nothing_to_compare_is_reported_as_without_the_option(stage, tmp_path):
 
 def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):
     build(spread, tmp_path / "out", SHAPE, 0)
-    monkeypatch.setattr(near, "_VERSION", 2)
+    monkeypatch.setattr(near_build, "_VERSION", 2)
     files, _ = inputs.find_inputs(spread, False)
     assert not NearDuplicates(tmp_path / "out" / NEAR, SHAPE, files, 1).is_collected
 

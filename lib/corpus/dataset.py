@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, near_plan, parts, selection, shards, work_units
+from lib.corpus import chat_rows, parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
-from lib.corpus.near_output import NearOutput
-from lib.corpus.near_plan import NearPlan, PlannedRows
-from lib.corpus.near_rows import read_sidecar
+from lib.corpus.near import plan as near_plan
+from lib.corpus.near.output import NearOutput
+from lib.corpus.near.plan import NearPlan, PlannedRows
+from lib.corpus.near.rows import read_sidecar
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
 from lib.corpus.selection import Decision, TwoPassDecision

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 from lib.core import declared
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
-from lib.corpus.minhash import Bands, KeyWriter
+from lib.corpus.near.minhash import Bands, KeyWriter
 from lib.corpus.parts import SidecarWriter
 from lib.corpus.row_options import NEAR, RowOptions
 

@@ -1,4 +1,4 @@
-# covers: lib/corpus/minhash.py
+# covers: lib/corpus/near/minhash.py
 """Band keys find pairs with the probability of the formula, in every batch alike."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ import io
 import numpy as np
 import pytest
 
-from lib.corpus import minhash
-from lib.corpus.minhash import Bands, KeyWriter
+from lib.corpus.near import minhash
+from lib.corpus.near.minhash import Bands, KeyWriter
 from lib.corpus.shingles import Shingles
 
 BANDS = Bands(20, 8)

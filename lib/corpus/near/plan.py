@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import units
-from lib.corpus import minhash
-from lib.corpus.disk_array import DiskArray
 from lib.corpus.inputs import InputFile
-from lib.corpus.minhash import Bands
+from lib.corpus.near import minhash
+from lib.corpus.near.disk_array import DiskArray
+from lib.corpus.near.minhash import Bands
+from lib.corpus.near.signatures import EarlierDataset, list_paths
 from lib.corpus.row_options import UPSAMPLE, RowOptions
-from lib.corpus.signatures import EarlierDataset, list_paths
 
 if TYPE_CHECKING:
     import numpy as np

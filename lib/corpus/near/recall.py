@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lib.corpus.minhash import Bands
+from lib.corpus.near.minhash import Bands
 
 _FIRST = 10  # the first bin begins at 10 ÷ 20
 _BINS = 20  # between the similarities 0 and 1

@@ -2,14 +2,14 @@
 
 The first pass has written a part and sidecars for each work unit. This module numbers the rows of
 all units in order (rows of earlier datasets come first), collects their sidecars in arrays on disk
-(documents.py: digests, keys, places), and then, step by step:
+(rows.py: digests, keys, places), and then, step by step:
 
 1. drops rows whose content equals an earlier row's;
 2. sorts the keys of each band, to find the rows that share one (key_groups.py);
 3. computes the sets of shingles of these rows (shingle_sets.py);
 4. walks the rows in order and finds the leader of each near duplicate (leaders.py).
 
-The result is a plan on disk, which the second pass follows (near_plan.py). A step that was finished
+The result is a plan on disk, which the second pass follows (plan.py). A step that was finished
 before a kill is not repeated.
 """
 
@@ -25,16 +25,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import log, manifest, records, units, workers
 from lib.core.progress import Progress
-from lib.corpus import key_groups, near_plan, pool, shingle_sets
-from lib.corpus.disk_array import DiskArray
+from lib.corpus import pool
 from lib.corpus.inputs import InputFile
-from lib.corpus.leaders import Limits, SetStore, Walk
-from lib.corpus.minhash import Bands
-from lib.corpus.near_rows import Collector, RowRange
-from lib.corpus.recall import RecallSample
+from lib.corpus.near import key_groups, shingle_sets
+from lib.corpus.near import plan as near_plan
+from lib.corpus.near.disk_array import DiskArray
+from lib.corpus.near.leaders import Limits, SetStore, Walk
+from lib.corpus.near.minhash import Bands
+from lib.corpus.near.recall import RecallSample
+from lib.corpus.near.rows import Collector, RowRange
+from lib.corpus.near.shingle_sets import SetsTask
+from lib.corpus.near.signatures import EarlierDataset
 from lib.corpus.row_options import RowOptions
-from lib.corpus.shingle_sets import SetsTask
-from lib.corpus.signatures import EarlierDataset
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:

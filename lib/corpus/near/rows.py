@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.corpus import minhash, shingles
+from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
+from lib.corpus.near import minhash
+from lib.corpus.near.signatures import EarlierDataset, ShardRows
 from lib.corpus.row_options import SOURCE, RowOptions
-from lib.corpus.signatures import EarlierDataset, ShardRows
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:

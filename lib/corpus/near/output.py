@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import manifest
 from lib.corpus import selection
-from lib.corpus.near_plan import COPY, RULE_NAMES, NearPlan, PlannedRows
-from lib.corpus.near_rows import read_sidecar
+from lib.corpus.near.plan import COPY, RULE_NAMES, NearPlan, PlannedRows
+from lib.corpus.near.rows import read_sidecar
+from lib.corpus.near.signatures import SignatureWriter
 from lib.corpus.row_options import RowOptions
-from lib.corpus.signatures import SignatureWriter
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:

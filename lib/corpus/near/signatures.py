@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import artifacts, commands, hashing, manifest, records
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import minhash, shingles
-from lib.corpus.disk_array import DiskArray
+from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
+from lib.corpus.near import minhash
+from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.row_options import RowOptions
 
 if TYPE_CHECKING:

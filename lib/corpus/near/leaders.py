@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING
 
-from lib.corpus.disk_array import DiskArray
-from lib.corpus.recall import RecallSample
+from lib.corpus.near.disk_array import DiskArray
+from lib.corpus.near.recall import RecallSample
 
 if TYPE_CHECKING:
     import numpy as np
