@@ -45,7 +45,7 @@ def _compose(facts: CorpusFacts, samples: int) -> Html:
     problems = facts.list_problems()
     more = len(problems) - _MOST_PROBLEMS
     items = [tag("li", text) for text in problems[:_MOST_PROBLEMS]]
-    items += [tag("li", f"{more:,} more problems of this kind")] if more > 0 else []
+    items += [tag("li", f"{more:,} more problems")] if more > 0 else []
     parts: list[object] = [
         tag("h1", _TITLE),
         tag("p", lead, class_="lead"),
