@@ -51,7 +51,8 @@ class RowTally:
     rows, bytes: read, before any are dropped. lengths, dropped_lengths: rows by bin of their
     length. dropped_bytes: by rule. sources: counts of each top-level directory, see list_sources.
     languages, dropped_languages: rows by the column `language`. samples: by rule, those with the
-    smallest keys. uncounted: tallies of an earlier version, without these counts.
+    smallest keys. excerpts: the beginning of the kept row of each of the largest clusters, by
+    the row's number. uncounted: tallies of an earlier version, without these counts.
     """
 
     rows: int = 0
@@ -63,6 +64,7 @@ class RowTally:
     languages: Counter[str] = field(default_factory=Counter)
     dropped_languages: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    excerpts: dict[str, str] = field(default_factory=dict)
     uncounted: int = 0
 
     def add_rows(self, source: str, sizes: Sequence[int] | np.ndarray) -> None:

@@ -128,6 +128,13 @@ class Decider(Protocol):
         """Return which of the next n rows to keep (bool [n]); sidecars: uint8 [n, width]."""
         ...
 
+    def find_numbers(self, *sidecars: np.ndarray) -> np.ndarray:
+        """Return the kept row that each of n dropped rows duplicates (int64 [n]).
+
+        The rows that `add` has kept are numbered from 0.
+        """
+        ...
+
 
 class Decision(NamedTuple):
     """A choice among all rows of a dataset, made from their sidecars in order.
@@ -184,8 +191,11 @@ COLUMNS: dict[str, Column] = {}
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
     "keys": Sidecar(0, measure_batch=_compute_keys),
+    "sizes": Sidecar(8, lambda row, sha256: row.bytes.to_bytes(8, "little")),
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
+
+_EVERY_DECISION = {"positions", "sizes"}  # of the dropped rows, for dropped.jsonl and the report
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
@@ -200,7 +210,7 @@ TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
     "near_duplicates": TwoPassDecision(
         "dedup",
         NEAR,
-        ("digests", "keys", "positions"),
+        ("digests", "keys"),
         "near duplicate",
         "near duplicates of kept rows",
     )
@@ -288,6 +298,7 @@ def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
         *list_two_pass_decisions(row_options).values(),
     ]
     needed = {name for decision in decisions for name in decision.sidecars}
+    needed |= _EVERY_DECISION if decisions else set()
     return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
 
 

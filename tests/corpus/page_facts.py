@@ -12,13 +12,16 @@ from lib.corpus.page.facts import (
     NearFacts,
     RuleFacts,
     Section,
-    SourceFacts,)
+    SourceFacts,
+)
 from lib.corpus.row_tally import Sample
 
 
 def make_facts(text: str = "Once upon a time there was a row.", samples: int = 10) -> CorpusFacts:
     """Return facts with every section. text: of all samples, names and clusters."""
-    shown = [Sample(n, f"web/{text}.jsonl", n, f"{n / 10:g}", text, "a.txt, row 2") for n in range(10)]
+    shown = [
+        Sample(n, f"web/{text}.jsonl", n, f"{n / 10:g}", text, "a.txt, row 2") for n in range(10)
+    ]
     rules = [
         RuleFacts("short", "--min-chars 200", 120_000, 9_000_000, 120_000, samples=shown[:samples]),
         RuleFacts("gopher: stop words", "--quality gopher", 30_000, 70_000_000, 90_000),

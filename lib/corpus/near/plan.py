@@ -129,6 +129,21 @@ class NearPlan:
         self._sizes = DiskArray(directory / SIZES, np.uint32)
         self._places = DiskArray(directory / "places", np.uint64, width=2)
 
+    @property
+    def first_new(self) -> int:
+        """Return the number of the first row that is not in an earlier dataset."""
+        return int(self._state["first_new"])
+
+    @property
+    def largest(self) -> list[tuple[int, int]]:
+        """Return the size of each of the largest clusters, and the number of its kept row."""
+        return [(size, row) for size, row in self._state["largest"]]
+
+    @property
+    def recall(self) -> list[list[float]]:
+        """Return the counts of a RecallSample; empty if an earlier version has made the plan."""
+        return self._state.get("recall", [])
+
     def select(self, first: int, rows: int) -> PlannedRows:
         """Return the plan of rows. first: of all rows of the build, without earlier datasets."""
         import numpy as np

@@ -252,7 +252,9 @@ def _show_near(near: NearFacts) -> list[Html]:
     labels: list[tuple[str, Callable[[float], str]]] = [("Jaccard", lambda tick: f"{tick:g}")]
     title = "Probability that a pair of rows is compared"
     chart = draw("recall", title, "probability", "wide zero", curves, 1.0, labels)
-    bins = [(f"{each.similarity:.2f} to {each.similarity + 0.05:.2f}", each) for each in near.recall]
+    bins = [
+        (f"{each.similarity:.2f} to {each.similarity + 0.05:.2f}", each) for each in near.recall
+    ]
     if near.above:
         bins.append((f"all from {near.threshold:g} on", near.above))
     rows = [
@@ -272,8 +274,14 @@ def _show_near(near: NearFacts) -> list[Html]:
         "probability; if not, the true recall is lower. Pairs below the threshold are compared "
         f"too, but kept. Bins with fewer than {ENOUGH} pairs are not estimated."
     )
-    shown = [tag("h2", "Near duplicates"), table("", ["figure", "value"], list(near.counts.items()))]
-    shown += [_make_figure(chart, curves, caption, head, rows, "wide"), tag("p", escape(note, 1000))]
+    shown = [
+        tag("h2", "Near duplicates"),
+        table("", ["figure", "value"], list(near.counts.items())),
+    ]
+    shown += [
+        _make_figure(chart, curves, caption, head, rows, "wide"),
+        tag("p", escape(note, 1000)),
+    ]
     if clusters:
         caption = "The largest clusters: the beginning of the row that was kept"
         shown.append(table(caption, ["rows", "kept row", "text"], clusters))
