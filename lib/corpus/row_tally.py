@@ -86,8 +86,8 @@ class RowTally:
         counts[_DROPPED_BYTES] += total
         counts[_DROPPED + rule] += len(sizes)
 
-    def add_languages(self, counts: Mapping[str | None, int], is_dropped: bool = False) -> None:
-        """Count rows that were read, or rows that were dropped, by language."""
+    def add_languages(self, counts: Mapping[Any, int], is_dropped: bool = False) -> None:
+        """Count rows that were read, or rows that were dropped, by language (None: unknown)."""
         own = self.dropped_languages if is_dropped else self.languages
         for language, count in counts.items():
             name = language or ""
@@ -96,7 +96,7 @@ class RowTally:
 
     def takes_sample(self, rule: str, key: int) -> bool:
         """Return whether a row with this key would become a sample."""
-        samples = self.samples.get(rule, ())
+        samples = self.samples.get(rule, [])
         return len(samples) < SAMPLES or key < samples[-1].key
 
     def add_sample(

@@ -302,6 +302,13 @@ def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
     return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
 
 
+def list_decisions_on(row_options: RowOptions) -> list[str]:
+    """Return the names of the decisions that can drop rows, also if another one makes them."""
+    return [
+        name for name in list_counts(row_options) if _is_on(row_options, get_decision(name).option)
+    ]
+
+
 def get_decision(name: str) -> Decision | TwoPassDecision:
     """Return a decision of either table."""
     return DECISIONS.get(name) or TWO_PASS_DECISIONS[name]
@@ -320,13 +327,14 @@ def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict
         **{name: decision.option for name, decision in decisions.items()},
     }
     return {
-        kind: _spell_option(row_options, option)
+        kind: spell_option(row_options, option)
         for kind, option in options.items()
         if counts.get(kind)
     }
 
 
-def _spell_option(row_options: RowOptions, name: str) -> str:
+def spell_option(row_options: RowOptions, name: str) -> str:
+    """Return an option with its value, as typed. name: its field."""
     value = getattr(row_options, name)
     if isinstance(value, list | tuple):
         value = ",".join(map(str, value))

@@ -41,8 +41,8 @@ class UnitRows:
         for name in ("positions", "sizes"):
             path = result.unit.part(f"{split}.{name}")
             has_values = self.rows and path.exists()
-            values = read_sidecar(path, self.rows, np.uint64)[:, 0] if has_values else []
-            arrays.append(np.asarray(values, np.uint64))
+            values = read_sidecar(path, self.rows, np.uint64) if has_values else np.empty((0, 1))
+            arrays.append(values[:, 0].astype(np.uint64))
         self.positions = arrays[0] + np.uint64(rows_before)
         self.sizes = arrays[1].astype(np.int64)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import units
 from lib.corpus.inputs import InputFile
-from lib.corpus.near import minhash
+from lib.corpus.near import minhash, recall
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.signatures import EarlierDataset, list_paths
@@ -199,10 +199,16 @@ class NearPlan:
             "compared_pairs": walk["compared"],
             "candidates_reached": walk["candidates_reached"],
             "members_reached": walk["members_reached"],
+            "recall": self._summarize_recall(bands),
             "largest": [
                 {"size": size, **self.describe_row(row)} for size, row in self._state["largest"]
             ],
         }
+
+    def _summarize_recall(self, bands: Bands) -> list[dict[str, Any]]:
+        """Return the recall of the bins, and at the end of all pairs from the threshold on."""
+        bins, above = recall.estimate_recall(self.recall, bands, self._row_options.near_threshold)
+        return [each.summarize() for each in (*bins, *([above] if above else []))]
 
     def format_lines(self) -> dict[str, str]:
         """Return the lines of the printed summary by label."""

@@ -38,6 +38,11 @@ class Recall(NamedTuple):
     expected: float
     measured: float | None
 
+    def summarize(self) -> dict[str, Any]:
+        """Return the values for the manifest."""
+        measured = None if self.measured is None else round(self.measured, 4)
+        return {**self._asdict(), "expected": round(self.expected, 4), "measured": measured}
+
 
 class RecallSample:
     """Collect pairs of documents.
