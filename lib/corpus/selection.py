@@ -44,11 +44,13 @@ class Rule(NamedTuple):
 
     option: the field of RowOptions that switches it on. find_reason: function of the text of a row
     and the value of the option; it returns why the row is dropped, "" to keep it. The reason
-    completes the sentence "3 rows are …".
+    completes the sentence "3 rows are …". measure: returns what dropped.jsonl shows as the value of
+    a dropped row.
     """
 
     option: str
     find_reason: Callable[[RowText, Any], str]
+    measure: Callable[[RowText], float | str | None] = lambda row: None
 
 
 class RowVerdict(NamedTuple):
@@ -179,7 +181,7 @@ def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
 
 
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
-RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
+RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short, lambda row: row.characters)}
 
 # In the order in which the rules apply, after those of RULES.
 RULE_GROUPS: dict[str, RuleGroup] = {}
@@ -225,7 +227,7 @@ def _is_on(row_options: RowOptions, option: str) -> bool:
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
     """Return the rules that are on, in their order."""
     own = [
-        BatchRule(kind, "", _check_rows(rule.find_reason, getattr(row_options, rule.option)))
+        BatchRule(kind, "", _check_rows(rule, getattr(row_options, rule.option)))
         for kind, rule in RULES.items()
         if _is_on(row_options, rule.option)
     ]
@@ -233,13 +235,17 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
     return own + [rule for group in groups for rule in group.start(row_options)]
 
 
-def _check_rows(find_reason: Callable[[RowText, Any], str], value: Any) -> Any:
-    """Return the check of a batch by a rule for one row."""
+def _check_rows(rule: Rule, value: Any) -> Any:
+    """Return the check of a batch by a rule for one row. value: of its option."""
     import numpy as np
 
     def check(batch: RowBatch) -> RowVerdict:
-        reasons = [find_reason(row, value) for row in batch.rows]
-        return RowVerdict(np.array([*map(bool, reasons)]), reasons=reasons)
+        reasons = [rule.find_reason(row, value) for row in batch.rows]
+        values = [
+            rule.measure(row) if reason else None
+            for row, reason in zip(batch.rows, reasons, strict=True)
+        ]
+        return RowVerdict(np.array([*map(bool, reasons)]), values, reasons)
 
     return check
 

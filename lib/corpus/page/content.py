@@ -88,6 +88,11 @@ def _list_tiles(facts: CorpusFacts) -> list[Html]:
     return [tag("div", tag("dt", name), tag("dd", text)) for name, text in figures.items()]
 
 
+def _show_number(text: str) -> Html:
+    """Return a number that stays on one line."""
+    return tag("span", text, class_="number")
+
+
 def _draw_bar(share: float) -> Html:
     """Return a bar that repeats a number for the eye; other readers skip it."""
     width = round(_BAR * min(1.0, share), 1)
@@ -108,11 +113,11 @@ def _show_rules(facts: CorpusFacts) -> list[Html]:
             [
                 rule.name,
                 rule.option,
-                f"{rule.rows:,}",
-                format_share(share),
+                _show_number(f"{rule.rows:,}"),
+                _show_number(format_share(share)),
                 _draw_bar(share),
-                units.size(rule.bytes),
-                _describe_alone(rule),
+                _show_number(units.size(rule.bytes)),
+                _show_number(_describe_alone(rule)),
             ]
         )
     caption = (
@@ -156,7 +161,7 @@ def _show_lengths(facts: CorpusFacts) -> list[Html]:
     caption = "Rows by the bytes of their text"
     return [
         tag("h2", "Lengths"),
-        _make_figure(chart, curves, caption, ["length", "read", "kept"], values, "wide"),
+        _make_figure(chart, curves, caption, ["length", "read", "kept"], values),
     ]
 
 
@@ -186,12 +191,11 @@ def _make_figure(
     caption: str,
     head: Sequence[str],
     rows: Sequence[Sequence[object]],
-    form: str = "",
 ) -> Html:
     """Return a chart with its legend, and a table with the same numbers."""
     legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
     details = tag("details", tag("summary", f"Table: {caption}"), table(caption, head, rows))
-    return tag("figure", tag("figcaption", caption, legend), chart, details, class_=form)
+    return tag("figure", tag("figcaption", caption, legend), chart, details, class_="wide fit")
 
 
 def _show_languages(facts: CorpusFacts) -> list[Html]:
@@ -202,7 +206,8 @@ def _show_languages(facts: CorpusFacts) -> list[Html]:
     for name, (count, dropped) in ordered[:_MOST_LANGUAGES]:
         share = count / facts.rows if facts.rows else 0.0
         kept = f"{count - dropped:,}"
-        rows.append([name, f"{count:,}", format_share(share), _draw_bar(share), kept])
+        figures = [f"{count:,}", format_share(share), _draw_bar(share), kept]
+        rows.append([name, *map(_show_number, figures)])
     caption = f"Rows by language, {units.counted(len(ordered), 'language')}"
     return [
         tag("h2", "Languages"),
@@ -221,11 +226,11 @@ def _show_sources(facts: CorpusFacts) -> list[Html]:
         rows.append(
             [
                 source.name,
-                f"{source.rows:,}",
-                units.size(source.bytes),
-                f"{source.rows - sum(source.dropped.values()):,}",
-                units.size(source.bytes - source.bytes_dropped),
-                format_share(source.loss),
+                _show_number(f"{source.rows:,}"),
+                _show_number(units.size(source.bytes)),
+                _show_number(f"{source.rows - sum(source.dropped.values()):,}"),
+                _show_number(units.size(source.bytes - source.bytes_dropped)),
+                _show_number(format_share(source.loss)),
                 mark,
                 rules,
             ]
@@ -279,7 +284,7 @@ def _show_near(near: NearFacts) -> list[Html]:
         table("", ["figure", "value"], list(near.counts.items())),
     ]
     shown += [
-        _make_figure(chart, curves, caption, head, rows, "wide"),
+        _make_figure(chart, curves, caption, head, rows),
         tag("p", escape(note, 1000)),
     ]
     if clusters:
