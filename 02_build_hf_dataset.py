@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,12 +35,14 @@ from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
-from lib.corpus.masks import second_pass
-from lib.corpus.masks import settings as mask_settings
+from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
 from lib.corpus.near.plan import NearPlan, describe_bands
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
@@ -110,20 +112,9 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
-    if not opts.drops_near:
-        defaults = RowOptions()
-        given = [name for name in vars(defaults) if name.startswith("near_")]
-        for name in given:
-            if getattr(opts, name) != getattr(defaults, name):
-                problems.add(
-                    f"{declared.flag(name)} needs --dedup near",
-                    expected=f"--dedup near, or no {declared.flag(name)}",
-                )
-    problems.collect(partial(mask_settings.require_settings, opts))
-    for directory in opts.near_against if opts.drops_near else []:
-        problems.collect(partial(signatures.require_parameters, directory, opts))
-    if opts.drops_near:
-        problems.collect(partial(signatures.are_masked, opts))
+    problems.collect(partial(signatures.require_near_options, opts))
+    problems.collect(partial(mask_options.require_masks, opts))
+    problems.collect(partial(quality.require_quality, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -156,8 +147,9 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **quality.describe_quality(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
-            **({"masks": mask_settings.describe_masks(opts)} if opts.mask else {}),
+            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -171,7 +163,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
-    chosen |= mask_settings.identify_masks(opts)
+    chosen |= mask_options.identify_masks(opts)
+    chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -297,30 +290,11 @@ def add_units(
             if are_read
             else workers.run(remaining)
         )
-        for result, masked in (
-            mask_later(opts, dataset, results)
-            if opts.masks_later
-            else ((result, {}) for result in results)
-        ):
+        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
             work_units.require_unchanged(result)
             dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
-
-
-def mask_later(
-    opts: BuildOptions, dataset: DatasetWriter, results: Iterable[work_units.UnitResult]
-) -> Iterator[second_pass.MaskedUnit]:
-    """Yield units with their kept rows masked by worker processes, in the second pass."""
-    assert dataset.near_plan
-    return second_pass.mask_units(
-        results,
-        dataset.near_plan,
-        dataset.near_rows,
-        declared.read_options(RowOptions, opts),
-        dataset.parts,
-        opts.num_workers,
-    )
 
 
 def check_result(
@@ -349,20 +323,21 @@ def print_summary(
     opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    files: int,
-    total: int,
+    facts: CorpusFacts,
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`, out of `total`.
+    read: input bytes that this launch processed in `seconds`.
     """
+    total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
+    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, opts.save_dir))
     print_next(opts)
 
 
@@ -406,6 +381,7 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    quality.require_sources(row_options, files)
     if opts.only_splits is not None:
         build_splits(opts, files, row_options)
         return
@@ -448,6 +424,8 @@ def main(argv: list[str]) -> None:
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
+        facts = collect.collect_facts(dataset, row_options, identity)
+        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
@@ -457,7 +435,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # covers: 02_build_hf_dataset.py, lib/corpus/masks/part_masker.py, lib/corpus/masks/second_pass.py
-# covers: lib/corpus/masks/settings.py, lib/corpus/near/shingle_sets.py
+# covers: lib/corpus/masks/mask_options.py, lib/corpus/near/shingle_sets.py
 """Stage 02 with --mask: the text of a dataset is masked, whatever built it, and nothing leaks."""
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from lib.core import errors
 from lib.corpus import chat_rows, inputs, parts, shards, split_parts, work_units
 from lib.corpus import dataset as dataset_module
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
-from lib.corpus.masks import part_masker, second_pass
-from lib.corpus.masks.hits import KINDS
+from lib.corpus.masks import mask_options, part_masker, second_pass
+from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.masker import Masker
-from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
@@ -133,7 +132,7 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
             dataset.follow(plan)
             remaining = split_parts.read_results(tasks[dataset.units :])
             for number, (result, masked) in enumerate(
-                second_pass.mask_units(remaining, plan, dataset.near_rows, shape, dataset.parts, 2),
+                second_pass.mask_units(remaining, dataset, shape, 2),
                 dataset.units,
             ):
                 if number == units:
@@ -335,9 +334,9 @@ def test_an_earlier_dataset_is_compared_as_it_was_masked(stage: StageRunner, tmp
 
 def test_datasets_with_other_masks_are_compared_only_if_all_are_alike():
     ours = RowOptions(mask=["email"])
-    same = signatures.mask_settings.identify_masks(ours)
-    other = signatures.mask_settings.identify_masks(RowOptions(mask=["ip"]))
-    are_masked = signatures.mask_settings.are_masked
+    same = mask_options.identify_masks(ours)
+    other = mask_options.identify_masks(RowOptions(mask=["ip"]))
+    are_masked = mask_options.are_masked
     assert not are_masked([], ours) and not are_masked([{"dedup": "near"}], ours)
     assert are_masked([same, {**same, "dedup": "near"}], ours)
     for earlier in ([other], [same, {}], [{**same, "mask_version": 0}]):

@@ -13,7 +13,8 @@ from pathlib import Path
 from lib.core import options
 from lib.core.declared import option
 from lib.corpus import encoding
-from lib.corpus.masks import settings as mask_settings
+from lib.corpus.masks import choices as mask_choices
+from lib.corpus.quality import thresholds
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -146,7 +147,7 @@ class RowOptions:
     )
     mask: list[str] = option(
         [],
-        parse=mask_settings.parse_kinds,
+        parse=mask_choices.parse_kinds,
         action="extend",
         metavar="KIND,…",
         quiet=True,
@@ -155,16 +156,16 @@ class RowOptions:
     )
     mask_phone_country: list[str] = option(
         [],
-        parse=mask_settings.parse_countries,
+        parse=mask_choices.parse_countries,
         action="extend",
         metavar="US,DE",
         quiet=True,
         help="with --mask phone, also mask numbers in the national format of these countries, from "
-        f"{', '.join(mask_settings.COUNTRIES)} (default: only numbers with + and a country code)",
+        f"{', '.join(mask_choices.COUNTRIES)} (default: only numbers with + and a country code)",
     )
     mask_with: str = option(
-        mask_settings.CONSTANT,
-        choices=mask_settings.REPLACEMENTS,
+        mask_choices.CONSTANT,
+        choices=mask_choices.REPLACEMENTS,
         quiet=True,
         help="constant: all e-mail addresses become <email>, and so on; hash: equal ones become "
         "the same <email:…>, which needs --mask-key",
@@ -175,6 +176,43 @@ class RowOptions:
         metavar="FILE",
         quiet=True,
         help="file with a secret of at least 16 bytes for --mask-with hash (default: none)",
+    )
+    quality: list[str] = option(
+        [],
+        parse=thresholds.parse_families,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
+        "prints all thresholds. C4's rules judge what C4 would keep of a row, but the row is never "
+        "cut; with fineweb, they count lines without end marks too (default: no rules)",
+    )
+    quality_set: list[str] = option(
+        [],
+        parse=thresholds.parse_settings,
+        action="extend",
+        metavar="NAME=X",
+        quiet=True,
+        help="replace thresholds of --quality, as in `gopher.min_words=30,c4.max_braces=off` "
+        "(default: the published ones)",
+    )
+    quality_words: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="YAML or JSON with the stop words of other languages, and with phrases of the lines "
+        "that C4 removes: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
+        "--language, all rows are in the one language of the file (default: English)",
+    )
+    quality_except: list[str] = option(
+        [],
+        parse=parse_field_names,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help="keep the rows of these top-level directories of the source, such as code and chats, "
+        "whatever the quality rules say (default: judge all)",
     )
     validation_percent: float = option(
         0.0,

@@ -20,7 +20,7 @@ from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
 from lib.corpus.masks import part_masker
-from lib.corpus.masks.settings import make_masker
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
 from lib.corpus.row_options import CHAT, RowOptions

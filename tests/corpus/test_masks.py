@@ -1,6 +1,6 @@
 # covers: lib/corpus/masks/masker.py, lib/corpus/masks/finders.py, lib/corpus/masks/emails.py
 # covers: lib/corpus/masks/addresses.py, lib/corpus/masks/phones.py, lib/corpus/masks/accounts.py
-# covers: lib/corpus/masks/hits.py, lib/corpus/masks/settings.py
+# covers: lib/corpus/masks/hits.py, lib/corpus/masks/mask_options.py, lib/corpus/masks/choices.py
 """Masks replace e-mail addresses, IP addresses and numbers, and nothing that only looks like one.
 
 In each table, a text after the arrow is expected; a line without an arrow stays unchanged.
@@ -16,11 +16,14 @@ import numpy as np
 import pytest
 
 from lib.core.errors import UsageError
+from lib.corpus.inputs import InputFile
 from lib.corpus.masks import accounts, addresses
-from lib.corpus.masks.hits import KINDS, Hits, MaskTally, describe_shape
+from lib.corpus.masks.choices import KINDS
+from lib.corpus.masks.hits import Hits, MaskTally, describe_shape
+from lib.corpus.masks.mask_options import identify_masks, require_masks
 from lib.corpus.masks.masker import Masker, normalize_match
-from lib.corpus.masks.settings import identify_masks, require_settings
 from lib.corpus.row_options import RowOptions
+from lib.corpus.work_units import FileSpan
 
 EMAILS = """
 joe@example.com → <email>
@@ -207,10 +210,14 @@ def test_shapes_show_neither_letters_nor_digits_of_a_match():
 def test_only_matches_in_written_rows_are_counted_by_source():
     hits = Hits({"email": [0, 0, 3, 4], "ip": [2]}, {"email": [(0, "a"), (3, "b")]})
     tally = MaskTally()
-    tally.add(hits, np.array([0, 1, 1, 2, 1]), ["one", "two", "one"], [2, 4, 5])
+    spans = [
+        (FileSpan(InputFile(source, source, 1, 0), 1), start, stop)
+        for source, start, stop in (("one/a", 0, 2), ("two/b", 2, 4), ("one/c", 4, 5))
+    ]
+    tally.add(hits, np.array([0, 1, 1, 2, 1]), spans)
     assert tally.sources == {"two": {"email": 1, "ip": 1}, "one": {"email": 1}}
     assert tally.shapes == {"email": ["b"]}
-    tally.add(hits, None, ["one", "two", "one"], [2, 4, 5])
+    tally.add(hits, None, spans)
     assert tally.sources == {"two": {"email": 2, "ip": 2}, "one": {"email": 4}}
     assert MaskTally.from_json(tally.to_json()) == tally
     assert tally.summary()["counts"] == {"email": 6, "ip": 2}
@@ -228,10 +235,10 @@ def test_contradictory_options_and_bad_keys_are_refused(tmp_path):
         {"mask": ["email"], "mask_with": "hash", "mask_key": tmp_path / "none"},
     ):
         with pytest.raises(UsageError):
-            require_settings(RowOptions(**values))
+            require_masks(RowOptions(**values))
     key.write_bytes(b"k" * 16)
     hashed = RowOptions(mask=["ip", "email"], mask_with="hash", mask_key=key)
-    require_settings(hashed)
+    require_masks(hashed)
     assert b"k" * 8 not in str(identify_masks(hashed)).encode()
     assert identify_masks(RowOptions(mask=["email", "ip"])) == identify_masks(
         RowOptions(mask=["ip", "email", "ip"])

@@ -12,15 +12,11 @@ from typing import NamedTuple
 
 # In the shape of a text, each digit is 0, each capital letter A, and each other letter a. Bytes
 # beyond ASCII count as letters here; `is_letter_before` and `is_letter_after` look closer.
-SHAPE = bytes(
-    ord("0")
-    if byte in b"0123456789"
-    else ord("A")
-    if 65 <= byte <= 90
-    else ord("a")
-    if 97 <= byte <= 122 or byte >= 128
-    else byte
-    for byte in range(256)
+_LETTERS = bytes(byte for byte in range(256) if byte > 127 or chr(byte).islower())
+_CAPITALS = bytes(range(ord("A"), ord("Z") + 1))
+_DIGITS = b"0123456789"
+SHAPE = bytes.maketrans(
+    _LETTERS + _CAPITALS + _DIGITS, b"a" * len(_LETTERS) + b"A" * len(_CAPITALS) + b"0" * 10
 )
 # Scripts that are written without spaces: a character beside a match is no part of a longer word.
 UNSPACED = (

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from lib.corpus.masks.choices import EMAIL, IBAN, KINDS
+from lib.corpus.scan import find_source
 
 if TYPE_CHECKING:
     import numpy as np
 
-KINDS = EMAIL, IP, PHONE, IBAN, CARD = "email", "ip", "phone", "iban", "card"
+    from lib.corpus.work_units import FileSpan
+
 MOST_SHAPES = 10  # examples per kind
 _MOST_SOURCES = 1000  # in the manifest
 _SPELT_AT = re.compile(r"\s?[\[(]\s?at\s?[\])]\s?", re.IGNORECASE)
@@ -66,22 +70,29 @@ class MaskTally:
     shapes: dict[str, list[str]] = field(default_factory=dict)
 
     def add(
-        self, hits: Hits, copies: np.ndarray | None, sources: Sequence[str], ends: Sequence[int]
+        self,
+        hits: Hits,
+        copies: np.ndarray | None,
+        spans: Iterable[tuple[FileSpan, int, int]],
     ) -> None:
         """Add the matches in a part.
 
         copies: how many times each row is written ([rows], None: all once); a row counts once.
-        sources: of each span in the part. ends: the number of rows after each span.
+        spans: each file or span in the part, with its first row and the row after its last one.
         """
         import numpy as np
 
-        for kind, rows in hits.rows.items():
-            kept = np.array(rows)
-            if copies is not None:
-                kept = kept[copies[kept] > 0]
-            spans, counts = np.unique(np.searchsorted(ends, kept, "right"), return_counts=True)
-            for span, count in zip(spans.tolist(), counts.tolist(), strict=True):
-                self.sources.setdefault(sources[span], Counter())[kind] += count
+        rows = {kind: np.array(numbers) for kind, numbers in hits.rows.items()}
+        if copies is not None:
+            rows = {kind: numbers[copies[numbers] > 0] for kind, numbers in rows.items()}
+        for span, start, stop in spans if rows else ():
+            counts = {
+                kind: int(((numbers >= start) & (numbers < stop)).sum())
+                for kind, numbers in rows.items()
+            }
+            if any(counts.values()):
+                source = self.sources.setdefault(find_source(span.file.source), Counter())
+                source.update({kind: count for kind, count in counts.items() if count})
         for kind, shapes in hits.shapes.items():
             mine = self.shapes.setdefault(kind, [])
             mine += [shape for row, shape in shapes if copies is None or copies[row] > 0]

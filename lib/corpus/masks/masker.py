@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from lib.corpus.masks import accounts, addresses, emails, phones
+from lib.corpus.masks.choices import CARD, EMAIL, IBAN, IP, PHONE
 from lib.corpus.masks.finders import SHAPE, Finder
-from lib.corpus.masks.hits import CARD, EMAIL, IBAN, IP, PHONE, Hits
+from lib.corpus.masks.hits import Hits
 
 _CHUNK_BYTES = 1 << 20  # scanned at once; it fits in the cache of a core
 # A match and the words that decide about it are within this distance of its rare byte.

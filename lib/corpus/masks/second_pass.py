@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.core import hashing, workers
+from lib.core import declared, hashing, workers
 from lib.corpus import pool, work_units
+from lib.corpus.dataset import DatasetWriter
 from lib.corpus.masks import part_masker
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.masks.part_masker import MaskedPart
-from lib.corpus.masks.settings import make_masker
-from lib.corpus.near.plan import NearPlan
 from lib.corpus.row_options import RowOptions
 from lib.corpus.work_units import UnitResult
 
@@ -34,18 +34,20 @@ class _MaskTask(NamedTuple):
 
 
 def mask_units(
-    results: Iterable[UnitResult],
-    plan: NearPlan,
-    first: int,
-    row_options: RowOptions,
-    directory: Path,
-    count: int,
+    results: Iterable[UnitResult], dataset: DatasetWriter, opts: RowOptions, count: int
 ) -> Iterator[MaskedUnit]:
-    """Yield each unit with its masked parts, by split.
+    """Yield each unit with its masked parts by split, {} if it needs no masks in this pass.
 
-    first: number of the first row of these units (see NearPlan.select). directory: for the masked
-    parts, which the caller deletes. count: number of worker processes.
+    results: the units that the dataset takes next. count: number of worker processes.
     """
+    if not opts.masks_later:
+        for result in results:
+            yield result, {}
+        return
+    assert dataset.near_plan
+    plan = dataset.near_plan
+    first = dataset.near_rows
+    row_options = declared.read_options(RowOptions, opts)  # workers cannot import the stage
     waiting: deque[UnitResult] = deque()
 
     def list_tasks() -> Iterator[_MaskTask]:
@@ -59,7 +61,7 @@ def mask_units(
                 part = unit.part(split)
                 parts[split] = part, result.digests[part.name], is_kept
             waiting.append(result)
-            out = directory / f"{Path(unit.out).name}.{unit.number:08d}"
+            out = dataset.near_work / f"masked.{Path(unit.out).name}.{unit.number:08d}"
             yield _MaskTask(parts, out, row_options)
 
     with workers.Pool(count, "masks", _prepare, context=pool.start_server()) as processes:

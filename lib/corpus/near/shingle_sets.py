@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.corpus import chat_rows, shingles, work_units
-from lib.corpus.masks.settings import make_masker
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.row_options import RowOptions
 
 if TYPE_CHECKING:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import artifacts, commands, hashing, manifest, records
-from lib.core.errors import ArtifactError, UsageError
+from lib.core import artifacts, commands, declared, hashing, manifest, records
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
-from lib.corpus.masks import settings as mask_settings
+from lib.corpus.masks import mask_options
 from lib.corpus.near import minhash
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.row_options import RowOptions
@@ -158,6 +159,23 @@ class EarlierDataset:
             start = stop
 
 
+def require_near_options(row_options: RowOptions) -> None:
+    """Raise UsageError if options for near duplicates contradict each other or earlier datasets."""
+    problems = Problems()
+    defaults = RowOptions()
+    for name in vars(defaults) if not row_options.drops_near else ():
+        if name.startswith("near_") and getattr(row_options, name) != getattr(defaults, name):
+            problems.add(
+                f"{declared.flag(name)} needs --dedup near",
+                expected=f"--dedup near, or no {declared.flag(name)}",
+            )
+    if row_options.drops_near:
+        for directory in row_options.near_against:
+            problems.collect(partial(require_parameters, directory, row_options))
+    problems.raise_if_any()
+    are_masked(row_options)
+
+
 def require_parameters(directory: Path, row_options: RowOptions) -> None:
     """Raise UsageError if the signatures of a dataset were computed with other parameters.
 
@@ -194,9 +212,7 @@ def are_masked(row_options: RowOptions) -> bool:
         manifest.read_manifest(directory, _KIND, "the dataset")
         for directory in row_options.near_against
     ]
-    return mask_settings.are_masked(
-        [each["identity"]["options"] for each in manifests], row_options
-    )
+    return mask_options.are_masked([each["identity"]["options"] for each in manifests], row_options)
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:

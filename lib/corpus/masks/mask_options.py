@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lib.core import commands
 from lib.core.errors import UsageError
-from lib.corpus.masks import phones
-from lib.corpus.masks.hits import KINDS, PHONE
+from lib.corpus.masks.choices import HASH, KINDS, PHONE
 from lib.corpus.masks.masker import Masker
+from lib.corpus.row_options import RowOptions
 
-if TYPE_CHECKING:
-    from lib.corpus.row_options import RowOptions
-
-COUNTRIES = phones.COUNTRIES
 VERSION = 1  # of the patterns; a dataset records it
-CONSTANT, HASH = REPLACEMENTS = "constant", "hash"
 _FEWEST_KEY_BYTES = 16
 _DIGEST_BYTES = 8
 _NEW_KEY = "a new key: head -c 32 /dev/urandom > mask.key"
-
-
-def parse_kinds(text: str) -> list[str]:
-    """Return the kinds in a value of --mask, such as `email,ip`."""
-    return _parse_names(text, KINDS, "kinds")
-
-
-def parse_countries(text: str) -> list[str]:
-    """Return the countries in a value of --mask-phone-country, such as `US,DE`."""
-    return _parse_names(text.upper(), COUNTRIES, "countries")
-
-
-def _parse_names(text: str, known: Sequence[str], noun: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(
-            f"expected {noun} among {','.join(known)}, got {','.join(unknown)!r}"
-        )
-    return names
 
 
 def make_masker(row_options: RowOptions) -> Masker:
@@ -72,18 +47,20 @@ def identify_masks(row_options: RowOptions) -> dict[str, Any]:
     }
 
 
-def describe_masks(row_options: RowOptions) -> str:
-    """Return the line of the plan about --mask."""
+def describe_masks(row_options: RowOptions) -> dict[str, str]:
+    """Return the line of the plan about --mask by its label, {} without --mask."""
+    if not row_options.mask:
+        return {}
     kinds = ", ".join(kind for kind in KINDS if kind in row_options.mask)
     countries = ", ".join(sorted({*row_options.mask_phone_country}))
     replacement = (
         "a keyed hash, such as <ip:…>" if row_options.mask_with == HASH else "constants: <ip>"
     )
     national = f", also in the national format of {countries}" if countries else ""
-    return f"{kinds}{national}; replaced by {replacement}"
+    return {"masks": f"{kinds}{national}; replaced by {replacement}"}
 
 
-def require_settings(row_options: RowOptions) -> None:
+def require_masks(row_options: RowOptions) -> None:
     """Raise UsageError if options of --mask contradict each other, or if the key is unusable."""
     key = row_options.mask_key
     if not row_options.mask:
