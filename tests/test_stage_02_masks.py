@@ -52,7 +52,9 @@ def make_texts(draw: random.Random, count: int) -> list[str]:
         if number % 10 == 0:
             words.append("\n" + draw.choice(SECRETS) + "\n")
         texts.append(" ".join(words))
-    return [*texts, *texts[:9]]
+    # In the report, a sample of this text would end in the middle of a secret.
+    long = "word " * 38 + " ".join(SECRETS) + " word" * 50
+    return [*texts, *texts[:9], *SECRETS, long, long]
 
 
 def fill(root: Path, count: int = 240) -> list[str]:
@@ -83,6 +85,7 @@ def test_machines_and_workers_give_the_same_masked_rows(
     fill(tmp_path / "raw_text")
     stage("01_organize_data.py", "--num-dirs", 3)
     common = (SCRIPT, "--dedup", dedup, "--validation-percent", 10, "--keep-source")
+    common += ("--min-chars", 30)  # some of SECRETS are dropped, and shown as samples
     stage(*common, "--save-dir", "plain")
     done = stage(*common, *MASK, "--save-dir", "one")
     one = content(tmp_path / "one")
@@ -90,6 +93,7 @@ def test_machines_and_workers_give_the_same_masked_rows(
         plain = list_texts(tmp_path / "plain" / split)
         assert list_texts(tmp_path / "one" / split) == [*map(MASKER.mask_text, plain)]
     require_no_leak(tmp_path / "one", done.stdout, done.stderr)
+    assert "&lt;email&gt;" in (tmp_path / "one/report.html").read_text()
     for workers in (2, 3):
         stage(*common, *MASK, "--save-dir", f"n{workers}", "--num-workers", workers)
         assert content(tmp_path / f"n{workers}") == one

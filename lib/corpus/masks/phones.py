@@ -12,8 +12,10 @@ _FEWEST_DIGITS = 8
 _MOST_DIGITS = 15  # by E.164
 # Groups of digits with single separators; a space or a hyphen may be one of Unicode's.
 _SEPARATOR = rb"(?:[ ./-]|\xc2\xa0|\xe2\x80[\x91\x93\xaf])"
-_GROUP = rb"(?:" + _SEPARATOR + rb"?\([0-9]{1,5}\)" + _SEPARATOR + rb"?|" + _SEPARATOR + rb")"
-_INTERNATIONAL = re.compile(rb"\+[1-9][0-9]{0,14}(?:" + _GROUP + rb"[0-9]{1,14}){0,7}")
+_AREA = _SEPARATOR + rb"?\([0-9]{1,5}\)" + _SEPARATOR + rb"?[0-9]{1,14}"
+_INTERNATIONAL = re.compile(
+    rb"\+[1-9][0-9]{0,14}(?:" + _AREA + rb")?(?:" + _SEPARATOR + rb"[0-9]{1,14}){0,7}"
+)
 _NATIONAL = re.compile(
     rb"\(?0[0-9]{1,5}(?:\)[ /-]?|[ /-]|\xc2\xa0)[0-9]{1,8}(?:" + _SEPARATOR + rb"[0-9]{1,8}){0,5}"
 )
@@ -36,7 +38,8 @@ _LENGTHS = {
         ("45 47 53 65 216", 8, 8),
         ("54 55 86", 10, 11),
         ("20 60 63 64 81 82 92 98 353", 7, 10),
-        ("39 43 46 49 61 62 352", 6, 13),
+        ("39 43 46 49 61 352", 6, 11),
+        ("62", 8, 12),
     )
     for code in codes.split()
 }
@@ -53,11 +56,11 @@ _CODES = (
 _OTHER_CODES = frozenset(_CODES.split())
 # Country → the fewest and the most digits of a national number that begins with 0, with the 0.
 _NATIONAL_LENGTHS = {
-    "AT": (8, 13),
+    "AT": (8, 12),
     "AU": (10, 10),
     "BE": (9, 10),
     "CH": (10, 10),
-    "DE": (8, 13),
+    "DE": (8, 12),
     "FR": (10, 10),
     "GB": (10, 11),
     "JP": (10, 11),
