@@ -1,0 +1,68 @@
+"""Score each row with a classifier of quality that the user supplies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lib.core import hashing, units
+from lib.core.errors import Problems, UsageError
+from lib.corpus.classify import model_file, predictor
+from lib.corpus.row_options import RowOptions
+
+COLUMN = "quality"
+DEFAULT_LABEL = "hq"  # of the classifiers that follow DataComp-LM
+_OPTION = "--quality-model"
+_LABEL_OPTION = "--quality-label"
+_SHOWN = 40  # labels in an error
+_NEEDING_MODEL = ("quality_label", "quality_score", "keep_top")
+
+
+def score_texts(row_options: RowOptions, texts: Sequence[str]) -> list[float]:
+    """Return the probability of the quality label for each text, 0 for a text without words."""
+    assert row_options.quality_model
+    classifier = predictor.load_classifier(row_options.quality_model)
+    label = (row_options.quality_label or DEFAULT_LABEL).removeprefix(model_file.PREFIX)
+    return [dict(predictor.list_scores(classifier, text)).get(label, 0.0) for text in texts]
+
+
+def require_quality(row_options: RowOptions) -> None:
+    """Raise an error if rows cannot be scored with the options.
+
+    UsageError: options contradict each other, the package is not installed, or the model has no
+    such label. ArtifactError: the model is missing or damaged.
+    """
+    problems = Problems()
+    if row_options.quality_model is None:
+        for name in _NEEDING_MODEL:
+            if getattr(row_options, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                problems.add(f"{option} needs {_OPTION}", expected=f"{_OPTION} FILE, or no {option}")
+        problems.raise_if_any()
+        return
+    if row_options.keep_top is not None and row_options.quality_score is not None:
+        problems.add(
+            "--keep-top and --quality-score exclude each other",
+            expected="a share of the rows, or a score from which rows are kept",
+        )
+    if row_options.keep_top == 0:
+        problems.add("--keep-top 0 would keep no row", expected="a fraction above 0, such as 0.1")
+    problems.raise_if_any()
+    predictor.require_package(_OPTION)
+    labels = model_file.read_labels(row_options.quality_model, _OPTION)
+    label = row_options.quality_label
+    if (label or DEFAULT_LABEL).removeprefix(model_file.PREFIX) not in labels:
+        problem = (
+            f"{_LABEL_OPTION}: {row_options.quality_model} has no label {label}"
+            if label
+            else f"{_OPTION} {row_options.quality_model} has no label {DEFAULT_LABEL}; "
+            f"{_LABEL_OPTION} must name the label of good texts"
+        )
+        raise UsageError(problem, expected=units.join_names(labels, _SHOWN))
+
+
+def identify_quality(row_options: RowOptions) -> dict[str, Any]:
+    """Return what identifies the classifier, wherever its file is; {} without one."""
+    if row_options.quality_model is None:
+        return {}
+    return {"quality_model": hashing.file_digest(row_options.quality_model)}
