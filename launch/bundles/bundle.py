@@ -85,6 +85,15 @@ def _add_artifact_options(parser: options.Parser) -> None:
         help="suite of tasks, a value of --eval-suite of stage 04; may be repeated (default: none)",
     )
     parser.add_argument(
+        "--classifier",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="fastText model, a value of --language-model or --quality-model of stage 02; may be "
+        "repeated (default: none)",
+    )
+    parser.add_argument(
         "--cache-dir",
         type=Path,
         default=Path(".cache"),

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import options
+from lib.core import options, paths
 from lib.core.declared import option
 from lib.corpus import encoding
 
@@ -85,7 +85,7 @@ class RowOptions:
         "rows and drops none (default: no labels)",
     )
     language_model: Path = option(
-        Path(".cache/language/lid.176.ftz"),
+        paths.classifiers_root(Path(".cache")) / "lid.176.ftz",
         parse=Path,
         metavar="FILE",
         quiet=True,
