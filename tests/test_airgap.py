@@ -29,6 +29,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.parallel.torch_builds import Torch
 from lib.tokens import packing, store
 from tests.conftest import ROOT, run_stage
+from tests.fasttext_models import LANGUAGES, write_classifier
 from tests.training import SEQ_LENGTH
 
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")

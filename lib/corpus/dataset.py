@@ -20,8 +20,8 @@ from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.near import plan as near_plan
-from lib.corpus.near.output import NearOutput
-from lib.corpus.near.plan import NearPlan, PlannedRows
+from lib.corpus.near.output import PlanOutput
+from lib.corpus.near.plan import PlannedRows, RowPlan
 from lib.corpus.near.rows import read_sidecar
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # the output of the workers
-NEAR = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
+PLAN = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_VERSION = 3  # of the progress record; a build with another version starts anew
+_VERSION = 4  # of the progress record; a build with another version starts anew
 
 
 class DatasetWriter:
@@ -72,12 +72,13 @@ class DatasetWriter:
         schema = work_units.make_part_schema(row_options)
         self._row_options = row_options
         self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
-        self._near = None
+        self._output = None
         if row_options.drops_near:
             schema = parts.add_cluster_size(schema)
+        if row_options.has_two_passes:
             assert self._dropped
-            self._near = NearOutput(
-                directory, self._dropped, row_options, before.get("near_rows", 0)
+            self._output = PlanOutput(
+                directory, self._dropped, row_options, before.get("planned_rows", 0)
             )
         self._deletes_parts = deletes_parts
         self._finished: list[Path] = []  # parts to delete after the next progress record
@@ -108,8 +109,8 @@ class DatasetWriter:
             self._dropped.close()
         for decider in self._deciders.values():
             decider.file.close()
-        if self._near:
-            self._near.close()
+        if self._output:
+            self._output.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -145,24 +146,24 @@ class DatasetWriter:
 
         The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(result, self.near_work if self._deletes_parts else None)
+        _check_parts(result, self.plan_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
             self._rows_before = 0
         self._add_errors(result)
         self._add_dropped(result)
         for split, writer in self._writers.items():
-            planned = self._near.select(result.rows[split]) if self._near else None
+            planned = self._output.select(result.rows[split]) if self._output else None
             copies = self._select_rows(result, split, planned)
-            if self._near and planned:
-                self._near.write(result, split, planned, copies, writer.rows)
+            if self._output and planned:
+                self._output.write(result, split, planned, copies, writer.rows)
             writer.append(
                 result.unit.part(split),
                 result.rows[split],
                 result.text_bytes[split],
                 copies,
                 self._lines_before if self._is_chat else 0,
-                planned.sizes if planned else None,
+                planned.sizes if planned and self._row_options.drops_near else None,
             )
             self._unnoted += result.text_bytes[split]
         if not result.digests:
@@ -194,10 +195,10 @@ class DatasetWriter:
         if self._dropped:
             self._dropped.close()
             files.append(manifest.file_entry(self._directory, self._directory / DROPPED_FILE))
-        if self._near:
-            files += self._near.finish()
+        if self._output:
+            files += self._output.finish()
             # First, so that a run that is killed in the next line leaves no part of a plan.
-            (self.near_work / near_plan.STATE).unlink()
+            (self.plan_work / near_plan.STATE).unlink()
         shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
@@ -218,7 +219,7 @@ class DatasetWriter:
                         for kind in selection.list_rules(self._row_options)
                     }
                 }
-                if selection.RULES.keys() < selection.list_rules(self._row_options).keys()
+                if selection.list_rules(self._row_options).keys() - selection.RULES.keys()
                 else {}
             ),
             **{name: self.dropped[name] for name in selection.list_counts(self._row_options)},
@@ -226,23 +227,23 @@ class DatasetWriter:
             "failed_files": len(tally.failed),
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
-            **({"near": self._near.plan.summary} if self._near else {}),
+            **(self._output.plan.summary if self._output else {}),
         }
 
-    def follow(self, plan: NearPlan) -> None:
-        """Let a plan decide which rows are near duplicates; call it before the first `add`."""
-        assert self._near
-        self._near.plan = plan
+    def follow(self, plan: RowPlan) -> None:
+        """Let a plan decide which rows are kept; call it before the first `add`."""
+        assert self._output
+        self._output.plan = plan
 
     @property
-    def near_work(self) -> Path:
+    def plan_work(self) -> Path:
         """Return the directory for the work of a build in two passes, until it is finished."""
-        return self._directory / NEAR
+        return self._directory / PLAN
 
     @property
-    def near_plan(self) -> NearPlan | None:
-        """Return the plan of a build that drops near duplicates."""
-        return self._near.plan if self._near else None
+    def plan(self) -> RowPlan | None:
+        """Return the plan of a build in two passes."""
+        return self._output.plan if self._output else None
 
     def _select_rows(
         self, result: UnitResult, split: str, planned: PlannedRows | None
@@ -338,7 +339,7 @@ class DatasetWriter:
             self._errors,
             *([self._dropped] if self._dropped else []),
             *(decider.file for decider in self._deciders.values()),
-            *(self._near.files() if self._near else []),
+            *(self._output.files() if self._output else []),
         ):
             file.flush()
             self._flusher.sync(file)
@@ -346,8 +347,8 @@ class DatasetWriter:
         sizes = {ERRORS: self._errors.tell()}
         if self._dropped:
             sizes[DROPPED_FILE] = self._dropped.tell()
-        if self._near:
-            sizes |= self._near.sizes
+        if self._output:
+            sizes |= self._output.sizes
         sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
         for split, home in self._homes.items():
             sizes |= {
@@ -363,7 +364,7 @@ class DatasetWriter:
             "lines_before": self._lines_before,
             "rows_before": self._rows_before,
             "files": sizes,
-            **({"near_rows": self._near.rows} if self._near else {}),
+            **({"planned_rows": self._output.rows} if self._output else {}),
         }
         text = json.dumps(progress)  # serialized here, because the tally changes later
         finished = self._finished
@@ -410,7 +411,7 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
     files = progress.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        is_listed = name in files or name == _PROGRESS or name.startswith(f"{NEAR}/")
+        is_listed = name in files or name == _PROGRESS or name.startswith(f"{PLAN}/")
         if path.is_file() and not is_listed:
             path.unlink()
     for name, size in files.items():

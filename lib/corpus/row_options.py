@@ -211,8 +211,13 @@ class RowOptions:
 
     @property
     def drops_near(self) -> bool:
-        """Return whether near duplicates are dropped, which takes two passes."""
+        """Return whether near duplicates are dropped."""
         return self.dedup == NEAR
+
+    @property
+    def has_two_passes(self) -> bool:
+        """Return whether all rows must be known before the first one can be kept."""
+        return self.drops_near or self.keep_top is not None
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -13,20 +13,22 @@ the rows, such as a digest of the text. A decision reads the sidecars of all row
 selects the rows to keep, such as the rows that equal no earlier row.
 
 A rule, column or decision is on if its field of RowOptions does not have the default value. A
-sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choice among
-rows that cannot be made in one pass: which rows are near duplicates.
+sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choices among
+rows that cannot be made in one pass, such as which rows are near duplicates.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lib.core import declared
 from lib.corpus import shingles
+from lib.corpus.classify import language, quality
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
 from lib.corpus.near import minhash
 from lib.corpus.near.minhash import Bands
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 MOST_CHARACTERS = 16_000_000  # of a text that is compared to find near duplicates
+_LANGUAGE = "language"  # kinds of rules
+_QUALITY_MODEL = "quality model"
 
 
 class Rule(NamedTuple):
@@ -147,7 +151,8 @@ class Decision(NamedTuple):
 class TwoPassDecision(NamedTuple):
     """A choice that needs the sidecars of all rows, after the first pass over the input.
 
-    It is on if `option` has `value`. Other fields: see Decision.
+    It is on if `option` has `value`, or without a value if the option does not have its default.
+    Other fields: see Decision.
     """
 
     option: str
@@ -155,6 +160,12 @@ class TwoPassDecision(NamedTuple):
     sidecars: tuple[str, ...]
     problem: str
     reason: str
+
+    def is_on(self, row_options: RowOptions) -> bool:
+        """Return whether a build makes this choice."""
+        if self.value:
+            return bool(getattr(row_options, self.option) == self.value)
+        return _is_on(row_options, self.option)
 
 
 def _find_short(row: RowText, min_chars: int) -> str:
@@ -171,19 +182,70 @@ def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
     return minhash.compute_keys(shingles.hash_texts(texts, row_options.near_words), bands)
 
 
+def _start_language(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rule that drops rows in other languages; none if all rows are only labelled."""
+    if not (kept := language.list_kept(row_options)):
+        return []
+    reason = f"in none of the languages {', '.join(kept)}"
+    return [BatchRule(_LANGUAGE, reason, partial(_check_language, frozenset(kept)))]
+
+
+def _check_language(kept: Collection[str], batch: RowBatch) -> RowVerdict:
+    import numpy as np
+
+    labels = batch.columns[language.COLUMN]
+    return RowVerdict(np.array([label not in kept for label in labels], bool), labels)
+
+
+def _start_quality(row_options: RowOptions) -> list[BatchRule]:
+    least = row_options.quality_score
+    assert least is not None
+    reason = f"below --quality-score {least:g}"
+    return [BatchRule(_QUALITY_MODEL, reason, partial(_check_quality, least))]
+
+
+def _check_quality(least: float, batch: RowBatch) -> RowVerdict:
+    import numpy as np
+
+    scores = batch.columns[quality.COLUMN]
+    return RowVerdict(np.array(scores, np.float64) < least, scores)
+
+
+def _collect_scores(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
+    """Return the scores of a batch, as they are in the column: float32."""
+    import numpy as np
+
+    return np.array(batch.columns[quality.COLUMN], np.float32)
+
+
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
 RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
 
 # In the order in which the rules apply, after those of RULES.
-RULE_GROUPS: dict[str, RuleGroup] = {}
+RULE_GROUPS: dict[str, RuleGroup] = {
+    "language": RuleGroup(
+        "language",
+        lambda row_options: [_LANGUAGE] if language.list_kept(row_options) else [],
+        _start_language,
+    ),
+    "quality model": RuleGroup("quality_score", lambda _: [_QUALITY_MODEL], _start_quality),
+}
 
 # Key: the name of the column.
-COLUMNS: dict[str, Column] = {}
+COLUMNS: dict[str, Column] = {
+    language.COLUMN: Column(
+        "language", "string", lambda row_options: partial(language.label_batch, row_options)
+    ),
+    quality.COLUMN: Column(
+        "quality_model", "float", lambda row_options: partial(quality.score_batch, row_options)
+    ),
+}
 
 # Key: the end of a file name, as in `train.digests`.
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
     "keys": Sidecar(0, measure_batch=_compute_keys),
+    "scores": Sidecar(4, measure_batch=_collect_scores),
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
 
@@ -195,15 +257,18 @@ DECISIONS: dict[str, Decision] = {
 }
 
 # Decisions that need the sidecars of all rows before they can select the first one. A build with
-# one of them has two passes, and makes all its decisions between them (near.py).
+# one of them has two passes, and makes these decisions between them, in this order (near/build.py).
 TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
+    "low_scores": TwoPassDecision(
+        "keep_top", "", ("scores", "positions"), _QUALITY_MODEL, "below the score of --keep-top"
+    ),
     "near_duplicates": TwoPassDecision(
         "dedup",
         NEAR,
         ("digests", "keys", "positions"),
         "near duplicate",
         "near duplicates of kept rows",
-    )
+    ),
 }
 
 
@@ -277,7 +342,7 @@ def list_two_pass_decisions(row_options: RowOptions) -> dict[str, TwoPassDecisio
     return {
         name: decision
         for name, decision in TWO_PASS_DECISIONS.items()
-        if getattr(row_options, decision.option) == decision.value
+        if decision.is_on(row_options)
     }
 
 

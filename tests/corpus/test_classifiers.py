@@ -1,7 +1,7 @@
 # covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
 # covers: lib/corpus/classify/language.py, lib/corpus/classify/quality.py
 # covers: lib/corpus/classify/top_scores.py
-"""fastText models are checked before they are opened; texts get labels and scores; the top share."""
+"""fastText models are checked before they are opened; texts get labels and scores."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.corpus.classify import language, model_file, predictor, quality, top_scores
+from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
 from tests.conftest import ROOT
 from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier
@@ -32,6 +33,10 @@ def models(tmp_path: Path) -> RowOptions:
         language_model=write_classifier(tmp_path / "languages.bin", LANGUAGES),
         quality_model=write_classifier(tmp_path / "quality.bin", QUALITY),
     )
+
+
+def make_batch(*texts: str) -> RowBatch:
+    return RowBatch([RowText([text]) for text in texts])
 
 
 @pytest.mark.parametrize("form", [{}, DENSE, {"is_quantised": True}])
@@ -114,9 +119,9 @@ def test_languages_of_texts(models):
         GERMAN * 8 + ENGLISH * 100: "en",  # two of three cuts
         "the und " * 40: "und",  # 0.5 for each
     }
-    assert dict(zip(texts, language.label_texts(models, list(texts)), strict=True)) == texts
+    assert dict(zip(texts, language.label_batch(models, make_batch(*texts)), strict=True)) == texts
     mixed = RowOptions(language_model=models.language_model, language_score=0.3)
-    assert language.label_texts(mixed, ["the und " * 40]) == ["de"]
+    assert language.label_batch(mixed, make_batch("the und " * 40)) == ["de"]
 
 
 def test_cuts_are_start_middle_and_end():
@@ -127,10 +132,10 @@ def test_cuts_are_start_middle_and_end():
 
 def test_scores_of_texts(models):
     texts = ["good " * 30, "bad bad", "good\nbad", "unknown", "", "good \udfff"]
-    scores = quality.score_texts(models, texts)
+    scores = quality.score_batch(models, make_batch(*texts))
     assert scores == pytest.approx([1, 0, 0.5, 0, 0, 1], abs=1e-3)
     other = RowOptions(quality_model=models.quality_model, quality_label="__label__cc")
-    assert quality.score_texts(other, texts[:2]) == pytest.approx([0, 1], abs=1e-3)
+    assert quality.score_batch(other, make_batch(*texts[:2])) == pytest.approx([0, 1], abs=1e-3)
 
 
 def refuse(check, **options) -> StageError:

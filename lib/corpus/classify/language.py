@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lib.core import aliases, commands, hashing, units
+from lib.core import aliases, commands, declared, hashing, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.classify import model_file, predictor
 from lib.corpus.classify.predictor import Classifier
+from lib.corpus.row_batch import RowBatch
 from lib.corpus.row_options import RowOptions
 
 UNDETERMINED = "und"  # the label of short texts and of texts below the score
@@ -58,10 +58,10 @@ def find_language(classifier: Classifier, text: str, least: float) -> str:
     return best if sums[best] >= least * len(cuts) else UNDETERMINED
 
 
-def label_texts(row_options: RowOptions, texts: Sequence[str]) -> list[str]:
-    """Return the label of each text."""
+def label_batch(row_options: RowOptions, batch: RowBatch) -> list[str]:
+    """Return the label of each row."""
     classifier = predictor.load_classifier(row_options.language_model)
-    return [find_language(classifier, text, row_options.language_score) for text in texts]
+    return [find_language(classifier, text, row_options.language_score) for text in batch.texts]
 
 
 def list_kept(row_options: RowOptions) -> list[str]:
@@ -76,6 +76,13 @@ def require_language(row_options: RowOptions) -> None:
     model is missing or damaged.
     """
     if not row_options.language:
+        defaults = RowOptions()
+        for name in ("language_model", "language_score"):
+            if getattr(row_options, name) != getattr(defaults, name):
+                option = declared.flag(name)
+                raise UsageError(
+                    f"{option} needs --language", expected=f"--language {ALL}, or no {option}"
+                )
         return
     predictor.require_package("--language")
     labels = _read_labels(row_options.language_model)
@@ -97,6 +104,16 @@ def require_language(row_options: RowOptions) -> None:
             expected=f"{ALL}, {UNDETERMINED}, or labels of the model: "
             + units.join_names(sorted(labels), _SHOWN),
         )
+
+
+def describe_language(row_options: RowOptions) -> dict[str, str]:
+    """Return the line of the plan about languages by its label; {} if rows are not labelled."""
+    if not row_options.language:
+        return {}
+    kept = list_kept(row_options)
+    choice = f"keep {', '.join(kept)}" if kept else "label all rows"
+    score = f"{UNDETERMINED} below a score of {row_options.language_score:g}"
+    return {"languages": f"{choice}; {score}, by {row_options.language_model}"}
 
 
 def identify_language(row_options: RowOptions) -> dict[str, Any]:

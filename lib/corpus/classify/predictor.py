@@ -52,9 +52,7 @@ def load_classifier(path: Path) -> Classifier:
     return classifier
 
 
-def list_scores(
-    classifier: Classifier, text: str, least: float = 0.0
-) -> list[tuple[str, float]]:
+def list_scores(classifier: Classifier, text: str, least: float = 0.0) -> list[tuple[str, float]]:
     """Return the labels of a text, without their prefix, with their probabilities.
 
     The text counts as one line; lone surrogates in it are replaced. Labels with a probability below

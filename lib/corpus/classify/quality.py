@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from lib.core import hashing, units
+from lib.core import declared, hashing, units
 from lib.core.errors import Problems, UsageError
 from lib.corpus.classify import model_file, predictor
+from lib.corpus.row_batch import RowBatch
 from lib.corpus.row_options import RowOptions
 
 COLUMN = "quality"
@@ -18,12 +18,12 @@ _SHOWN = 40  # labels in an error
 _NEEDING_MODEL = ("quality_label", "quality_score", "keep_top")
 
 
-def score_texts(row_options: RowOptions, texts: Sequence[str]) -> list[float]:
-    """Return the probability of the quality label for each text, 0 for a text without words."""
+def score_batch(row_options: RowOptions, batch: RowBatch) -> list[float]:
+    """Return the probability of the quality label for each row, 0 for a text without words."""
     assert row_options.quality_model
     classifier = predictor.load_classifier(row_options.quality_model)
     label = (row_options.quality_label or DEFAULT_LABEL).removeprefix(model_file.PREFIX)
-    return [dict(predictor.list_scores(classifier, text)).get(label, 0.0) for text in texts]
+    return [dict(predictor.list_scores(classifier, text)).get(label, 0.0) for text in batch.texts]
 
 
 def require_quality(row_options: RowOptions) -> None:
@@ -36,8 +36,10 @@ def require_quality(row_options: RowOptions) -> None:
     if row_options.quality_model is None:
         for name in _NEEDING_MODEL:
             if getattr(row_options, name) is not None:
-                option = f"--{name.replace('_', '-')}"
-                problems.add(f"{option} needs {_OPTION}", expected=f"{_OPTION} FILE, or no {option}")
+                option = declared.flag(name)
+                problems.add(
+                    f"{option} needs {_OPTION}", expected=f"{_OPTION} FILE, or no {option}"
+                )
         problems.raise_if_any()
         return
     if row_options.keep_top is not None and row_options.quality_score is not None:
@@ -59,6 +61,18 @@ def require_quality(row_options: RowOptions) -> None:
             f"{_LABEL_OPTION} must name the label of good texts"
         )
         raise UsageError(problem, expected=units.join_names(labels, _SHOWN))
+
+
+def describe_quality(row_options: RowOptions) -> dict[str, str]:
+    """Return the line of the plan about scores by its label; {} without a classifier."""
+    if row_options.quality_model is None:
+        return {}
+    choice = "keep all rows"
+    if row_options.quality_score is not None:
+        choice = f"keep rows from a score of {row_options.quality_score:g} on"
+    elif row_options.keep_top is not None:
+        choice = f"keep the {100 * row_options.keep_top:g} % of the rows with the highest scores"
+    return {"quality": f"{choice}, by {row_options.quality_model}"}
 
 
 def identify_quality(row_options: RowOptions) -> dict[str, Any]:

@@ -45,6 +45,8 @@ def find_threshold(scores: Path, first: int, kept: int) -> Threshold:
     """
     import numpy as np
 
+    if not kept:
+        return Threshold(0, 0)
     high = _count_halves(scores, first, None)
     upper, rest = _find_bin(high, kept)
     low = _count_halves(scores, first, upper)

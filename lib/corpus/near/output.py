@@ -1,7 +1,8 @@
-"""Write what a build adds to a dataset without near duplicates.
+"""Write what a plan adds to a dataset.
 
-`dropped.jsonl` lists every duplicate with the kept row that it duplicates, and `near/` contains the
-signatures of the kept rows, for later datasets (signatures.py).
+`dropped.jsonl` lists every row that the plan drops, and for a duplicate the kept row that it
+duplicates. Without near duplicates, `near/` contains the signatures of the kept rows, for later
+datasets (signatures.py).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.corpus import selection
 from lib.corpus.dropped import format_dropped
-from lib.corpus.near.plan import COPY, RULE_NAMES, NearPlan, PlannedRows
+from lib.corpus.near.plan import RULE_NAMES, PlannedRows, RowPlan
 from lib.corpus.near.rows import read_sidecar
 from lib.corpus.near.signatures import SignatureWriter
 from lib.corpus.row_options import RowOptions
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class NearOutput:
+class PlanOutput:
     """Follow a plan, row by row. rows: number of rows so far.
 
     directory: the dataset. dropped: the file dropped.jsonl. The files continue after their present
     end.
     """
 
-    plan: NearPlan
+    plan: RowPlan
 
     def __init__(
         self, directory: Path, dropped: BinaryIO, row_options: RowOptions, rows: int
@@ -37,16 +38,18 @@ class NearOutput:
         self._directory = directory
         self._row_options = row_options
         self._dropped = dropped
-        self._signatures = SignatureWriter(directory, row_options.splits)
+        self._signatures = (
+            SignatureWriter(directory, row_options.splits) if row_options.drops_near else None
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the size of each file by its path in the dataset."""
-        return self._signatures.sizes
+        return self._signatures.sizes if self._signatures else {}
 
     def files(self) -> list[Any]:
         """Return the open files."""
-        return self._signatures.files()
+        return self._signatures.files() if self._signatures else []
 
     def select(self, rows: int) -> PlannedRows:
         """Return the plan of the next rows."""
@@ -70,18 +73,17 @@ class NearOutput:
 
         places = self.plan.list_own_places(planned.places)
         for row in np.flatnonzero(planned.rules):
-            rule = int(planned.rules[row])
             file, position = map(int, places[row])
-            similarity = 1.0 if rule == COPY else float(planned.similarities[row])
+            leader = int(planned.leaders[row]) - 1
             line = format_dropped(
                 self.plan.paths[file][0],
                 position,
-                _name_problem(rule),
-                similarity,
-                self.plan.describe_row(int(planned.leaders[row]) - 1),
+                _name_problem(int(planned.rules[row])),
+                planned.find_value(row),
+                self.plan.describe_row(leader) if leader >= 0 else None,
             )
             self._dropped.write(line)
-        if copies is None or not copies.any():
+        if self._signatures is None or copies is None or not copies.any():
             return
         is_kept = copies > 0
         numbers = np.cumsum(copies) - copies + rows_before
@@ -94,11 +96,14 @@ class NearOutput:
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the manifest entries of all files."""
+        if self._signatures is None:
+            return []
         return self._signatures.finish(self._row_options, self.plan.paths)
 
     def close(self) -> None:
         """Close the files."""
-        self._signatures.close()
+        if self._signatures:
+            self._signatures.close()
 
 
 def _name_problem(rule: int) -> str:
