@@ -137,8 +137,8 @@ def _add_wheel_options(parser: options.Parser) -> None:
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="also pack the wheels of requirements-optional.txt, for --wandb, --ckpt-copy-to "
-        "and --ckpt-hyperpod",
+        help="also pack the wheels of requirements-optional.txt, for --wandb, --ckpt-copy-to, "
+        "--ckpt-hyperpod, --language and --quality-model",
     )
     parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")
 

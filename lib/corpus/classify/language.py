@@ -21,6 +21,7 @@ COLUMN = "language"
 CUT = 500  # characters
 LEAST_LETTERS = 20
 LEAST_SHARE = 0.01  # a smaller score of a cut counts as 0
+_MOST_SCORE = 1.001  # fastText adds 0.00001 to a probability
 _OPTION = "--language-model"
 _KNOWN = "lid.176.ftz"
 _KNOWN_DIGEST = "sha256:8f3472cfe8738a7b6099e8e999c3cbfae0dcd15696aac7d7738a8039db603e83"
@@ -49,13 +50,16 @@ def find_language(classifier: Classifier, text: str, least: float) -> str:
     if sum(1 for _ in letters) < LEAST_LETTERS:
         return UNDETERMINED
     sums: dict[str, float] = defaultdict(float)
-    for cut in cuts:
+    needed = least * len(cuts)
+    best = UNDETERMINED
+    for number, cut in enumerate(cuts, 1):
         for label, score in predictor.list_scores(classifier, cut.lower(), LEAST_SHARE):
             sums[label] += score
-    if not sums:
-        return UNDETERMINED
-    best = min(sums, key=lambda label: (-sums[label], label))
-    return best if sums[best] >= least * len(cuts) else UNDETERMINED
+        best = min(sums, key=lambda label: (-sums[label], label), default=UNDETERMINED)
+        others = max((sums[label] for label in sums if label != best), default=0.0)
+        if sums[best] >= needed and sums[best] > others + (len(cuts) - number) * _MOST_SCORE:
+            return best  # whatever the other cuts are
+    return best if sums[best] >= needed else UNDETERMINED
 
 
 def label_batch(row_options: RowOptions, batch: RowBatch) -> list[str]:

@@ -31,7 +31,7 @@ class InvalidModel(Exception):
     """Raised with the reason why a file is not a fastText classifier that can be opened."""
 
 
-class _Settings(NamedTuple):
+class _ModelSettings(NamedTuple):
     """Contain the settings of a model that decide the sizes of its matrices."""
 
     dim: int
@@ -93,7 +93,9 @@ def _parse(reader: _Reader) -> list[str]:
     if version not in _VERSIONS:
         raise InvalidModel(f"its format has version {version}, expected 11 or 12")
     dim, _, _, _, _, word_ngrams, loss, kind, bucket, _, longest, _, _ = numbers
-    settings = _Settings(dim, word_ngrams, kind, bucket, longest if version > _VERSIONS[0] else 0)
+    settings = _ModelSettings(
+        dim, word_ngrams, kind, bucket, longest if version > _VERSIONS[0] else 0
+    )
     if kind != _SUPERVISED:
         raise InvalidModel("it contains word vectors and no classifier")
     if loss not in _LOSSES:
