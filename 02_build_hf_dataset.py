@@ -34,13 +34,16 @@ from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
-from lib.corpus.classify import language, quality
+from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
 from lib.corpus.near.plan import RowPlan, describe_bands
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
@@ -119,10 +122,11 @@ def check_options(opts: BuildOptions) -> None:
                     f"{declared.flag(name)} needs --dedup near",
                     expected=f"--dedup near, or no {declared.flag(name)}",
                 )
+    problems.collect(partial(quality.require_quality, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
     problems.collect(partial(language.require_language, opts))
-    problems.collect(partial(quality.require_quality, opts))
+    problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -157,6 +161,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             else "train",
             **language.describe_language(opts),
             **quality.describe_quality(opts),
+            **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
@@ -171,7 +176,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
-    chosen |= language.identify_language(opts) | quality.identify_quality(opts)
+    chosen |= language.identify_language(opts) | scores.identify_scores(opts)
+    chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -330,20 +336,21 @@ def print_summary(
     opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    files: int,
-    total: int,
+    facts: CorpusFacts,
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`, out of `total`.
+    read: input bytes that this launch processed in `seconds`.
     """
+    total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
+    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, opts.save_dir))
     print_next(opts)
 
 
@@ -387,6 +394,7 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    quality.require_sources(row_options, files)
     if opts.only_splits is not None:
         build_splits(opts, files, row_options)
         return
@@ -429,6 +437,8 @@ def main(argv: list[str]) -> None:
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
+        facts = collect.collect_facts(dataset, row_options, identity)
+        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
@@ -438,7 +448,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/classify/language.py, lib/corpus/classify/quality.py
+# covers: 02_build_hf_dataset.py, lib/corpus/classify/language.py, lib/corpus/classify/scores.py
 # covers: lib/corpus/classify/top_scores.py, lib/corpus/near/build.py, lib/corpus/near/plan.py
 # covers: lib/corpus/near/output.py, lib/corpus/near/rows.py
 """Stage 02 with --language and --quality-model: labels, scores, what is dropped, and two passes."""
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lib.core import hashing
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
@@ -257,6 +258,8 @@ def test_machines_and_workers_give_the_same_bytes(
     done = stage(*options, "--save-dir", "one")
     assert "rows dropped by --keep-top 0.3" in done.stdout
     one = content(tmp_path / "one")
+    digest = hashing.file_digest(models.language_model, "sha256")
+    assert digest in one["report.html"].decode()
     for workers in (2, 3):
         stage(*options, "--save-dir", f"n{workers}", "--num-workers", workers)
         assert content(tmp_path / f"n{workers}") == one

@@ -1,5 +1,5 @@
 # covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
-# covers: lib/corpus/classify/language.py, lib/corpus/classify/quality.py
+# covers: lib/corpus/classify/language.py, lib/corpus/classify/scores.py
 # covers: lib/corpus/classify/top_scores.py
 """fastText models are checked before they are opened; texts get labels and scores."""
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.corpus.classify import language, model_file, predictor, quality, top_scores
+from lib.corpus.classify import language, model_file, predictor, scores, top_scores
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
 from tests.conftest import ROOT
@@ -132,10 +132,11 @@ def test_cuts_are_start_middle_and_end():
 
 def test_scores_of_texts(models):
     texts = ["good " * 30, "bad bad", "good\nbad", "unknown", "", "good \udfff"]
-    scores = quality.score_batch(models, make_batch(*texts))
-    assert scores == pytest.approx([1, 0, 0.5, 0, 0, 1], abs=1e-3)
+    assert scores.score_batch(models, make_batch(*texts)) == pytest.approx(
+        [1, 0, 0.5, 0, 0, 1], abs=1e-3
+    )
     other = RowOptions(quality_model=models.quality_model, quality_label="__label__cc")
-    assert quality.score_batch(other, make_batch(*texts[:2])) == pytest.approx([0, 1], abs=1e-3)
+    assert scores.score_batch(other, make_batch(*texts[:2])) == pytest.approx([0, 1], abs=1e-3)
 
 
 def refuse(check, **options) -> StageError:
@@ -163,18 +164,16 @@ def test_options_of_languages_are_checked(models, tmp_path):
 
 def test_options_of_quality_are_checked(models):
     model = models.quality_model
-    quality.require_quality(models)
-    quality.require_quality(RowOptions(quality_model=model, quality_label="cc", keep_top=0.1))
-    error = refuse(quality.require_quality, keep_top=0.1, quality_label="cc")
+    scores.require_scores(models)
+    scores.require_scores(RowOptions(quality_model=model, quality_label="cc", keep_top=0.1))
+    error = refuse(scores.require_scores, keep_top=0.1, quality_label="cc")
     assert [each.problem for each in error.several] == [
         "--quality-label needs --quality-model",
         "--keep-top needs --quality-model",
     ]
     for options in ({"keep_top": 0.1, "quality_score": 0.5}, {"keep_top": 0.0}):
-        assert isinstance(
-            refuse(quality.require_quality, quality_model=model, **options), UsageError
-        )
-    error = refuse(quality.require_quality, quality_model=models.language_model)
+        assert isinstance(refuse(scores.require_scores, quality_model=model, **options), UsageError)
+    error = refuse(scores.require_scores, quality_model=models.language_model)
     assert "no label hq" in error.problem and error.expected == "en, de, fr"
 
 
@@ -182,7 +181,7 @@ def test_the_package_is_named_if_it_is_missing(models, monkeypatch):
     monkeypatch.setattr(predictor.importlib.util, "find_spec", lambda name: None)
     for error in (
         refuse(language.require_language, language=["de"]),
-        refuse(quality.require_quality, quality_model=models.quality_model),
+        refuse(scores.require_scores, quality_model=models.quality_model),
     ):
         assert "fasttext-predict" in error.problem
         assert "fasttext-predict==0.9.2.4" in error.run
@@ -194,16 +193,16 @@ def test_the_package_is_named_if_it_is_missing(models, monkeypatch):
 def test_the_highest_scores_are_found_without_sorting(kept, first, tmp_path, monkeypatch):
     monkeypatch.setattr(top_scores, "BLOCK", 64)
     draw = np.random.default_rng(kept)
-    scores = draw.choice(draw.random(200, np.float32), 1000).astype(np.float32)
-    scores[draw.integers(0, 1000, 300)] = draw.choice([0, 1, 1e-5])
+    values = draw.choice(draw.random(200, np.float32), 1000).astype(np.float32)
+    values[draw.integers(0, 1000, 300)] = draw.choice([0, 1, 1e-5])
     path = tmp_path / "scores"
-    path.write_bytes(draw.random(first, np.float32).tobytes() + scores.tobytes())
+    path.write_bytes(draw.random(first, np.float32).tobytes() + values.tobytes())
     threshold = top_scores.find_threshold(path, first, kept)
     selector = top_scores.Selector(threshold)
-    chosen = np.concatenate([selector.select(block) for block in np.split(scores, [10, 64, 900])])
-    best = np.argsort(-scores, kind="stable")[:kept]
+    chosen = np.concatenate([selector.select(block) for block in np.split(values, [10, 64, 900])])
+    best = np.argsort(-values, kind="stable")[:kept]
     assert np.flatnonzero(chosen).tolist() == sorted(best.tolist())
-    assert threshold.score == scores[best[-1]]
+    assert threshold.score == values[best[-1]]
 
 
 def test_the_share_of_rows_is_rounded():

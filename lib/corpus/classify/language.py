@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
+from collections.abc import Collection
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,13 @@ from lib.core import aliases, commands, declared, hashing, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.classify import model_file, predictor
 from lib.corpus.classify.predictor import Classifier
-from lib.corpus.row_batch import RowBatch
+from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
 
 UNDETERMINED = "und"  # the label of short texts and of texts below the score
 ALL = "all"  # as the value of --language: label all rows, drop none
 COLUMN = "language"
+KIND = "language"  # of the rule
 CUT = 500  # characters
 LEAST_LETTERS = 20
 LEAST_SHARE = 0.01  # a smaller score of a cut counts as 0
@@ -73,6 +76,26 @@ def list_kept(row_options: RowOptions) -> list[str]:
     return [] if row_options.language == [ALL] else row_options.language
 
 
+def list_rules(row_options: RowOptions) -> list[str]:
+    """Return the kind of the rule that drops rows in other languages, if any are dropped."""
+    return [KIND] if list_kept(row_options) else []
+
+
+def start_rules(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rule that drops rows in other languages, if any are dropped."""
+    if not (kept := list_kept(row_options)):
+        return []
+    reason = f"in none of the languages {', '.join(kept)}"
+    return [BatchRule(KIND, reason, partial(_check_rows, frozenset(kept)))]
+
+
+def _check_rows(kept: Collection[str], batch: RowBatch) -> RowVerdict:
+    import numpy as np
+
+    labels = batch.columns[COLUMN]
+    return RowVerdict(np.array([label not in kept for label in labels], bool), labels)
+
+
 def require_language(row_options: RowOptions) -> None:
     """Raise an error if rows cannot be labelled with the options.
 
@@ -124,7 +147,7 @@ def identify_language(row_options: RowOptions) -> dict[str, Any]:
     """Return what identifies the model, wherever its file is; {} if rows are not labelled."""
     if not row_options.language:
         return {}
-    return {"language_model": hashing.file_digest(row_options.language_model)}
+    return {"language_model": hashing.file_digest(row_options.language_model, "sha256")}
 
 
 def _read_labels(path: Path) -> list[str]:

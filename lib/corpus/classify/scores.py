@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from lib.core import declared, hashing, units
 from lib.core.errors import Problems, UsageError
 from lib.corpus.classify import model_file, predictor
-from lib.corpus.row_batch import RowBatch
+from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
 
+if TYPE_CHECKING:
+    import numpy as np
+
 COLUMN = "quality"
+KIND = "quality model"  # of the rule, and of the decision of --keep-top
 DEFAULT_LABEL = "hq"  # of the classifiers that follow DataComp-LM
 _OPTION = "--quality-model"
 _LABEL_OPTION = "--quality-label"
@@ -26,7 +31,34 @@ def score_batch(row_options: RowOptions, batch: RowBatch) -> list[float]:
     return [dict(predictor.list_scores(classifier, text)).get(label, 0.0) for text in batch.texts]
 
 
-def require_quality(row_options: RowOptions) -> None:
+def collect_scores(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
+    """Return the scores of a batch, as they are in the column (float32 [rows])."""
+    import numpy as np
+
+    return np.array(batch.columns[COLUMN], np.float32)
+
+
+def list_rules(row_options: RowOptions) -> list[str]:
+    """Return the kind of the rule about scores."""
+    return [KIND]
+
+
+def start_rules(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rule that drops rows below --quality-score."""
+    least = row_options.quality_score
+    assert least is not None
+    reason = f"below --quality-score {least:g}"
+    return [BatchRule(KIND, reason, partial(_check_rows, least))]
+
+
+def _check_rows(least: float, batch: RowBatch) -> RowVerdict:
+    import numpy as np
+
+    scores = batch.columns[COLUMN]
+    return RowVerdict(np.array(scores, np.float64) < least, scores)
+
+
+def require_scores(row_options: RowOptions) -> None:
     """Raise an error if rows cannot be scored with the options.
 
     UsageError: options contradict each other, the package is not installed, or the model has no
@@ -63,7 +95,7 @@ def require_quality(row_options: RowOptions) -> None:
         raise UsageError(problem, expected=units.join_names(labels, _SHOWN))
 
 
-def describe_quality(row_options: RowOptions) -> dict[str, str]:
+def describe_scores(row_options: RowOptions) -> dict[str, str]:
     """Return the line of the plan about scores by its label; {} without a classifier."""
     if row_options.quality_model is None:
         return {}
@@ -75,8 +107,8 @@ def describe_quality(row_options: RowOptions) -> dict[str, str]:
     return {"quality": f"{choice}, by {row_options.quality_model}"}
 
 
-def identify_quality(row_options: RowOptions) -> dict[str, Any]:
+def identify_scores(row_options: RowOptions) -> dict[str, Any]:
     """Return what identifies the classifier, wherever its file is; {} without one."""
     if row_options.quality_model is None:
         return {}
-    return {"quality_model": hashing.file_digest(row_options.quality_model)}
+    return {"quality_model": hashing.file_digest(row_options.quality_model, "sha256")}
