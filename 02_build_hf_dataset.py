@@ -38,6 +38,8 @@ from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
 from lib.corpus.near.plan import NearPlan, describe_bands
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
 from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
@@ -327,20 +329,21 @@ def print_summary(
     opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    files: int,
-    total: int,
+    facts: CorpusFacts,
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`, out of `total`.
+    read: input bytes that this launch processed in `seconds`.
     """
+    total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
+    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, opts.save_dir))
     print_next(opts)
 
 
@@ -427,6 +430,8 @@ def main(argv: list[str]) -> None:
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
+        facts = collect.collect_facts(dataset, row_options, identity)
+        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
@@ -436,7 +441,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

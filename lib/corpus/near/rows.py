@@ -12,6 +12,7 @@ from lib.corpus.inputs import InputFile, find_source
 from lib.corpus.near import minhash
 from lib.corpus.near.signatures import EarlierDataset, ShardRows
 from lib.corpus.row_options import SOURCE, RowOptions
+from lib.corpus.scan import find_source
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
