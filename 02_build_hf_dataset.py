@@ -5,6 +5,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)

@@ -75,7 +75,8 @@ def format_summary(
     }
     counts = tally.dropped + dataset.dropped
     for kind, option in selection.describe_dropped(row_options, counts).items():
-        lines[kind.replace("_", " ")] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+        name = kind if "." in kind else kind.replace("_", " ")
+        lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if dataset.plan:
         lines |= dataset.plan.format_lines()
     if tally.problems:
