@@ -6,6 +6,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
+  python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -34,6 +35,7 @@ from lib.core.errors import Problems
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
+from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
@@ -108,15 +110,9 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
-    if not opts.drops_near:
-        defaults = RowOptions()
-        given = [name for name in vars(defaults) if name.startswith("near_")]
-        for name in given:
-            if getattr(opts, name) != getattr(defaults, name):
-                problems.add(
-                    f"{declared.flag(name)} needs --dedup near",
-                    expected=f"--dedup near, or no {declared.flag(name)}",
-                )
+    for name, needed in opts.list_unused():
+        problems.add(f"{name} needs {needed}", expected=f"{needed}, or no {name}")
+    problems.collect(partial(test_sets.require_test_sets, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -165,6 +161,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    if opts.decontaminate:
+        chosen["decontaminate"] = test_sets.identify_test_sets(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -177,8 +175,9 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
+    whole = test_sets.add_frequent(make_identity(opts, files), row_options)
     for name in names:
-        identity = split_parts.make_parts_identity(make_identity(opts, files), by_split[name])
+        identity = split_parts.make_parts_identity(whole, by_split[name])
         if publish.is_done(
             root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
         ):
@@ -381,6 +380,9 @@ def main(argv: list[str]) -> None:
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
     if opts.only_splits is not None:
+        row_options = test_sets.prepare_index(
+            row_options, opts.data_folder, files, opts.num_workers, progress
+        )
         build_splits(opts, files, row_options)
         return
     identity = make_identity(opts, files)
@@ -392,13 +394,20 @@ def main(argv: list[str]) -> None:
         return
 
     # Plan.
+    row_options = test_sets.prepare_index(
+        row_options, opts.data_folder, files, opts.num_workers, progress
+    )
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
     own_parts = build.dir / (f"{NEAR}/parts" if opts.drops_near else PARTS)
     parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
+        split_parts.check_parts(
+            opts.save_dir,
+            test_sets.add_frequent(identity, row_options),
+            inputs.group_by_split(files),
+        )
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )

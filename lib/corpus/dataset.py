@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
+from lib.corpus.decontaminate.prepared import PreparedOptions
+from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.near import plan as near_plan
@@ -71,6 +73,9 @@ class DatasetWriter:
         self._is_chat = row_options.format == CHAT
         schema = work_units.make_part_schema(row_options)
         self._row_options = row_options
+        self.test_sets = (
+            TestSetReport(row_options) if isinstance(row_options, PreparedOptions) else None
+        )
         self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
         self._near = None
         if row_options.drops_near:
@@ -170,6 +175,7 @@ class DatasetWriter:
                 work_units.release_part(part)
         elif self._deletes_parts:
             self._finished += [*result.unit.parts(), result.unit.part(work_units.RECORD)]
+        result.tally.test_hits.shift(self._rows_before)
         self.tally.add(result.tally, self._lines_before)
         self._lines_before += result.lines_of_part
         self._rows_before += result.rows_of_part
@@ -198,6 +204,9 @@ class DatasetWriter:
             files += self._near.finish()
             # First, so that a run that is killed in the next line leaves no part of a plan.
             (self.near_work / near_plan.STATE).unlink()
+        if self.test_sets:
+            path = self.test_sets.write(self._directory, self.tally.test_hits)
+            files.append(manifest.file_entry(self._directory, path))
         shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
@@ -227,6 +236,11 @@ class DatasetWriter:
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
             **({"near": self._near.plan.summary} if self._near else {}),
+            **(
+                {"decontamination": self.test_sets.summarise(tally.test_hits)}
+                if self.test_sets
+                else {}
+            ),
         }
 
     def follow(self, plan: NearPlan) -> None:

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import options
+from lib.core import declared, options
 from lib.core.declared import option
 from lib.corpus import encoding
 
@@ -143,6 +143,28 @@ class RowOptions:
         help="corpus: compare all rows; source: compare only rows whose files are in the same "
         "top-level directory of the source",
     )
+    decontaminate: list[Path] = option(
+        [],
+        parse=Path,
+        metavar="DIR",
+        quiet=True,
+        help="drop documents that contain a question of these test sets (JSON Lines with the key "
+        "question, query, prompt or text, or a suite of stage 03); of conversations, compare the "
+        "turns of the user; may be repeated (default: no test set)",
+    )
+    decontaminate_share: float = option(
+        0.5,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="share of the n-grams (8 words) of a question that a document contains, from which "
+        "it is dropped",
+    )
+    decontaminate_report_only: bool = option(
+        False,
+        quiet=True,
+        help="report the test questions that occur, and drop no document for them",
+    )
     validation_percent: float = option(
         0.0,
         parse=options.percent,
@@ -165,3 +187,18 @@ class RowOptions:
     def splits(self) -> tuple[str, ...]:
         """Return the names of the splits of the dataset."""
         return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
+
+    def list_unused(self) -> list[tuple[str, str]]:
+        """Return the options without effect, each with the option that it needs."""
+        needed = {}
+        if not self.drops_near:
+            needed["near_"] = f"--dedup {NEAR}"
+        if not self.decontaminate:
+            needed["decontaminate_"] = "--decontaminate DIR"
+        return [
+            (declared.flag(field.name), option)
+            for field in declared.list_fields(RowOptions)
+            for prefix, option in needed.items()
+            if field.name.startswith(prefix)
+            and getattr(self, field.name) != declared.default_of(field)
+        ]

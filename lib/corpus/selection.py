@@ -36,6 +36,8 @@ from lib.corpus.row_options import NEAR, RowOptions
 if TYPE_CHECKING:
     import numpy as np
 
+    from lib.corpus.tally import Tally
+
 MOST_CHARACTERS = 16_000_000  # of a text that is compared to find near duplicates
 
 
@@ -67,12 +69,13 @@ class BatchRule(NamedTuple):
     """A rule that checks a batch of rows.
 
     kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
-    "3 rows are …".
+    "3 rows are …". finish: adds what the rule has counted to the tally, after the last row.
     """
 
     kind: str
     reason: str
     check: Callable[[RowBatch], RowVerdict]
+    finish: Callable[[Tally], None] | None = None
 
 
 class RuleGroup(NamedTuple):
@@ -171,11 +174,19 @@ def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
     return minhash.compute_keys(shingles.hash_texts(texts, row_options.near_words), bands)
 
 
+def _start_test_sets(row_options: RowOptions) -> list[BatchRule]:
+    from lib.corpus.decontaminate import matching  # which needs this module
+
+    return matching.start_rules(row_options)
+
+
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
 RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
 
 # In the order in which the rules apply, after those of RULES.
-RULE_GROUPS: dict[str, RuleGroup] = {}
+RULE_GROUPS: dict[str, RuleGroup] = {
+    "decontaminate": RuleGroup("decontaminate", lambda _: ["test set"], _start_test_sets),
+}
 
 # Key: the name of the column.
 COLUMNS: dict[str, Column] = {}

@@ -12,6 +12,7 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations
+from lib.corpus.decontaminate.hits import TestHits
 from lib.corpus.scan import escape_path
 
 ERRORS = "errors.jsonl"
@@ -187,7 +188,7 @@ class Tally:
     --fields that occur. other_fields: for each key that --fields does not select, number of
     documents with text under it, among the first thousand of each unit. as_text: number of
     conversations that became plain text, by format, among the first documents of each file. chat:
-    the tally of a chat dataset.
+    the tally of a chat dataset. test_hits: questions of test sets that occur.
     """
 
     documents: int = 0
@@ -201,6 +202,7 @@ class Tally:
     other_fields: Counter[str] = field(default_factory=Counter)
     as_text: Counter[str] = field(default_factory=Counter)
     chat: ChatTally = field(default_factory=ChatTally)
+    test_hits: TestHits = field(default_factory=TestHits)
 
     def add(self, other: Tally, lines_before: int = 0) -> None:
         """Add the tally of other input.
@@ -219,6 +221,7 @@ class Tally:
             "failed": sorted(self.failed),
             "fields_seen": sorted(self.fields_seen),
             "chat": self.chat.to_json(),
+            "test_hits": self.test_hits.to_json(),
         }
 
     @classmethod
@@ -237,6 +240,7 @@ class Tally:
                 "other_fields": Counter(value.get("other_fields", {})),
                 "as_text": Counter(value.get("as_text", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
+                "test_hits": TestHits.from_json(value.get("test_hits", {})),
             }
         )
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lib.corpus import shingles
 from lib.corpus.decontaminate.questions import Question
@@ -25,9 +25,9 @@ WORDS = 8  # of an n-gram
 SHORTEST = 20  # words of a question that is protected
 FEWEST = SHORTEST - WORDS + 1  # n-grams of a question that is protected
 MOST_QUESTIONS = 10  # of a set, that may share an n-gram
-SHORT, SHARED, FREQUENT = REASONS = ("short", "shared", "frequent")  # why one is unprotected
-LISTED = 10  # numbers of unprotected questions per set and reason
-_BITS_PER_GRAM = 16  # of the table; 1 in 16 other n-grams passes it
+SHORT, SHARED, FREQUENT = ("short", "shared", "frequent")  # why one is unprotected
+_BITS_PER_GRAM = 16  # in a row of the table; at most 1 in 16 other n-grams passes it
+_SHIFT = 24  # bits of a hash that the second row does not look at
 _ARRAYS = ("hashes", "ends", "postings", "sizes", "sets", "numbers", "table")
 _SETS = "sets.json"
 _NOTHING = 1 << 62  # more n-grams than a question has, so that it is never hit
@@ -35,13 +35,17 @@ _NOTHING = 1 << 62  # more n-grams than a question has, so that it is never hit
 
 @dataclass
 class TestSet:
-    """Describe a test set. unprotected: numbers of such questions, in order, by the reason."""
+    """Describe a test set.
+
+    unprotected: numbers of such questions, in order, by the reason. digest: of its file.
+    """
 
     __test__ = False  # pytest collects classes with this name otherwise
 
     name: str
     questions: int = 0
     unprotected: dict[str, list[int]] = field(default_factory=dict)
+    digest: str = ""
 
     @property
     def protected(self) -> int:
@@ -49,13 +53,29 @@ class TestSet:
         return self.questions - sum(map(len, self.unprotected.values()))
 
 
+class Frequent(NamedTuple):
+    """Tell which n-grams are ignored because they are frequent in the corpus.
+
+    rows: number of sampled rows. least: rows that contain a frequent n-gram are more than this.
+    ignored: number of frequent n-grams. digest: of these n-grams.
+    """
+
+    rows: int = 0
+    least: int = 0
+    ignored: int = 0
+    digest: str = ""
+
+
+NO_FREQUENT = Frequent()
+
+
 class Index(NamedTuple):
     """Contain the n-grams of all questions of all sets.
 
     hashes: uint64, sorted and distinct. ends: int64, where the postings of each hash end. postings:
     int32, questions that contain the hash. sizes: int64, number of n-grams of each question. sets:
-    int32, number of the set of each question. numbers: int64, its number in the set. table: uint8,
-    one bit per value of the first bits of a hash: whether any hash begins like that.
+    int32, number of the set of each question. numbers: int64, its number in the set. table: uint8
+    [2, …], a Bloom filter: a hash has one bit in each row.
     """
 
     hashes: np.ndarray
@@ -66,6 +86,7 @@ class Index(NamedTuple):
     numbers: np.ndarray
     table: np.ndarray
     test_sets: list[TestSet]
+    frequent: Frequent = NO_FREQUENT
 
 
 class _SetGrams(NamedTuple):
@@ -107,13 +128,14 @@ def build_index(sets: Iterable[tuple[str, Sequence[Question]]]) -> Index:
     )
 
 
-def ignore_grams(index: Index, is_ignored: np.ndarray) -> Index:
-    """Return the index without some n-grams (bool [hashes]), such as frequent ones.
+def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) -> Index:
+    """Return the index without frequent n-grams (bool [hashes]).
 
     Questions that keep too few n-grams become unprotected.
     """
     import numpy as np
 
+    index = index._replace(frequent=frequent)
     if not is_ignored.any():
         return index
     counts = np.diff(index.ends, prepend=0)
@@ -121,12 +143,10 @@ def ignore_grams(index: Index, is_ignored: np.ndarray) -> Index:
     postings = index.postings[is_kept]
     left = np.bincount(postings, minlength=len(index.sizes)).astype(np.int64)
     is_lost = (left < FEWEST) & (index.sizes < _NOTHING)
-    test_sets = [
-        TestSet(each.name, each.questions, {**each.unprotected}) for each in index.test_sets
-    ]
+    test_sets = [replace(each, unprotected={**each.unprotected}) for each in index.test_sets]
     for question in np.flatnonzero(is_lost):
         unprotected = test_sets[index.sets[question]].unprotected
-        unprotected.setdefault(FREQUENT, []).append(int(index.numbers[question]))
+        unprotected[FREQUENT] = [*unprotected.get(FREQUENT, ()), int(index.numbers[question])]
     hashes = index.hashes[~is_ignored]
     return index._replace(
         hashes=hashes,
@@ -145,7 +165,7 @@ def save_index(index: Index, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
         np.save(directory / f"{name}.npy", getattr(index, name))
-    text = json.dumps([vars(each) for each in index.test_sets])
+    text = json.dumps([[vars(each) for each in index.test_sets], index.frequent])
     (directory / _SETS).write_text(text, encoding="utf-8")
 
 
@@ -154,8 +174,14 @@ def open_index(directory: Path) -> Index:
     import numpy as np
 
     arrays = [np.load(directory / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
-    records: list[dict[str, Any]] = json.loads((directory / _SETS).read_text(encoding="utf-8"))
-    return Index(*arrays, [TestSet(**record) for record in records])
+    test_sets, frequent = read_sets(directory)
+    return Index._make([*arrays, test_sets, frequent])
+
+
+def read_sets(directory: Path) -> tuple[list[TestSet], Frequent]:
+    """Return the test sets of the index in a directory, and its frequent n-grams."""
+    records, frequent = json.loads((directory / _SETS).read_text(encoding="utf-8"))
+    return [TestSet(**record) for record in records], Frequent(*frequent)
 
 
 def find_members(index: Index, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,26 +189,47 @@ def find_members(index: Index, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarr
     import numpy as np
 
     nothing = np.empty(0, np.int64)
-    if not len(hashes) or not len(index.hashes):
+    if not len(index.hashes):
         return nothing, nothing
-    bits = hashes >> np.uint64(64 - (len(index.table) * 8).bit_length() + 1)
-    marks = index.table[bits >> np.uint64(3)] >> (bits & np.uint64(7)).astype(np.uint8)
-    positions = np.flatnonzero(marks & np.uint8(1))
+    positions = np.flatnonzero(_look_up(index.table, 0, hashes))
     values = hashes[positions]
+    passed = np.flatnonzero(_look_up(index.table, 1, values))
+    positions = positions[passed]
+    values = values[passed]
     found = np.searchsorted(index.hashes, values)
     found[found == len(index.hashes)] = 0
     is_member = index.hashes[found] == values
     return positions[is_member], found[is_member]
 
 
-def _make_table(hashes: np.ndarray) -> np.ndarray:
-    """Return the table of an index; its size is a power of two."""
+def _look_up(table: np.ndarray, row: int, hashes: np.ndarray) -> np.ndarray:
+    """Return whether a row of the table contains hashes, as uint8; an error is always a yes."""
     import numpy as np
 
-    bits = max(6, (len(hashes) * _BITS_PER_GRAM).bit_length())
-    is_set = np.zeros(1 << bits, bool)
-    is_set[hashes >> np.uint64(64 - bits)] = True
-    return np.packbits(is_set, bitorder="little")
+    places, bits = _place_hashes(hashes, row, table.shape[1])
+    return (np.take(table[row], places) >> bits) & np.uint8(1)
+
+
+def _place_hashes(hashes: np.ndarray, row: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the byte of each hash in a row of the table (int64), and its bit in it (uint8)."""
+    import numpy as np
+
+    first_bits = hashes << np.uint64(_SHIFT) if row else hashes
+    last_bits = hashes >> np.uint64(8) if row else hashes
+    places = first_bits >> np.uint64(64 - size.bit_length() + 1)
+    return places.view(np.int64), last_bits.astype(np.uint8) & np.uint8(7)
+
+
+def _make_table(hashes: np.ndarray) -> np.ndarray:
+    """Return the table of an index; the size of its rows is a power of two."""
+    import numpy as np
+
+    size = 1 << max(3, (len(hashes) * _BITS_PER_GRAM // 8).bit_length())
+    table = np.zeros((2, size), np.uint8)
+    for row in range(2):
+        places, bits = _place_hashes(hashes, row, size)
+        np.bitwise_or.at(table[row], places, np.left_shift(np.uint8(1), bits))
+    return table
 
 
 def _find_grams(questions: Sequence[Question], test_set: TestSet) -> _SetGrams:

@@ -12,9 +12,12 @@ from lib.corpus import shingles
 from lib.corpus.decontaminate import index
 from lib.corpus.decontaminate.hits import SAMPLES, Sample, SetHits, TestHits
 from lib.corpus.decontaminate.index import Index
+from lib.corpus.decontaminate.prepared import PreparedOptions
 from lib.corpus.row_batch import RowBatch, RowText
-from lib.corpus.selection import BatchRule, Verdict
+from lib.corpus.row_options import RowOptions
+from lib.corpus.selection import BatchRule, RowVerdict
 from lib.corpus.shingles import Shingles
+from lib.corpus.tally import Tally
 from lib.corpus.words import find_words
 
 if TYPE_CHECKING:
@@ -38,7 +41,10 @@ class Hits(NamedTuple):
 
 
 def find_hits(test_index: Index, grams: Shingles, least: float) -> Hits:
-    """Return which questions occur in rows. grams: of the rows. least: share from which one does."""
+    """Return which questions occur in rows.
+
+    grams: of the rows. least: share of a question's n-grams from which it occurs.
+    """
     import numpy as np
 
     positions, members = index.find_members(test_index, grams.hashes)
@@ -65,37 +71,61 @@ def find_hits(test_index: Index, grams: Shingles, least: float) -> Hits:
     return Hits(rows[is_hit], questions[is_hit], shares[is_hit], (at - before)[is_hit])
 
 
-def start_rule(directory: str, least: float, report_only: bool, hits: TestHits) -> BatchRule:
-    """Return the rule that drops rows with test questions.
+class TestSetRule:
+    """Find test questions in batches of rows, and count them.
 
-    directory: of the index. least: see find_hits. hits: receives what the rule finds.
+    least: see find_hits. report_only: drop nothing.
     """
-    import numpy as np
 
-    test_index = _open_index(directory)
+    __test__ = False  # pytest collects classes with this name otherwise
 
-    def check(batch: RowBatch) -> Verdict:
-        grams = _hash_batch(batch)
-        found = find_hits(test_index, grams, least)
-        values = _note_hits(batch, test_index, found, hits)
+    def __init__(self, test_index: Index, least: float, report_only: bool) -> None:
+        self.hits = TestHits()
+        self._index = test_index
+        self._least = least
+        self._report_only = report_only
+
+    def check(self, batch: RowBatch) -> RowVerdict:
+        """Return which rows contain a question, with the best hit of each."""
+        import numpy as np
+
+        found = find_hits(self._index, hash_batch(batch), self._least)
+        values = _note_hits(batch, self._index, found, self.hits)
         is_hit = np.zeros(len(batch.rows), bool)
-        is_hit[found.rows] = not report_only
-        return Verdict(is_hit, values)
+        is_hit[found.rows] = not self._report_only
+        return RowVerdict(is_hit, values)
 
-    return BatchRule(KIND, f"copies of test questions (a share of {least:g} or more)", check)
+    def finish(self, tally: Tally) -> None:
+        """Add the counts to a tally."""
+        tally.test_hits += self.hits
+
+
+def start_rules(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rule that drops rows with test questions; while the corpus is sampled, count."""
+    assert isinstance(row_options, PreparedOptions)
+    if row_options.counter:
+        return [BatchRule(KIND, "", row_options.counter)]
+    rule = TestSetRule(
+        open_cached(row_options.test_index),
+        row_options.decontaminate_share,
+        row_options.decontaminate_report_only,
+    )
+    return [BatchRule(KIND, "documents with test questions", rule.check, rule.finish)]
 
 
 @cache
-def _open_index(directory: str) -> Index:
+def open_cached(directory: str) -> Index:
+    """Return the index in a directory; a process opens it once."""
     return index.open_index(Path(directory))
 
 
-def _hash_batch(batch: RowBatch) -> Shingles:
+def hash_batch(batch: RowBatch) -> Shingles:
     """Return the n-grams of rows; of a conversation, those of the user's turns."""
     if any(row.questions for row in batch.rows):
         texts = [_get_text(row) for row in batch.rows]
         return shingles.hash_texts(texts, index.WORDS)
-    return shingles.hash_texts(batch.texts, index.WORDS)
+    words = batch.memo("words", lambda own: find_words(own.texts))
+    return shingles.join_words(words, index.WORDS)
 
 
 def _note_hits(

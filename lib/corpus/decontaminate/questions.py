@@ -192,9 +192,12 @@ class _Lines:
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         size = 0
         number = 0
-        opened = gzip.open(self._path) if self._path.suffix == ".gz" else self._path.open("rb")
         try:
-            with opened as file:
+            with (
+                gzip.open(self._path)
+                if self._path.suffix == ".gz"
+                else self._path.open("rb") as file
+            ):
                 while line := file.readline(_LONGEST_LINE + 1):
                     number += 1
                     size += len(line)

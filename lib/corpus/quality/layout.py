@@ -78,8 +78,7 @@ def find_layouts(texts: Sequence[str]) -> list[tuple[list[int], Layout]]:
     groups = words.find_words(texts, visit)
     finders += [_LayoutFinder() for _ in groups[len(finders) :]]
     return [
-        (group.members, finder.finish(group))
-        for group, finder in zip(groups, finders, strict=True)
+        (group.members, finder.finish(group)) for group, finder in zip(groups, finders, strict=True)
     ]
 
 
@@ -100,7 +99,11 @@ class _LayoutFinder:
         numbers = np.flatnonzero(np.diff(first_tokens, append=len(token_starts)))
         first_tokens = first_tokens[numbers]
         starts = token_starts[first_tokens]
-        ends = token_ends[np.append(first_tokens[1:], len(token_starts)) - 1] if len(starts) else starts
+        ends = (
+            token_ends[np.append(first_tokens[1:], len(token_starts)) - 1]
+            if len(starts)
+            else starts
+        )
         is_plain = _find_plain(piece.marks, token_starts, token_ends)
         dots = np.flatnonzero(piece.codes == 46)
         ellipses = _find_ellipses(piece.codes, dots)

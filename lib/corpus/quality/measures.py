@@ -44,7 +44,9 @@ class Texts:
         is_unit = self.layout.words.is_unit
         if not is_unit.any():
             return np.zeros(self.number, np.int64)
-        return np.diff(np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends, "left"), prepend=0)
+        return np.diff(
+            np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends, "left"), prepend=0
+        )
 
     @cached_property
     def words(self) -> np.ndarray:
@@ -75,9 +77,7 @@ class Texts:
     def repeated_line_characters(self) -> np.ndarray:
         """Return the share of the characters of lines that are in repeated lines."""
         lengths = self.layout.ends - self.layout.starts
-        return divide(
-            self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths)
-        )
+        return divide(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
 
     def sum_lines(self, values: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
         """Return the sum of the values of the lines of each text, or of some of its lines."""
@@ -143,7 +143,9 @@ def measure_gopher_repetition(texts: Texts) -> dict[str, np.ndarray]:
     layout = texts.layout
     repeated = texts.repeated_lines
     figures = {
-        "duplicate_lines": divide(np.bincount(texts.texts_of_lines[repeated], None, texts.number), texts.lines),
+        "duplicate_lines": divide(
+            np.bincount(texts.texts_of_lines[repeated], None, texts.number), texts.lines
+        ),
         "duplicate_line_characters": texts.repeated_line_characters,
         **_measure_paragraphs(texts),
     }

@@ -29,9 +29,7 @@ class PhraseList:
 
     @cached_property
     def _hashes(self) -> list[np.ndarray]:
-        return [
-            group.words.hashes for phrase in self._phrases for group in find_words([phrase])
-        ]
+        return [group.words.hashes for phrase in self._phrases for group in find_words([phrase])]
 
     @cached_property
     def _is_start(self) -> np.ndarray:
