@@ -227,7 +227,7 @@ class DatasetWriter:
                         for kind in selection.list_rules(self._row_options)
                     }
                 }
-                if selection.RULES.keys() < selection.list_rules(self._row_options).keys()
+                if selection.list_rules(self._row_options).keys() - selection.RULES.keys()
                 else {}
             ),
             **{name: self.dropped[name] for name in selection.list_counts(self._row_options)},

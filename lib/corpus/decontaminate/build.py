@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, units
+from lib.core import log, stage, units
 from lib.core.errors import UsageError
 from lib.corpus import work_units
 from lib.corpus.decontaminate import frequency, index, questions
@@ -57,7 +56,7 @@ def prepare_index(
     if not row_options.decontaminate:
         return row_options
     work = Path(tempfile.mkdtemp(prefix="test-sets-"))
-    atexit.register(shutil.rmtree, work, ignore_errors=True)
+    stage.call_at_end(lambda code, error: shutil.rmtree(work, ignore_errors=True))
     whole = _load_index(tuple(row_options.decontaminate))
     index.save_index(whole, work / _ALL)
     tasks = work_units.cut_splits(folder, files, work, row_options)
