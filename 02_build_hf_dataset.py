@@ -40,7 +40,10 @@ from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
 from lib.corpus.near.plan import NearPlan, describe_bands
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
@@ -110,9 +113,9 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
-    for name, needed in opts.list_unused():
-        problems.add(f"{name} needs {needed}", expected=f"{needed}, or no {name}")
+    problems.collect(opts.require_used)
     problems.collect(partial(test_sets.require_test_sets, opts))
+    problems.collect(partial(quality.require_quality, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -147,6 +150,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **quality.describe_quality(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
@@ -161,8 +165,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
-    if opts.decontaminate:
-        chosen["decontaminate"] = test_sets.identify_test_sets(opts)
+    chosen |= test_sets.identify_test_sets(opts)
+    chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -322,20 +326,21 @@ def print_summary(
     opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    files: int,
-    total: int,
+    facts: CorpusFacts,
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`, out of `total`.
+    read: input bytes that this launch processed in `seconds`.
     """
+    total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
+    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, opts.save_dir))
     print_next(opts)
 
 
@@ -379,11 +384,10 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    quality.require_sources(row_options, files)
+    prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
     if opts.only_splits is not None:
-        row_options = test_sets.prepare_index(
-            row_options, opts.data_folder, files, opts.num_workers, progress
-        )
-        build_splits(opts, files, row_options)
+        build_splits(opts, files, prepare(row_options))
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
@@ -394,20 +398,15 @@ def main(argv: list[str]) -> None:
         return
 
     # Plan.
-    row_options = test_sets.prepare_index(
-        row_options, opts.data_folder, files, opts.num_workers, progress
-    )
+    row_options = prepare(row_options)
+    parts_identity = test_sets.add_frequent(identity, row_options)
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
     own_parts = build.dir / (f"{NEAR}/parts" if opts.drops_near else PARTS)
     parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        split_parts.check_parts(
-            opts.save_dir,
-            test_sets.add_frequent(identity, row_options),
-            inputs.group_by_split(files),
-        )
+        split_parts.check_parts(opts.save_dir, parts_identity, inputs.group_by_split(files))
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
@@ -431,6 +430,8 @@ def main(argv: list[str]) -> None:
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
+        facts = collect.collect_facts(dataset, row_options, identity)
+        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
@@ -440,7 +441,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

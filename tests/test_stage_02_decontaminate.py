@@ -148,7 +148,7 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
     """Build a dataset in this process. units: it stops after them, as if killed."""
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
-    prepared = test_sets.prepare_index(shape, folder, files, 1, False)
+    prepared = test_sets.IndexBuilder(folder, files, 1, False)(shape)
     with DatasetWriter(out, prepared) as dataset:
         tasks = work_units.cut_files(folder, files, out / PARTS, prepared)
         for task in tasks[dataset.units : units]:
@@ -191,7 +191,8 @@ def test_the_sample_is_spread_over_a_large_input(tmp_path, monkeypatch):
     shape = RowOptions(decontaminate=[tmp_path / "sets"], min_chars=10, dedup="near")
     found = []
     for workers in (1, 3):
-        prepared = test_sets.prepare_index(shape, tmp_path / "raw_text", files, workers, False)
+        builder = test_sets.IndexBuilder(tmp_path / "raw_text", files, workers, False)
+        prepared = builder(shape)
         identity = test_sets.add_frequent({"options": {}}, prepared)
         found.append((test_sets.index.read_sets(Path(prepared.test_index))[1], identity))
     assert found[0] == found[1]

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from lib.core import declared, options
 from lib.core.declared import option
+from lib.core.errors import Problems
 from lib.corpus import encoding
+from lib.corpus.quality import thresholds
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -143,6 +145,43 @@ class RowOptions:
         help="corpus: compare all rows; source: compare only rows whose files are in the same "
         "top-level directory of the source",
     )
+    quality: list[str] = option(
+        [],
+        parse=thresholds.parse_families,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
+        "prints all thresholds. C4's rules judge what C4 would keep of a row, but the row is never "
+        "cut; with fineweb, they count lines without end marks too (default: no rules)",
+    )
+    quality_set: list[str] = option(
+        [],
+        parse=thresholds.parse_settings,
+        action="extend",
+        metavar="NAME=X",
+        quiet=True,
+        help="replace thresholds of --quality, as in `gopher.min_words=30,c4.max_braces=off` "
+        "(default: the published ones)",
+    )
+    quality_words: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="YAML or JSON with the stop words of other languages, and with phrases of the lines "
+        "that C4 removes: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
+        "--language, all rows are in the one language of the file (default: English)",
+    )
+    quality_except: list[str] = option(
+        [],
+        parse=parse_field_names,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help="keep the rows of these top-level directories of the source, such as code and chats, "
+        "whatever the quality rules say (default: judge all)",
+    )
     decontaminate: list[Path] = option(
         [],
         parse=Path,
@@ -188,17 +227,18 @@ class RowOptions:
         """Return the names of the splits of the dataset."""
         return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
 
-    def list_unused(self) -> list[tuple[str, str]]:
-        """Return the options without effect, each with the option that it needs."""
+    def require_used(self) -> None:
+        """Raise UsageError if options have no effect without another one."""
+        problems = Problems()
         needed = {}
         if not self.drops_near:
             needed["near_"] = f"--dedup {NEAR}"
         if not self.decontaminate:
             needed["decontaminate_"] = "--decontaminate DIR"
-        return [
-            (declared.flag(field.name), option)
-            for field in declared.list_fields(RowOptions)
-            for prefix, option in needed.items()
-            if field.name.startswith(prefix)
-            and getattr(self, field.name) != declared.default_of(field)
-        ]
+        for field in declared.list_fields(RowOptions):
+            for prefix, other in needed.items():
+                is_given = getattr(self, field.name) != declared.default_of(field)
+                if field.name.startswith(prefix) and is_given:
+                    flag = declared.flag(field.name)
+                    problems.add(f"{flag} needs {other}", expected=f"{other}, or no {flag}")
+        problems.raise_if_any()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import numpy as np
 
+WORDS = "words"  # key of the words in a RowBatch, which rules and sidecars share
 BATCH_CHARACTERS = 1 << 17  # arrays of more characters would not fit the caches of a core
 # The marks of a character: a kind, which is one of three, and flags.
 SEPARATOR, LETTER, UNIT = range(3)

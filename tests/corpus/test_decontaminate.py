@@ -15,8 +15,7 @@ from lib.corpus.decontaminate import index, matching
 from lib.corpus.decontaminate.hits import TestHits
 from lib.corpus.decontaminate.index import Frequent, Index
 from lib.corpus.decontaminate.questions import Question
-from lib.corpus.row_batch import RowBatch, RowText
-from lib.corpus.selection import RowVerdict
+from lib.corpus.row_batch import RowBatch, RowText, RowVerdict
 from lib.corpus.tally import Tally
 
 DRAW = random.Random(0)
@@ -205,8 +204,8 @@ def test_counts_of_several_units_are_added_and_stored():
         rule.check(RowBatch([RowText([texts[0]], "c.txt", position=1)]))
         other = Tally()
         rule.finish(other)
-        other.test_hits.shift(100)
-        tally.add(Tally.from_json(json.loads(json.dumps(other.to_json()))))
+        stored = Tally.from_json(json.loads(json.dumps(other.to_json())))
+        tally.add(stored, lines_before=7, rows_before=100)
     stored = Tally.from_json(json.loads(json.dumps(tally.to_json()))).test_hits
     assert stored == tally.test_hits
     assert (stored.compared, stored.documents, stored.beginnings) == (8, 8, 4)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lib.core import log, stage, units
 from lib.core.errors import UsageError
@@ -22,6 +22,7 @@ from lib.corpus.row_options import RowOptions
 _ALL = "all"  # index with all n-grams, for the sample
 _INDEX = "index"
 _NAMED = 10
+_FREQUENT = "frequent n-grams of the test sets"  # a name in the identity of parts
 
 
 def require_test_sets(row_options: RowOptions) -> None:
@@ -30,9 +31,11 @@ def require_test_sets(row_options: RowOptions) -> None:
         _load_index(tuple(row_options.decontaminate))
 
 
-def identify_test_sets(row_options: RowOptions) -> dict[str, str]:
-    """Return the digest of each test set by its name, wherever it is stored."""
-    return questions.identify(row_options.decontaminate)
+def identify_test_sets(row_options: RowOptions) -> dict[str, Any]:
+    """Return the digest of each test set by its name, for the identity of a dataset."""
+    if not row_options.decontaminate:
+        return {}
+    return {"decontaminate": questions.identify(row_options.decontaminate)}
 
 
 def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str, Any]:
@@ -43,42 +46,55 @@ def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str,
     if not isinstance(row_options, PreparedOptions):
         return identity
     _, frequent = index.read_sets(Path(row_options.test_index))
-    return identity | {"options": identity["options"] | {"frequent": frequent.digest}}
+    return identity | {_FREQUENT: frequent.digest}
 
 
-def prepare_index(
-    row_options: RowOptions, folder: Path, files: Sequence[InputFile], workers: int, progress: bool
-) -> RowOptions:
-    """Return the options with an index of the test sets, which exists until this process ends.
+class IndexBuilder(NamedTuple):
+    """Build the index of the test sets for a build of stage 02.
 
-    files: the whole input, also what other machines read.
+    files: the whole input in folder, also what other machines read.
     """
-    if not row_options.decontaminate:
-        return row_options
-    work = Path(tempfile.mkdtemp(prefix="test-sets-"))
-    stage.call_at_end(lambda code, error: shutil.rmtree(work, ignore_errors=True))
-    whole = _load_index(tuple(row_options.decontaminate))
-    index.save_index(whole, work / _ALL)
-    tasks = work_units.cut_splits(folder, files, work, row_options)
-    is_frequent, frequent = frequency.sample_corpus(
-        row_options, str(work / _ALL), tasks, workers, progress
-    )
-    final = index.ignore_frequent(whole, is_frequent, frequent)
-    index.save_index(final, work / _INDEX)
-    shutil.rmtree(work / _ALL)
-    total = sum(each.questions for each in final.test_sets)
-    protected = sum(each.protected for each in final.test_sets)
+
+    folder: Path
+    files: Sequence[InputFile]
+    workers: int
+    progress: bool
+
+    def __call__(self, row_options: RowOptions) -> RowOptions:
+        """Return the options with an index, if they name test sets. It exists until the end."""
+        return self._prepare(row_options) if row_options.decontaminate else row_options
+
+    def _prepare(self, row_options: RowOptions) -> RowOptions:
+        work = Path(tempfile.mkdtemp(prefix="test-sets-"))
+        stage.call_at_end(lambda code, error: shutil.rmtree(work, ignore_errors=True))
+        whole = _load_index(tuple(row_options.decontaminate))
+        index.save_index(whole, work / _ALL)
+        tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
+        is_frequent, frequent = frequency.sample_corpus(
+            row_options, str(work / _ALL), tasks, self.workers, self.progress
+        )
+        final = index.ignore_frequent(whole, is_frequent, frequent)
+        index.save_index(final, work / _INDEX)
+        shutil.rmtree(work / _ALL)
+        _log_index(final)
+        return add_index(row_options, str(work / _INDEX))
+
+
+def _log_index(test_index: Index) -> None:
+    """Print how many questions can be compared, and what is frequent."""
+    total = sum(each.questions for each in test_index.test_sets)
+    protected = sum(each.protected for each in test_index.test_sets)
+    frequent = test_index.frequent
     log.info(
         f"test sets: {protected:,} of {units.counted(total, 'question')} can be compared; "
-        f"{units.counted(frequent.ignored, 'n-gram')} ignored, in more than {frequent.least:,} of "
-        f"{units.counted(frequent.rows, 'sampled row')}"
+        f"{units.counted(frequent.ignored, 'n-gram')} ignored, since more than "
+        f"{frequent.least:,} of {units.counted(frequent.rows, 'sampled row')} contain them"
     )
-    if names := [each.name for each in final.test_sets if not each.protected]:
+    if names := [each.name for each in test_index.test_sets if not each.protected]:
         log.warn(
             f"--decontaminate: no question can be compared of "
             f"{units.counted(len(names), 'test set')}: {units.join_names(names, _NAMED)}"
         )
-    return add_index(row_options, str(work / _INDEX))
 
 
 @cache

@@ -22,9 +22,8 @@ from lib.corpus.decontaminate import index, matching
 from lib.corpus.decontaminate.index import Frequent, Index
 from lib.corpus.decontaminate.prepared import PreparedOptions, add_index
 from lib.corpus.pool import ProcessUnit, UnitPool
-from lib.corpus.row_batch import RowBatch
+from lib.corpus.row_batch import RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
-from lib.corpus.selection import RowVerdict
 from lib.corpus.work_units import WorkUnit
 
 if TYPE_CHECKING:

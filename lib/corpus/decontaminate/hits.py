@@ -52,8 +52,11 @@ class TestHits:
     beginnings: int = 0
     sets: dict[str, SetHits] = field(default_factory=dict)
 
-    def __iadd__(self, other: TestHits) -> TestHits:
-        """Add the hits of later documents."""
+    def add(self, other: TestHits, rows_before: int = 0) -> None:
+        """Add the hits of later documents.
+
+        rows_before: rows of the same file before them, if they are in a span of a large file.
+        """
         self.compared += other.compared
         self.documents += other.documents
         self.beginnings += other.beginnings
@@ -61,15 +64,8 @@ class TestHits:
             own = self.sets.setdefault(name, SetHits())
             own.documents += more.documents
             own.questions += more.questions
-            own.samples = (own.samples + more.samples)[:SAMPLES]
-        return self
-
-    def shift(self, rows_before: int) -> None:
-        """Count positions from the beginning of a large file. rows_before: before this span."""
-        for own in self.sets.values():
-            own.samples = [
-                sample._replace(position=sample.position + rows_before) for sample in own.samples
-            ]
+            shifted = [each._replace(position=each.position + rows_before) for each in more.samples]
+            own.samples = (own.samples + shifted)[:SAMPLES]
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as values for JSON."""

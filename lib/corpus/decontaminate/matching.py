@@ -13,15 +13,15 @@ from lib.corpus.decontaminate import index
 from lib.corpus.decontaminate.hits import SAMPLES, Sample, SetHits, TestHits
 from lib.corpus.decontaminate.index import Index
 from lib.corpus.decontaminate.prepared import PreparedOptions
-from lib.corpus.row_batch import RowBatch, RowText
+from lib.corpus.row_batch import BatchRule, RowBatch, RowText, RowVerdict
 from lib.corpus.row_options import RowOptions
-from lib.corpus.selection import BatchRule, RowVerdict
 from lib.corpus.shingles import Shingles
-from lib.corpus.tally import Tally
-from lib.corpus.words import find_words
+from lib.corpus.words import WORDS, find_words
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from lib.corpus.tally import Tally
 
 KIND = "test set"
 _DIGITS = 2  # of a share
@@ -97,7 +97,7 @@ class TestSetRule:
 
     def finish(self, tally: Tally) -> None:
         """Add the counts to a tally."""
-        tally.test_hits += self.hits
+        tally.test_hits.add(self.hits)
 
 
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
@@ -124,7 +124,7 @@ def hash_batch(batch: RowBatch) -> Shingles:
     if any(row.questions for row in batch.rows):
         texts = [_get_text(row) for row in batch.rows]
         return shingles.hash_texts(texts, index.WORDS)
-    words = batch.memo("words", lambda own: find_words(own.texts))
+    words = batch.memo(WORDS, lambda own: find_words(own.texts))
     return shingles.join_words(words, index.WORDS)
 
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from lib.corpus.row_options import RowOptions
 
 if TYPE_CHECKING:
-    from lib.corpus.row_batch import RowBatch
-    from lib.corpus.selection import RowVerdict
+    from lib.corpus.row_batch import RowBatch, RowVerdict
 
 
 @dataclasses.dataclass(frozen=True)
