@@ -76,8 +76,8 @@ def test_any_workers_and_machines_give_the_same_report_and_rows(stage, tmp_path)
         assert content(tmp_path / f"out{count}") == expected
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
-    shutil.copytree(tmp_path / "sets", tmp_path / "copied")  # identified by content, not by path
-    moved = ("--decontaminate", "copied", *options[2:])
+    shutil.copytree(tmp_path / "sets", tmp_path / "copied/sets")  # identified by content
+    moved = ("--decontaminate", "copied/sets", *options[2:])
     stage(SCRIPT, *moved, "--save-dir", "many", "--merge")
     assert content(tmp_path / "many") == expected
     assert "already done" in stage(SCRIPT, *moved, "--save-dir", "one").stdout
@@ -120,6 +120,9 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     assert summary["rules"]["test set"] == {"dropped": 24, "alone": 24}
     assert summary["decontamination"]["sets_above_limit"] == ["quiz"]
     assert summary["rows"] == 240 - 24
+    page = (tmp_path / "out/report.html").read_text()
+    assert "quiz: 60.0 % of its questions occur in documents." in page
+    assert f"question 1: {quiz['samples'][0]['n_gram']}" in page
 
     only = stage(SCRIPT, *options, "--decontaminate-report-only", "--save-dir", "only")
     assert "24 documents with questions found, kept" in only.stdout

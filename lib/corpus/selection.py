@@ -326,8 +326,11 @@ def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict
 
 
 def spell_option(row_options: RowOptions, name: str) -> str:
-    """Return an option with its value, as typed. name: its field."""
+    """Return an option with its value, as typed. name: its field.
+
+    Of a path only the name is given, so that the report of a dataset does not depend on its place.
+    """
     value = getattr(row_options, name)
-    if isinstance(value, list | tuple):
-        value = ",".join(map(str, value))
-    return declared.flag(name) if value is True else f"{declared.flag(name)} {value}"
+    values = value if isinstance(value, list | tuple) else [value]
+    texts = [each.name if isinstance(each, Path) else str(each) for each in values]
+    return declared.flag(name) if value is True else f"{declared.flag(name)} {','.join(texts)}"

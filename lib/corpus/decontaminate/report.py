@@ -10,11 +10,13 @@ from lib.corpus.decontaminate import index
 from lib.corpus.decontaminate.hits import SetHits, TestHits
 from lib.corpus.decontaminate.index import TestSet
 from lib.corpus.decontaminate.prepared import PreparedOptions
+from lib.corpus.page.facts import Section
 
 FILE = "decontamination.json"
 MOST_HIT = 0.02  # share of a set's questions, from which the report puts it at the top
 _LISTED = 10  # numbers of unprotected questions, per set and reason
 _SHOWN = 10  # test sets in the table
+_MOST_ROWS = 300  # test sets on the page of the dataset
 _DIGITS = 4
 
 
@@ -99,6 +101,36 @@ class TestSetReport:
         }
         manifest.write_json(path, content)
         return path
+
+    def make_section(self, hits: TestHits) -> Section:
+        """Return the table for the page of the dataset."""
+        found = self.list_sets(hits)
+        rows = []
+        for each in found[:_MOST_ROWS]:
+            sample = each.hits.samples[0] if each.hits.samples else None
+            rows.append(
+                [
+                    each.test_set.name,
+                    f"{each.test_set.questions:,}",
+                    f"{each.test_set.questions - each.test_set.protected:,}",
+                    f"{len(each.hits.questions):,}",
+                    f"{100 * each.share:.1f} %",
+                    f"{each.hits.documents:,}",
+                    f"question {sample.question}: {sample.n_gram}" if sample else "",
+                ]
+            )
+        verb = "kept, as asked" if self._row_options.decontaminate_report_only else "dropped"
+        note = (
+            f"Test questions that occur in documents, which were {verb}. Share: of the questions "
+            f"that could be compared. {FILE} lists all test sets and questions."
+        )
+        head = ["test set", "questions", "not compared", "found", "share", "documents", "sample"]
+        problems = [
+            f"{each.test_set.name}: {100 * each.share:.1f} % of its questions occur in documents."
+            for each in found
+            if each.share > MOST_HIT
+        ]
+        return Section("Test sets", note, head, rows, problems)
 
     def format_lines(self, hits: TestHits, save_dir: Path) -> dict[str, str]:
         """Return the lines of the printed summary by label: totals, then the sets with hits."""

@@ -77,7 +77,10 @@ def collect_facts(
         },
         sources=_list_sources(counts),
         near=_describe_near(dataset.near_plan, counts, row_options) if dataset.near_plan else None,
-        sections=sections,
+        sections=[
+            *sections,
+            *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
+        ],
         parameters=_list_parameters(row_options),
         versions=manifest.package_versions(),
         digests=_list_digests(identity["options"]),
