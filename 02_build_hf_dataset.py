@@ -8,6 +8,7 @@
   python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
+  python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -37,6 +38,7 @@ from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
+from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
@@ -114,15 +116,8 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
-    if not opts.drops_near:
-        defaults = RowOptions()
-        given = [name for name in vars(defaults) if name.startswith("near_")]
-        for name in given:
-            if getattr(opts, name) != getattr(defaults, name):
-                problems.add(
-                    f"{declared.flag(name)} needs --dedup near",
-                    expected=f"--dedup near, or no {declared.flag(name)}",
-                )
+    problems.collect(opts.require_used)
+    problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
@@ -178,6 +173,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
     chosen |= language.identify_language(opts) | scores.identify_scores(opts)
+    chosen |= test_sets.identify_test_sets(opts)
     chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
@@ -191,8 +187,9 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
+    whole = test_sets.add_frequent(make_identity(opts, files), row_options)
     for name in names:
-        identity = split_parts.make_parts_identity(make_identity(opts, files), by_split[name])
+        identity = split_parts.make_parts_identity(whole, by_split[name])
         if publish.is_done(
             root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
         ):
@@ -396,8 +393,9 @@ def main(argv: list[str]) -> None:
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
     quality.require_sources(row_options, files)
+    prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
     if opts.only_splits is not None:
-        build_splits(opts, files, row_options)
+        build_splits(opts, files, prepare(row_options))
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
@@ -408,13 +406,15 @@ def main(argv: list[str]) -> None:
         return
 
     # Plan.
+    row_options = prepare(row_options)
+    parts_identity = test_sets.add_frequent(identity, row_options)
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
     own_parts = build.dir / (f"{PLAN}/parts" if opts.has_two_passes else PARTS)
     parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
+        split_parts.check_parts(opts.save_dir, parts_identity, inputs.group_by_split(files))
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
+from lib.corpus.decontaminate.prepared import PreparedOptions
+from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.kept_places import KeptPlaces
@@ -73,6 +75,9 @@ class DatasetWriter:
         self._is_chat = row_options.format == CHAT
         schema = work_units.make_part_schema(row_options)
         self._row_options = row_options
+        self.test_sets = (
+            TestSetReport(row_options) if isinstance(row_options, PreparedOptions) else None
+        )
         self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
         self._has_language = "language" in selection.list_columns(row_options)
         self._output = None
@@ -204,6 +209,9 @@ class DatasetWriter:
             files += self._output.finish()
             # First, so that a run that is killed in the next line leaves no part of a plan.
             (self.plan_work / near_plan.STATE).unlink()
+        if self.test_sets:
+            path = self.test_sets.write(self._directory, self.tally.test_hits)
+            files.append(manifest.file_entry(self._directory, path))
         shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
@@ -233,6 +241,11 @@ class DatasetWriter:
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
             **(self._output.plan.summary if self._output else {}),
+            **(
+                {"decontamination": self.test_sets.summarise(tally.test_hits)}
+                if self.test_sets
+                else {}
+            ),
         }
 
     def follow(self, plan: RowPlan) -> None:

@@ -79,6 +79,8 @@ def format_summary(
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if dataset.plan:
         lines |= dataset.plan.format_lines()
+    if dataset.test_sets:
+        lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (

@@ -10,8 +10,9 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import options, paths
+from lib.core import declared, options, paths
 from lib.core.declared import option
+from lib.core.errors import Problems
 from lib.corpus import encoding
 from lib.corpus.quality import thresholds
 
@@ -234,6 +235,28 @@ class RowOptions:
         help="keep the rows of these top-level directories of the source, such as code and chats, "
         "whatever the quality rules say (default: judge all)",
     )
+    decontaminate: list[Path] = option(
+        [],
+        parse=Path,
+        metavar="DIR",
+        quiet=True,
+        help="drop documents that contain a question of these test sets (JSON Lines with the key "
+        "question, query, prompt or text, or a suite of stage 03); of conversations, compare the "
+        "turns of the user; may be repeated (default: no test set)",
+    )
+    decontaminate_share: float = option(
+        0.5,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="share of the n-grams (8 words) of a question that a document contains, from which "
+        "it is dropped",
+    )
+    decontaminate_report_only: bool = option(
+        False,
+        quiet=True,
+        help="report the test questions that occur, and drop no document for them",
+    )
     validation_percent: float = option(
         0.0,
         parse=options.percent,
@@ -261,3 +284,19 @@ class RowOptions:
     def splits(self) -> tuple[str, ...]:
         """Return the names of the splits of the dataset."""
         return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
+
+    def require_used(self) -> None:
+        """Raise UsageError if options have no effect without another one."""
+        problems = Problems()
+        needed = {}
+        if not self.drops_near:
+            needed["near_"] = f"--dedup {NEAR}"
+        if not self.decontaminate:
+            needed["decontaminate_"] = "--decontaminate DIR"
+        for field in declared.list_fields(RowOptions):
+            for prefix, other in needed.items():
+                is_given = getattr(self, field.name) != declared.default_of(field)
+                if field.name.startswith(prefix) and is_given:
+                    flag = declared.flag(field.name)
+                    problems.add(f"{flag} needs {other}", expected=f"{other}, or no {flag}")
+        problems.raise_if_any()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from lib.core import declared
 from lib.corpus import shingles
 from lib.corpus.classify import language, scores
+from lib.corpus.decontaminate import matching
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
 from lib.corpus.near import minhash
 from lib.corpus.near.minhash import Bands
@@ -179,6 +180,7 @@ RULE_GROUPS: dict[str, RuleGroup] = {
     "language": RuleGroup("language", language.list_rules, language.start_rules),
     "quality": RuleGroup("quality", quality.list_rules, quality.start_rules),
     "quality model": RuleGroup("quality_score", scores.list_rules, scores.start_rules),
+    "decontaminate": RuleGroup("decontaminate", lambda _: [matching.KIND], matching.start_rules),
 }
 
 # Key: the name of the column.
@@ -352,8 +354,11 @@ def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict
 
 
 def spell_option(row_options: RowOptions, name: str) -> str:
-    """Return an option with its value, as typed. name: its field."""
+    """Return an option with its value, as typed. name: its field.
+
+    Of a path only the name is given, so that the report of a dataset does not depend on its place.
+    """
     value = getattr(row_options, name)
-    if isinstance(value, list | tuple):
-        value = ",".join(map(str, value))
-    return declared.flag(name) if value is True else f"{declared.flag(name)} {value}"
+    values = value if isinstance(value, list | tuple) else [value]
+    texts = [each.name if isinstance(each, Path) else str(each) for each in values]
+    return declared.flag(name) if value is True else f"{declared.flag(name)} {','.join(texts)}"

@@ -86,7 +86,7 @@ def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) ->
     options = {key: value for key, value in identity["options"].items() if key not in ignored}
     if options.get("keep_top") is not None:
         options["keep_top"] = "any"  # the parts contain the scores, from which it selects later
-    return {"options": options, "inputs": identify_files(files)}
+    return identity | {"options": options, "inputs": identify_files(files)}
 
 
 def process_unit(unit: WorkUnit) -> UnitResult:

@@ -80,7 +80,10 @@ def collect_facts(
         near=_describe_near(dataset.plan, counts, row_options)
         if dataset.plan and row_options.drops_near
         else None,
-        sections=sections,
+        sections=[
+            *sections,
+            *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
+        ],
         parameters=_list_parameters(row_options),
         versions=manifest.package_versions(),
         digests=_list_digests(identity["options"]),
