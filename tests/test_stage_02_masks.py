@@ -15,11 +15,11 @@ import pytest
 from lib.core import errors
 from lib.corpus import chat_rows, inputs, parts, shards, split_parts, work_units
 from lib.corpus import dataset as dataset_module
-from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
+from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.masks import mask_options, part_masker, second_pass
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.masker import Masker
-from lib.corpus.near.build import NearDuplicates
+from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
 from tests.test_stage_02_machines import content
@@ -122,13 +122,13 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
     with DatasetWriter(out, shape, deletes_parts=shape.drops_near) as dataset:
-        own = NEAR + "/parts" if shape.drops_near else PARTS
+        own = f"{PLAN}/parts" if shape.drops_near else PARTS
         tasks = work_units.cut_files(folder, files, out / own, shape)
         if not shape.drops_near:
             for task in tasks[dataset.units : units]:
                 dataset.add(work_units.process_unit(task))
         else:
-            work = NearDuplicates(out / NEAR, shape, files, 1)
+            work = Planner(out / PLAN, shape, files, 1)
             if not work.is_collected:
                 for task in tasks:
                     split_parts.process_unit(task)
@@ -167,7 +167,7 @@ def test_a_damaged_part_of_the_second_pass_is_reported(tmp_path, monkeypatch):
     fill(tmp_path / "raw", 60)
     shape = RowOptions(dedup="near", mask=["email"])
     build(tmp_path / "raw", tmp_path / "out", shape, 0)
-    part = next((tmp_path / "out" / NEAR / "parts").glob("*.train"))
+    part = next((tmp_path / "out" / PLAN / "parts").glob("*.train"))
     part.write_bytes(part.read_bytes()[:-300] + b"x" * 300)
     with pytest.raises(errors.ArtifactError, match="damaged"):
         build(tmp_path / "raw", tmp_path / "out", shape)

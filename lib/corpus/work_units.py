@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import commands
-from lib.core.errors import DiskFullError, UsageError, from_os_error
+from lib.core import commands, hashing
+from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
 from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
@@ -243,6 +243,18 @@ def format_rebuild_commands(directory: Path, work: Path | None) -> str:
             commands.as_typed(),
         )
     )
+
+
+def require_undamaged(result: UnitResult, work: Path | None) -> None:
+    """Raise ArtifactError if a kept part is damaged. work: see format_rebuild_commands."""
+    for name, digest in result.digests.items():
+        path = Path(result.unit.out) / name
+        if not path.is_file() or not hashing.has_digest(path, digest):
+            raise ArtifactError(
+                f"{path} is damaged or gone",
+                expected="the content that was written",
+                run=format_rebuild_commands(path.parent, work),
+            )
 
 
 def process_unit(unit: WorkUnit) -> UnitResult:

@@ -44,9 +44,9 @@ def mask_units(
         for result in results:
             yield result, {}
         return
-    assert dataset.near_plan
-    plan = dataset.near_plan
-    first = dataset.near_rows
+    assert dataset.plan
+    plan = dataset.plan
+    first = dataset.planned_rows
     row_options = declared.read_options(RowOptions, opts)  # workers cannot import the stage
     waiting: deque[UnitResult] = deque()
 
@@ -61,7 +61,7 @@ def mask_units(
                 part = unit.part(split)
                 parts[split] = part, result.digests[part.name], is_kept
             waiting.append(result)
-            out = dataset.near_work / f"masked.{Path(unit.out).name}.{unit.number:08d}"
+            out = dataset.plan_work / f"masked.{Path(unit.out).name}.{unit.number:08d}"
             yield _MaskTask(parts, out, row_options)
 
     with workers.Pool(count, "masks", _prepare, context=pool.start_server()) as processes:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import artifacts, commands, declared, hashing, manifest, records
+from lib.core import artifacts, commands, hashing, manifest, records
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
@@ -159,19 +159,11 @@ class EarlierDataset:
             start = stop
 
 
-def require_near_options(row_options: RowOptions) -> None:
-    """Raise UsageError if options for near duplicates contradict each other or earlier datasets."""
+def require_earlier(row_options: RowOptions) -> None:
+    """Raise UsageError or ArtifactError if rows cannot be compared with earlier datasets."""
     problems = Problems()
-    defaults = RowOptions()
-    for name in vars(defaults) if not row_options.drops_near else ():
-        if name.startswith("near_") and getattr(row_options, name) != getattr(defaults, name):
-            problems.add(
-                f"{declared.flag(name)} needs --dedup near",
-                expected=f"--dedup near, or no {declared.flag(name)}",
-            )
-    if row_options.drops_near:
-        for directory in row_options.near_against:
-            problems.collect(partial(require_parameters, directory, row_options))
+    for directory in row_options.near_against if row_options.drops_near else ():
+        problems.collect(partial(require_parameters, directory, row_options))
     problems.raise_if_any()
     are_masked(row_options)
 
