@@ -23,7 +23,7 @@ from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.kept_places import KeptPlaces
-from lib.corpus.masks.hits import Hits, MaskTally
+from lib.corpus.masks.matches import MaskTally, MaskedMatches
 from lib.corpus.masks.part_masker import MaskedPart
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.output import PlanOutput
@@ -173,8 +173,8 @@ class DatasetWriter:
             if self._output and planned:
                 self._output.write(rows, planned, copies, writer.rows)
             later = (masked or {}).get(split)
-            hits = later.hits if later else Hits(**result.masked.get(split, {}))
-            self.masks.add(hits, copies, rows.list_spans())
+            hits = later.hits if later else MaskedMatches(**result.masked.get(split, {}))
+            self.masks.add(hits, copies, rows.list_sources())
             writer.append(
                 (later and later.path) or result.unit.part(split),
                 result.rows[split],

@@ -10,7 +10,7 @@ from lib.core.errors import UsageError
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.masks.choices import KINDS
-from lib.corpus.masks.hits import MaskTally
+from lib.corpus.masks.matches import MaskTally
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
 from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally

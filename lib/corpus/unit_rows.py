@@ -11,6 +11,7 @@ from lib.corpus.documents import DROPPED_ROWS
 from lib.corpus.dropped import format_dropped, format_place
 from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.near.rows import read_sidecar
+from lib.corpus.scan import find_source
 from lib.corpus.selection import Decision, TwoPassDecision
 from lib.corpus.tally import Tally, format_problem
 from lib.corpus.work_units import FileSpan, UnitResult
@@ -55,6 +56,11 @@ class UnitRows:
         ):
             yield span, start, stop
             start = stop
+
+    def list_sources(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the source of each file or span, its first row and the row after its last one."""
+        for span, start, stop in self.list_spans():
+            yield find_source(span.file.source), start, stop
 
     def read_sidecar(self, name: str, dtype: Any = "uint8") -> np.ndarray:
         """Return the values of a sidecar, [rows, values of dtype per row]."""

@@ -1,6 +1,6 @@
 # covers: lib/corpus/masks/masker.py, lib/corpus/masks/finders.py, lib/corpus/masks/emails.py
 # covers: lib/corpus/masks/addresses.py, lib/corpus/masks/phones.py, lib/corpus/masks/accounts.py
-# covers: lib/corpus/masks/hits.py, lib/corpus/masks/mask_options.py, lib/corpus/masks/choices.py
+# covers: lib/corpus/masks/matches.py, lib/corpus/masks/mask_options.py, lib/corpus/masks/choices.py
 """Masks replace e-mail addresses, IP addresses and numbers, and nothing that only looks like one.
 
 In each table, a text after the arrow is expected; a line without an arrow stays unchanged.
@@ -16,14 +16,12 @@ import numpy as np
 import pytest
 
 from lib.core.errors import UsageError
-from lib.corpus.inputs import InputFile
 from lib.corpus.masks import accounts, addresses
 from lib.corpus.masks.choices import KINDS
-from lib.corpus.masks.hits import Hits, MaskTally, describe_shape
 from lib.corpus.masks.mask_options import identify_masks, require_masks
 from lib.corpus.masks.masker import Masker, normalize_match
+from lib.corpus.masks.matches import MaskTally, MaskedMatches, describe_shape
 from lib.corpus.row_options import RowOptions
-from lib.corpus.work_units import FileSpan
 
 EMAILS = """
 joe@example.com → <email>
@@ -209,12 +207,9 @@ def test_shapes_show_neither_letters_nor_digits_of_a_match():
 
 
 def test_only_matches_in_written_rows_are_counted_by_source():
-    hits = Hits({"email": [0, 0, 3, 4], "ip": [2]}, {"email": [(0, "a"), (3, "b")]})
+    hits = MaskedMatches({"email": [0, 0, 3, 4], "ip": [2]}, {"email": [(0, "a"), (3, "b")]})
     tally = MaskTally()
-    spans = [
-        (FileSpan(InputFile(source, source, 1, 0), 1), start, stop)
-        for source, start, stop in (("one/a", 0, 2), ("two/b", 2, 4), ("one/c", 4, 5))
-    ]
+    spans = [("one", 0, 2), ("two", 2, 4), ("one", 4, 5)]
     tally.add(hits, np.array([0, 1, 1, 2, 1]), spans)
     assert tally.sources == {"two": {"email": 1, "ip": 1}, "one": {"email": 1}}
     assert tally.shapes == {"email": ["b"]}

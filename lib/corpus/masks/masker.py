@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lib.corpus.masks import accounts, addresses, emails, phones
 from lib.corpus.masks.choices import CARD, EMAIL, IBAN, IP, PHONE
 from lib.corpus.masks.finders import SHAPE, Finder
-from lib.corpus.masks.hits import Hits
+from lib.corpus.masks.matches import MaskedMatches
 
 _CHUNK_BYTES = 1 << 20  # scanned at once; it fits in the cache of a core
 # A match and the words that decide about it are within this distance of its rare byte.
@@ -44,13 +44,13 @@ class Masker:
         (masked,), _ = self.mask_texts([text.encode("utf-8", "surrogatepass")])
         return text if masked is None else masked.decode("utf-8", "surrogatepass")
 
-    def mask_texts(self, texts: Sequence[bytes | None]) -> tuple[list[bytes | None], Hits]:
+    def mask_texts(self, texts: Sequence[bytes | None]) -> tuple[list[bytes | None], MaskedMatches]:
         """Return texts with their matches replaced, and the matches by index of the text.
 
         texts: valid UTF-8. A text without a match is returned as the same object.
         """
         masked = list(texts)
-        hits = Hits()
+        hits = MaskedMatches()
         for first, stop in _group_texts(texts):
             own = [text or b"" for text in texts[first:stop]]
             joined = own[0] if len(own) == 1 else b"\n".join(own)
@@ -79,7 +79,7 @@ class Masker:
         )
 
     def _mask_lines(
-        self, text: bytes, lines: Sequence[tuple[int, int]], row: int, hits: Hits
+        self, text: bytes, lines: Sequence[tuple[int, int]], row: int, hits: MaskedMatches
     ) -> bytes:
         """Return a text with the matches in some of its lines replaced."""
         pieces = []
@@ -89,7 +89,7 @@ class Masker:
             done = high
         return b"".join([*pieces, text[done:]])
 
-    def _mask_line(self, line: bytes, row: int, hits: Hits) -> bytes:
+    def _mask_line(self, line: bytes, row: int, hits: MaskedMatches) -> bytes:
         """Return a line without matches.
 
         What stands beside a match may be a match as soon as the first one is replaced, so the line

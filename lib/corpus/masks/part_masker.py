@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core.conversation import CALLS
 from lib.corpus import chat_rows, json_data, parts
-from lib.corpus.masks.hits import Hits
 from lib.corpus.masks.masker import Masker
+from lib.corpus.masks.matches import MaskedMatches
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,7 +31,7 @@ _TEXT_FIELDS = (chat_rows.CONTENT, "reasoning_content", "name")  # of a turn
 class MaskedPart:
     """Describe a masked part. path: None without a match. text_bytes: added by the masks."""
 
-    hits: Hits = field(default_factory=Hits)
+    hits: MaskedMatches = field(default_factory=MaskedMatches)
     path: Path | None = None
     text_bytes: int = 0
 
@@ -164,11 +164,11 @@ def _mask_json_column(
 ) -> pa.Array:
     """Return a column of JSON with the matches in its values replaced; it stays valid JSON."""
     texts: list[bytes | None] = []
-    hits = Hits()
+    hits = MaskedMatches()
     for number, text in enumerate(_list_texts(column, kept, rows)):
         new = text
         if text is not None and masker.may_match(_ESCAPE.sub(b" ", text)):
-            own = Hits()
+            own = MaskedMatches()
             value = _mask_value(json_data.load_json(text.decode()), masker, own)
             if own.rows:
                 new = json_data.dump_json(value)
@@ -177,7 +177,7 @@ def _mask_json_column(
     return _replace_texts(column, texts, hits, rows, masked)
 
 
-def _mask_value(value: Any, masker: Masker, hits: Hits) -> Any:
+def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
     """Return a value of JSON with the matches replaced in strings, keys and long numbers.
 
     The names and identifiers of functions stay, because other turns refer to them.
@@ -211,7 +211,7 @@ def _is_name(key: str, item: Any, holder: dict[str, Any]) -> bool:
 def _replace_texts(
     column: pa.Array,
     texts: Sequence[bytes | None],
-    hits: Hits,
+    hits: MaskedMatches,
     rows: np.ndarray,
     masked: MaskedPart,
 ) -> pa.Array:

@@ -9,12 +9,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lib.corpus.masks.choices import EMAIL, IBAN, KINDS
-from lib.corpus.scan import find_source
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from lib.corpus.work_units import FileSpan
 
 MOST_SHAPES = 10  # examples per kind
 _MOST_SOURCES = 1000  # in the manifest
@@ -22,7 +19,7 @@ _SPELT_AT = re.compile(r"\s?[\[(]\s?at\s?[\])]\s?", re.IGNORECASE)
 
 
 @dataclass
-class Hits:
+class MaskedMatches:
     """List the matches in some rows.
 
     rows: for each kind, the row of each match, increasing. shapes: for each kind, the rows and the
@@ -39,9 +36,9 @@ class Hits:
         if len(shapes) < MOST_SHAPES:
             shapes.append((row, describe_shape(kind, match)))
 
-    def move(self, rows: Sequence[int]) -> Hits:
+    def move(self, rows: Sequence[int]) -> MaskedMatches:
         """Return the matches with other row numbers. rows: the new number of each row."""
-        return Hits(
+        return MaskedMatches(
             {kind: [rows[row] for row in numbers] for kind, numbers in self.rows.items()},
             {
                 kind: [(rows[row], shape) for row, shape in shapes]
@@ -49,7 +46,7 @@ class Hits:
             },
         )
 
-    def extend(self, other: Hits, rows_before: int) -> None:
+    def extend(self, other: MaskedMatches, rows_before: int) -> None:
         """Add the matches of later rows. rows_before: number of rows before these rows."""
         for kind, rows in other.rows.items():
             self.rows.setdefault(kind, []).extend(row + rows_before for row in rows)
@@ -71,28 +68,29 @@ class MaskTally:
 
     def add(
         self,
-        hits: Hits,
+        hits: MaskedMatches,
         copies: np.ndarray | None,
-        spans: Iterable[tuple[FileSpan, int, int]],
+        spans: Iterable[tuple[str, int, int]],
     ) -> None:
         """Add the matches in a part.
 
         copies: how many times each row is written ([rows], None: all once); a row counts once.
-        spans: each file or span in the part, with its first row and the row after its last one.
+        spans: the source of each file or span in the part, its first row and the row after its last
+        one.
         """
         import numpy as np
 
         rows = {kind: np.array(numbers) for kind, numbers in hits.rows.items()}
         if copies is not None:
             rows = {kind: numbers[copies[numbers] > 0] for kind, numbers in rows.items()}
-        for span, start, stop in spans if rows else ():
+        for source, start, stop in spans if rows else ():
             counts = {
                 kind: int(((numbers >= start) & (numbers < stop)).sum())
                 for kind, numbers in rows.items()
             }
             if any(counts.values()):
-                source = self.sources.setdefault(find_source(span.file.source), Counter())
-                source.update({kind: count for kind, count in counts.items() if count})
+                total = self.sources.setdefault(source, Counter())
+                total.update({kind: count for kind, count in counts.items() if count})
         for kind, shapes in hits.shapes.items():
             mine = self.shapes.setdefault(kind, [])
             mine += [shape for row, shape in shapes if copies is None or copies[row] > 0]
