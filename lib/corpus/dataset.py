@@ -23,7 +23,7 @@ from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.kept_places import KeptPlaces
-from lib.corpus.masks.matches import MaskTally, MaskedMatches
+from lib.corpus.masks.matches import MaskedMatches, MaskTally
 from lib.corpus.masks.part_masker import MaskedPart
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.output import PlanOutput

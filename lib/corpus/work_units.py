@@ -114,7 +114,7 @@ class UnitResult:
     were dropped (if anything can drop rows). rows_of: by split, the number of rows after each span
     (if a decision is on). digests: digests of the parts by file name, if the parts are
     kept for a merge. changed: path of the first file that changed since it was listed, and a
-    description of the change. masked: by split, the matches that were replaced (fields of MaskedMatches).
+    description of the change. masked: by split, what was masked (the fields of MaskedMatches).
     """
 
     unit: WorkUnit

@@ -20,7 +20,7 @@ from lib.corpus.masks import accounts, addresses
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.mask_options import identify_masks, require_masks
 from lib.corpus.masks.masker import Masker, normalize_match
-from lib.corpus.masks.matches import MaskTally, MaskedMatches, describe_shape
+from lib.corpus.masks.matches import MaskedMatches, MaskTally, describe_shape
 from lib.corpus.row_options import RowOptions
 
 EMAILS = """
