@@ -6,6 +6,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
+  python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -32,7 +33,7 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, split_parts, work_units
+from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
@@ -81,6 +82,13 @@ class BuildOptions(RowOptions, CommonOptions):
         help="merge the results of all --only-splits runs; the dataset is byte for byte the "
         "same as one built on a single machine",
     )
+    sample_dropped: int = option(
+        0,
+        parse=options.count,
+        metavar="N",
+        help="before the build, and with --dry-run too, print N examples of the rows that each rule "
+        "drops in a sample of the input (up to 64 MB); duplicates are not known from a sample",
+    )
     num_workers: int = option(1)
 
 
@@ -102,6 +110,11 @@ def check_options(opts: BuildOptions) -> None:
         problems.add(
             "--only-splits and --merge exclude each other",
             expected="--only-splits on each machine, then --merge on one",
+        )
+    if opts.merge and opts.sample_dropped:
+        problems.add(
+            "--sample-dropped and --merge exclude each other",
+            expected="no --sample-dropped, because a merge does not read the input",
         )
     if opts.format == CHAT:
         for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
@@ -164,7 +177,9 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
 
     It does not depend on the number of machines that build the dataset.
     """
-    chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
+    chosen = declared.identify(
+        opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
+    )
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
     return {"options": chosen, "inputs": identify_files(files)}
@@ -340,35 +355,7 @@ def print_summary(
     )
     summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
     log.table(summary | collect.format_lines(facts, opts.save_dir))
-    print_next(opts)
-
-
-def print_next(opts: BuildOptions) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if opts.format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train(
-                "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
-            )
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", opts.save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        opts.save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
+    report.print_next(opts.save_dir, row_options)
 
 
 def main(argv: list[str]) -> None:
@@ -383,6 +370,10 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    if opts.sample_dropped:
+        sample_dropped.print_examples(
+            opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
+        )
     if opts.only_splits is not None:
         build_splits(opts, files, row_options)
         return
@@ -391,7 +382,7 @@ def main(argv: list[str]) -> None:
         log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-        print_next(opts)
+        report.print_next(opts.save_dir, row_options)
         return
 
     # Plan.

@@ -52,7 +52,8 @@ class RowTally:
     length. dropped_bytes: by rule. sources: counts of each top-level directory, see list_sources.
     languages, dropped_languages: rows by the column `language`. samples: by rule, those with the
     smallest keys. excerpts: the beginning of the kept row of each of the largest clusters, by
-    the row's number. uncounted: tallies of an earlier version, without these counts.
+    the row's number. most_samples: of each rule. uncounted: tallies of an earlier version, without
+    these counts.
     """
 
     rows: int = 0
@@ -65,6 +66,7 @@ class RowTally:
     dropped_languages: Counter[str] = field(default_factory=Counter)
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     excerpts: dict[str, str] = field(default_factory=dict)
+    most_samples: int = SAMPLES
     uncounted: int = 0
 
     def add_rows(self, source: str, sizes: Sequence[int] | np.ndarray) -> None:
@@ -97,7 +99,7 @@ class RowTally:
     def takes_sample(self, rule: str, key: int) -> bool:
         """Return whether a row with this key would become a sample."""
         samples = self.samples.get(rule, [])
-        return len(samples) < SAMPLES or key < samples[-1].key
+        return len(samples) < self.most_samples or key < samples[-1].key
 
     def add_sample(
         self, rule: str, key: int, path: str, position: int, value: Any, text: str, kept: str = ""
@@ -166,7 +168,7 @@ class RowTally:
     def _insert(self, rule: str, sample: Sample) -> None:
         samples = self.samples.setdefault(rule, [])
         insort(samples, sample)
-        del samples[SAMPLES:]
+        del samples[self.most_samples :]
 
     def _get_source(self, path: str) -> Counter[str]:
         return self._get_named_source(escape_path(find_source(path))[:_TEXT] or TOP_LEVEL)

@@ -16,7 +16,7 @@ from tests.pages.test_svg import HOSTILE, check_page
 def test_the_page_shows_every_section_and_marks_a_source_that_lost_half():
     parsed = check_page(compose_page(make_facts()))
     for text in (
-        "745,000 rows were written",
+        "contains 745,000 rows, 3.5 GB of text",
         "lost 60.3 % of its 1,000 rows, 600 of them by near duplicate",
         "lost over half",
         "2 files failed",
