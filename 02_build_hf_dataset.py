@@ -42,6 +42,7 @@ from lib.corpus.near.plan import NearPlan, describe_bands
 from lib.corpus.page import collect
 from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
@@ -132,6 +133,7 @@ def check_options(opts: BuildOptions) -> None:
                     f"{declared.flag(name)} needs --dedup near",
                     expected=f"--dedup near, or no {declared.flag(name)}",
                 )
+    problems.collect(partial(quality.require_quality, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -166,6 +168,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **quality.describe_quality(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
@@ -182,6 +185,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     )
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -370,6 +374,7 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    quality.require_sources(row_options, files)
     if opts.sample_dropped:
         sample_dropped.print_examples(
             opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers

@@ -1,10 +1,13 @@
-"""Contain the rows that rules, columns and sidecars look at: one row, or a batch of rows."""
+"""Contain the rows that rules, columns and sidecars look at, and the verdicts of rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
@@ -90,3 +93,27 @@ class RowBatch:
         if key not in self._computed:
             self._computed[key] = compute(self)
         return self._computed[key]
+
+
+class RowVerdict(NamedTuple):
+    """Tells which rows of a batch a rule drops.
+
+    dropped: bool [rows]. values: what the rule has measured, one per row or empty. reasons: why
+    each row is dropped, if the reason differs from row to row.
+    """
+
+    dropped: np.ndarray
+    values: Sequence[float | str | None] = ()
+    reasons: Sequence[str] = ()
+
+
+class BatchRule(NamedTuple):
+    """A rule that checks a batch of rows.
+
+    kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
+    "3 rows are …".
+    """
+
+    kind: str
+    reason: str
+    check: Callable[[RowBatch], RowVerdict]

@@ -30,8 +30,10 @@ from lib.corpus import shingles
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
 from lib.corpus.near import minhash
 from lib.corpus.near.minhash import Bands
-from lib.corpus.row_batch import RowBatch, RowText
+from lib.corpus.quality import rules as quality
+from lib.corpus.row_batch import BatchRule, RowBatch, RowText, RowVerdict
 from lib.corpus.row_options import NEAR, RowOptions
+from lib.corpus.words import WORDS, find_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,30 +53,6 @@ class Rule(NamedTuple):
     option: str
     find_reason: Callable[[RowText, Any], str]
     measure: Callable[[RowText], float | str | None] = lambda row: None
-
-
-class RowVerdict(NamedTuple):
-    """Tells which rows of a batch a rule drops.
-
-    dropped: bool [rows]. values: what the rule has measured, one per row or empty. reasons: why
-    each row is dropped, if the reason differs from row to row.
-    """
-
-    dropped: np.ndarray
-    values: Sequence[float | str | None] = ()
-    reasons: Sequence[str] = ()
-
-
-class BatchRule(NamedTuple):
-    """A rule that checks a batch of rows.
-
-    kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
-    "3 rows are …".
-    """
-
-    kind: str
-    reason: str
-    check: Callable[[RowBatch], RowVerdict]
 
 
 class RuleGroup(NamedTuple):
@@ -172,19 +150,25 @@ def _find_short(row: RowText, min_chars: int) -> str:
 
 def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
     """Return the band keys of a batch; a text that is too long to be compared has none."""
-    texts = [
-        text if row.is_whole and row.characters <= MOST_CHARACTERS else ""
-        for row, text in zip(batch.rows, batch.texts, strict=True)
-    ]
+    if all(map(_is_compared, batch.rows)):
+        groups = batch.memo(WORDS, lambda own: find_words(own.texts))
+    else:
+        groups = find_words([row.text if _is_compared(row) else "" for row in batch.rows])
     bands = Bands(row_options.near_bands, row_options.near_band_size)
-    return minhash.compute_keys(shingles.hash_texts(texts, row_options.near_words), bands)
+    return minhash.compute_keys(shingles.join_words(groups, row_options.near_words), bands)
+
+
+def _is_compared(row: RowText) -> bool:
+    return row.is_whole and row.characters <= MOST_CHARACTERS
 
 
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
 RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short, lambda row: row.characters)}
 
 # In the order in which the rules apply, after those of RULES.
-RULE_GROUPS: dict[str, RuleGroup] = {}
+RULE_GROUPS: dict[str, RuleGroup] = {
+    "quality": RuleGroup("quality", quality.list_rules, quality.start_rules)
+}
 
 # Key: the name of the column.
 COLUMNS: dict[str, Column] = {}
