@@ -87,7 +87,7 @@ class BuildOptions(RowOptions, CommonOptions):
         0,
         parse=options.count,
         metavar="N",
-        help="before the build, and with --dry-run too, print N examples of the rows that each rule "
+        help="before the build, and with --dry-run too, print N examples of rows that each rule "
         "drops in a sample of the input (up to 64 MB); duplicates are not known from a sample",
     )
     num_workers: int = option(1)

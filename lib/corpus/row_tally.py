@@ -30,10 +30,14 @@ OTHERS = "(other directories)"
 TOP_LEVEL = "(no directory)"
 _OTHER_LANGUAGES = "(others)"
 _TEXT = 500  # characters of any other text in a sample
-_READ, _BYTES, _DROPPED_BYTES, _DROPPED = "rows", "bytes", "dropped_bytes", "dropped: "
+# Counts of a source, and the beginning of the names of those by rule.
+_READ = "rows"
+_BYTES = "bytes"
+_DROPPED_BYTES = "dropped_bytes"
+_DROPPED = "dropped: "
 
 
-class Sample(NamedTuple):
+class DroppedSample(NamedTuple):
     """Describe a dropped row. kept: the place of the kept row that it duplicates, "" if none."""
 
     key: int
@@ -64,7 +68,7 @@ class RowTally:
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)
     dropped_languages: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    samples: dict[str, list[DroppedSample]] = field(default_factory=dict)
     excerpts: dict[str, str] = field(default_factory=dict)
     most_samples: int = SAMPLES
     uncounted: int = 0
@@ -107,7 +111,7 @@ class RowTally:
         """Keep a dropped row as a sample, if its key is one of the smallest. path: not escaped."""
         if self.takes_sample(rule, key):
             shown = (escape_path(path)[:_TEXT], position, format_value(value), cut_text(text))
-            self._insert(rule, Sample(key, *shown, kept[:_TEXT]))
+            self._insert(rule, DroppedSample(key, *shown, kept[:_TEXT]))
 
     def add(self, other: RowTally, rows_before: int = 0) -> None:
         """Add the tally of later input.
@@ -160,12 +164,12 @@ class RowTally:
             setattr(tally, name, Counter(value[name]))
         tally.sources = {name: Counter(counts) for name, counts in value["sources"].items()}
         tally.samples = {
-            rule: [Sample(*sample) for sample in samples]
+            rule: [DroppedSample(*sample) for sample in samples]
             for rule, samples in value["samples"].items()
         }
         return tally
 
-    def _insert(self, rule: str, sample: Sample) -> None:
+    def _insert(self, rule: str, sample: DroppedSample) -> None:
         samples = self.samples.setdefault(rule, [])
         insort(samples, sample)
         del samples[self.most_samples :]
