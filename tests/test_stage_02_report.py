@@ -167,7 +167,7 @@ def test_sample_dropped_prints_examples_and_writes_nothing(stage, raw, tmp_path)
         "by 2 workers", "by 1 worker"
     )
     assert sorted(tmp_path.rglob("*")) == before
-    assert "a sample cannot show duplicates" in one
+    assert "a sample cannot show what --dedup drops" in one
     assert one.count("(5)\n      short") >= 8
     assert "      </svg><script>alert" in one and "\x1b" not in one and "\u202e" not in one
     none = stage(*options).stdout

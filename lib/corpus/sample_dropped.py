@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from lib.core import log, run_records, units
+from lib.core import declared, log, run_records, units
 from lib.corpus import selection, work_units
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
@@ -27,12 +27,21 @@ def print_examples(
     most: examples of each rule. The sample depends on the input only.
     """
     rules = selection.list_rules(row_options)
-    if selection.list_decisions_on(row_options):
-        log.info("a sample cannot show duplicates: whether a row is one depends on all rows")
+    decisions = selection.list_decisions_on(row_options)
+    if decisions:
+        options = {declared.flag(selection.get_decision(name).option) for name in decisions}
+        log.info(
+            f"a sample cannot show what {' and '.join(sorted(options))} drops: that depends on "
+            "all rows"
+        )
     if not rules:
         log.info("no rule is on, so --sample-dropped has no examples")
         return
-    only_rules = dataclasses.replace(row_options, dedup=RowOptions().dedup, near_against=[])
+    defaults = RowOptions()
+    off = {selection.get_decision(name).option for name in decisions}
+    only_rules = dataclasses.replace(
+        row_options, **{name: getattr(defaults, name) for name in (*off, "near_against")}
+    )
     with tempfile.TemporaryDirectory() as scratch:
         tasks = work_units.cut_splits(folder, files, Path(scratch), only_rules)
         chosen = [dataclasses.replace(unit, samples=most) for unit in choose_units(tasks)]

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, units
 from lib.core.errors import Problems
-from lib.corpus.inputs import InputFile, find_source
+from lib.corpus.inputs import InputFile
 from lib.corpus.quality import thresholds, word_lists
 from lib.corpus.quality.judge import Judge, is_dropped, is_minimum
 from lib.corpus.quality.layout import Layout, find_layouts
 from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
+from lib.corpus.scan import find_source
 from lib.corpus.words import WORDS, WordGroup
 
 if TYPE_CHECKING:
@@ -181,7 +182,12 @@ def identify_quality(row_options: RowOptions) -> dict[str, Any]:
     if not row_options.quality:
         return {}
     limits = thresholds.find_limits(row_options.quality, row_options.quality_set)
-    identity: dict[str, Any] = {"quality": limits, "quality_set": []}
+    identity: dict[str, Any] = {
+        "quality": [name for name in thresholds.FAMILIES if name in row_options.quality],
+        "quality_set": {
+            name: thresholds.OFF if limit is None else limit for name, limit in limits.items()
+        },
+    }
     if row_options.quality_words:
         identity["quality_words"] = hashing.file_digest(row_options.quality_words)
     if row_options.quality_except:
