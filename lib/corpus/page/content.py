@@ -96,9 +96,10 @@ def _show_number(text: str) -> Html:
 def _draw_bar(share: float) -> Html:
     """Return a bar that repeats a number for the eye; other readers skip it."""
     width = round(_BAR * min(1.0, share), 1)
+    shape = f'<g class="s0"><path class="area" d="M0,1h{width:g}v10h-{width:g}z"/></g>'
     return Html(
         f'<svg class="bar" aria-hidden="true" width="{_BAR}" height="12">'
-        f'<g class="s0"><path class="area" d="M0,1h{width:g}v10h-{width:g}z"/></g></svg>'
+        f"{shape if width else ''}</svg>"
     )
 
 
