@@ -110,32 +110,6 @@ def describe_masked(masks: MaskTally) -> str:
     return f"{counts} (by source: {named}{more})"
 
 
-def print_next(dataset_format: str, save_dir: Path) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if dataset_format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train("-e", "first", "-d", save_dir, "--prepare-only", "--show-samples", 3)
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", save_dir))
-
-
 def _name_records(row_options: RowOptions) -> str:
     return "conversation" if row_options.format == CHAT else "document"
 
@@ -210,3 +184,29 @@ def describe_other_fields(tally: Tally) -> str:
     frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
     return f"\nother fields with text, the most frequent first: {names}" if names else ""
+
+
+def print_next(save_dir: Path, row_options: RowOptions) -> None:
+    """Print the commands after stage 02: get a model, then train."""
+    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
+    if row_options.format == CHAT:
+        log.info(f"next: download a model, preferably with a chat template: {fetch}")
+        log.info(
+            "then: check the trained tokens of some samples: "
+            + commands.train("-e", "first", "-d", save_dir, "--prepare-only", "--show-samples", 3)
+            + "\n      and train: "
+            + commands.train("-e", "first", "-d", save_dir)
+        )
+        return
+    initialise = commands.script(
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--train-tokenizer",
+        save_dir,
+    )
+    log.info(
+        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
+    )
+    log.info("then: " + commands.train("-e", "first", "-d", save_dir))

@@ -134,7 +134,7 @@ class RowOptions:
         "none",
         choices=("none", EXACT, NEAR),
         help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
-        "turns and tools); takes about 25 bytes of memory per row. near: also drop rows whose text "
+        "turns and tools); takes about 30 bytes of memory per row. near: also drop rows whose text "
         "is similar to that of a kept row; sorts on disk, in constant memory",
     )
     near_threshold: float = option(
