@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, parts, selection, shards, work_units
+from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
+from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.output import NearOutput
 from lib.corpus.near.plan import NearPlan, PlannedRows
 from lib.corpus.near.rows import read_sidecar
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.selection import Decision, TwoPassDecision
+from lib.corpus.selection import Decision, TwoPassDecision, drops_rows
 from lib.corpus.shards import Flusher, ShardWriter
 from lib.corpus.tally import ERRORS, Tally, format_problem
 from lib.corpus.work_units import UnitResult
@@ -38,7 +39,7 @@ NEAR = f"{WORK}/near"  # of a build in two passes: the output of the workers, an
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_VERSION = 2  # of the progress record; a build with another version starts anew
+_VERSION = 3  # of the progress record; a build with another version starts anew
 
 
 class DatasetWriter:
@@ -68,16 +69,16 @@ class DatasetWriter:
             for split in row_options.splits
         }
         self._is_chat = row_options.format == CHAT
-        schema = (
-            chat_rows.make_schema()
-            if self._is_chat
-            else parts.make_text_schema(row_options.keep_source)
-        )
+        schema = work_units.make_part_schema(row_options)
         self._row_options = row_options
+        self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
         self._near = None
         if row_options.drops_near:
             schema = parts.add_cluster_size(schema)
-            self._near = NearOutput(directory, row_options, before.get("near_rows", 0))
+            assert self._dropped
+            self._near = NearOutput(
+                directory, self._dropped, row_options, before.get("near_rows", 0)
+            )
         self._deletes_parts = deletes_parts
         self._finished: list[Path] = []  # parts to delete after the next progress record
         self._writers = {
@@ -88,6 +89,7 @@ class DatasetWriter:
         }
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
+        self._rows_before: int = before.get("rows_before", 0)
         self._decisions = selection.list_decisions(row_options)
         self._deciders = {
             name: decision.start(directory / WORK / name)
@@ -102,6 +104,8 @@ class DatasetWriter:
     def __exit__(self, *error: object) -> None:
         self._flusher.close()
         self._errors.close()
+        if self._dropped:
+            self._dropped.close()
         for decider in self._deciders.values():
             decider.file.close()
         if self._near:
@@ -144,7 +148,9 @@ class DatasetWriter:
         _check_parts(result, self.near_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
+            self._rows_before = 0
         self._add_errors(result)
+        self._add_dropped(result)
         for split, writer in self._writers.items():
             planned = self._near.select(result.rows[split]) if self._near else None
             copies = self._select_rows(result, split, planned)
@@ -166,6 +172,7 @@ class DatasetWriter:
             self._finished += [*result.unit.parts(), result.unit.part(work_units.RECORD)]
         self.tally.add(result.tally, self._lines_before)
         self._lines_before += result.lines_of_part
+        self._rows_before += result.rows_of_part
         self.units += 1
         if self._unnoted > NOTE_BYTES or time.monotonic() > self._noted_at + NOTE_SECONDS:
             self._note_progress()
@@ -184,6 +191,9 @@ class DatasetWriter:
             manifest.write_json(path, {"splits": list(self._homes)})
             files.append(manifest.file_entry(self._directory, path))
         self._errors.close()
+        if self._dropped:
+            self._dropped.close()
+            files.append(manifest.file_entry(self._directory, self._directory / DROPPED_FILE))
         if self._near:
             files += self._near.finish()
             # First, so that a run that is killed in the next line leaves no part of a plan.
@@ -201,6 +211,16 @@ class DatasetWriter:
             "splits": splits,
             "documents": tally.documents,
             **{kind: tally.dropped[kind] for kind in selection.RULES},
+            **(
+                {
+                    "rules": {
+                        kind: {"dropped": tally.dropped[kind], "alone": tally.alone[kind]}
+                        for kind in selection.list_rules(self._row_options)
+                    }
+                }
+                if selection.RULES.keys() < selection.list_rules(self._row_options).keys()
+                else {}
+            ),
             **{name: self.dropped[name] for name in selection.list_counts(self._row_options)},
             "replaced": tally.replaced,
             "failed_files": len(tally.failed),
@@ -296,10 +316,27 @@ class DatasetWriter:
                     text = json.dumps(problem).encode() + b"\n"
                 self._errors.write(text)
 
+    def _add_dropped(self, result: UnitResult) -> None:
+        """Append the unit's lines to dropped.jsonl.
+
+        In a later span of a large file, positions are shifted to count from the file's start.
+        """
+        path = result.unit.part("dropped")
+        if self._dropped is None or not path.exists():
+            return
+        with path.open("rb") as lines:
+            for text in lines:
+                if self._rows_before:
+                    row = json.loads(text)
+                    row["position"] += self._rows_before
+                    text = json.dumps(row).encode() + b"\n"
+                self._dropped.write(text)
+
     def _note_progress(self) -> None:
         self._errors.flush()
         for file in (
             self._errors,
+            *([self._dropped] if self._dropped else []),
             *(decider.file for decider in self._deciders.values()),
             *(self._near.files() if self._near else []),
         ):
@@ -307,6 +344,8 @@ class DatasetWriter:
             self._flusher.sync(file)
         states = {split: writer.state() for split, writer in self._writers.items()}
         sizes = {ERRORS: self._errors.tell()}
+        if self._dropped:
+            sizes[DROPPED_FILE] = self._dropped.tell()
         if self._near:
             sizes |= self._near.sizes
         sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
@@ -322,6 +361,7 @@ class DatasetWriter:
             "shards": states,
             "dropped": self.dropped,
             "lines_before": self._lines_before,
+            "rows_before": self._rows_before,
             "files": sizes,
             **({"near_rows": self._near.rows} if self._near else {}),
         }

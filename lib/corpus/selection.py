@@ -1,69 +1,42 @@
-"""Decide which rows a dataset keeps, by the tables RULES, SIDECARS and DECISIONS.
+"""Decide which rows a dataset keeps, by the tables RULES, RULE_GROUPS, SIDECARS and DECISIONS.
 
-A rule looks at one row alone and drops it for a reason. So the order of the rules and the number of
-workers do not change which rows are kept.
+A rule looks at each row alone and drops it for a reason. So the order of the rules and the number
+of workers do not change which rows are kept. A row of RULES gets one row of the dataset at a time.
+A row of RULE_GROUPS stands for several rules that share an option or a computation; they get the
+rows in batches. Every rule checks every row, so that the report can say what each would drop alone.
+
+A column is a value per row that a worker computes and that the dataset contains (COLUMNS). Rules
+can read it.
 
 A sidecar is a value of fixed width that a worker computes for each row and writes to a file beside
 the rows, such as a digest of the text. A decision reads the sidecars of all rows in order and
 selects the rows to keep, such as the rows that equal no earlier row.
 
-A rule or decision is on if its field of RowOptions does not have the default value. A sidecar is
-computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choice among rows that
-cannot be made in one pass: which rows are near duplicates.
+A rule, column or decision is on if its field of RowOptions does not have the default value. A
+sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choice among
+rows that cannot be made in one pass: which rows are near duplicates.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lib.core import declared
+from lib.corpus import shingles
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
-from lib.corpus.near.minhash import Bands, KeyWriter
-from lib.corpus.parts import SidecarWriter
+from lib.corpus.near import minhash
+from lib.corpus.near.minhash import Bands
+from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import NEAR, RowOptions
 
 if TYPE_CHECKING:
     import numpy as np
 
 MOST_CHARACTERS = 16_000_000  # of a text that is compared to find near duplicates
-
-
-class RowText:
-    """The text of a row as rules and sidecars see it.
-
-    strings: the text, or the contents of all turns of a conversation. If a text is larger than
-    memory, only its beginning is given. characters: length of the whole text (default: of strings).
-    position: number of the row in its file (or in a span of a large file), from 1.
-    """
-
-    __slots__ = ("_characters", "_strings", "position")
-
-    def __init__(
-        self, strings: Iterable[str], characters: int | None = None, position: int = 0
-    ) -> None:
-        self._strings = list(strings)
-        self._characters = characters
-        self.position = position
-
-    @property
-    def text(self) -> str:
-        """Return the text; the contents of turns are joined by newlines."""
-        return "\n".join(self._strings)
-
-    @property
-    def characters(self) -> int:
-        """Return the number of characters, newlines between turns not included."""
-        return sum(map(len, self._strings)) if self._characters is None else self._characters
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether `text` is the whole text."""
-        return self._characters in (None, sum(map(len, self._strings)))
 
 
 class Rule(NamedTuple):
@@ -78,20 +51,65 @@ class Rule(NamedTuple):
     find_reason: Callable[[RowText, Any], str]
 
 
+class RowVerdict(NamedTuple):
+    """Tells which rows of a batch a rule drops.
+
+    dropped: bool [rows]. values: what the rule has measured, one per row or empty. reasons: why
+    each row is dropped, if the reason differs from row to row.
+    """
+
+    dropped: np.ndarray
+    values: Sequence[float | str | None] = ()
+    reasons: Sequence[str] = ()
+
+
+class BatchRule(NamedTuple):
+    """A rule that checks a batch of rows.
+
+    kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
+    "3 rows are …".
+    """
+
+    kind: str
+    reason: str
+    check: Callable[[RowBatch], RowVerdict]
+
+
+class RuleGroup(NamedTuple):
+    """Rules that an option of RowOptions switches on together.
+
+    list_kinds: returns the kinds of the rules that are on, in their order. start: returns these
+    rules; each work unit calls it.
+    """
+
+    option: str
+    list_kinds: Callable[[RowOptions], list[str]]
+    start: Callable[[RowOptions], list[BatchRule]]
+
+
+class Column(NamedTuple):
+    """A column of the dataset with a value that a worker computes for each row.
+
+    option: the field of RowOptions that switches it on. kind: `string`, `int` or `float`. start:
+    returns the function that computes the values of a batch; each work unit calls it.
+    """
+
+    option: str
+    kind: str
+    start: Callable[[RowOptions], Callable[[RowBatch], Sequence[Any]]]
+
+
 class Sidecar(NamedTuple):
     """A value that workers compute for each row and store beside the rows.
 
     width: bytes per row (0: it depends on the options). measure: function of the text of a row and
-    the SHA-256 of its content; it returns the value of the row in `width` bytes. open_writer: if
-    given, it returns a context whose `write` takes what `measure` returns, and which writes the
-    values of several rows at once.
+    the SHA-256 of its content; it returns the value of the row in `width` bytes. measure_batch: if
+    given, it computes the values of a batch instead: array [rows, …].
     """
 
     width: int
-    measure: Callable[[RowText, bytes], Any]
-    open_writer: Callable[[BinaryIO, RowOptions], AbstractContextManager[SidecarWriter]] | None = (
-        None
-    )
+    measure: Callable[[RowText, bytes], bytes] | None = None
+    measure_batch: Callable[[RowBatch, RowOptions], np.ndarray] | None = None
 
 
 class Decider(Protocol):
@@ -143,24 +161,29 @@ def _find_short(row: RowText, min_chars: int) -> str:
     return "shorter than --min-chars" if row.characters < min_chars else ""
 
 
-def _select_text(row: RowText, sha256: bytes) -> str | None:
-    """Return the text for the band keys, None if it is too long to be compared."""
-    return row.text if row.is_whole and row.characters <= MOST_CHARACTERS else None
-
-
-def _open_keys(file: BinaryIO, row_options: RowOptions) -> KeyWriter:
-    return KeyWriter(
-        file, row_options.near_words, Bands(row_options.near_bands, row_options.near_band_size)
-    )
+def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
+    """Return the band keys of a batch; a text that is too long to be compared has none."""
+    texts = [
+        text if row.is_whole and row.characters <= MOST_CHARACTERS else ""
+        for row, text in zip(batch.rows, batch.texts, strict=True)
+    ]
+    bands = Bands(row_options.near_bands, row_options.near_band_size)
+    return minhash.compute_keys(shingles.hash_texts(texts, row_options.near_words), bands)
 
 
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
 RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
 
+# In the order in which the rules apply, after those of RULES.
+RULE_GROUPS: dict[str, RuleGroup] = {}
+
+# Key: the name of the column.
+COLUMNS: dict[str, Column] = {}
+
 # Key: the end of a file name, as in `train.digests`.
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
-    "keys": Sidecar(0, _select_text, _open_keys),
+    "keys": Sidecar(0, measure_batch=_compute_keys),
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
 
@@ -189,13 +212,54 @@ def _is_on(row_options: RowOptions, option: str) -> bool:
     return getattr(row_options, option) != declared.default_of(field)
 
 
-def list_rules(row_options: RowOptions) -> list[tuple[str, Callable[[RowText, Any], str], Any]]:
-    """Return the kind, the function and the option's value of each rule that is on."""
-    return [
-        (kind, rule.find_reason, getattr(row_options, rule.option))
+def start_rules(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rules that are on, in their order."""
+    own = [
+        BatchRule(kind, "", _check_rows(rule.find_reason, getattr(row_options, rule.option)))
         for kind, rule in RULES.items()
         if _is_on(row_options, rule.option)
     ]
+    groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
+    return own + [rule for group in groups for rule in group.start(row_options)]
+
+
+def _check_rows(find_reason: Callable[[RowText, Any], str], value: Any) -> Any:
+    """Return the check of a batch by a rule for one row."""
+    import numpy as np
+
+    def check(batch: RowBatch) -> RowVerdict:
+        reasons = [find_reason(row, value) for row in batch.rows]
+        return RowVerdict(np.array([*map(bool, reasons)]), reasons=reasons)
+
+    return check
+
+
+def list_rules(row_options: RowOptions) -> dict[str, str]:
+    """Return the option of each rule that is on, by its kind, in the order of application."""
+    own = {kind: rule.option for kind, rule in RULES.items() if _is_on(row_options, rule.option)}
+    groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
+    return own | {kind: group.option for group in groups for kind in group.list_kinds(row_options)}
+
+
+def start_columns(row_options: RowOptions) -> dict[str, Callable[[RowBatch], Sequence[Any]]]:
+    """Return the function that computes each column that is on."""
+    return {name: COLUMNS[name].start(row_options) for name in list_columns(row_options)}
+
+
+def list_columns(row_options: RowOptions) -> dict[str, str]:
+    """Return the kind of each column that is on, by its name."""
+    return {
+        name: column.kind for name, column in COLUMNS.items() if _is_on(row_options, column.option)
+    }
+
+
+def drops_rows(row_options: RowOptions) -> bool:
+    """Return whether any rule or decision is on."""
+    return bool(
+        list_rules(row_options)
+        or list_decisions(row_options)
+        or list_two_pass_decisions(row_options)
+    )
 
 
 def list_decisions(row_options: RowOptions) -> dict[str, Decision]:
@@ -239,18 +303,20 @@ def list_counts(row_options: RowOptions) -> list[str]:
 
 def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:
     """Return, by kind, the option and value of each rule or decision that dropped rows."""
-    tables: dict[str, Rule | Decision | TwoPassDecision] = {
-        **RULES,
-        **DECISIONS,
-        **TWO_PASS_DECISIONS,
+    decisions: dict[str, Decision | TwoPassDecision] = {**DECISIONS, **TWO_PASS_DECISIONS}
+    options = {
+        **list_rules(row_options),
+        **{name: decision.option for name, decision in decisions.items()},
     }
     return {
-        kind: _spell_option(row_options, row.option)
-        for kind, row in tables.items()
+        kind: _spell_option(row_options, option)
+        for kind, option in options.items()
         if counts.get(kind)
     }
 
 
 def _spell_option(row_options: RowOptions, name: str) -> str:
     value = getattr(row_options, name)
+    if isinstance(value, list | tuple):
+        value = ",".join(map(str, value))
     return declared.flag(name) if value is True else f"{declared.flag(name)} {value}"

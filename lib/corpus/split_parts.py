@@ -91,7 +91,9 @@ def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts; undamaged parts of an earlier run are reused."""
     result = _read_record(unit)
     if result and all(
-        path.is_file() and hashing.has_digest(path, result.digests[path.name])
+        path.name in result.digests
+        and path.is_file()
+        and hashing.has_digest(path, result.digests[path.name])
         for path in unit.parts()
     ):
         return result

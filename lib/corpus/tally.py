@@ -181,16 +181,18 @@ class Tally:
     """Count the documents and problems of some input.
 
     documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
-    replaced: replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed
-    quotes. problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen:
-    names in --fields that occur. other_fields: for each key that --fields does not select, number
-    of documents with text under it, among the first thousand of each unit. as_text: number of
+    alone: rows that a rule would drop if it were the only one, by the kind of the rule. replaced:
+    replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed quotes.
+    problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen: names in
+    --fields that occur. other_fields: for each key that --fields does not select, number of
+    documents with text under it, among the first thousand of each unit. as_text: number of
     conversations that became plain text, by format, among the first documents of each file. chat:
     the tally of a chat dataset.
     """
 
     documents: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    alone: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     lines_lost: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -228,6 +230,7 @@ class Tally:
             **{name: count for name, count in value.items() if name != "short"}
             | {
                 "dropped": Counter(dropped),
+                "alone": Counter(value.get("alone", dropped)),
                 "problems": Counter(value["problems"]),
                 "failed": {*value["failed"]},
                 "fields_seen": {*value["fields_seen"]},

@@ -1,17 +1,16 @@
 """Write what a build adds to a dataset without near duplicates.
 
-`dropped.jsonl` lists every dropped row with the kept row that it duplicates, and `near/` contains
-the signatures of the kept rows, for later datasets (signatures.py).
+`dropped.jsonl` lists every duplicate with the kept row that it duplicates, and `near/` contains the
+signatures of the kept rows, for later datasets (signatures.py).
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import manifest
 from lib.corpus import selection
+from lib.corpus.dropped import format_dropped
 from lib.corpus.near.plan import COPY, RULE_NAMES, NearPlan, PlannedRows
 from lib.corpus.near.rows import read_sidecar
 from lib.corpus.near.signatures import SignatureWriter
@@ -21,33 +20,33 @@ from lib.corpus.work_units import UnitResult
 if TYPE_CHECKING:
     import numpy as np
 
-DROPPED = "dropped.jsonl"
-_DIGITS = 4  # of a similarity
-
 
 class NearOutput:
     """Follow a plan, row by row. rows: number of rows so far.
 
-    directory: the dataset. The files continue after their present end.
+    directory: the dataset. dropped: the file dropped.jsonl. The files continue after their present
+    end.
     """
 
     plan: NearPlan
 
-    def __init__(self, directory: Path, row_options: RowOptions, rows: int) -> None:
+    def __init__(
+        self, directory: Path, dropped: BinaryIO, row_options: RowOptions, rows: int
+    ) -> None:
         self.rows = rows
         self._directory = directory
         self._row_options = row_options
-        self._dropped = (directory / DROPPED).open("ab")
+        self._dropped = dropped
         self._signatures = SignatureWriter(directory, row_options.splits)
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the size of each file by its path in the dataset."""
-        return {DROPPED: self._dropped.tell(), **self._signatures.sizes}
+        return self._signatures.sizes
 
     def files(self) -> list[Any]:
         """Return the open files."""
-        return [self._dropped, *self._signatures.files()]
+        return self._signatures.files()
 
     def select(self, rows: int) -> PlannedRows:
         """Return the plan of the next rows."""
@@ -74,14 +73,14 @@ class NearOutput:
             rule = int(planned.rules[row])
             file, position = map(int, places[row])
             similarity = 1.0 if rule == COPY else float(planned.similarities[row])
-            line = {
-                "path": self.plan.paths[file][0],
-                "position": position,
-                "rule": _name_problem(rule),
-                "value": round(similarity, _DIGITS),
-                "duplicate_of": self.plan.describe_row(int(planned.leaders[row]) - 1),
-            }
-            self._dropped.write(json.dumps(line).encode() + b"\n")
+            line = format_dropped(
+                self.plan.paths[file][0],
+                position,
+                _name_problem(rule),
+                similarity,
+                self.plan.describe_row(int(planned.leaders[row]) - 1),
+            )
+            self._dropped.write(line)
         if copies is None or not copies.any():
             return
         is_kept = copies > 0
@@ -95,15 +94,10 @@ class NearOutput:
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the manifest entries of all files."""
-        self._dropped.close()
-        return [
-            manifest.file_entry(self._directory, self._directory / DROPPED),
-            *self._signatures.finish(self._row_options, self.plan.paths),
-        ]
+        return self._signatures.finish(self._row_options, self.plan.paths)
 
     def close(self) -> None:
         """Close the files."""
-        self._dropped.close()
         self._signatures.close()
 
 

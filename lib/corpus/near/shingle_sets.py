@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus import chat_rows, parts, shingles
-from lib.corpus.row_options import CHAT, RowOptions
+from lib.corpus import chat_rows, shingles, work_units
+from lib.corpus.row_options import RowOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,11 +105,6 @@ def _read_batches(task: SetsTask) -> Iterator[pa.RecordBatch]:
             with pa.ipc.open_stream(file) as stream:
                 yield from stream
             return
-        options = task.row_options
-        schema = (
-            chat_rows.make_schema()
-            if options.format == CHAT
-            else parts.make_text_schema(options.keep_source)
-        )
+        schema = work_units.make_part_schema(task.row_options)
         while file.tell() < file.size():
             yield pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
