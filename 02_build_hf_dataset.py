@@ -5,6 +5,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --extract html,pdf,docx,epub
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
@@ -34,6 +35,7 @@ from lib.core.errors import Problems
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
+from lib.corpus.extract import survey, table
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
@@ -108,6 +110,16 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
+        if opts.extract:
+            problems.add(
+                "--extract and --format chat exclude each other",
+                expected="no --extract, because documents contain no conversations",
+            )
+    if opts.extract_seconds != RowOptions().extract_seconds and not opts.extract:
+        problems.add(
+            "--extract-seconds needs --extract", expected="--extract, or no --extract-seconds"
+        )
+    problems.collect(partial(table.require_packages, opts.extract))
     if not opts.drops_near:
         defaults = RowOptions()
         given = [name for name in vars(defaults) if name.startswith("near_")]
@@ -151,10 +163,20 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **({"extract": ", ".join(opts.extract)} if opts.extract else {}),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
     )
+
+
+def warn_about_documents(opts: BuildOptions, files: Sequence[InputFile]) -> None:
+    """Print how many PDF, DOCX, EPUB and HTML files the input contains, unless extracted."""
+    if opts.format == CHAT:
+        return
+    counts = survey.count_documents(opts.data_folder, files)
+    if text := survey.describe_skipped(counts, opts.extract):
+        log.warn(text)
 
 
 def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
@@ -163,6 +185,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     It does not depend on the number of machines that build the dataset.
     """
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
+    if opts.extract:
+        chosen["extractors"] = table.identify_extractors(opts.extract)
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
     return {"options": chosen, "inputs": identify_files(files)}
@@ -175,6 +199,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     by_split = inputs.group_by_split(files)
     names = split_parts.select_splits(list(by_split), opts.only_splits or [])
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
+    warn_about_documents(opts, [file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     for name in names:
@@ -402,6 +427,8 @@ def main(argv: list[str]) -> None:
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
+    if not opts.merge:
+        warn_about_documents(opts, files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:

@@ -76,6 +76,10 @@ def format_summary(
     counts = tally.dropped + dataset.dropped
     for kind, option in selection.describe_dropped(row_options, counts).items():
         lines[kind.replace("_", " ")] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    if tally.extracted:
+        lines["extracted"] = _count_documents(tally.extracted)
+    if tally.not_extracted and row_options.format != CHAT:
+        lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
     if dataset.near_plan:
         lines |= dataset.near_plan.format_lines()
     if tally.problems:
@@ -85,6 +89,11 @@ def format_summary(
             f"listed in {save_dir}/{ERRORS}"
         )
     return lines
+
+
+def _count_documents(counts: Mapping[str, int]) -> str:
+    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
+    return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
 
 
 def _name_records(row_options: RowOptions) -> str:

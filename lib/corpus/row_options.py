@@ -13,6 +13,7 @@ from pathlib import Path
 from lib.core import options
 from lib.core.declared import option
 from lib.corpus import encoding
+from lib.corpus.extract import table
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -73,6 +74,23 @@ class RowOptions:
         metavar="NAME",
         help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 (recognised by "
         "its byte order mark) (default: replace invalid bytes by U+FFFD)",
+    )
+    extract: list[str] = option(
+        [],
+        parse=table.parse_kinds,
+        action="extend",
+        metavar="KINDS",
+        quiet=True,
+        help="extract the text of these kinds of documents: html, pdf, docx, epub, separated by "
+        "commas (default: none; HTML is read with its tags, and the others are skipped)",
+    )
+    extract_seconds: int = option(
+        60,
+        parse=options.positive_int,
+        metavar="N",
+        quiet=True,
+        help="processor time in seconds that --extract may take for a file; a file that takes "
+        "longer is skipped",
     )
     dedup: str = option(
         "none",
@@ -155,6 +173,11 @@ class RowOptions:
         help="add a column `source` with the relative path of the file (--format chat always "
         "includes it)",
     )
+
+    def __post_init__(self) -> None:
+        """Sort the kinds in --extract, so that their order does not affect the identity."""
+        in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
+        object.__setattr__(self, "extract", in_order)
 
     @property
     def drops_near(self) -> bool:

@@ -1,0 +1,64 @@
+"""Count the documents in the input whose text could be extracted, before anything is built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lib.core import commands, units
+from lib.corpus import kinds
+from lib.corpus.extract.table import EXTRACTORS
+from lib.corpus.inputs import InputFile
+
+_MOST_OPENED = 1_000  # files without a telling suffix that are looked into
+
+
+def count_documents(folder: Path, files: Sequence[InputFile]) -> Counter[str]:
+    """Return the number of HTML, PDF, DOCX and EPUB files by kind, before they are read.
+
+    The suffix tells the kind. Files without any suffix are opened, but at most a thousand,
+    spread evenly: opening a million files would take minutes. Workers count by content later.
+    """
+    counts = Counter(filter(None, (kinds.name_document(file.path) for file in files)))
+    nameless = [file for file in files if not kinds.find_suffix(file.path)]
+    step = units.ceil_div(len(nameless), _MOST_OPENED) if nameless else 1
+    for file in nameless[::step]:
+        counts[_look_into(folder / file.path)] += step
+    del counts[""]
+    return counts
+
+
+def _look_into(path: Path) -> str:
+    """Return the kind of document in a file by its first bytes, "" for other files."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(kinds.HEAD_BYTES)
+    except OSError:
+        return ""  # a worker reports the error
+    return kinds.sniff_document(path.name, head)
+
+
+def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str:
+    """Return a warning about documents that --extract does not name, "" if there are none.
+
+    counts: files by kind. extracted: the kinds in --extract. The warning ends with the command
+    that extracts them.
+    """
+    missing = [kind for kind in EXTRACTORS if counts.get(kind) and kind not in extracted]
+    if not missing:
+        return ""
+    skipped = [_count(kind, counts) for kind in missing if kind in kinds.BINARY_DOCUMENTS]
+    parts = []
+    if skipped:
+        parts.append(f"{' and '.join(skipped)} files, which are skipped")
+    if kinds.HTML in missing:
+        parts.append(f"{_count(kinds.HTML, counts)} files, which are read with their tags")
+    command = commands.as_typed(
+        "--extract", ",".join(missing), "--overwrite", drop=["--overwrite"]
+    )
+    return f"the input contains {', and '.join(parts)}; to extract their text, run:\n  {command}"
+
+
+def _count(kind: str, counts: Mapping[str, int]) -> str:
+    return f"{counts[kind]:,} {EXTRACTORS[kind].label}"
