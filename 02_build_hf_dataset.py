@@ -171,12 +171,16 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
 
 
 def warn_about_documents(opts: BuildOptions, files: Sequence[InputFile]) -> None:
-    """Print how many PDF, DOCX, EPUB and HTML files the input contains, unless extracted."""
+    """Print how many PDF, DOCX, EPUB and HTML files are not extracted, and what to type."""
     if opts.format == CHAT:
         return
     counts = survey.count_documents(opts.data_folder, files)
-    if text := survey.describe_skipped(counts, opts.extract):
-        log.warn(text)
+    for text in (
+        survey.describe_left_out(opts.data_folder, opts.extract),
+        survey.describe_skipped(counts, opts.extract),
+    ):
+        if text:
+            log.warn(text)
 
 
 def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
@@ -186,7 +190,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     """
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.extract:
-        chosen["extractors"] = table.identify_extractors(opts.extract)
+        chosen["extract"] = table.identify_extractors(opts.extract)
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
     return {"options": chosen, "inputs": identify_files(files)}

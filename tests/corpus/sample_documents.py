@@ -85,7 +85,7 @@ def make_epub(
     """Return an EPUB. chapters: content by name, below OEBPS. spine: names in reading order."""
     items = "".join(
         f'<item id="{name}" href="{name}" media-type="application/xhtml+xml"'
-        f'{" properties=" + chr(34) + "nav" + chr(34) if name.startswith("nav") else ""}/>'
+        f"{' properties=' + chr(34) + 'nav' + chr(34) if name.startswith('nav') else ''}/>"
         for name in chapters
     )
     references = "".join(f'<itemref idref="{name}"/>' for name in spine)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lib.core import commands, units
+from lib.core import commands, manifest, paths, records, units
 from lib.corpus import kinds
 from lib.corpus.extract.table import EXTRACTORS
-from lib.corpus.inputs import InputFile
+from lib.corpus.inputs import FILE_LIST, InputFile
 
 _MOST_OPENED = 1_000  # files without a telling suffix that are looked into
 
@@ -48,16 +48,46 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
     missing = [kind for kind in EXTRACTORS if counts.get(kind) and kind not in extracted]
     if not missing:
         return ""
-    skipped = [_count(kind, counts) for kind in missing if kind in kinds.BINARY_DOCUMENTS]
+    skipped = [kind for kind in missing if kind in kinds.BINARY_DOCUMENTS]
     parts = []
     if skipped:
-        parts.append(f"{' and '.join(skipped)} files, which are skipped")
+        parts.append(f"{_join_counts(skipped, counts)} files, which are skipped")
     if kinds.HTML in missing:
         parts.append(f"{_count(kinds.HTML, counts)} files, which are read with their tags")
-    command = commands.as_typed(
-        "--extract", ",".join(missing), "--overwrite", drop=["--overwrite"]
-    )
+    command = commands.as_typed("--extract", ",".join(missing), "--overwrite", drop=["--overwrite"])
     return f"the input contains {', and '.join(parts)}; to extract their text, run:\n  {command}"
+
+
+def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
+    """Return a warning about documents that are not in the splits, "" if there are none.
+
+    folder: the splits. extracted: the kinds in --extract. Earlier versions of stage 01 left out
+    PDF, DOCX and EPUB files as binary files.
+    """
+    wanted = [kind for kind in kinds.BINARY_DOCUMENTS if kind in extracted]
+    path = folder / FILE_LIST
+    if not wanted or not path.exists() or not (folder / paths.MANIFEST).exists():
+        return ""
+    counts: Counter[str] = Counter()
+    with path.open(encoding="ascii") as lines:
+        for line in lines:
+            if '"skipped": "binary"' in line:
+                counts[kinds.name_document(str(records.parse_json(line)["path"]))] += 1
+    found = [kind for kind in wanted if counts[kind]]
+    if not found:
+        return ""
+    remedy = manifest.make_remedy(
+        manifest.read_if_any(folder) or {}, "--overwrite", dst_root=folder
+    )
+    return (
+        f"an earlier version of stage 01 has left out {_join_counts(found, counts)} files, which "
+        f"it would take now:\n  {remedy.get('run') or remedy.get('hint')}"
+    )
+
+
+def _join_counts(found: Sequence[str], counts: Mapping[str, int]) -> str:
+    *names, last = [_count(kind, counts) for kind in found]
+    return f"{', '.join(names)} and {last}" if names else last
 
 
 def _count(kind: str, counts: Mapping[str, int]) -> str:

@@ -81,7 +81,9 @@ def identify_extractors(extracted: Sequence[str]) -> dict[str, str]:
     versions = {}
     for kind in extracted:
         _, _, version, package = EXTRACTORS[kind]
-        versions[kind] = f"{version}, {package} {find_version(package)}" if package else f"{version}"
+        versions[kind] = (
+            f"{version}, {package} {find_version(package)}" if package else f"{version}"
+        )
     return versions
 
 
