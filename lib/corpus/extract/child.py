@@ -13,12 +13,14 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Refusal
 from lib.corpus.extract.table import load_extractor
 
 MEMORY_BYTES = 2 << 30  # address space of this process
 MOST_TEXT_BYTES = 64_000_000
+LARGE_BYTES = MEMORY_BYTES // 2  # a process that has used more has probably failed for that
 WAITING = 5  # times the processor time that a file may take in elapsed time
 _OOM_SCORE = "1000"  # if memory runs out, the kernel ends this process rather than its parent
 
@@ -27,8 +29,9 @@ def serve(connection: Connection) -> None:
     """Answer requests until the parent process ends or closes the connection.
 
     A request consists of two messages: kind, fallback encoding and seconds as JSON, and the bytes
-    of the file. So does an answer: `kind`, `message`, `replaced` and `lost` as JSON (`kind` is ""
-    if the text was extracted), and the text in UTF-8.
+    of the file. So does an answer: `kind`, `message`, `replaced`, `lost` and `peak` as JSON, and
+    the text in UTF-8. `kind` is "" if the text was extracted; `peak` is the memory that this
+    process has used at most, in bytes.
     """
     with suppress(EOFError, OSError):
         while True:
@@ -37,13 +40,14 @@ def serve(connection: Connection) -> None:
             signal.setitimer(signal.ITIMER_PROF, seconds)
             signal.setitimer(signal.ITIMER_REAL, WAITING * seconds)
             header, text = _extract(kind, data, fallback)
+            header["peak"] = _measure_peak()
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
             connection.send_bytes(json.dumps(header).encode())
             connection.send_bytes(text)
 
 
-def _extract(kind: str, data: bytes, fallback: str) -> tuple[dict, bytes]:
+def _extract(kind: str, data: bytes, fallback: str) -> tuple[dict[str, Any], bytes]:
     """Return the answer to a request."""
     try:
         text, replaced, lost = load_extractor(kind)(data, fallback)
@@ -58,6 +62,8 @@ def _extract(kind: str, data: bytes, fallback: str) -> tuple[dict, bytes]:
     except MemoryError:
         return {"kind": TOO_LARGE, "message": describe_memory()}, b""
     except Exception as error:
+        if _measure_peak() > LARGE_BYTES:  # libraries have their own errors for lack of memory
+            return {"kind": TOO_LARGE, "message": describe_memory()}, b""
         message = f"its text cannot be extracted: {type(error).__name__}: {error}"
         return {"kind": DAMAGED, "message": message}, b""
     return {"kind": "", "message": "", "replaced": replaced, "lost": lost}, encoded
@@ -66,6 +72,11 @@ def _extract(kind: str, data: bytes, fallback: str) -> tuple[dict, bytes]:
 def describe_memory() -> str:
     """Return the message for a file whose extraction needs too much memory."""
     return f"extracting its text needs more than {MEMORY_BYTES >> 30} GiB of memory"
+
+
+def _measure_peak() -> int:
+    """Return the memory that this process has used at most, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _set_up() -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import cache
 from multiprocessing.connection import Connection
+from typing import Any
 
 from lib.core import units
 from lib.core.workers import imports_as_here
@@ -18,7 +19,9 @@ from lib.corpus.extract import child
 from lib.corpus.extract.extracted import CRASH, TIMEOUT, TOO_LARGE, Extracted, Refusal
 
 _TRIES = 2  # the kernel may have ended the child for the memory of another process
-_OUT_OF_MEMORY = 0.5  # a child that has used this share of its limit has probably died of it
+# A child that has used more memory is replaced, so that what it can extract, and what its end
+# means, does not depend on the files before.
+_MOST_KEPT_BYTES = child.LARGE_BYTES // 2
 
 
 class Extraction:
@@ -38,22 +41,27 @@ class Extraction:
         seconds: processor time that the file may take. A file that makes the child crash is tried
         once more.
         """
-        for is_last in (*[False] * (_TRIES - 1), True):
-            connection = self._connection or self._start()
+        for tries_left in reversed(range(_TRIES)):
             try:
-                connection.send_bytes(json.dumps([kind, fallback, seconds]).encode())
-                connection.send_bytes(data)
-                header = json.loads(connection.recv_bytes())
-                text = connection.recv_bytes()
+                header, text = self._ask(json.dumps([kind, fallback, seconds]).encode(), data)
+                break
             except (EOFError, OSError):
                 refusal = self._describe_end(seconds)
-                if is_last or refusal.kind != CRASH:
+                if not tries_left or refusal.kind != CRASH:
                     raise refusal from None
-                continue
-            break
+        if header["peak"] > _MOST_KEPT_BYTES:
+            self.close()
         if header["kind"]:
             raise Refusal(header["kind"], header["message"])
         return Extracted(text.decode(), header["replaced"], header["lost"])
+
+    def _ask(self, request: bytes, data: bytes) -> tuple[dict[str, Any], bytes]:
+        """Return the answer of a child process; raises EOFError or OSError if it has died."""
+        connection = self._connection or self._start()
+        connection.send_bytes(request)
+        connection.send_bytes(data)
+        header = json.loads(connection.recv_bytes())
+        return header, connection.recv_bytes()
 
     def close(self) -> None:
         """End the child process. A second call does nothing."""
@@ -94,7 +102,7 @@ class Extraction:
         if code == -signal.SIGALRM:
             limit = units.duration(child.WAITING * seconds)
             return Refusal(TIMEOUT, f"extracting its text takes more than {limit}")
-        if 1024 * usage.ru_maxrss > _OUT_OF_MEMORY * child.MEMORY_BYTES:
+        if 1024 * usage.ru_maxrss > child.LARGE_BYTES:
             return Refusal(TOO_LARGE, child.describe_memory())
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return Refusal(CRASH, f"the process that extracts its text crashed twice ({cause})")
