@@ -35,12 +35,15 @@ from lib.core.errors import Problems
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
-from lib.corpus.extract import survey, table
+from lib.corpus.extract import options as extraction
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
 from lib.corpus.near.build import NearDuplicates
 from lib.corpus.near.plan import NearPlan, describe_bands
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
@@ -110,27 +113,9 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
-        if opts.extract:
-            problems.add(
-                "--extract and --format chat exclude each other",
-                expected="no --extract, because documents contain no conversations",
-            )
-    if opts.extract_seconds != RowOptions().extract_seconds and not opts.extract:
-        problems.add(
-            "--extract-seconds needs --extract", expected="--extract, or no --extract-seconds"
-        )
-    problems.collect(partial(table.require_packages, opts.extract))
-    if not opts.drops_near:
-        defaults = RowOptions()
-        given = [name for name in vars(defaults) if name.startswith("near_")]
-        for name in given:
-            if getattr(opts, name) != getattr(defaults, name):
-                problems.add(
-                    f"{declared.flag(name)} needs --dedup near",
-                    expected=f"--dedup near, or no {declared.flag(name)}",
-                )
-    for directory in opts.near_against if opts.drops_near else []:
-        problems.collect(partial(signatures.require_parameters, directory, opts))
+    problems.collect(partial(extraction.require_extraction, opts))
+    problems.collect(partial(signatures.require_near, opts))
+    problems.collect(partial(quality.require_quality, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -163,24 +148,12 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
-            **({"extract": ", ".join(opts.extract)} if opts.extract else {}),
+            **extraction.describe_extraction(opts),
+            **quality.describe_quality(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
     )
-
-
-def warn_about_documents(opts: BuildOptions, files: Sequence[InputFile]) -> None:
-    """Print how many PDF, DOCX, EPUB and HTML files are not extracted, and what to type."""
-    if opts.format == CHAT:
-        return
-    counts = survey.count_documents(opts.data_folder, files)
-    for text in (
-        survey.describe_left_out(opts.data_folder, opts.extract),
-        survey.describe_skipped(counts, opts.extract),
-    ):
-        if text:
-            log.warn(text)
 
 
 def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
@@ -189,10 +162,9 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     It does not depend on the number of machines that build the dataset.
     """
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
-    if opts.extract:
-        chosen["extract"] = table.identify_extractors(opts.extract)
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= quality.identify_quality(opts) | extraction.identify_extraction(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -203,7 +175,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     by_split = inputs.group_by_split(files)
     names = split_parts.select_splits(list(by_split), opts.only_splits or [])
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
-    warn_about_documents(opts, [file for name in names for file in by_split[name]])
+    extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     for name in names:
@@ -352,20 +324,21 @@ def print_summary(
     opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    files: int,
-    total: int,
+    facts: CorpusFacts,
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`, out of `total`.
+    read: input bytes that this launch processed in `seconds`.
     """
+    total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
+    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, opts.save_dir))
     print_next(opts)
 
 
@@ -409,6 +382,7 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    quality.require_sources(row_options, files)
     if opts.only_splits is not None:
         build_splits(opts, files, row_options)
         return
@@ -432,7 +406,7 @@ def main(argv: list[str]) -> None:
         else work_units.estimate_room(files, opts.drops_near)
     )
     if not opts.merge:
-        warn_about_documents(opts, files)
+        extraction.warn_about_documents(opts, opts.data_folder, files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:
@@ -453,6 +427,8 @@ def main(argv: list[str]) -> None:
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
+        facts = collect.collect_facts(dataset, row_options, identity)
+        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
@@ -462,7 +438,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = {
     "core": set(),
+    "pages": {"core"},
     "corpus": {"core"},
     "tokens": {"core"},
     "models": {"core"},
@@ -37,7 +38,7 @@ ROOMS = {
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
-    "report": {"core", "train"},
+    "report": {"core", "pages", "train"},
     "evaluate": {"core", "tokens", "models", "hub", "parallel"},
     "train": {
         "core",

@@ -109,6 +109,7 @@ class ChatDocuments(Documents):
         encoded = chat_rows.encode_chat(chat)
         if not self._queues:
             self._train.add(chat, place, encoded, NO_VALUES.sidecars, NO_VALUES.columns)
+            self._sizes.append(sum(map(len, encoded[0])))
         else:
             digest = b""
             if self._hashes:

@@ -10,24 +10,26 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
-from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
+from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
+from lib.corpus.kept_places import KeptPlaces
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.output import NearOutput
 from lib.corpus.near.plan import NearPlan, PlannedRows
-from lib.corpus.near.rows import read_sidecar
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.selection import Decision, TwoPassDecision, drops_rows
+from lib.corpus.selection import drops_rows
 from lib.corpus.shards import Flusher, ShardWriter
 from lib.corpus.tally import ERRORS, Tally, format_problem
+from lib.corpus.unit_rows import DroppedRows, UnitRows
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
@@ -72,13 +74,12 @@ class DatasetWriter:
         schema = work_units.make_part_schema(row_options)
         self._row_options = row_options
         self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
+        self._has_language = "language" in selection.list_columns(row_options)
         self._near = None
         if row_options.drops_near:
             schema = parts.add_cluster_size(schema)
             assert self._dropped
-            self._near = NearOutput(
-                directory, self._dropped, row_options, before.get("near_rows", 0)
-            )
+            self._near = NearOutput(directory, row_options, before.get("near_rows", 0))
         self._deletes_parts = deletes_parts
         self._finished: list[Path] = []  # parts to delete after the next progress record
         self._writers = {
@@ -95,6 +96,7 @@ class DatasetWriter:
             name: decision.start(directory / WORK / name)
             for name, decision in self._decisions.items()
         }
+        self._kept = {name: KeptPlaces(directory / WORK / name) for name in self._decisions}
         self._unnoted = 0
         self._noted_at = time.monotonic()
 
@@ -108,6 +110,8 @@ class DatasetWriter:
             self._dropped.close()
         for decider in self._deciders.values():
             decider.file.close()
+        for kept in self._kept.values():
+            kept.close()
         if self._near:
             self._near.close()
         for writer in self._writers.values():
@@ -152,10 +156,11 @@ class DatasetWriter:
         self._add_errors(result)
         self._add_dropped(result)
         for split, writer in self._writers.items():
-            planned = self._near.select(result.rows[split]) if self._near else None
-            copies = self._select_rows(result, split, planned)
+            rows = UnitRows(result, split, self._rows_before)
+            planned = self._near.select(rows) if self._near else None
+            copies = self._select_rows(rows, planned)
             if self._near and planned:
-                self._near.write(result, split, planned, copies, writer.rows)
+                self._near.write(rows, planned, copies, writer.rows)
             writer.append(
                 result.unit.part(split),
                 result.rows[split],
@@ -170,7 +175,7 @@ class DatasetWriter:
                 work_units.release_part(part)
         elif self._deletes_parts:
             self._finished += [*result.unit.parts(), result.unit.part(work_units.RECORD)]
-        self.tally.add(result.tally, self._lines_before)
+        self.tally.add(result.tally, self._lines_before, self._rows_before)
         self._lines_before += result.lines_of_part
         self._rows_before += result.rows_of_part
         self.units += 1
@@ -245,9 +250,7 @@ class DatasetWriter:
         """Return the plan of a build that drops near duplicates."""
         return self._near.plan if self._near else None
 
-    def _select_rows(
-        self, result: UnitResult, split: str, planned: PlannedRows | None
-    ) -> np.ndarray | None:
+    def _select_rows(self, rows: UnitRows, planned: PlannedRows | None) -> np.ndarray | None:
         """Return how many times each row of a part is written ([rows], None: all once).
 
         A decision sees only the rows that the decisions before it have kept, of which the plan is
@@ -255,53 +258,51 @@ class DatasetWriter:
         """
         import numpy as np
 
-        rows = result.rows[split]
-        if not rows or not (self._deciders or planned):
+        if not rows.rows or not (self._deciders or planned):
             return None
-        is_kept = np.ones(rows, bool)
-        if planned:
+        assert self._dropped
+        recorder = DroppedRows(rows, self.tally, self._errors, self._has_language)
+        is_kept = np.ones(rows.rows, bool)
+        if self._near and planned:
             is_kept = planned.copies > 0
+            self._near.add_excerpts(rows, self.tally.row_counts)
             for name, is_dropped in planned.list_dropped():
-                planned_decision = selection.get_decision(name)
-                self._note_dropped(result, split, name, planned_decision, is_dropped)
+                two_pass = selection.get_decision(name)
+                describe = partial(self._near.describe_dropped, planned)
+                self.dropped[name] += recorder.add(two_pass, is_dropped, describe)
         for name, decision in self._decisions.items():
-            sidecars = [
-                read_sidecar(result.unit.part(f"{split}.{sidecar}"), rows, np.uint8)[is_kept]
-                for sidecar in decision.sidecars
-            ]
-            dropped = is_kept.copy()
-            is_kept[is_kept] = self._deciders[name].add(*sidecars)
-            dropped &= ~is_kept
-            self._note_dropped(result, split, name, decision, dropped)
+            sidecars = [rows.read_sidecar(sidecar) for sidecar in decision.sidecars]
+            is_new = np.zeros(rows.rows, bool)
+            is_new[is_kept] = self._deciders[name].add(*(each[is_kept] for each in sidecars))
+            is_dropped = is_kept & ~is_new
+            is_kept = is_new
+            self._keep_places(name, rows, is_kept)
+            if is_dropped.any():
+                numbers = self._deciders[name].find_numbers(
+                    *(each[is_dropped] for each in sidecars)
+                )
+                leaders = dict(zip(is_dropped.nonzero()[0].tolist(), numbers.tolist(), strict=True))
+                describe = partial(self._describe_duplicate, name, leaders)
+                self.dropped[name] += recorder.add(decision, is_dropped, describe)
+        recorder.write_lines(self._dropped)
         if planned:
             return np.where(is_kept, planned.copies, 0)
         return None if is_kept.all() else is_kept
 
-    def _note_dropped(
-        self,
-        result: UnitResult,
-        split: str,
-        name: str,
-        decision: Decision | TwoPassDecision,
-        dropped: np.ndarray,
-    ) -> None:
-        """Report the rows of each file that a decision has dropped. dropped: bool [rows]."""
-        start = 0
-        for span, stop in zip(result.unit.spans, result.rows_of[split], strict=True):
-            if count := int(dropped[start:stop].sum()):
-                self._errors.write(
-                    format_problem(
-                        span.file.path,
-                        None,
-                        None,
-                        decision.problem,
-                        f"{count} rows of {split} are {decision.reason}",
-                        DROPPED_ROWS,
-                    )
-                )
-                self.tally.problems[decision.problem] += 1
-                self.dropped[name] += count
-            start = stop
+    def _keep_places(self, name: str, rows: UnitRows, is_kept: np.ndarray) -> None:
+        """Remember the places of the rows that a decision keeps."""
+        import numpy as np
+
+        positions = rows.positions if len(rows.positions) else np.zeros(rows.rows, np.uint64)
+        for span, start, stop in rows.list_spans():
+            own = positions[start:stop][is_kept[start:stop]]
+            if len(own):
+                self._kept[name].append(span.file.path, own)
+
+    def _describe_duplicate(
+        self, name: str, leaders: Mapping[int, int], row: int
+    ) -> tuple[float, dict[str, Any]]:
+        return 1.0, self._kept[name].describe_row(leaders[row])
 
     def _add_errors(self, result: UnitResult) -> None:
         """Append the unit's lines to errors.jsonl.
@@ -339,6 +340,7 @@ class DatasetWriter:
             self._errors,
             *([self._dropped] if self._dropped else []),
             *(decider.file for decider in self._deciders.values()),
+            *(file for kept in self._kept.values() for file in kept.files.values()),
             *(self._near.files() if self._near else []),
         ):
             file.flush()
@@ -350,6 +352,8 @@ class DatasetWriter:
         if self._near:
             sizes |= self._near.sizes
         sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
+        for name, kept in self._kept.items():
+            sizes |= {f"{WORK}/{name}.{end}": each.tell() for end, each in kept.files.items()}
         for split, home in self._homes.items():
             sizes |= {
                 (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]

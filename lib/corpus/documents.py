@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
-from lib.corpus import encoding, selection, shingles
+from lib.corpus import encoding, row_tally, selection, shingles
 from lib.corpus.dropped import format_dropped
 from lib.corpus.parts import Part
 from lib.corpus.raw_file import LARGE_BYTES
@@ -97,6 +98,7 @@ class Documents(ABC):
         self._source = ""
         self._replaced_before = 0
         self._reports_before = 0
+        self._sizes: list[int] = []  # bytes of the rows of this file that do not wait in the queue
         # Rows, and what is to be done between them.
         self._queue: list[_QueuedRow | Callable[[], None]] = []
         self._queued_characters = 0
@@ -118,6 +120,9 @@ class Documents(ABC):
         if replaced := self.tally.replaced - self._replaced_before:
             remedy = f"decoded as {self.fallback}" if self.fallback else "replaced by U+FFFD"
             self.note("encoding", f"invalid bytes were {remedy} ({replaced} times)", KEPT)
+        if self._sizes:
+            self.tally.row_counts.add_rows(self._raw_source, self._sizes)
+            self._sizes.clear()
         self._in_order(partial(self._end_rows, self._path))
 
     @abstractmethod
@@ -181,11 +186,17 @@ class Documents(ABC):
         return text
 
     def _make_row(
-        self, strings: Sequence[str], characters: int | None = None, questions: Sequence[str] = ()
+        self,
+        strings: Sequence[str],
+        characters: int | None = None,
+        questions: Sequence[str] = (),
+        size: int | None = None,
     ) -> RowText:
         """Return the text of the next row of the file, for rules and sidecars."""
         self.rows += 1
-        return RowText(strings, self._path, self._raw_source, characters, self.rows, questions)
+        return RowText(
+            strings, self._path, self._raw_source, characters, self.rows, questions, size
+        )
 
     def _add(self, text: RowText, sha256: bytes, write: Callable[[RowValues], None]) -> None:
         """Let `write` write a row, after its batch is complete and unless a rule drops it."""
@@ -211,6 +222,7 @@ class Documents(ABC):
         for name, compute in self._new_columns.items():
             batch.columns[name] = compute(batch)
         reasons = self._apply_rules(batch)
+        self._count_rows(batch, reasons)
         sidecars = {
             name: sidecar.measure_batch(batch, self._row_options)
             for name, sidecar in self._sidecars.items()
@@ -222,7 +234,7 @@ class Documents(ABC):
                 each()
                 continue
             if number in reasons:
-                self._dropped_of[reasons[number]] += 1
+                self._dropped_of[reasons[number][:2]] += 1
             else:
                 values = {
                     name: sidecars[name][number].tobytes()
@@ -233,9 +245,9 @@ class Documents(ABC):
                 each.write(RowValues(values, [each[number] for each in batch.columns.values()]))
             number += 1
 
-    def _apply_rules(self, batch: RowBatch) -> dict[int, tuple[str, str]]:
-        """Return the kind and the reason of the first rule that drops each dropped row."""
-        reasons: dict[int, tuple[str, str]] = {}
+    def _apply_rules(self, batch: RowBatch) -> dict[int, tuple[str, str, Any]]:
+        """Return the kind, reason and value of the first rule that drops each dropped row."""
+        reasons: dict[int, tuple[str, str, Any]] = {}
         lines: dict[int, bytes] = {}
         for rule in self._rules if batch.rows else ():
             verdict = rule.check(batch)
@@ -245,12 +257,33 @@ class Documents(ABC):
                 if number not in reasons:
                     reason = verdict.reasons[number] if len(verdict.reasons) else rule.reason
                     value = verdict.values[number] if len(verdict.values) else None
-                    reasons[number] = rule.kind, reason
+                    reasons[number] = rule.kind, reason, value
                     row = batch.rows[number]
                     lines[number] = format_dropped(row.path, row.position, rule.kind, value, None)
                     self.tally.dropped[rule.kind] += 1
         self._dropped.writelines(lines[number] for number in sorted(lines))
         return reasons
+
+    def _count_rows(self, batch: RowBatch, reasons: Mapping[int, tuple[str, str, Any]]) -> None:
+        """Count the rows of a batch for the report, and those that rules drop."""
+        counts = self.tally.row_counts
+        sizes = [row.bytes for row in batch.rows]
+        for source, rows in groupby(range(len(sizes)), lambda row: batch.rows[row].source):
+            numbers = list(rows)
+            counts.add_rows(source, sizes[numbers[0] : numbers[-1] + 1])
+        dropped: dict[tuple[str, str], list[int]] = {}
+        for number, (kind, _, value) in reasons.items():
+            row = batch.rows[number]
+            dropped.setdefault((kind, row.source), []).append(sizes[number])
+            key = row_tally.make_key(row.path, row.position)
+            if counts.takes_sample(kind, key):
+                text = row.text[: row_tally.TEXT_CHARACTERS + 1]
+                counts.add_sample(kind, key, row.path, row.position, value, text)
+        for (kind, source), own in dropped.items():
+            counts.drop_rows(kind, source, own)
+        if languages := batch.columns.get("language"):
+            counts.add_languages(Counter(languages))
+            counts.add_languages(Counter(languages[number] for number in reasons), is_dropped=True)
 
     def _end_rows(self, path: str) -> None:
         """Note how many rows of a file or span were dropped, and where its rows end."""

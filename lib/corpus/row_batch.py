@@ -1,10 +1,13 @@
-"""Contain the rows that rules, columns and sidecars look at: one row, or a batch of rows."""
+"""Contain the rows that rules, columns and sidecars look at, and the verdicts of rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
@@ -16,10 +19,11 @@ class RowText:
     memory, only its beginning is given. path: of the file, in the data folder. source: the path of
     the file in the source. characters: length of the whole text (default: of strings). position:
     number of the row in its file (or in a span of a large file), from 1. questions: contents of the
-    turns of the user, if the row is a conversation.
+    turns of the user, if the row is a conversation. size: of the whole text in bytes (default: of
+    strings).
     """
 
-    __slots__ = ("_characters", "_strings", "path", "position", "questions", "source")
+    __slots__ = ("_characters", "_size", "_strings", "path", "position", "questions", "source")
 
     def __init__(
         self,
@@ -29,7 +33,9 @@ class RowText:
         characters: int | None = None,
         position: int = 0,
         questions: Sequence[str] = (),
+        size: int | None = None,
     ) -> None:
+        self._size = size
         self._strings = list(strings)
         self._characters = characters
         self.path = path
@@ -46,6 +52,16 @@ class RowText:
     def characters(self) -> int:
         """Return the number of characters, newlines between turns not included."""
         return sum(map(len, self._strings)) if self._characters is None else self._characters
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of the text in UTF-8, newlines between turns not included."""
+        if self._size is None:
+            self._size = sum(
+                len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+                for text in self._strings
+            )
+        return self._size
 
     @property
     def is_whole(self) -> bool:
@@ -77,3 +93,27 @@ class RowBatch:
         if key not in self._computed:
             self._computed[key] = compute(self)
         return self._computed[key]
+
+
+class RowVerdict(NamedTuple):
+    """Tells which rows of a batch a rule drops.
+
+    dropped: bool [rows]. values: what the rule has measured, one per row or empty. reasons: why
+    each row is dropped, if the reason differs from row to row.
+    """
+
+    dropped: np.ndarray
+    values: Sequence[float | str | None] = ()
+    reasons: Sequence[str] = ()
+
+
+class BatchRule(NamedTuple):
+    """A rule that checks a batch of rows.
+
+    kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
+    "3 rows are …".
+    """
+
+    kind: str
+    reason: str
+    check: Callable[[RowBatch], RowVerdict]

@@ -14,6 +14,7 @@ from lib.core import options
 from lib.core.declared import option
 from lib.corpus import encoding
 from lib.corpus.extract import table
+from lib.corpus.quality import thresholds
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -160,6 +161,43 @@ class RowOptions:
         quiet=True,
         help="corpus: compare all rows; source: compare only rows whose files are in the same "
         "top-level directory of the source",
+    )
+    quality: list[str] = option(
+        [],
+        parse=thresholds.parse_families,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
+        "prints all thresholds. C4's rules judge what C4 would keep of a row, but the row is never "
+        "cut; with fineweb, they count lines without end marks too (default: no rules)",
+    )
+    quality_set: list[str] = option(
+        [],
+        parse=thresholds.parse_settings,
+        action="extend",
+        metavar="NAME=X",
+        quiet=True,
+        help="replace thresholds of --quality, as in `gopher.min_words=30,c4.max_braces=off` "
+        "(default: the published ones)",
+    )
+    quality_words: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="YAML or JSON with the stop words of other languages, and with phrases of the lines "
+        "that C4 removes: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
+        "--language, all rows are in the one language of the file (default: English)",
+    )
+    quality_except: list[str] = option(
+        [],
+        parse=parse_field_names,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help="keep the rows of these top-level directories of the source, such as code and chats, "
+        "whatever the quality rules say (default: judge all)",
     )
     validation_percent: float = option(
         0.0,

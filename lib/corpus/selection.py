@@ -30,8 +30,10 @@ from lib.corpus import shingles
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
 from lib.corpus.near import minhash
 from lib.corpus.near.minhash import Bands
-from lib.corpus.row_batch import RowBatch, RowText
+from lib.corpus.quality import rules as quality
+from lib.corpus.row_batch import BatchRule, RowBatch, RowText, RowVerdict
 from lib.corpus.row_options import NEAR, RowOptions
+from lib.corpus.words import WORDS, find_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -44,35 +46,13 @@ class Rule(NamedTuple):
 
     option: the field of RowOptions that switches it on. find_reason: function of the text of a row
     and the value of the option; it returns why the row is dropped, "" to keep it. The reason
-    completes the sentence "3 rows are …".
+    completes the sentence "3 rows are …". measure: returns what dropped.jsonl shows as the value of
+    a dropped row.
     """
 
     option: str
     find_reason: Callable[[RowText, Any], str]
-
-
-class RowVerdict(NamedTuple):
-    """Tells which rows of a batch a rule drops.
-
-    dropped: bool [rows]. values: what the rule has measured, one per row or empty. reasons: why
-    each row is dropped, if the reason differs from row to row.
-    """
-
-    dropped: np.ndarray
-    values: Sequence[float | str | None] = ()
-    reasons: Sequence[str] = ()
-
-
-class BatchRule(NamedTuple):
-    """A rule that checks a batch of rows.
-
-    kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
-    "3 rows are …".
-    """
-
-    kind: str
-    reason: str
-    check: Callable[[RowBatch], RowVerdict]
+    measure: Callable[[RowText], float | str | None] = lambda row: None
 
 
 class RuleGroup(NamedTuple):
@@ -128,6 +108,13 @@ class Decider(Protocol):
         """Return which of the next n rows to keep (bool [n]); sidecars: uint8 [n, width]."""
         ...
 
+    def find_numbers(self, *sidecars: np.ndarray) -> np.ndarray:
+        """Return the kept row that each of n dropped rows duplicates (int64 [n]).
+
+        The rows that `add` has kept are numbered from 0.
+        """
+        ...
+
 
 class Decision(NamedTuple):
     """A choice among all rows of a dataset, made from their sidecars in order.
@@ -163,19 +150,25 @@ def _find_short(row: RowText, min_chars: int) -> str:
 
 def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
     """Return the band keys of a batch; a text that is too long to be compared has none."""
-    texts = [
-        text if row.is_whole and row.characters <= MOST_CHARACTERS else ""
-        for row, text in zip(batch.rows, batch.texts, strict=True)
-    ]
+    if all(map(_is_compared, batch.rows)):
+        groups = batch.memo(WORDS, lambda own: find_words(own.texts))
+    else:
+        groups = find_words([row.text if _is_compared(row) else "" for row in batch.rows])
     bands = Bands(row_options.near_bands, row_options.near_band_size)
-    return minhash.compute_keys(shingles.hash_texts(texts, row_options.near_words), bands)
+    return minhash.compute_keys(shingles.join_words(groups, row_options.near_words), bands)
+
+
+def _is_compared(row: RowText) -> bool:
+    return row.is_whole and row.characters <= MOST_CHARACTERS
 
 
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
-RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
+RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short, lambda row: row.characters)}
 
 # In the order in which the rules apply, after those of RULES.
-RULE_GROUPS: dict[str, RuleGroup] = {}
+RULE_GROUPS: dict[str, RuleGroup] = {
+    "quality": RuleGroup("quality", quality.list_rules, quality.start_rules)
+}
 
 # Key: the name of the column.
 COLUMNS: dict[str, Column] = {}
@@ -184,8 +177,11 @@ COLUMNS: dict[str, Column] = {}
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
     "keys": Sidecar(0, measure_batch=_compute_keys),
+    "sizes": Sidecar(8, lambda row, sha256: row.bytes.to_bytes(8, "little")),
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
+
+_EVERY_DECISION = {"positions", "sizes"}  # of the dropped rows, for dropped.jsonl and the report
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
@@ -200,7 +196,7 @@ TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
     "near_duplicates": TwoPassDecision(
         "dedup",
         NEAR,
-        ("digests", "keys", "positions"),
+        ("digests", "keys"),
         "near duplicate",
         "near duplicates of kept rows",
     )
@@ -215,7 +211,7 @@ def _is_on(row_options: RowOptions, option: str) -> bool:
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
     """Return the rules that are on, in their order."""
     own = [
-        BatchRule(kind, "", _check_rows(rule.find_reason, getattr(row_options, rule.option)))
+        BatchRule(kind, "", _check_rows(rule, getattr(row_options, rule.option)))
         for kind, rule in RULES.items()
         if _is_on(row_options, rule.option)
     ]
@@ -223,13 +219,17 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
     return own + [rule for group in groups for rule in group.start(row_options)]
 
 
-def _check_rows(find_reason: Callable[[RowText, Any], str], value: Any) -> Any:
-    """Return the check of a batch by a rule for one row."""
+def _check_rows(rule: Rule, value: Any) -> Any:
+    """Return the check of a batch by a rule for one row. value: of its option."""
     import numpy as np
 
     def check(batch: RowBatch) -> RowVerdict:
-        reasons = [find_reason(row, value) for row in batch.rows]
-        return RowVerdict(np.array([*map(bool, reasons)]), reasons=reasons)
+        reasons = [rule.find_reason(row, value) for row in batch.rows]
+        values = [
+            rule.measure(row) if reason else None
+            for row, reason in zip(batch.rows, reasons, strict=True)
+        ]
+        return RowVerdict(np.array([*map(bool, reasons)]), values, reasons)
 
     return check
 
@@ -288,7 +288,15 @@ def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
         *list_two_pass_decisions(row_options).values(),
     ]
     needed = {name for decision in decisions for name in decision.sidecars}
+    needed |= _EVERY_DECISION if decisions else set()
     return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
+
+
+def list_decisions_on(row_options: RowOptions) -> list[str]:
+    """Return the names of the decisions that can drop rows, also if another one makes them."""
+    return [
+        name for name in list_counts(row_options) if _is_on(row_options, get_decision(name).option)
+    ]
 
 
 def get_decision(name: str) -> Decision | TwoPassDecision:
@@ -309,13 +317,14 @@ def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict
         **{name: decision.option for name, decision in decisions.items()},
     }
     return {
-        kind: _spell_option(row_options, option)
+        kind: spell_option(row_options, option)
         for kind, option in options.items()
         if counts.get(kind)
     }
 
 
-def _spell_option(row_options: RowOptions, name: str) -> str:
+def spell_option(row_options: RowOptions, name: str) -> str:
+    """Return an option with its value, as typed. name: its field."""
     value = getattr(row_options, name)
     if isinstance(value, list | tuple):
         value = ",".join(map(str, value))

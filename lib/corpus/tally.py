@@ -12,6 +12,7 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations
+from lib.corpus.row_tally import RowTally
 from lib.corpus.scan import escape_path
 
 ERRORS = "errors.jsonl"
@@ -191,7 +192,8 @@ class Tally:
     documents with text under it, among the first thousand of each unit. as_text: number of
     conversations that became plain text, by format, among the first documents of each file.
     extracted: documents whose text was extracted, by kind. not_extracted: files of these kinds
-    that --extract does not name. chat: the tally of a chat dataset.
+    that --extract does not name. chat: the tally of a chat dataset. row_counts: counts of single
+    rows, for the report.
     """
 
     documents: int = 0
@@ -207,15 +209,18 @@ class Tally:
     extracted: Counter[str] = field(default_factory=Counter)
     not_extracted: Counter[str] = field(default_factory=Counter)
     chat: ChatTally = field(default_factory=ChatTally)
+    row_counts: RowTally = field(default_factory=RowTally)
 
-    def add(self, other: Tally, lines_before: int = 0) -> None:
+    def add(self, other: Tally, lines_before: int = 0, rows_before: int = 0) -> None:
         """Add the tally of other input.
 
-        lines_before: number of lines before this input, if it is a later span of a large file.
+        lines_before, rows_before: number of lines and rows before this input, if it is a later span
+        of a large file.
         """
         self.chat.add(other.chat, lines_before)
+        self.row_counts.add(other.row_counts, rows_before)
         for name, more in vars(other).items():
-            if name != "chat":
+            if name not in ("chat", "row_counts"):
                 join = ior if isinstance(more, set) else iadd
                 setattr(self, name, join(getattr(self, name), more))
 
@@ -225,6 +230,7 @@ class Tally:
             "failed": sorted(self.failed),
             "fields_seen": sorted(self.fields_seen),
             "chat": self.chat.to_json(),
+            "row_counts": self.row_counts.to_json(),
         }
 
     @classmethod
@@ -245,6 +251,7 @@ class Tally:
                 "extracted": Counter(value.get("extracted", {})),
                 "not_extracted": Counter(value.get("not_extracted", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
+                "row_counts": RowTally.from_json(value.get("row_counts")),
             }
         )
 

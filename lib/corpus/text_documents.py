@@ -65,7 +65,7 @@ class TextDocuments(Documents):
         """
         self.tally.documents += 1
         part = self._parts[self._split_of(sha256)]
-        row = self._make_row([_read_beginning(text)], characters)
+        row = self._make_row([_read_beginning(text)], characters, size=size)
 
         def write(values: RowValues) -> None:
             part.add_file(text, size, self._source, values.sidecars, values.columns)
@@ -120,6 +120,7 @@ class TextDocuments(Documents):
                 self._add_row(text)
         else:
             self._train.extend(rows, self._source)
+            self._sizes += map(len, rows)
         return True
 
     def _extract(self, value: Any) -> list[str]:
@@ -145,6 +146,7 @@ class TextDocuments(Documents):
         self.tally.replaced += replaced
         if not self._queues:
             self._train.add(data, self._source)
+            self._sizes.append(len(data))
             return
         digest = hashlib.sha256(data).digest() if self._hashes else b""
         part = self._parts[self._split_of(digest)]

@@ -2,7 +2,7 @@
 # covers: lib/corpus/extract/html.py, lib/corpus/extract/pdf.py, lib/corpus/extract/docx.py
 # covers: lib/corpus/extract/epub.py, lib/corpus/extract/archive.py, lib/corpus/extract/markup.py
 # covers: lib/corpus/extract/xml_events.py, lib/corpus/extract/extracted.py
-# covers: lib/corpus/extract/table.py, lib/corpus/extract/survey.py, lib/corpus/kinds.py
+# covers: lib/corpus/extract/table.py, lib/corpus/extract/options.py, lib/corpus/kinds.py
 """Extract the text of documents; damaged and hostile ones cost only themselves."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from lib.core.errors import UsageError
 from lib.corpus import inputs, kinds
-from lib.corpus.extract import archive, child, extracted, survey, table
+from lib.corpus.extract import archive, child, extracted, options
 from lib.corpus.extract.docx import extract_docx
 from lib.corpus.extract.epub import extract_epub
 from lib.corpus.extract.extracted import Refusal
@@ -359,16 +359,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", find)
-    table.require_packages(["docx", "epub"])
+    options.require_extraction(RowOptions(extract=["docx", "epub"]))
     with pytest.raises(UsageError, match="--extract html needs the package resiliparse") as caught:
-        table.require_packages(["html"])
+        options.require_extraction(RowOptions(extract=["html"]))
     assert "pip install resiliparse==" in caught.value.run
     with pytest.raises(UsageError, match="pypdfium2"):
-        table.require_packages(ALL)
+        options.require_extraction(RowOptions(extract=ALL))
 
 
 def test_the_identity_contains_the_versions():
-    versions = table.identify_extractors(["html", "docx"])
+    assert options.identify_extraction(RowOptions()) == {}
+    versions = options.identify_extraction(RowOptions(extract=["html", "docx"]))["extract"]
     assert versions["html"].startswith("1, resiliparse ") and versions["docx"] == "1"
     assert RowOptions(extract=["pdf", "html"]).extract == ["html", "pdf"]
     assert RowOptions(extract=["pdf", "html"]) == RowOptions(extract=["html", "pdf", "pdf"])
@@ -379,12 +380,12 @@ def test_documents_are_counted_before_they_are_read(tmp_path, monkeypatch):
         (tmp_path / name).write_text("x")
     (tmp_path / "page").write_text(PAGE)
     files, _ = inputs.find_inputs(tmp_path, False)
-    counts = survey.count_documents(tmp_path, files)
+    counts = options.count_documents(tmp_path, files)
     assert counts == {"html": 3, "pdf": 2, "docx": 1}
-    text = survey.describe_skipped(counts, [])
+    text = options.describe_skipped(counts, [])
     assert "2 PDF and 1 DOCX files, which are skipped, and 3 HTML files, which" in text
     assert "--extract html,pdf,docx --overwrite" in text
-    assert "HTML" not in survey.describe_skipped(counts, ["html"])
-    assert not survey.describe_skipped(counts, ALL)
-    monkeypatch.setattr(survey, "_MOST_OPENED", 1)
-    assert survey.count_documents(tmp_path, files) == counts
+    assert "HTML" not in options.describe_skipped(counts, ["html"])
+    assert not options.describe_skipped(counts, ALL)
+    monkeypatch.setattr(options, "_MOST_OPENED", 1)
+    assert options.count_documents(tmp_path, files) == counts

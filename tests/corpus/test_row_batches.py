@@ -95,7 +95,7 @@ def test_every_batch_gives_the_same_dataset(tmp_path, monkeypatch, rules, charac
         ("a.txt", 1, "style: loud", 0.8182, None),
         ("b.jsonl", 2, "style: numbers", None, None),
         ("b.jsonl", 3, "style: loud", 0.9, None),
-        ("b.jsonl", 4, "short", None, None),
+        ("b.jsonl", 4, "short", 1, None),
         ("b.jsonl", 5, "style: numbers", None, None),
     ]
     summary = dataset.summary()

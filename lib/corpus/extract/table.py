@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
-from lib.core import commands
-from lib.core.errors import Problems
 from lib.corpus.extract.extracted import Extracted
 
 Extract = Callable[[bytes, str], Extracted]
@@ -53,38 +51,6 @@ def load_extractor(kind: str) -> Extract:
     """Return the function that extracts the text of a kind of file."""
     module, _, name = EXTRACTORS[kind].function.partition(":")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)
-
-
-def require_packages(extracted: Sequence[str]) -> None:
-    """Raise UsageError if a package that --extract needs is not installed.
-
-    extracted: the kinds in --extract.
-    """
-    problems = Problems()
-    for kind in extracted:
-        package = EXTRACTORS[kind].package
-        if package and not find_version(package):
-            problems.add(
-                f"--extract {kind} needs the package {package}, which is not installed",
-                hint="a bundle that `airgap.py pack --optional` made has its "
-                "wheels; or with an index in reach:",
-                run=commands.pip_install_optional(package),
-            )
-    problems.raise_if_any()
-
-
-def identify_extractors(extracted: Sequence[str]) -> dict[str, str]:
-    """Return the versions that determine the extracted text, by kind.
-
-    extracted: the kinds in --extract.
-    """
-    versions = {}
-    for kind in extracted:
-        _, _, version, package = EXTRACTORS[kind]
-        versions[kind] = (
-            f"{version}, {package} {find_version(package)}" if package else f"{version}"
-        )
-    return versions
 
 
 def find_version(package: str) -> str:

@@ -31,6 +31,8 @@ from lib.corpus.near import key_groups, shingle_sets
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.near.leaders import Limits, SetStore, Walk
+from lib.corpus.near.minhash import Bands
+from lib.corpus.near.recall import RecallSample
 from lib.corpus.near.rows import Collector, RowRange
 from lib.corpus.near.shingle_sets import SetsTask
 from lib.corpus.near.signatures import EarlierDataset
@@ -243,7 +245,9 @@ class NearDuplicates:
             store = SetStore(
                 file, self._array("candidates", np.int64), self._array("ends", np.int64)
             )
-            walk = Walk(self._members(), remembered, counts, store, limits)
+            bands = Bands(options.near_bands, options.near_band_size)
+            sample = RecallSample(bands, len(candidates), options.near_threshold)
+            walk = Walk(self._members(), remembered, counts, store, limits, sample)
             for first in range(0, len(candidates), _DOCUMENTS_AT_ONCE):
                 documents = candidates.values[first : first + _DOCUMENTS_AT_ONCE].copy()
                 for document, groups in walk.list_steps(int(documents[0]), int(documents[-1]) + 1):
@@ -253,7 +257,7 @@ class NearDuplicates:
                 walk.release()
                 plan.release()
         largest = plan.finish()
-        self._note(walk=asdict(walk.counts), largest=largest)
+        self._note(walk=asdict(walk.counts), largest=largest, recall=sample.counts)
         self._delete("remembered", "counts", "sets", "ends", "candidates")
         self._delete(*(f"members.{band}" for band in range(options.near_bands)))
 

@@ -1,21 +1,19 @@
 """Write what a build adds to a dataset without near duplicates.
 
-`dropped.jsonl` lists every duplicate with the kept row that it duplicates, and `near/` contains the
-signatures of the kept rows, for later datasets (signatures.py).
+`near/` contains the signatures of the kept rows, for later datasets (signatures.py).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from lib.corpus import selection
-from lib.corpus.dropped import format_dropped
-from lib.corpus.near.plan import COPY, RULE_NAMES, NearPlan, PlannedRows
-from lib.corpus.near.rows import read_sidecar
+from lib.corpus import row_tally
+from lib.corpus.near.plan import COPY, NearPlan, PlannedRows
 from lib.corpus.near.signatures import SignatureWriter
 from lib.corpus.row_options import RowOptions
-from lib.corpus.work_units import UnitResult
+from lib.corpus.row_tally import RowTally
+from lib.corpus.unit_rows import UnitRows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,19 +22,15 @@ if TYPE_CHECKING:
 class NearOutput:
     """Follow a plan, row by row. rows: number of rows so far.
 
-    directory: the dataset. dropped: the file dropped.jsonl. The files continue after their present
-    end.
+    directory: the dataset. The files continue after their present end.
     """
 
     plan: NearPlan
 
-    def __init__(
-        self, directory: Path, dropped: BinaryIO, row_options: RowOptions, rows: int
-    ) -> None:
+    def __init__(self, directory: Path, row_options: RowOptions, rows: int) -> None:
         self.rows = rows
         self._directory = directory
         self._row_options = row_options
-        self._dropped = dropped
         self._signatures = SignatureWriter(directory, row_options.splits)
 
     @property
@@ -48,49 +42,53 @@ class NearOutput:
         """Return the open files."""
         return self._signatures.files()
 
-    def select(self, rows: int) -> PlannedRows:
+    def select(self, rows: UnitRows) -> PlannedRows:
         """Return the plan of the next rows."""
-        planned = self.plan.select(self.rows, rows)
-        self.rows += rows
+        planned = self.plan.select(self.rows, rows.rows)
+        self.rows += rows.rows
         return planned
+
+    def describe_dropped(self, planned: PlannedRows, row: int) -> tuple[float, dict[str, Any]]:
+        """Return the similarity of a dropped row to the kept row that it duplicates, and that row.
+
+        row: among the planned rows.
+        """
+        is_copy = int(planned.rules[row]) == COPY
+        similarity = 1.0 if is_copy else float(planned.similarities[row])
+        return similarity, self.plan.describe_row(int(planned.leaders[row]) - 1)
+
+    def add_excerpts(self, rows: UnitRows, counts: RowTally) -> None:
+        """Keep the beginning of the rows that stand for the largest clusters.
+
+        rows: the rows of the last call of `select`.
+        """
+        first = self.plan.first_new + self.rows - rows.rows
+        for _, number in self.plan.largest:
+            if first <= number < first + rows.rows:
+                text = rows.read_beginning(number - first)
+                counts.excerpts[str(number)] = row_tally.cut_text(text)
 
     def write(
         self,
-        result: UnitResult,
-        split: str,
+        rows: UnitRows,
         planned: PlannedRows,
         copies: np.ndarray | None,
         rows_before: int,
     ) -> None:
-        """Write the dropped rows and the signatures of a part.
+        """Write the signatures of the kept rows of a part.
 
         copies: how many times each row is written. rows_before: number of rows in the split.
         """
         import numpy as np
 
-        places = self.plan.list_own_places(planned.places)
-        for row in np.flatnonzero(planned.rules):
-            rule = int(planned.rules[row])
-            file, position = map(int, places[row])
-            similarity = 1.0 if rule == COPY else float(planned.similarities[row])
-            line = format_dropped(
-                self.plan.paths[file][0],
-                position,
-                _name_problem(rule),
-                similarity,
-                self.plan.describe_row(int(planned.leaders[row]) - 1),
-            )
-            self._dropped.write(line)
         if copies is None or not copies.any():
             return
         is_kept = copies > 0
         numbers = np.cumsum(copies) - copies + rows_before
-        sidecars = {
-            name: read_sidecar(result.unit.part(f"{split}.{name}"), len(copies), np.uint64)
-            for name in ("keys", "digests")
-        }
-        values = {**sidecars, "places": places, "rows": numbers.astype(np.uint64)}
-        self._signatures.append(split, {name: each[is_kept] for name, each in values.items()})
+        values = {name: rows.read_sidecar(name, np.uint64) for name in ("keys", "digests")}
+        values["places"] = self.plan.list_own_places(planned.places)
+        values["rows"] = numbers.astype(np.uint64)
+        self._signatures.append(rows.split, {name: each[is_kept] for name, each in values.items()})
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the manifest entries of all files."""
@@ -99,7 +97,3 @@ class NearOutput:
     def close(self) -> None:
         """Close the files."""
         self._signatures.close()
-
-
-def _name_problem(rule: int) -> str:
-    return selection.get_decision(RULE_NAMES[rule]).problem

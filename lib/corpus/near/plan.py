@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import units
 from lib.corpus.inputs import InputFile
-from lib.corpus.near import minhash
+from lib.corpus.near import minhash, recall
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.signatures import EarlierDataset, list_paths
@@ -129,6 +129,21 @@ class NearPlan:
         self._sizes = DiskArray(directory / SIZES, np.uint32)
         self._places = DiskArray(directory / "places", np.uint64, width=2)
 
+    @property
+    def first_new(self) -> int:
+        """Return the number of the first row that is not in an earlier dataset."""
+        return int(self._state["first_new"])
+
+    @property
+    def largest(self) -> list[tuple[int, int]]:
+        """Return the size of each of the largest clusters, and the number of its kept row."""
+        return [(size, row) for size, row in self._state["largest"]]
+
+    @property
+    def recall(self) -> list[list[float]]:
+        """Return the counts of a RecallSample; empty if an earlier version has made the plan."""
+        return self._state.get("recall", [])
+
     def select(self, first: int, rows: int) -> PlannedRows:
         """Return the plan of rows. first: of all rows of the build, without earlier datasets."""
         import numpy as np
@@ -184,10 +199,16 @@ class NearPlan:
             "compared_pairs": walk["compared"],
             "candidates_reached": walk["candidates_reached"],
             "members_reached": walk["members_reached"],
+            "recall": self._summarize_recall(bands),
             "largest": [
                 {"size": size, **self.describe_row(row)} for size, row in self._state["largest"]
             ],
         }
+
+    def _summarize_recall(self, bands: Bands) -> list[dict[str, Any]]:
+        """Return the recall of the bins, and at the end of all pairs from the threshold on."""
+        bins, above = recall.estimate_recall(self.recall, bands, self._row_options.near_threshold)
+        return [each.summarize() for each in (*bins, *([above] if above else []))]
 
     def format_lines(self) -> dict[str, str]:
         """Return the lines of the printed summary by label."""

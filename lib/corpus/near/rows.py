@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.corpus import shingles
-from lib.corpus.inputs import InputFile
+from lib.corpus.inputs import InputFile, find_source
 from lib.corpus.near import minhash
 from lib.corpus.near.signatures import EarlierDataset, ShardRows
 from lib.corpus.row_options import SOURCE, RowOptions
+from lib.corpus.scan import find_source
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
@@ -46,11 +47,6 @@ def read_sidecar(path: Path, rows: int, dtype: Any) -> np.ndarray:
     import numpy as np
 
     return np.fromfile(path, dtype).reshape(rows, -1)
-
-
-def find_source(path: str) -> str:
-    """Return the source of a file: its top-level directory, "" if it is in none."""
-    return path.partition("/")[0] if "/" in path else ""
 
 
 class Collector:

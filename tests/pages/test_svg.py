@@ -1,4 +1,4 @@
-# covers: lib/report/svg.py, lib/report/page.py, lib/report/style.css
+# covers: lib/pages/svg.py, lib/pages/page.py, lib/pages/style.css
 """Charts and pages without a run: hostile numbers and texts, gaps, and a strict check of HTML."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from lib.report import page, svg
-from lib.report.svg import COLUMNS, Line
+from lib.pages import page, svg
+from lib.pages.svg import COLUMNS, Line
 
 VOID = {"meta", "path", "circle"}
 HOSTILE = "</svg><script>alert(1)</script>\u202e\x1b[31m\ud800&\"'"

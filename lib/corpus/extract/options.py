@@ -1,4 +1,4 @@
-"""Count the documents in the input whose text could be extracted, before anything is built."""
+"""Check --extract, and count the documents that it would read, before anything is built."""
 
 from __future__ import annotations
 
@@ -6,12 +6,70 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lib.core import commands, manifest, paths, records, units
+from lib.core import commands, log, manifest, paths, records, units
+from lib.core.errors import Problems
 from lib.corpus import kinds
-from lib.corpus.extract.table import EXTRACTORS
+from lib.corpus.extract.table import EXTRACTORS, find_version
 from lib.corpus.inputs import FILE_LIST, InputFile
+from lib.corpus.row_options import CHAT, RowOptions
 
 _MOST_OPENED = 1_000  # files without a telling suffix that are looked into
+
+
+def require_extraction(row_options: RowOptions) -> None:
+    """Raise UsageError if --extract contradicts other options, or if it needs a missing package."""
+    problems = Problems()
+    if row_options.extract and row_options.format == CHAT:
+        problems.add(
+            "--extract and --format chat exclude each other",
+            expected="no --extract, because documents contain no conversations",
+        )
+    if row_options.extract_seconds != RowOptions().extract_seconds and not row_options.extract:
+        problems.add(
+            "--extract-seconds needs --extract", expected="--extract, or no --extract-seconds"
+        )
+    for kind in row_options.extract:
+        package = EXTRACTORS[kind].package
+        if package and not find_version(package):
+            problems.add(
+                f"--extract {kind} needs the package {package}, which is not installed",
+                hint="a bundle that `airgap.py pack --optional` made has its "
+                "wheels; or with an index in reach:",
+                run=commands.pip_install_optional(package),
+            )
+    problems.raise_if_any()
+
+
+def identify_extraction(row_options: RowOptions) -> dict[str, dict[str, str]]:
+    """Return the kinds in --extract with the versions that determine their text."""
+    versions = {}
+    for kind in row_options.extract:
+        _, _, version, package = EXTRACTORS[kind]
+        versions[kind] = (
+            f"{version}, {package} {find_version(package)}" if package else f"{version}"
+        )
+    return {"extract": versions} if versions else {}
+
+
+def describe_extraction(row_options: RowOptions) -> dict[str, str]:
+    """Return the line of the plan about --extract, by label."""
+    return {"extract": ", ".join(row_options.extract)} if row_options.extract else {}
+
+
+def warn_about_documents(row_options: RowOptions, folder: Path, files: Sequence[InputFile]) -> None:
+    """Print how many PDF, DOCX, EPUB and HTML files are not extracted, and what to type.
+
+    folder: the data folder. files: the files in it that are read.
+    """
+    if row_options.format == CHAT:
+        return
+    extracted = row_options.extract
+    for text in (
+        describe_left_out(folder, extracted),
+        describe_skipped(count_documents(folder, files), extracted),
+    ):
+        if text:
+            log.warn(text)
 
 
 def count_documents(folder: Path, files: Sequence[InputFile]) -> Counter[str]:

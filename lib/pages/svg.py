@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lib.core import units
-from lib.report.page import Html, escape, tag
+from lib.pages.page import Html, escape, tag
 
 COLUMNS = 420  # into which the values between both ends of an axis are merged
 STYLES = 8  # of curves that can be told apart
