@@ -128,8 +128,8 @@ def _add_wheel_options(parser: options.Parser) -> None:
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="also pack the wheels of requirements-optional.txt, for --wandb, --ckpt-copy-to "
-        "and --ckpt-hyperpod",
+        help="also pack the wheels of requirements-optional.txt, for --wandb, --extract, "
+        "--ckpt-copy-to and --ckpt-hyperpod",
     )
     parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")
 

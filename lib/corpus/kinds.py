@@ -45,7 +45,8 @@ _ZIP_MAGIC = b"PK\x03\x04"
 _OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # contains an encrypted DOCX
 _EPUB_TYPE = b"mimetypeapplication/epub+zip"  # name and content of the first member
 _PAGE_START = re.compile(
-    r"(?:\s|\ufeff|<\?xml[^>]{0,500}\?>|<!--(?:(?!-->).){0,5000}-->)*(?:<!doctype\s+html\b|<html\b)",
+    r"(?:\s|\ufeff|<\?xml[^>]{0,500}\?>|<!--(?:(?!-->).){0,5000}-->)*"
+    r"(?:<!doctype\s+html\b|<html\b)",
     re.IGNORECASE | re.DOTALL,
 )
 _TAG = re.compile(rb"<[a-zA-Z!/]")

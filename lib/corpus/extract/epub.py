@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import posixpath
+import re
 from collections.abc import Mapping
 from typing import NamedTuple
-from urllib.parse import unquote
 
 from lib.core import units
 from lib.corpus.extract.archive import Archive
@@ -23,6 +23,7 @@ from lib.corpus.extract.xml_events import XmlHandler, parse_xml
 
 _CONTAINER = "META-INF/container.xml"
 _ENCRYPTION = "META-INF/encryption.xml"
+_ESCAPE = re.compile(rb"%([0-9a-fA-F]{2})")
 _PAGES = ("application/xhtml+xml", "text/html", "application/x-dtbook+xml")
 
 
@@ -94,7 +95,7 @@ class _Package(XmlHandler):
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
         """Receive the start of an element."""
         if name == "item":
-            target = unquote(attributes.get("href", "").partition("#")[0])
+            target = _unquote(attributes.get("href", "").partition("#")[0])
             self.items[attributes.get("id", "")] = _Item(
                 posixpath.normpath(posixpath.join(self._directory, target)),
                 attributes.get("media-type", ""),
@@ -113,7 +114,13 @@ class _Encryption(XmlHandler):
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
         """Receive the start of an element."""
         if name == "CipherReference":
-            self.names.add(unquote(attributes.get("URI", "")))
+            self.names.add(_unquote(attributes.get("URI", "")))
+
+
+def _unquote(reference: str) -> str:
+    """Return a reference with `%20` and other escapes replaced by their characters."""
+    data = _ESCAPE.sub(lambda match: bytes.fromhex(match[1].decode()), reference.encode())
+    return data.decode("utf-8", "replace")
 
 
 def _list_chapters(archive: Archive) -> list[str]:

@@ -6,11 +6,10 @@ import atexit
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from functools import cache
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from lib.core import units
@@ -75,7 +74,7 @@ class Extraction:
 
     def _start(self) -> Connection:
         """Start a child process and return the connection to it."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = Pipe()
         with theirs, imports_as_here():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", child.__name__, str(theirs.fileno())],
@@ -84,8 +83,8 @@ class Extraction:
                 stderr=subprocess.DEVNULL,  # libraries print what errors.jsonl says too
                 pass_fds=[theirs.fileno()],
             )
-        self._connection = Connection(ours.detach())
-        return self._connection
+        self._connection = ours
+        return ours
 
     def _describe_end(self, seconds: int) -> Refusal:
         """Return why the child has died, and forget it."""
