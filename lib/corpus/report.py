@@ -75,13 +75,16 @@ def format_summary(
     }
     counts = tally.dropped + dataset.dropped
     for kind, option in selection.describe_dropped(row_options, counts).items():
-        lines[kind.replace("_", " ")] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+        name = kind if "." in kind else kind.replace("_", " ")
+        lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if tally.extracted:
         lines["extracted"] = _count_documents(tally.extracted)
     if tally.not_extracted and row_options.format != CHAT:
         lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
-    if dataset.near_plan:
-        lines |= dataset.near_plan.format_lines()
+    if dataset.plan:
+        lines |= dataset.plan.format_lines()
+    if dataset.test_sets:
+        lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (

@@ -24,10 +24,6 @@ def require_extraction(row_options: RowOptions) -> None:
             "--extract and --format chat exclude each other",
             expected="no --extract, because documents contain no conversations",
         )
-    if row_options.extract_seconds != RowOptions().extract_seconds and not row_options.extract:
-        problems.add(
-            "--extract-seconds needs --extract", expected="--extract, or no --extract-seconds"
-        )
     for kind in row_options.extract:
         package = EXTRACTORS[kind].package
         if package and not find_version(package):

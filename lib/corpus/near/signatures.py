@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import artifacts, commands, declared, hashing, manifest, records
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core import artifacts, commands, hashing, manifest, records
+from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import minhash
@@ -156,26 +155,6 @@ class EarlierDataset:
             yield ShardRows(path, rows, start, stop - start, first)
             first += shard["rows"]
             start = stop
-
-
-def require_near(row_options: RowOptions) -> None:
-    """Raise UsageError if the options about near duplicates contradict others.
-
-    Raises ArtifactError if a dataset of --near-against has no signatures.
-    """
-    problems = Problems()
-    if row_options.drops_near:
-        for directory in row_options.near_against:
-            problems.collect(partial(require_parameters, directory, row_options))
-    else:
-        defaults = RowOptions()
-        for name in filter(lambda name: name.startswith("near_"), vars(defaults)):
-            if getattr(row_options, name) != getattr(defaults, name):
-                problems.add(
-                    f"{declared.flag(name)} needs --dedup near",
-                    expected=f"--dedup near, or no {declared.flag(name)}",
-                )
-    problems.raise_if_any()
 
 
 def require_parameters(directory: Path, row_options: RowOptions) -> None:
