@@ -108,7 +108,9 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
         parts.append(f"{_join_counts(skipped, counts)} files, which are skipped")
     if kinds.HTML in missing:
         parts.append(f"{_count(kinds.HTML, counts)} files, which are read with their tags")
-    command = commands.as_typed("--extract", ",".join(missing), "--overwrite", drop=["--overwrite"])
+    command = commands.as_typed(
+        "--extract", ",".join(missing), "--overwrite", drop=["--overwrite", "--dry-run"]
+    )
     return f"the input contains {', and '.join(parts)}; to extract their text, run:\n  {command}"
 
 
