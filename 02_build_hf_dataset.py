@@ -5,6 +5,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --extract html,pdf,docx,epub
   python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
@@ -40,6 +41,7 @@ from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_u
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
+from lib.corpus.extract import options as extraction
 from lib.corpus.inputs import InputFile
 from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
@@ -131,6 +133,7 @@ def check_options(opts: BuildOptions) -> None:
                     expected=f"no {option}, because a conversation is kept complete",
                 )
     problems.collect(opts.require_used)
+    problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
     problems.collect(partial(signatures.require_earlier, opts))
@@ -169,6 +172,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **extraction.describe_extraction(opts),
             **language.describe_language(opts),
             **quality.describe_quality(opts),
             **scores.describe_scores(opts),
@@ -192,7 +196,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen |= mask_options.identify_masks(opts)
     chosen |= language.identify_language(opts) | scores.identify_scores(opts)
     chosen |= test_sets.identify_test_sets(opts)
-    chosen |= quality.identify_quality(opts)
+    chosen |= quality.identify_quality(opts) | extraction.identify_extraction(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -203,6 +207,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     by_split = inputs.group_by_split(files)
     names = split_parts.select_splits(list(by_split), opts.only_splits or [])
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
+    extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     whole = test_sets.add_frequent(make_identity(opts, files), row_options)
@@ -413,6 +418,8 @@ def main(argv: list[str]) -> None:
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
+    if not opts.merge:
+        extraction.warn_about_documents(opts, opts.data_folder, files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:

@@ -80,6 +80,10 @@ def format_summary(
     for kind, option in selection.describe_dropped(row_options, counts).items():
         name = kind if "." in kind else kind.replace("_", " ")
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    if tally.extracted:
+        lines["extracted"] = _count_documents(tally.extracted)
+    if tally.not_extracted and row_options.format != CHAT:
+        lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
     if dataset.plan:
         lines |= dataset.plan.format_lines()
     if dataset.test_sets:
@@ -108,6 +112,11 @@ def describe_masked(masks: MaskTally) -> str:
     )
     more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
     return f"{counts} (by source: {named}{more})"
+
+
+def _count_documents(counts: Mapping[str, int]) -> str:
+    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
+    return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
 
 
 def _name_records(row_options: RowOptions) -> str:
