@@ -64,9 +64,9 @@ class Words(NamedTuple):
     @property
     def counts(self) -> np.ndarray:
         """Return the number of words of each text."""
-        import numpy as np
-
-        return np.diff(self.text_ends, prepend=0)
+        counts = self.text_ends.copy()
+        counts[1:] -= self.text_ends[:-1]
+        return counts
 
 
 class WordGroup(NamedTuple):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.corpus import shingles
-from lib.corpus.inputs import InputFile, find_source
+from lib.corpus.inputs import InputFile
 from lib.corpus.near import minhash
 from lib.corpus.near.signatures import EarlierDataset, ShardRows
 from lib.corpus.row_options import SOURCE, RowOptions

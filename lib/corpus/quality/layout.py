@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ELLIPSIS = 0x2026
+_FIRST_CHARACTERS = 8
 # Flags of a line.
 BULLET, END_MARK, ELLIPSIS = (1 << bit for bit in range(3))
 
@@ -104,9 +105,10 @@ class _LayoutFinder:
             if len(starts)
             else starts
         )
-        is_plain = _find_plain(piece.marks, token_starts, token_ends)
-        dots = np.flatnonzero(piece.codes == 46)
-        ellipses = _find_ellipses(piece.codes, dots)
+        token_lengths = token_ends - token_starts
+        is_plain = _find_plain(piece.marks, token_starts, token_lengths)
+        sentence_ends = np.flatnonzero((piece.marks & np.uint8(words.SENTENCE_END)) != 0)
+        dots = sentence_ends[piece.codes[sentence_ends] == ord(".")]
         first = piece.first
         self._found.append(
             (
@@ -115,16 +117,14 @@ class _LayoutFinder:
                 piece.hash_spans(starts, ends),
                 _flag_lines(piece, starts, ends),
                 numbers + self._newlines,
-                np.maximum.reduceat(token_ends - token_starts, first_tokens)
-                if len(starts)
-                else starts,
+                np.maximum.reduceat(token_lengths, first_tokens) if len(starts) else starts,
                 token_starts + first,
                 token_starts[is_plain] + first,
                 newlines + first,
                 np.flatnonzero(piece.codes == ord("{")) + first,
                 np.flatnonzero(piece.codes == ord("#")) + first,
-                ellipses + first,
-                _find_breaks(piece) + first,
+                _find_ellipses(piece.codes, dots) + first,
+                _find_breaks(piece, sentence_ends) + first,
             )
         )
         self._newlines += len(newlines)
@@ -150,13 +150,26 @@ def _find_tokens(marks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return edges[::2], edges[1::2]
 
 
-def _find_plain(marks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Return which tokens contain no letter."""
+def _find_plain(marks: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return which tokens contain no letter.
+
+    The first characters of most tokens contain one, so few tokens are read on.
+    """
     import numpy as np
 
-    letters = np.zeros(len(marks) + 1, np.int32)
-    np.cumsum((marks & np.uint8(words.ALPHABETIC)) != 0, dtype=np.int32, out=letters[1:])
-    return letters[starts] == letters[ends]
+    alphabetic = np.uint8(words.ALPHABETIC)
+    is_plain = (marks[starts] & alphabetic) == 0
+    unread = np.flatnonzero(is_plain & (lengths > 1))
+    for place in range(1, _FIRST_CHARACTERS):
+        has_letter = (marks[starts[unread] + place] & alphabetic) != 0
+        is_plain[unread[has_letter]] = False
+        unread = unread[~has_letter & (lengths[unread] > place + 1)]
+    if len(unread):
+        letters = np.zeros(len(marks) + 1, np.int32)
+        np.cumsum((marks & alphabetic) != 0, dtype=np.int32, out=letters[1:])
+        first_letters = letters[starts[unread]]
+        is_plain[unread] = first_letters == letters[starts[unread] + lengths[unread]]
+    return is_plain
 
 
 def _find_ellipses(codes: np.ndarray, dots: np.ndarray) -> np.ndarray:
@@ -192,7 +205,7 @@ def _flag_lines(piece: Piece, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
     return flags
 
 
-def _find_breaks(piece: Piece) -> np.ndarray:
+def _find_breaks(piece: Piece, sentence_ends: np.ndarray) -> np.ndarray:
     """Return the positions after the ends of sentences.
 
     A sentence ends with an end mark and perhaps a closing quotation mark before white space. After
@@ -201,7 +214,7 @@ def _find_breaks(piece: Piece) -> np.ndarray:
     import numpy as np
 
     marks = np.append(piece.marks, np.uint8(words.SPACE))
-    after = np.flatnonzero((piece.marks & np.uint8(words.SENTENCE_END)) != 0) + 1
+    after = sentence_ends + 1
     is_wide = (marks[after - 1] & words.WIDE_END) != 0
     after += (marks[after] & words.QUOTE) != 0
     is_break = (marks[after] & words.SPACE) != 0
