@@ -27,6 +27,7 @@ from lib.corpus.words import BATCH_CHARACTERS, find_words
 
 _SUFFIXES = {".py", ".md", ".txt", ".rst"}
 _UNIT = 3000  # characters
+_TIMES = 30
 
 
 def read_texts(directories: Sequence[Path]) -> Iterator[str]:
@@ -59,7 +60,7 @@ def measure(compute: Callable[[list[str]], object], batches: list[list[str]]) ->
     total = 0.0
     for batch in batches:
         times = []
-        for _ in range(7):
+        for _ in range(_TIMES):
             began = time.perf_counter()
             compute(batch)
             times.append(time.perf_counter() - began)

@@ -25,7 +25,7 @@ BATCH_CHARACTERS = 1 << 17  # arrays of more characters would not fit the caches
 SEPARATOR, LETTER, UNIT = range(3)
 KIND = 3
 SPACE, ALPHABETIC, SENTENCE_END, QUOTE, BULLET, WIDE_END = (1 << bit for bit in range(2, 8))
-_BITS = (1 << 64) - 1
+_KEPT_BYTES = 31 << 20
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2⁶⁴
 _NEWLINE = 10
 _WORD_CATEGORIES = "LMN"  # letters, marks, numbers
@@ -265,6 +265,9 @@ def _character_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return np.cumprod(powers)
 
     values = mix(np.arange(128, dtype=np.uint64) + np.uint64(_BASE))
+    # NOTE: freeing so large a block makes glibc keep freed memory below that size. Otherwise it
+    # returns the arrays of each batch to the kernel, and page faults take longer than the work.
+    np.empty(_KEPT_BYTES, np.uint8)
     return list_powers(_BASE), list_powers(pow(_BASE, -1, 1 << 64)), values
 
 
