@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ELLIPSIS = 0x2026
-_FIRST_CHARACTERS = 8
 # Flags of a line.
 BULLET, END_MARK, ELLIPSIS = (1 << bit for bit in range(3))
 
@@ -105,8 +104,7 @@ class _LayoutFinder:
             if len(starts)
             else starts
         )
-        token_lengths = token_ends - token_starts
-        is_plain = _find_plain(piece.marks, token_starts, token_lengths)
+        is_plain = _find_plain(piece.marks, token_starts, token_ends)
         sentence_ends = np.flatnonzero((piece.marks & np.uint8(words.SENTENCE_END)) != 0)
         dots = sentence_ends[piece.codes[sentence_ends] == ord(".")]
         first = piece.first
@@ -117,7 +115,9 @@ class _LayoutFinder:
                 piece.hash_spans(starts, ends),
                 _flag_lines(piece, starts, ends),
                 numbers + self._newlines,
-                np.maximum.reduceat(token_lengths, first_tokens) if len(starts) else starts,
+                np.maximum.reduceat(token_ends - token_starts, first_tokens)
+                if len(starts)
+                else starts,
                 token_starts + first,
                 token_starts[is_plain] + first,
                 newlines + first,
@@ -150,26 +150,13 @@ def _find_tokens(marks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return edges[::2], edges[1::2]
 
 
-def _find_plain(marks: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Return which tokens contain no letter.
-
-    The first characters of most tokens contain one, so few tokens are read on.
-    """
+def _find_plain(marks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Return which tokens contain no letter."""
     import numpy as np
 
-    alphabetic = np.uint8(words.ALPHABETIC)
-    is_plain = (marks[starts] & alphabetic) == 0
-    unread = np.flatnonzero(is_plain & (lengths > 1))
-    for place in range(1, _FIRST_CHARACTERS):
-        has_letter = (marks[starts[unread] + place] & alphabetic) != 0
-        is_plain[unread[has_letter]] = False
-        unread = unread[~has_letter & (lengths[unread] > place + 1)]
-    if len(unread):
-        letters = np.zeros(len(marks) + 1, np.int32)
-        np.cumsum((marks & alphabetic) != 0, dtype=np.int32, out=letters[1:])
-        first_letters = letters[starts[unread]]
-        is_plain[unread] = first_letters == letters[starts[unread] + lengths[unread]]
-    return is_plain
+    letters = np.zeros(len(marks) + 1, np.int32)
+    np.cumsum((marks & np.uint8(words.ALPHABETIC)) != 0, dtype=np.int32, out=letters[1:])
+    return letters[starts] == letters[ends]
 
 
 def _find_ellipses(codes: np.ndarray, dots: np.ndarray) -> np.ndarray:
