@@ -154,6 +154,9 @@ class Documents(ABC):
     def finish(self) -> None:
         """Finish the parts; called after the last file."""
         self._flush()
+        for rule in self._rules:
+            if rule.finish:
+                rule.finish(self.tally)
         for part in self._all_parts.values():
             part.finish()
 

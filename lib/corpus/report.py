@@ -77,8 +77,10 @@ def format_summary(
     for kind, option in selection.describe_dropped(row_options, counts).items():
         name = kind if "." in kind else kind.replace("_", " ")
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
-    if dataset.near_plan:
-        lines |= dataset.near_plan.format_lines()
+    if dataset.plan:
+        lines |= dataset.plan.format_lines()
+    if dataset.test_sets:
+        lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (

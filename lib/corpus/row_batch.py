@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     import numpy as np
 
+    from lib.corpus.tally import Tally
+
 T = TypeVar("T")
 
 
@@ -111,9 +113,10 @@ class BatchRule(NamedTuple):
     """A rule that checks a batch of rows.
 
     kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
-    "3 rows are …".
+    "3 rows are …". finish: adds what the rule has counted to the tally, after the last row.
     """
 
     kind: str
     reason: str
     check: Callable[[RowBatch], RowVerdict]
+    finish: Callable[[Tally], None] | None = None

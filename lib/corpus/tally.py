@@ -12,6 +12,7 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations
+from lib.corpus.decontaminate.hits import TestHits
 from lib.corpus.row_tally import RowTally
 from lib.corpus.scan import escape_path
 
@@ -188,7 +189,8 @@ class Tally:
     --fields that occur. other_fields: for each key that --fields does not select, number of
     documents with text under it, among the first thousand of each unit. as_text: number of
     conversations that became plain text, by format, among the first documents of each file. chat:
-    the tally of a chat dataset. row_counts: counts of single rows, for the report.
+    the tally of a chat dataset. row_counts: counts of single rows, for the report. test_hits:
+    questions of test sets that occur.
     """
 
     documents: int = 0
@@ -202,6 +204,7 @@ class Tally:
     other_fields: Counter[str] = field(default_factory=Counter)
     as_text: Counter[str] = field(default_factory=Counter)
     chat: ChatTally = field(default_factory=ChatTally)
+    test_hits: TestHits = field(default_factory=TestHits)
     row_counts: RowTally = field(default_factory=RowTally)
 
     def add(self, other: Tally, lines_before: int = 0, rows_before: int = 0) -> None:
@@ -212,8 +215,9 @@ class Tally:
         """
         self.chat.add(other.chat, lines_before)
         self.row_counts.add(other.row_counts, rows_before)
+        self.test_hits.add(other.test_hits, rows_before)
         for name, more in vars(other).items():
-            if name not in ("chat", "row_counts"):
+            if name not in ("chat", "row_counts", "test_hits"):
                 join = ior if isinstance(more, set) else iadd
                 setattr(self, name, join(getattr(self, name), more))
 
@@ -223,6 +227,7 @@ class Tally:
             "failed": sorted(self.failed),
             "fields_seen": sorted(self.fields_seen),
             "chat": self.chat.to_json(),
+            "test_hits": self.test_hits.to_json(),
             "row_counts": self.row_counts.to_json(),
         }
 
@@ -242,6 +247,7 @@ class Tally:
                 "other_fields": Counter(value.get("other_fields", {})),
                 "as_text": Counter(value.get("as_text", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
+                "test_hits": TestHits.from_json(value.get("test_hits", {})),
                 "row_counts": RowTally.from_json(value.get("row_counts")),
             }
         )
