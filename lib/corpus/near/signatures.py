@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import artifacts, commands, hashing, manifest, records
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import minhash
@@ -155,6 +156,21 @@ class EarlierDataset:
             yield ShardRows(path, rows, start, stop - start, first)
             first += shard["rows"]
             start = stop
+
+
+def require_earlier(row_options: RowOptions) -> None:
+    """Raise an error if a dataset of --near-against is not there, or has other signatures."""
+    problems = Problems()
+    for directory in row_options.near_against if row_options.drops_near else []:
+        problems.collect(partial(require_parameters, directory, row_options))
+    problems.raise_if_any()
+
+
+def identify_earlier(row_options: RowOptions) -> dict[str, Any]:
+    """Return what identifies the datasets of --near-against, {} without one."""
+    if not row_options.near_against:
+        return {}
+    return {"near_against": identify_datasets(row_options.near_against)}
 
 
 def require_parameters(directory: Path, row_options: RowOptions) -> None:
