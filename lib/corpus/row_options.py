@@ -356,6 +356,8 @@ class RowOptions:
             needed["decontaminate_"] = "--decontaminate DIR"
         if not self.extract:
             needed["extract_"] = "--extract"
+        if not self.language:
+            needed["language_"] = "--language all"
         for field in declared.list_fields(RowOptions):
             for prefix, other in needed.items():
                 is_given = getattr(self, field.name) != declared.default_of(field)
