@@ -5,7 +5,9 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
+  python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
   python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
@@ -34,12 +36,13 @@ from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, split_parts, work_units
-from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
+from lib.corpus.classify import language, scores
+from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import signatures
-from lib.corpus.near.build import NearDuplicates
-from lib.corpus.near.plan import NearPlan, describe_bands
+from lib.corpus.near.build import Planner
+from lib.corpus.near.plan import RowPlan, describe_bands
 from lib.corpus.page import collect
 from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
@@ -118,6 +121,8 @@ def check_options(opts: BuildOptions) -> None:
     problems.collect(partial(quality.require_quality, opts))
     for directory in opts.near_against if opts.drops_near else []:
         problems.collect(partial(signatures.require_parameters, directory, opts))
+    problems.collect(partial(language.require_language, opts))
+    problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -150,7 +155,9 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **language.describe_language(opts),
             **quality.describe_quality(opts),
+            **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
             "disk space": f"about {units.size(needed)}",
         }
@@ -165,6 +172,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= language.identify_language(opts) | scores.identify_scores(opts)
     chosen |= test_sets.identify_test_sets(opts)
     chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
@@ -242,20 +250,20 @@ def build_split(
     )
 
 
-def plan_near(
+def plan_rows(
     opts: BuildOptions,
     row_options: RowOptions,
     files: Sequence[InputFile],
     tasks: Sequence[work_units.WorkUnit],
     directory: Path,
-) -> NearPlan:
-    """Return which rows are near duplicates; reads all files before, unless parts are merged.
+) -> RowPlan:
+    """Return which rows are kept; reads all files before, unless parts are merged.
 
     directory: for the work of this step. A later run reuses what a killed one has finished.
     """
-    near = NearDuplicates(directory, row_options, files, opts.num_workers)
+    planner = Planner(directory, row_options, files, opts.num_workers)
     progress = not opts.no_progress
-    if not (opts.merge or near.is_collected):
+    if not (opts.merge or planner.is_collected):
         total = sum(task.bytes for task in tasks)
         with (
             UnitPool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
@@ -264,7 +272,7 @@ def plan_near(
             for result in workers.run(tasks):
                 work_units.require_unchanged(result)
                 bar.advance(result.unit.bytes)
-    return near.make_plan(
+    return planner.make_plan(
         split_parts.read_results(tasks, None if opts.merge else directory), progress
     )
 
@@ -282,14 +290,14 @@ def add_units(
         )
     total = sum(task.bytes for task in tasks)
     remaining = tasks[dataset.units :]
-    are_read = opts.merge or opts.drops_near
+    are_read = opts.merge or opts.has_two_passes
     with (
         UnitPool(1 if are_read else min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in remaining))
         results = (
-            split_parts.read_results(remaining, None if opts.merge else dataset.near_work)
+            split_parts.read_results(remaining, None if opts.merge else dataset.plan_work)
             if are_read
             else workers.run(remaining)
         )
@@ -401,7 +409,7 @@ def main(argv: list[str]) -> None:
     row_options = prepare(row_options)
     parts_identity = test_sets.add_frequent(identity, row_options)
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    own_parts = build.dir / (f"{NEAR}/parts" if opts.drops_near else PARTS)
+    own_parts = build.dir / (f"{PLAN}/parts" if opts.has_two_passes else PARTS)
     parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
@@ -418,13 +426,13 @@ def main(argv: list[str]) -> None:
 
     with (
         build,
-        DatasetWriter(build.dir, row_options, opts.drops_near and not opts.merge) as dataset,
+        DatasetWriter(build.dir, row_options, opts.has_two_passes and not opts.merge) as dataset,
     ):
         # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)
-        if opts.drops_near:
-            dataset.follow(plan_near(opts, row_options, files, tasks, build.dir / NEAR))
+        if opts.has_two_passes:
+            dataset.follow(plan_rows(opts, row_options, files, tasks, build.dir / PLAN))
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.

@@ -24,8 +24,8 @@ from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.kept_places import KeptPlaces
 from lib.corpus.near import plan as near_plan
-from lib.corpus.near.output import NearOutput
-from lib.corpus.near.plan import NearPlan, PlannedRows
+from lib.corpus.near.output import PlanOutput
+from lib.corpus.near.plan import PlannedRows, RowPlan
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
 from lib.corpus.selection import drops_rows
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # the output of the workers
-NEAR = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
+PLAN = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_VERSION = 3  # of the progress record; a build with another version starts anew
+_VERSION = 4  # of the progress record; a build with another version starts anew
 
 
 class DatasetWriter:
@@ -80,11 +80,12 @@ class DatasetWriter:
         )
         self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
         self._has_language = "language" in selection.list_columns(row_options)
-        self._near = None
+        self._output = None
         if row_options.drops_near:
             schema = parts.add_cluster_size(schema)
+        if row_options.has_two_passes:
             assert self._dropped
-            self._near = NearOutput(directory, row_options, before.get("near_rows", 0))
+            self._output = PlanOutput(directory, row_options, before.get("planned_rows", 0))
         self._deletes_parts = deletes_parts
         self._finished: list[Path] = []  # parts to delete after the next progress record
         self._writers = {
@@ -117,8 +118,8 @@ class DatasetWriter:
             decider.file.close()
         for kept in self._kept.values():
             kept.close()
-        if self._near:
-            self._near.close()
+        if self._output:
+            self._output.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -154,7 +155,7 @@ class DatasetWriter:
 
         The units must be added in order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(result, self.near_work if self._deletes_parts else None)
+        _check_parts(result, self.plan_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
             self._rows_before = 0
@@ -162,17 +163,17 @@ class DatasetWriter:
         self._add_dropped(result)
         for split, writer in self._writers.items():
             rows = UnitRows(result, split, self._rows_before)
-            planned = self._near.select(rows) if self._near else None
+            planned = self._output.select(rows) if self._output else None
             copies = self._select_rows(rows, planned)
-            if self._near and planned:
-                self._near.write(rows, planned, copies, writer.rows)
+            if self._output and planned:
+                self._output.write(rows, planned, copies, writer.rows)
             writer.append(
                 result.unit.part(split),
                 result.rows[split],
                 result.text_bytes[split],
                 copies,
                 self._lines_before if self._is_chat else 0,
-                planned.sizes if planned else None,
+                planned.sizes if planned and self._row_options.drops_near else None,
             )
             self._unnoted += result.text_bytes[split]
         if not result.digests:
@@ -204,10 +205,10 @@ class DatasetWriter:
         if self._dropped:
             self._dropped.close()
             files.append(manifest.file_entry(self._directory, self._directory / DROPPED_FILE))
-        if self._near:
-            files += self._near.finish()
+        if self._output:
+            files += self._output.finish()
             # First, so that a run that is killed in the next line leaves no part of a plan.
-            (self.near_work / near_plan.STATE).unlink()
+            (self.plan_work / near_plan.STATE).unlink()
         if self.test_sets:
             path = self.test_sets.write(self._directory, self.tally.test_hits)
             files.append(manifest.file_entry(self._directory, path))
@@ -239,7 +240,7 @@ class DatasetWriter:
             "failed_files": len(tally.failed),
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
-            **({"near": self._near.plan.summary} if self._near else {}),
+            **(self._output.plan.summary if self._output else {}),
             **(
                 {"decontamination": self.test_sets.summarise(tally.test_hits)}
                 if self.test_sets
@@ -247,20 +248,20 @@ class DatasetWriter:
             ),
         }
 
-    def follow(self, plan: NearPlan) -> None:
-        """Let a plan decide which rows are near duplicates; call it before the first `add`."""
-        assert self._near
-        self._near.plan = plan
+    def follow(self, plan: RowPlan) -> None:
+        """Let a plan decide which rows are kept; call it before the first `add`."""
+        assert self._output
+        self._output.plan = plan
 
     @property
-    def near_work(self) -> Path:
+    def plan_work(self) -> Path:
         """Return the directory for the work of a build in two passes, until it is finished."""
-        return self._directory / NEAR
+        return self._directory / PLAN
 
     @property
-    def near_plan(self) -> NearPlan | None:
-        """Return the plan of a build that drops near duplicates."""
-        return self._near.plan if self._near else None
+    def plan(self) -> RowPlan | None:
+        """Return the plan of a build in two passes."""
+        return self._output.plan if self._output else None
 
     def _select_rows(self, rows: UnitRows, planned: PlannedRows | None) -> np.ndarray | None:
         """Return how many times each row of a part is written ([rows], None: all once).
@@ -275,12 +276,12 @@ class DatasetWriter:
         assert self._dropped
         recorder = DroppedRows(rows, self.tally, self._errors, self._has_language)
         is_kept = np.ones(rows.rows, bool)
-        if self._near and planned:
+        if self._output and planned:
             is_kept = planned.copies > 0
-            self._near.add_excerpts(rows, self.tally.row_counts)
+            self._output.add_excerpts(rows, self.tally.row_counts)
             for name, is_dropped in planned.list_dropped():
                 two_pass = selection.get_decision(name)
-                describe = partial(self._near.describe_dropped, planned)
+                describe = partial(self._output.describe_dropped, planned)
                 self.dropped[name] += recorder.add(two_pass, is_dropped, describe)
         for name, decision in self._decisions.items():
             sidecars = [rows.read_sidecar(sidecar) for sidecar in decision.sidecars]
@@ -313,7 +314,7 @@ class DatasetWriter:
 
     def _describe_duplicate(
         self, name: str, leaders: Mapping[int, int], row: int
-    ) -> tuple[float, dict[str, Any]]:
+    ) -> tuple[float, dict[str, Any] | None]:
         return 1.0, self._kept[name].describe_row(leaders[row])
 
     def _add_errors(self, result: UnitResult) -> None:
@@ -353,7 +354,7 @@ class DatasetWriter:
             *([self._dropped] if self._dropped else []),
             *(decider.file for decider in self._deciders.values()),
             *(file for kept in self._kept.values() for file in kept.files.values()),
-            *(self._near.files() if self._near else []),
+            *(self._output.files() if self._output else []),
         ):
             file.flush()
             self._flusher.sync(file)
@@ -361,8 +362,8 @@ class DatasetWriter:
         sizes = {ERRORS: self._errors.tell()}
         if self._dropped:
             sizes[DROPPED_FILE] = self._dropped.tell()
-        if self._near:
-            sizes |= self._near.sizes
+        if self._output:
+            sizes |= self._output.sizes
         sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
         for name, kept in self._kept.items():
             sizes |= {f"{WORK}/{name}.{end}": each.tell() for end, each in kept.files.items()}
@@ -380,7 +381,7 @@ class DatasetWriter:
             "lines_before": self._lines_before,
             "rows_before": self._rows_before,
             "files": sizes,
-            **({"near_rows": self._near.rows} if self._near else {}),
+            **({"planned_rows": self._output.rows} if self._output else {}),
         }
         text = json.dumps(progress)  # serialized here, because the tally changes later
         finished = self._finished
@@ -427,7 +428,7 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
     files = progress.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        is_listed = name in files or name == _PROGRESS or name.startswith(f"{NEAR}/")
+        is_listed = name in files or name == _PROGRESS or name.startswith(f"{PLAN}/")
         if path.is_file() and not is_listed:
             path.unlink()
     for name, size in files.items():

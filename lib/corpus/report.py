@@ -75,9 +75,10 @@ def format_summary(
     }
     counts = tally.dropped + dataset.dropped
     for kind, option in selection.describe_dropped(row_options, counts).items():
-        lines[kind.replace("_", " ")] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
-    if dataset.near_plan:
-        lines |= dataset.near_plan.format_lines()
+        name = kind if "." in kind else kind.replace("_", " ")
+        lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    if dataset.plan:
+        lines |= dataset.plan.format_lines()
     if dataset.test_sets:
         lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
     if tally.problems:

@@ -10,7 +10,7 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import declared, options
+from lib.core import declared, options, paths
 from lib.core.declared import option
 from lib.core.errors import Problems
 from lib.corpus import encoding
@@ -33,7 +33,7 @@ NEAR_CHOICES = (
 
 
 def parse_field_names(text: str) -> list[str]:
-    """Return the names in a value of --fields, such as `text,meta.title`."""
+    """Return the names in a value of --fields or --language, such as `text,meta.title`."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
@@ -75,6 +75,59 @@ class RowOptions:
         metavar="NAME",
         help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 (recognised by "
         "its byte order mark) (default: replace invalid bytes by U+FFFD)",
+    )
+    language: list[str] = option(
+        [],
+        parse=parse_field_names,
+        action="extend",
+        metavar="en,de",
+        quiet=True,
+        help="label rows with their language in a column `language`, and keep only rows with these "
+        "labels; `und` stands for rows that are short or below --language-score; `all` labels the "
+        "rows and drops none (default: no labels)",
+    )
+    language_model: Path = option(
+        paths.classifiers_root(Path(".cache")) / "lid.176.ftz",
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="fastText model that recognises languages; its labels are the values of --language",
+    )
+    language_score: float = option(
+        0.65,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="mean probability below which the language of a row is `und`",
+    )
+    quality_model: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="fastText classifier whose probability for --quality-label becomes a column `quality` "
+        "(default: no scores)",
+    )
+    quality_label: str | None = option(
+        None,
+        metavar="NAME",
+        quiet=True,
+        help="label of good texts in --quality-model, with or without __label__ (default: hq)",
+    )
+    quality_score: float | None = option(
+        None,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="drop rows with a lower score of --quality-model (default: drop none)",
+    )
+    keep_top: float | None = option(
+        None,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="keep this fraction of the rows, the rows with the highest scores of --quality-model, "
+        "after all rules for single rows; takes two passes (default: keep all)",
     )
     dedup: str = option(
         "none",
@@ -219,8 +272,13 @@ class RowOptions:
 
     @property
     def drops_near(self) -> bool:
-        """Return whether near duplicates are dropped, which takes two passes."""
+        """Return whether near duplicates are dropped."""
         return self.dedup == NEAR
+
+    @property
+    def has_two_passes(self) -> bool:
+        """Return whether all rows must be known before the first one can be kept."""
+        return self.drops_near or self.keep_top is not None
 
     @property
     def splits(self) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ the rows, such as a digest of the text. A decision reads the sidecars of all row
 selects the rows to keep, such as the rows that equal no earlier row.
 
 A rule, column or decision is on if its field of RowOptions does not have the default value. A
-sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choice among
-rows that cannot be made in one pass: which rows are near duplicates.
+sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choices among
+rows that cannot be made in one pass, such as which rows are near duplicates.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lib.core import declared
 from lib.corpus import shingles
+from lib.corpus.classify import language, scores
 from lib.corpus.decontaminate import matching
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
 from lib.corpus.near import minhash
@@ -135,7 +137,8 @@ class Decision(NamedTuple):
 class TwoPassDecision(NamedTuple):
     """A choice that needs the sidecars of all rows, after the first pass over the input.
 
-    It is on if `option` has `value`. Other fields: see Decision.
+    It is on if `option` has `value`, or without a value if the option does not have its default.
+    Other fields: see Decision.
     """
 
     option: str
@@ -143,6 +146,12 @@ class TwoPassDecision(NamedTuple):
     sidecars: tuple[str, ...]
     problem: str
     reason: str
+
+    def is_on(self, row_options: RowOptions) -> bool:
+        """Return whether a build makes this choice."""
+        if self.value:
+            return bool(getattr(row_options, self.option) == self.value)
+        return _is_on(row_options, self.option)
 
 
 def _find_short(row: RowText, min_chars: int) -> str:
@@ -168,17 +177,27 @@ RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short, lambda row: ro
 
 # In the order in which the rules apply, after those of RULES.
 RULE_GROUPS: dict[str, RuleGroup] = {
+    "language": RuleGroup("language", language.list_rules, language.start_rules),
     "quality": RuleGroup("quality", quality.list_rules, quality.start_rules),
+    "quality model": RuleGroup("quality_score", scores.list_rules, scores.start_rules),
     "decontaminate": RuleGroup("decontaminate", lambda _: [matching.KIND], matching.start_rules),
 }
 
 # Key: the name of the column.
-COLUMNS: dict[str, Column] = {}
+COLUMNS: dict[str, Column] = {
+    language.COLUMN: Column(
+        "language", "string", lambda row_options: partial(language.label_batch, row_options)
+    ),
+    scores.COLUMN: Column(
+        "quality_model", "float", lambda row_options: partial(scores.score_batch, row_options)
+    ),
+}
 
 # Key: the end of a file name, as in `train.digests`.
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
     "keys": Sidecar(0, measure_batch=_compute_keys),
+    "scores": Sidecar(4, measure_batch=scores.collect_scores),
     "sizes": Sidecar(8, lambda row, sha256: row.bytes.to_bytes(8, "little")),
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
@@ -193,15 +212,18 @@ DECISIONS: dict[str, Decision] = {
 }
 
 # Decisions that need the sidecars of all rows before they can select the first one. A build with
-# one of them has two passes, and makes all its decisions between them (near.py).
+# one of them has two passes, and makes these decisions between them, in this order (near/build.py).
 TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
+    "low_scores": TwoPassDecision(
+        "keep_top", "", ("scores",), scores.KIND, "below the score of --keep-top"
+    ),
     "near_duplicates": TwoPassDecision(
         "dedup",
         NEAR,
         ("digests", "keys"),
         "near duplicate",
         "near duplicates of kept rows",
-    )
+    ),
 }
 
 
@@ -279,7 +301,7 @@ def list_two_pass_decisions(row_options: RowOptions) -> dict[str, TwoPassDecisio
     return {
         name: decision
         for name, decision in TWO_PASS_DECISIONS.items()
-        if getattr(row_options, decision.option) == decision.value
+        if decision.is_on(row_options)
     }
 
 
@@ -307,8 +329,14 @@ def get_decision(name: str) -> Decision | TwoPassDecision:
 
 
 def list_counts(row_options: RowOptions) -> list[str]:
-    """Return the names of the decisions whose dropped rows the manifest counts."""
-    return [*DECISIONS, *list_two_pass_decisions(row_options)]
+    """Return the names of the decisions whose dropped rows the manifest counts.
+
+    They are in the order of application: a two-pass decision with an option of its own comes first.
+    """
+    shared = {decision.option for decision in DECISIONS.values()}
+    two_pass = list_two_pass_decisions(row_options)
+    first = [name for name, decision in two_pass.items() if decision.option not in shared]
+    return [*first, *DECISIONS, *(name for name in two_pass if name not in first)]
 
 
 def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:

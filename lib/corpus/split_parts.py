@@ -84,6 +84,8 @@ def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) ->
     """Return the identity of one split's parts, from the identity of the dataset."""
     ignored = {"max_error_rate", *NEAR_CHOICES}
     options = {key: value for key, value in identity["options"].items() if key not in ignored}
+    if options.get("keep_top") is not None:
+        options["keep_top"] = "any"  # the parts contain the scores, from which it selects later
     return identity | {"options": options, "inputs": identify_files(files)}
 
 

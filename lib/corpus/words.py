@@ -185,8 +185,15 @@ class _PieceReader:
             hashes.append(piece.hash_spans(piece.starts, piece.ends))
             units.append((piece.marks[piece.starts] & UNIT) != 0)
             first = last
-        arrays = [_concatenate(each) for each in (starts, ends, hashes, units)]
-        return Words(*arrays, np.searchsorted(arrays[0], self._edges[1:]), self._edges)
+        all_starts = _concatenate(starts)
+        return Words(
+            all_starts,
+            _concatenate(ends),
+            _concatenate(hashes),
+            _concatenate(units),
+            np.searchsorted(all_starts, self._edges[1:]),
+            self._edges,
+        )
 
     def _find_cut(self, first: int) -> int:
         """Return where the piece from `first` ends: after a line, or after a word of a long line.
@@ -209,6 +216,13 @@ def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
     import numpy as np
 
     return arrays[1] if len(arrays) == 2 else np.concatenate(arrays)
+
+
+def make_empty_piece() -> Piece:
+    """Return a piece without characters."""
+    import numpy as np
+
+    return _cut_piece(0, np.empty(0, np.uint8), np.empty(0, np.uint8))
 
 
 def _cut_piece(first: int, codes: np.ndarray, marks: np.ndarray) -> Piece:

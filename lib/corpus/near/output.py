@@ -1,6 +1,7 @@
-"""Write what a build adds to a dataset without near duplicates.
+"""Follow a plan, and write what it adds to a dataset.
 
-`near/` contains the signatures of the kept rows, for later datasets (signatures.py).
+If near duplicates are dropped, `near/` contains the signatures of the kept rows, for later datasets
+(signatures.py).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.corpus import row_tally
-from lib.corpus.near.plan import COPY, NearPlan, PlannedRows
+from lib.corpus.near.plan import PlannedRows, RowPlan
 from lib.corpus.near.signatures import SignatureWriter
 from lib.corpus.row_options import RowOptions
 from lib.corpus.row_tally import RowTally
@@ -19,28 +20,30 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-class NearOutput:
+class PlanOutput:
     """Follow a plan, row by row. rows: number of rows so far.
 
     directory: the dataset. The files continue after their present end.
     """
 
-    plan: NearPlan
+    plan: RowPlan
 
     def __init__(self, directory: Path, row_options: RowOptions, rows: int) -> None:
         self.rows = rows
         self._directory = directory
         self._row_options = row_options
-        self._signatures = SignatureWriter(directory, row_options.splits)
+        self._signatures = (
+            SignatureWriter(directory, row_options.splits) if row_options.drops_near else None
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
         """Return the size of each file by its path in the dataset."""
-        return self._signatures.sizes
+        return self._signatures.sizes if self._signatures else {}
 
     def files(self) -> list[Any]:
         """Return the open files."""
-        return self._signatures.files()
+        return self._signatures.files() if self._signatures else []
 
     def select(self, rows: UnitRows) -> PlannedRows:
         """Return the plan of the next rows."""
@@ -48,14 +51,15 @@ class NearOutput:
         self.rows += rows.rows
         return planned
 
-    def describe_dropped(self, planned: PlannedRows, row: int) -> tuple[float, dict[str, Any]]:
+    def describe_dropped(
+        self, planned: PlannedRows, row: int
+    ) -> tuple[float, dict[str, Any] | None]:
         """Return the similarity of a dropped row to the kept row that it duplicates, and that row.
 
-        row: among the planned rows.
+        For a row of low score, return the score and None. row: among the planned rows.
         """
-        is_copy = int(planned.rules[row]) == COPY
-        similarity = 1.0 if is_copy else float(planned.similarities[row])
-        return similarity, self.plan.describe_row(int(planned.leaders[row]) - 1)
+        leader = int(planned.leaders[row]) - 1
+        return planned.find_value(row), self.plan.describe_row(leader) if leader >= 0 else None
 
     def add_excerpts(self, rows: UnitRows, counts: RowTally) -> None:
         """Keep the beginning of the rows that stand for the largest clusters.
@@ -81,7 +85,7 @@ class NearOutput:
         """
         import numpy as np
 
-        if copies is None or not copies.any():
+        if self._signatures is None or copies is None or not copies.any():
             return
         is_kept = copies > 0
         numbers = np.cumsum(copies) - copies + rows_before
@@ -92,8 +96,11 @@ class NearOutput:
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the manifest entries of all files."""
+        if self._signatures is None:
+            return []
         return self._signatures.finish(self._row_options, self.plan.paths)
 
     def close(self) -> None:
         """Close the files."""
-        self._signatures.close()
+        if self._signatures:
+            self._signatures.close()

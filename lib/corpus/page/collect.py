@@ -12,7 +12,7 @@ from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
 from lib.corpus.near.minhash import Bands
-from lib.corpus.near.plan import NearPlan
+from lib.corpus.near.plan import RowPlan
 from lib.corpus.near.recall import estimate_recall
 from lib.corpus.page.facts import (
     HALF,
@@ -31,6 +31,7 @@ from lib.corpus.tally import Tally
 
 PAGE = "report.html"
 _SHOWN_LANGUAGES = 5
+_DIGESTS = ("sha256:", "xxh3:")
 _SHOWN_SOURCES = 5
 
 
@@ -76,7 +77,9 @@ def collect_facts(
             for name, count in counts.languages.items()
         },
         sources=_list_sources(counts),
-        near=_describe_near(dataset.near_plan, counts, row_options) if dataset.near_plan else None,
+        near=_describe_near(dataset.plan, counts, row_options)
+        if dataset.plan and row_options.drops_near
+        else None,
         sections=[
             *sections,
             *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
@@ -132,8 +135,8 @@ def _list_sources(counts: RowTally) -> list[SourceFacts]:
     ]
 
 
-def _describe_near(plan: NearPlan, counts: RowTally, row_options: RowOptions) -> NearFacts:
-    summary = plan.summary
+def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> NearFacts:
+    summary = plan.summary["near"]
     bands = Bands(row_options.near_bands, row_options.near_band_size)
     threshold = row_options.near_threshold
     bins, above = estimate_recall(plan.recall, bands, threshold)
@@ -180,7 +183,9 @@ def _list_digests(options: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of the files that options name, from the identity of a dataset."""
     digests: dict[str, str] = {}
     for name, value in options.items():
-        if isinstance(value, dict):
+        if isinstance(value, str) and value.startswith(_DIGESTS):
+            digests[declared.flag(name)] = value
+        elif isinstance(value, dict):
             digests |= {f"{declared.flag(name)}: {key}": str(each) for key, each in value.items()}
         elif isinstance(value, list):
             for each in value:

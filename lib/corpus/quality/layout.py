@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _ELLIPSIS = 0x2026
 # Flags of a line.
-BULLET, END_MARK, ELLIPSIS = 1, 2, 4
+BULLET, END_MARK, ELLIPSIS = (1 << bit for bit in range(3))
 
 
 class Layout(NamedTuple):
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
     ellipses: np.ndarray
     breaks: np.ndarray
 
-    def count(self, positions: np.ndarray) -> np.ndarray:
+    def count_by_text(self, positions: np.ndarray) -> np.ndarray:
         """Return how many of some increasing positions are in each text."""
         import numpy as np
 
@@ -57,7 +57,7 @@ class Layout(NamedTuple):
         """Return the number of the text for each of some increasing positions."""
         import numpy as np
 
-        return np.repeat(np.arange(len(self.words.text_ends)), self.count(positions))
+        return np.repeat(np.arange(len(self.words.text_ends)), self.count_by_text(positions))
 
     def find_lines(self, positions: np.ndarray) -> np.ndarray:
         """Return the line in which each of some positions is; positions are not before any line."""
@@ -134,7 +134,7 @@ class _LayoutFinder:
         import numpy as np
 
         if not self._found:
-            self._found.append((np.empty(0, np.int64),) * 13)
+            self.add(words.make_empty_piece())
         if len(self._found) == 1:
             return Layout(group.words, *self._found[0])
         return Layout(group.words, *map(np.concatenate, zip(*self._found, strict=True)))

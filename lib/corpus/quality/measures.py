@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 TOP_GRAMS = (2, 3, 4)
 REPEATED_GRAMS = (5, 6, 7, 8, 9, 10)
+_LOREM_IPSUM = PhraseList(["lorem ipsum"])
 
 
 class Texts:
@@ -61,7 +62,7 @@ class Texts:
     @cached_property
     def lines(self) -> np.ndarray:
         """Return the number of lines."""
-        return self.layout.count(self.layout.starts)
+        return self.layout.count_by_text(self.layout.starts)
 
     @cached_property
     def texts_of_lines(self) -> np.ndarray:
@@ -80,7 +81,7 @@ class Texts:
         return divide(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
 
     def sum_lines(self, values: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
-        """Return the sum of the values of the lines of each text, or of some of its lines."""
+        """Return the sum of the values of the lines of each text, or of the selected lines."""
         import numpy as np
 
         texts = self.texts_of_lines
@@ -111,15 +112,15 @@ def measure_gopher(texts: Texts, stop_words: Mapping[str, PhraseList]) -> dict[s
     characters = np.diff(np.append(0, np.cumsum(lengths))[layout.words.text_ends], prepend=0)
     word_length = divide(characters - texts.units, layout.words.counts - texts.units)
     word_length[~texts.has_spaces] = np.nan
-    tokens = layout.count(layout.tokens)
+    tokens = layout.count_by_text(layout.tokens)
     return {
         "words": words,
         "word_length": word_length,
-        "hash_signs": divide(layout.count(layout.hash_signs), words),
-        "ellipses": divide(layout.count(layout.ellipses), words),
+        "hash_signs": divide(layout.count_by_text(layout.hash_signs), words),
+        "ellipses": divide(layout.count_by_text(layout.ellipses), words),
         "bullet_lines": texts.share_lines((layout.flags & BULLET) != 0),
         "ellipsis_lines": texts.share_lines((layout.flags & ELLIPSIS) != 0),
-        "letter_words": divide(tokens - layout.count(layout.plain), tokens),
+        "letter_words": divide(tokens - layout.count_by_text(layout.plain), tokens),
         "stop_words": count_stop_words(texts, stop_words),
     }
 
@@ -205,13 +206,10 @@ def measure_c4(
     layout = texts.layout
     is_kept = _select_c4_lines(texts, limits, phrases)
     return {
-        "sentences": texts.sum_lines((1 + _count_breaks(layout)) * is_kept),
-        "braces": layout.count(layout.braces),
+        "sentences": texts.sum_lines(1 + _count_breaks(layout), is_kept),
+        "braces": layout.count_by_text(layout.braces),
         "lorem_ipsum": _LOREM_IPSUM.count_distinct(layout.words),
     }
-
-
-_LOREM_IPSUM = PhraseList(["lorem ipsum"])
 
 
 def _select_c4_lines(
@@ -266,6 +264,6 @@ def _count_newlines(layout: Layout) -> np.ndarray:
     """Return the newlines of each text, without the one that joins it to the next text."""
     import numpy as np
 
-    counts = layout.count(layout.newlines)
+    counts = layout.count_by_text(layout.newlines)
     counts[:-1] -= 1
     return np.maximum(counts, 0)

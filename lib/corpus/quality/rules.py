@@ -181,7 +181,12 @@ def identify_quality(row_options: RowOptions) -> dict[str, Any]:
     if not row_options.quality:
         return {}
     limits = thresholds.find_limits(row_options.quality, row_options.quality_set)
-    identity: dict[str, Any] = {"quality": limits, "quality_set": []}
+    identity: dict[str, Any] = {
+        "quality": [name for name in thresholds.FAMILIES if name in row_options.quality],
+        "quality_set": {
+            name: thresholds.OFF if limit is None else limit for name, limit in limits.items()
+        },
+    }
     if row_options.quality_words:
         identity["quality_words"] = hashing.file_digest(row_options.quality_words)
     if row_options.quality_except:
