@@ -109,14 +109,7 @@ def check_options(opts: BuildOptions) -> None:
             "--only-splits and --merge exclude each other",
             expected="--only-splits on each machine, then --merge on one",
         )
-    if opts.format == CHAT:
-        for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
-            if is_given:
-                problems.add(
-                    f"{option} and --format chat exclude each other",
-                    expected=f"no {option}, because a conversation is kept complete",
-                )
-    problems.collect(opts.require_used)
+    problems.collect(opts.require_consistent)
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
     for directory in opts.near_against if opts.drops_near else []:

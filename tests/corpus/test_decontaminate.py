@@ -71,6 +71,7 @@ def list_reference_share(question: str, text: str) -> float:
         (HAN, "。".join(HAN[i : i + 20] for i in range(0, 60, 20))),
         (THAI, THAI),
     ],
+    ids=["case", "quoted", "words", "accents", "Han", "Han with punctuation", "Thai"],
 )
 def test_a_copy_is_found_whatever_its_case_punctuation_and_script(question, copy):
     copy = copy or question.upper().replace("E\u0301T\u00c9", "\u00e9te\u0301")
