@@ -25,7 +25,10 @@ WORDS = 8  # of an n-gram
 SHORTEST = 20  # words of a question that is protected
 FEWEST = SHORTEST - WORDS + 1  # n-grams of a question that is protected
 MOST_QUESTIONS = 10  # of a set, that may share an n-gram
-SHORT, SHARED, FREQUENT = ("short", "shared", "frequent")  # why one is unprotected
+# Why a question is unprotected.
+SHORT = "short"
+SHARED = "shared"
+FREQUENT = "frequent"
 _BITS_PER_GRAM = 16  # in a row of the table; at most 1 in 16 other n-grams passes it
 _SHIFT = 24  # bits of a hash that the second row does not look at
 _ARRAYS = ("hashes", "ends", "postings", "sizes", "sets", "numbers", "table")
