@@ -40,6 +40,7 @@ from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
 from lib.corpus.near.plan import RowPlan, describe_bands
@@ -112,8 +113,8 @@ def check_options(opts: BuildOptions) -> None:
     problems.collect(opts.require_consistent)
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
-    for directory in opts.near_against if opts.drops_near else []:
-        problems.collect(partial(signatures.require_parameters, directory, opts))
+    problems.collect(partial(signatures.require_earlier, opts))
+    problems.collect(partial(mask_options.require_masks, opts))
     problems.collect(partial(language.require_language, opts))
     problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -152,6 +153,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             **quality.describe_quality(opts),
             **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
+            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -165,6 +167,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= mask_options.identify_masks(opts)
     chosen |= language.identify_language(opts) | scores.identify_scores(opts)
     chosen |= test_sets.identify_test_sets(opts)
     chosen |= quality.identify_quality(opts)
@@ -294,9 +297,9 @@ def add_units(
             if are_read
             else workers.run(remaining)
         )
-        for result in results:
+        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
             work_units.require_unchanged(result)
-            dataset.add(result)
+            dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
 
@@ -342,35 +345,7 @@ def print_summary(
     )
     summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
     log.table(summary | collect.format_lines(facts, opts.save_dir))
-    print_next(opts)
-
-
-def print_next(opts: BuildOptions) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if opts.format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train(
-                "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
-            )
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", opts.save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        opts.save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
+    report.print_next(opts.format, opts.save_dir)
 
 
 def main(argv: list[str]) -> None:
@@ -395,7 +370,7 @@ def main(argv: list[str]) -> None:
         log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-        print_next(opts)
+        report.print_next(opts.format, opts.save_dir)
         return
 
     # Plan.
