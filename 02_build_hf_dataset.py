@@ -8,7 +8,7 @@
   python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
-  python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
+  python 02_build_hf_dataset.py --decontaminate .cache/eval/olmo --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
