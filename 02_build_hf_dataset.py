@@ -10,7 +10,7 @@
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --quality-model good.bin --keep-top 0.1 --mask email,phone
   python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
-  python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
+  python 02_build_hf_dataset.py --decontaminate .cache/eval/olmo --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -125,14 +125,7 @@ def check_options(opts: BuildOptions) -> None:
             "--sample-dropped and --merge exclude each other",
             expected="no --sample-dropped, because a merge does not read the input",
         )
-    if opts.format == CHAT:
-        for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
-            if is_given:
-                problems.add(
-                    f"{option} and --format chat exclude each other",
-                    expected=f"no {option}, because a conversation is kept complete",
-                )
-    problems.collect(opts.require_used)
+    problems.collect(opts.require_consistent)
     problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
