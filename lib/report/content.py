@@ -23,7 +23,7 @@ _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/to
 _CHARTS = (
     ("Loss", "nats per token", "wide", "train/loss_mean", "train/loss|eval/loss(/.+)?"),
     ("Bits per byte", "bits per byte", "", "eval/bits_per_byte", "eval/.+/bits_per_byte"),
-    ("Accuracy in tasks", "share of the items", "zero", "eval/accuracy", "eval/.+/accuracy"),
+    ("Accuracy in tasks", "share of the items", "zero", "accuracy", "eval/.+/accuracy"),
     ("Gradient norm", "norm before clipping", "log", "train/grad_norm", ""),
     ("Learning rate", "learning rate", "zero", "train/learning_rate", ""),
     ("Speed", "tokens/s of all ranks", "zero", "perf/tokens_per_sec", ""),
