@@ -329,10 +329,10 @@ def make_checkpointer(
     import torch
 
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
+    from lib.core.run_records import read_config
     from lib.planning import capacity
     from lib.train.copying import make_copier
     from lib.train.output.bench_report import NoCheckpoints
-    from lib.train.output.journal import read_config
 
     config = plan.config
     if config.bench:

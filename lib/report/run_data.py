@@ -44,7 +44,7 @@ class RunData:
         self.experiment = experiment
         self.name = run_records.one_line(experiment.root.absolute().name)
         self.state = run_records.read_state(experiment.state)
-        self.config = journal.read_config(experiment)
+        self.config = run_records.read_config(experiment)
         lines = (line for chunk in _read_lines(experiment.events) for line in chunk)
         self.events = [event for event in map(run_records.parse_row, lines) if event]
         self.series: defaultdict[str, Series] = defaultdict(lambda: Series(columns))

@@ -148,18 +148,18 @@ def test_families(place: Path, tmp_path: Path, family: str) -> None:
     assert read_values(tmp_path, "one.json") == read_values(tmp_path, "two.json")
 
 
-def test_a_run_stands_for_its_newest_export_and_what_lacks_weights_is_refused(
+def test_a_run_without_checkpoints_stands_for_its_newest_export(
     place: Path, tmp_path: Path
 ) -> None:
     from lib.core.errors import ArtifactError, UsageError
     from lib.core.paths import Experiment
-    from lib.evaluate import open_model
+    from lib.evaluate.open_model import find_source
 
     run = Experiment(tmp_path, "exp")
     run.model.mkdir(parents=True)
     with pytest.raises(ArtifactError) as caught:
-        open_model.find_directory(str(run.root), tmp_path)
-    assert "05_export_checkpoint.py" in caught.value.run
+        find_source(str(run.root), tmp_path, None, None)
+    assert "no checkpoint and no export" in str(caught.value)
     for step, name in ((20, "final"), (10, "step_00000010")):
         export = run.exports / name
         save_model(export)
@@ -174,12 +174,13 @@ def test_a_run_stands_for_its_newest_export_and_what_lacks_weights_is_refused(
             files=files,
             summary={"step": step},
         )
-    assert open_model.find_directory(str(run.root), tmp_path) == run.exports / "final"
+    source = find_source(str(run.root), tmp_path, None, None)
+    assert (source.path, source.checkpoint) == (run.exports / "final", None)
     (run.exports / "final" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError):
-        open_model.find_directory(str(run.root), tmp_path)
+        find_source(str(run.root), tmp_path, None, None)
     with pytest.raises((ArtifactError, UsageError)):
-        open_model.find_directory("nothing", tmp_path)
+        find_source("nothing", tmp_path, None, None)
 
 
 def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> None:
