@@ -1,4 +1,4 @@
-# covers: lib/pages/svg.py, lib/pages/page.py, lib/pages/style.css
+# covers: lib/pages/svg.py, lib/pages/series.py, lib/pages/page.py, lib/pages/style.css
 """Charts and pages without a run: hostile numbers and texts, gaps, and a strict check of HTML."""
 
 from __future__ import annotations
