@@ -130,7 +130,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
             gpus.warn_without_offload(asked.device)
         gpus.report_unused(asked.device)
     config, model, memory = settle_options(asked, experiment, inputs)
-    tasks = read_tasks(config)
+    tasks = read_tasks(config, inputs.corpora)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
         memory_fit.warn_of_memory(config, inputs, memory)
