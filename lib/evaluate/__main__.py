@@ -155,17 +155,19 @@ def _evaluate(
 ) -> tuple[list[TaskResult], str, int]:
     """Return the results, the precision and the window. All ranks must call this."""
     from lib.evaluate import open_model, passes, scoring
+    from lib.models.architecture import read_config
     from lib.tokens.build import require_vocabulary
     from lib.tokens.encode import Encoder
 
     began = time.monotonic()
+    # First what the config and the tokenizer show, since loading may take minutes.
+    config = read_config(source.directory, opts.trust_remote_code).get_text_config()
     encoder = Encoder(source.directory, 1)
+    require_vocabulary(encoder.vocab_size, config.vocab_size, source.directory)
+    window = open_model.choose_window(config, opts.max_length)
+    suite = passes.encode_suite(tasks, encoder, window)
     precision = opts.precision or open_model.default_precision(layout)
     model = open_model.load_model(source, precision, layout, opts.trust_remote_code)
-    vocabulary = model.config.get_text_config().vocab_size
-    require_vocabulary(encoder.vocab_size, vocabulary, source.directory)
-    window = open_model.choose_window(model, opts.max_length)
-    suite = passes.encode_suite(tasks, encoder, window)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
     count = plan.count_passes(layout.dp_size)
     with Progress("evaluating", count, "batches", not opts.no_progress) as bar:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lib.checkpoints import commit, snapshot
 from lib.checkpoints.commit import Checkpoint
@@ -107,13 +107,13 @@ def load_model(
     return model
 
 
-def choose_window(model: PreTrainedModel, asked: int | None) -> int:
-    """Return the most tokens that the model reads at once.
+def choose_window(config: PretrainedConfig, asked: int | None) -> int:
+    """Return the most tokens that a model reads at once.
 
-    asked: the value of --max-length, None for the longest that the config allows. Raises UsageError
-    if the model does not allow as many.
+    config: of its text. asked: the value of --max-length, None for the longest that the config
+    allows. Raises UsageError if the model does not allow as many.
     """
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None)
     if asked and longest and asked > longest:
         raise UsageError(
             f"--max-length {asked} is longer than the model allows",

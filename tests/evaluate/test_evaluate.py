@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,24 @@ def test_a_run_without_checkpoints_stands_for_its_newest_export(
         find_source(str(run.root), tmp_path, None, None)
     with pytest.raises((ArtifactError, UsageError)):
         find_source("nothing", tmp_path, None, None)
+
+
+def test_texts_that_cannot_be_scored_are_reported_before_the_weights_are_read(
+    place: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "model", tmp_path / "model")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
+        if (path := tmp_path / "model" / name).exists():
+            content = json.loads(path.read_text())
+            for key in ("bos_token", "eos_token", "bos_token_id", "eos_token_id"):
+                content.pop(key, None)
+            path.write_text(json.dumps(content))
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[16:40] = b"x" * 24  # the header
+    weights.write_bytes(data)
+    done = evaluate(tmp_path, "model", "--suite", place / "suite", expect=2)
+    assert "has neither BOS nor EOS" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> None:
