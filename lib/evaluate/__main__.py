@@ -12,6 +12,7 @@ is sharded over the ranks; the results are the same.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -38,10 +39,8 @@ def main(argv: list[str]) -> None:
     opts = parse(argv)
     suite_dir = task_files.find_suite(opts.suite, opts.cache_dir)
     tasks = task_files.read_suite(suite_dir, opts.limit)
-    if opts.json and not opts.json.absolute().parent.is_dir():
-        raise UsageError(
-            f"there is no directory {opts.json.absolute().parent}", expected="--json FILE"
-        )
+    if opts.json:
+        _require_writable(opts.json.absolute())
 
     from lib.evaluate import open_model
 
@@ -148,6 +147,16 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     return parser.parse(argv)
+
+
+def _require_writable(path: Path) -> None:
+    """Raise UsageError if a file could not be written after the evaluation."""
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no directory {path.parent}", expected="--json FILE")
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory", expected="--json FILE")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path.parent} cannot be written to", expected="--json FILE")
 
 
 def _evaluate(

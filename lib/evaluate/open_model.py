@@ -54,7 +54,11 @@ def find_source(name: str, cache_dir: Path, step: str | None, base: str | None) 
     """
     path = Path(name).absolute()
     is_checkpoint = path.parent.name == "checkpoints" and paths.step_of(path.name) is not None
-    run = _find_run(str(path.parents[1]) if is_checkpoint else name)
+    if is_checkpoint:
+        name = str(path.parents[1])
+    elif path.name == "checkpoints":
+        name = str(path.parent)
+    run = _find_run(name)
     if run is None:
         if typed := [o for o, v in (("--step", step), ("--model-name", base)) if v]:
             raise UsageError(

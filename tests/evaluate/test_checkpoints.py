@@ -60,6 +60,8 @@ def test_a_checkpoint_gives_the_figures_of_its_export(
 def test_what_cannot_be_evaluated_is_refused(project: Path) -> None:
     run_stage("04_train_fsdp.py", "-e", "lora", *RUN, *LORA, cwd=project)
     run = project / "outputs" / "lora"
+    source = find_source(str(run / "checkpoints"), project, None, str(project / "model"))
+    assert source.checkpoint and source.checkpoint.step == 4
     with pytest.raises(ArtifactError, match="no checkpoint of step 7"):
         find_source(str(run), project, "7", None)
     with pytest.raises(UsageError, match="--step must be a number"):

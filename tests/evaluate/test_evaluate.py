@@ -207,3 +207,5 @@ def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> N
     (tmp_path / "suite" / "bad.jsonl").write_text('{"context": 1}\n')
     done = evaluate(tmp_path, "missing", "--suite", "suite", expect=2)
     assert "line 1" in done.stderr and "Traceback" not in done.stderr
+    done = evaluate(tmp_path, "missing", "--json", "suite", expect=2)
+    assert "suite is a directory" in done.stderr and "Traceback" not in done.stderr
