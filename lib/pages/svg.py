@@ -26,20 +26,21 @@ Labels = Sequence[tuple[str, Callable[[float], str]]]
 
 
 class Line(NamedTuple):
-    """The least, the largest and the mean value in each column; not finite in an empty column.
+    """The least and the largest value in each column; not finite in a column without values.
 
     gaps: columns after which the curve is interrupted. facts: its values in words, by name. form:
     any of the words `faint`, `marked` (values, if they are few), `area` (from `low` to `high`).
+    means: the mean of each column, which a band shows as a line; None for no such line.
     """
 
     label: str
     low: Numbers
     high: Numbers
-    means: Numbers
     gaps: npt.NDArray[np.bool_]
     facts: Mapping[str, str] = {}
     style: int = 0
     form: str = ""
+    means: Numbers | None = None
 
     def render(self, drawing: str) -> str:
         """Return the SVG of the curve, with its label as tooltip. drawing: paths and marks."""
@@ -139,7 +140,7 @@ def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], height: 
     columns = np.flatnonzero(np.isfinite(curve.low) & np.isfinite(curve.high))
     top = place(curve.high).round(1).tolist()
     bottom = place(curve.low).round(1).tolist()
-    means = place(curve.means).round(1).tolist()
+    means = top if curve.means is None else place(curve.means).round(1).tolist()
     is_band = len(columns) and np.mean(curve.low[columns] < curve.high[columns]) > 0.5
     is_filled = is_band or "area" in curve.form
     gaps = np.flatnonzero(np.diff(np.cumsum(curve.gaps)[columns])) + 1
@@ -149,12 +150,14 @@ def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], height: 
         if is_filled:  # so that a spike stays visible
             edge = [(x, top[x]) for x in piece] + [(x, bottom[x]) for x in reversed(piece)]
             area += "M" + "L".join(f"{x},{y:g}" for x, y in edge) + "h0"
-        if "area" not in curve.form:
+        if "area" not in curve.form and (curve.means is not None or not is_band):
             points = [(x, y) for x in piece for y in dict.fromkeys((top[x], bottom[x]))]
             points = [(x, means[x]) for x in piece] if is_band else points
             # `h0` makes a dot of a single point.
             line += "M" + "L".join(f"{x},{y:g}" for x, y in points) + "h0"
-    parts = [f'<path class="{"band" if line else "sum"}" d="{area}"/>'] if area else []
+    parts = (
+        [f'<path class="{"sum" if "area" in curve.form else "band"}" d="{area}"/>'] if area else []
+    )
     parts += [f'<path d="{line}"/>'] if line else []
     # The middle of a column is at its number.
     box = f'viewBox="-0.5 0 {count} {height}" preserveAspectRatio="none"'

@@ -186,11 +186,11 @@ def _make_curves(runs: Sequence[RunData], panel: Panel) -> list[Line]:
             key if is_alone else run.name,
             series.low,
             series.high,
-            series.column_means(),
             series.gaps,
             series.describe(),
             style=number if is_alone else runs.index(run),
             form="marked" if key.startswith("eval/") else "",
+            means=series.column_means(),
         )
         if is_alone and number and key == "train/loss":
             curve = curve._replace(style=0, form="faint")
@@ -209,5 +209,5 @@ def _stack_phases(run: RunData) -> list[Line]:
         above = np.fmax(means, below) if key == _PHASES[-1] else below + means
         label = f"rest of {key}" if key == _PHASES[-1] else key
         facts = series.describe()
-        curves.append(Line(label, below, above, means, series.gaps, facts, number, "area"))
+        curves.append(Line(label, below, above, series.gaps, facts, number, "area"))
     return curves

@@ -76,7 +76,7 @@ def make_curve(values: dict[int, float], **more: object) -> Line:
     for column, value in values.items():
         low[column] = value if np.isfinite(value) else np.inf
         gaps[column] = not np.isfinite(value)
-    return Line("curve", low, np.where(np.isfinite(low), low, -np.inf), low, gaps, **more)
+    return Line("curve", low, np.where(np.isfinite(low), low, -np.inf), gaps, **more)
 
 
 def draw(*curves: Line, form: str = "", end: float = 1000.0) -> str:

@@ -9,7 +9,7 @@ minima, that happens with probability 1 − (1 − sʳ)ᵇ.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lib.corpus import shingles
 from lib.corpus.shingles import Shingles
@@ -66,40 +66,3 @@ def _draw_numbers(bands: Bands) -> tuple[np.ndarray, np.ndarray]:
     orders = (shingles.draw_odd_numbers(count, 3) >> np.uint64(31)).astype(np.uint32)
     factors = shingles.draw_odd_numbers(count, 4).reshape(bands)
     return orders | np.uint32(1), factors
-
-
-class KeyWriter:
-    """Write the band keys of texts to a file, in batches of texts.
-
-    words: number of words in a shingle. `write` takes the text of a row, None for a row that is not
-    compared; the rest is written at the end of the context.
-    """
-
-    def __init__(self, file: BinaryIO, words: int, bands: Bands) -> None:
-        self._file = file
-        self._words = words
-        self._bands = bands
-        self._texts: list[str] = []
-        self._characters = 0
-
-    def __enter__(self) -> KeyWriter:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._flush()
-
-    def write(self, text: str | None) -> None:
-        """Add the text of a row, None for a row that is not compared."""
-        text = text or ""
-        if self._characters + len(text) > shingles.BATCH_CHARACTERS:
-            self._flush()
-        self._texts.append(text)
-        self._characters += len(text)
-
-    def _flush(self) -> None:
-        if self._texts:
-            texts = shingles.hash_texts(self._texts, self._words)
-            self._file.write(compute_keys(texts, self._bands).tobytes())
-            self._texts.clear()
-            self._characters = 0

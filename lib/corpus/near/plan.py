@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import units
-from lib.corpus import minhash
-from lib.corpus.disk_array import DiskArray
 from lib.corpus.inputs import InputFile
-from lib.corpus.minhash import Bands
+from lib.corpus.near import minhash, recall
+from lib.corpus.near.disk_array import DiskArray
+from lib.corpus.near.minhash import Bands
+from lib.corpus.near.signatures import EarlierDataset, list_paths
 from lib.corpus.row_options import UPSAMPLE, RowOptions
-from lib.corpus.signatures import EarlierDataset, list_paths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,8 +22,10 @@ LEADERS = "leaders"  # int64: 1 + the number of the kept row that a row duplicat
 RULES = "rules"  # uint8
 SIMILARITIES = "similarities"  # float32
 SIZES = "sizes"  # uint32: number of rows that were dropped against this one
-KEPT, COPY, NEAR = range(3)  # rules
-RULE_NAMES = {COPY: "duplicates", NEAR: "near_duplicates"}  # in the tables of selection.py
+SCORES = "scores"  # float32, of --quality-model
+KEPT, COPY, NEAR, LOW = range(4)  # rules
+# In the tables of selection.py, in the order of application.
+RULE_NAMES = {LOW: "low_scores", COPY: "duplicates", NEAR: "near_duplicates"}
 # FineWeb-2: from this size of a cluster on, its row is written so many times.
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
 _LARGEST = 10  # clusters in the manifest
@@ -91,7 +93,8 @@ class PlanArrays:
 class PlannedRows(NamedTuple):
     """Contain the plan of some rows, one entry per row in each array.
 
-    copies: how many times the row is written. sizes: of its cluster. leaders: see LEADERS.
+    copies: how many times the row is written. sizes: of its cluster. leaders: see LEADERS. scores:
+    None unless a share of the rows is kept.
     """
 
     copies: np.ndarray
@@ -100,14 +103,22 @@ class PlannedRows(NamedTuple):
     leaders: np.ndarray
     similarities: np.ndarray
     places: np.ndarray
+    scores: np.ndarray | None
 
     def list_dropped(self) -> list[tuple[str, np.ndarray]]:
         """Return which rows are dropped (bool [rows]), by the name of the decision."""
         return [(name, self.rules == rule) for rule, name in RULE_NAMES.items()]
 
+    def find_value(self, row: int) -> float:
+        """Return what a decision has measured for a dropped row: its similarity or its score."""
+        rule = self.rules[row]
+        if rule == LOW and self.scores is not None:
+            return float(self.scores[row])
+        return 1.0 if rule == COPY else float(self.similarities[row])
 
-class NearPlan:
-    """Read the plan. summary: for the manifest."""
+
+class RowPlan:
+    """Read the plan. It is made by build.py."""
 
     def __init__(
         self,
@@ -128,6 +139,26 @@ class NearPlan:
         self._similarities = DiskArray(directory / SIMILARITIES, np.float32)
         self._sizes = DiskArray(directory / SIZES, np.uint32)
         self._places = DiskArray(directory / "places", np.uint64, width=2)
+        self._scores = (
+            DiskArray(directory / SCORES, np.float32) if row_options.keep_top is not None else None
+        )
+        arrays = (self._rules, self._sizes, self._leaders, self._similarities, self._places)
+        self._arrays = [*arrays, *([self._scores] if self._scores else [])]
+
+    @property
+    def first_new(self) -> int:
+        """Return the number of the first row that is not in an earlier dataset."""
+        return int(self._state["first_new"])
+
+    @property
+    def largest(self) -> list[tuple[int, int]]:
+        """Return the size of each of the largest clusters, and the number of its kept row."""
+        return [(size, row) for size, row in self._state.get("largest", [])]
+
+    @property
+    def recall(self) -> list[list[float]]:
+        """Return the counts of a RecallSample; empty if an earlier version has made the plan."""
+        return self._state.get("recall", [])
 
     def select(self, first: int, rows: int) -> PlannedRows:
         """Return the plan of rows. first: of all rows of the build, without earlier datasets."""
@@ -142,9 +173,16 @@ class NearPlan:
             steps = np.array([*_COPIES])
             copies = np.array([*_COPIES.values()])[np.searchsorted(steps, sizes, "right") - 1]
         copies[rules != KEPT] = 0
-        arrays = (self._leaders, self._similarities, self._places)
-        planned = PlannedRows(copies, sizes, rules, *(array.values[own].copy() for array in arrays))
-        for array in (self._rules, self._sizes, *arrays):
+        planned = PlannedRows(
+            copies,
+            sizes,
+            rules,
+            leaders=self._leaders.values[own].copy(),
+            similarities=self._similarities.values[own].copy(),
+            places=self._places.values[own].copy(),
+            scores=self._scores.values[own].copy() if self._scores else None,
+        )
+        for array in self._arrays:
             array.release()
         return planned
 
@@ -168,7 +206,16 @@ class NearPlan:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Return the report: settings, probabilities, counts, caps and the largest clusters."""
+        """Return the reports of the decisions that are on, by name."""
+        reports = {}
+        if self._row_options.keep_top is not None:
+            reports["quality"] = self._state["top"]
+        if self._row_options.drops_near:
+            reports["near"] = self._report_near()
+        return reports
+
+    def _report_near(self) -> dict[str, Any]:
+        """Return settings, probabilities, counts, caps and the largest clusters."""
         options = self._row_options
         walk = self._state["walk"]
         bands = Bands(options.near_bands, options.near_band_size)
@@ -184,15 +231,32 @@ class NearPlan:
             "compared_pairs": walk["compared"],
             "candidates_reached": walk["candidates_reached"],
             "members_reached": walk["members_reached"],
+            "recall": self._summarize_recall(bands),
             "largest": [
                 {"size": size, **self.describe_row(row)} for size, row in self._state["largest"]
             ],
         }
 
+    def _summarize_recall(self, bands: Bands) -> list[dict[str, Any]]:
+        """Return the recall of the bins, and at the end of all pairs from the threshold on."""
+        bins, above = recall.estimate_recall(self.recall, bands, self._row_options.near_threshold)
+        return [each.summarize() for each in (*bins, *([above] if above else []))]
+
     def format_lines(self) -> dict[str, str]:
         """Return the lines of the printed summary by label."""
-        summary = self.summary
         options = self._row_options
+        lines = {}
+        if options.keep_top is not None:
+            top = self._state["top"]
+            lines["quality"] = (
+                f"{top['kept']:,} of {units.counted(top['rows'], 'row')} have the highest scores, "
+                f"from {top['score']:.6g} on"
+            )
+        return lines | (self._format_near() if options.drops_near else {})
+
+    def _format_near(self) -> dict[str, str]:
+        options = self._row_options
+        summary = self._report_near()
         return {
             "signatures": describe_bands(options),
             "compared": f"{units.counted(summary['compared_pairs'], 'pair')} exactly; "

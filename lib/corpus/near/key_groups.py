@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lib.core import units
-from lib.corpus.disk_array import BLOCK, DiskArray
-from lib.corpus.minhash import NO_KEY
+from lib.corpus.near.disk_array import BLOCK, DiskArray
+from lib.corpus.near.minhash import NO_KEY
 
 if TYPE_CHECKING:
     import numpy as np

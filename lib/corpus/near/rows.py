@@ -1,4 +1,4 @@
-"""Number the rows of a build that compares near duplicates, and collect their sidecars on disk."""
+"""Number the rows of a build in two passes, and collect their sidecars on disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.corpus import minhash, shingles
+from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
+from lib.corpus.near import minhash
+from lib.corpus.near.signatures import EarlierDataset, ShardRows
 from lib.corpus.row_options import SOURCE, RowOptions
-from lib.corpus.signatures import EarlierDataset, ShardRows
+from lib.corpus.scan import find_source
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
@@ -47,13 +49,8 @@ def read_sidecar(path: Path, rows: int, dtype: Any) -> np.ndarray:
     return np.fromfile(path, dtype).reshape(rows, -1)
 
 
-def find_source(path: str) -> str:
-    """Return the source of a file: its top-level directory, "" if it is in none."""
-    return path.partition("/")[0] if "/" in path else ""
-
-
 class Collector:
-    """Collect the sidecars of all rows: digests, keys by band, and places.
+    """Collect the sidecars of all rows: places, and as needed scores, digests and keys by band.
 
     rows: number of rows so far. not_compared: rows without a key. ranges: where the rows are. The
     files are written if `is_writing`; otherwise only the ranges are collected.
@@ -74,7 +71,12 @@ class Collector:
         self._numbers = {file.path: number for number, file in enumerate(files)}
         self._rows_before = 0
         self._paths_before = 0
-        names = ["digests", "places", *(f"keys.{band}" for band in range(row_options.near_bands))]
+        names = ["places"]
+        if row_options.keep_top is not None:
+            names.append("scores")
+        if row_options.drops_near:
+            bands = range(row_options.near_bands)
+            names += ["digests", *(f"keys.{band}" for band in bands)]
         self._files = {name: (directory / name).open("wb") for name in names} if is_writing else {}
 
     def __enter__(self) -> Collector:
@@ -103,7 +105,10 @@ class Collector:
                 rows = slice(start, start + len(own_places))
                 source = sources[own_places[:, 0].astype(np.int64)]
                 own_places[:, 0] += np.uint64(self._paths_before)
-                self._write(keys.values[rows], digests.values[rows], own_places, source)
+                self._write_places(own_places)
+                self._write_signatures(keys.values[rows], digests.values[rows], source)
+                if "scores" in self._files:  # rows of an earlier dataset are not selected by score
+                    self._files["scores"].write(bytes(4 * len(own_places)))
                 keys.release()
             assert self.rows - first == len(places)
         self._paths_before += len(earlier.paths)
@@ -130,19 +135,27 @@ class Collector:
             numbers = np.array(
                 [self._numbers[path] + self._paths_before for path in paths], np.uint64
             )
-            sources = np.array([_hash_source(self._sources[path]) for path in paths], np.uint64)
-            self._write(
-                read_sidecar(unit.part(f"{split}.keys"), rows, np.uint64),
-                read_sidecar(unit.part(f"{split}.digests"), rows, np.uint64),
-                np.column_stack([np.repeat(numbers, counts), positions[:, 0]]),
-                np.repeat(sources, counts),
-            )
+            self._write_places(np.column_stack([np.repeat(numbers, counts), positions[:, 0]]))
+            if "scores" in self._files:
+                scores = read_sidecar(unit.part(f"{split}.scores"), rows, np.float32)
+                self._files["scores"].write(scores.tobytes())
+            if self._row_options.drops_near:
+                sources = np.array([_hash_source(self._sources[path]) for path in paths], np.uint64)
+                self._write_signatures(
+                    read_sidecar(unit.part(f"{split}.keys"), rows, np.uint64),
+                    read_sidecar(unit.part(f"{split}.digests"), rows, np.uint64),
+                    np.repeat(sources, counts),
+                )
         self._rows_before += result.rows_of_part
 
-    def _write(
-        self, keys: np.ndarray, digests: np.ndarray, places: np.ndarray, sources: np.ndarray
-    ) -> None:
-        """Write the sidecars of some rows. sources: the hash of each row's source."""
+    def _write_places(self, places: np.ndarray) -> None:
+        """Write the number of the file and the position in it of some rows."""
+        import numpy as np
+
+        self._files["places"].write(np.ascontiguousarray(places).tobytes())
+
+    def _write_signatures(self, keys: np.ndarray, digests: np.ndarray, sources: np.ndarray) -> None:
+        """Write the keys and digests of some rows. sources: the hash of each row's source."""
         import numpy as np
 
         has_key = keys[:, 0] != minhash.NO_KEY
@@ -152,7 +165,6 @@ class Collector:
             digests = digests.copy()
             digests[:, 0] ^= sources
         keys = np.where(has_key[:, None], np.maximum(keys, np.uint64(1)), np.uint64(minhash.NO_KEY))
-        self._files["places"].write(np.ascontiguousarray(places).tobytes())
         self._files["digests"].write(np.maximum(digests, np.uint64(1)).tobytes())
         for band, column in enumerate(keys.T):
             self._files[f"keys.{band}"].write(np.ascontiguousarray(column).tobytes())

@@ -1,15 +1,16 @@
-"""Find near duplicates between the two passes of a build.
+"""Decide which rows to keep between the two passes of a build.
 
 The first pass has written a part and sidecars for each work unit. This module numbers the rows of
 all units in order (rows of earlier datasets come first), collects their sidecars in arrays on disk
-(documents.py: digests, keys, places), and then, step by step:
+(rows.py: places, scores, digests, keys), and then, step by step and as the options ask:
 
-1. drops rows whose content equals an earlier row's;
-2. sorts the keys of each band, to find the rows that share one (key_groups.py);
-3. computes the sets of shingles of these rows (shingle_sets.py);
-4. walks the rows in order and finds the leader of each near duplicate (leaders.py).
+1. drops the rows with the lowest scores (classify/top_scores.py);
+2. drops rows whose content equals an earlier row's;
+3. sorts the keys of each band, to find the rows that share one (key_groups.py);
+4. computes the sets of shingles of these rows (shingle_sets.py);
+5. walks the rows in order and finds the leader of each near duplicate (leaders.py).
 
-The result is a plan on disk, which the second pass follows (near_plan.py). A step that was finished
+The result is a plan on disk, which the second pass follows (plan.py). A step that was finished
 before a kill is not repeated.
 """
 
@@ -25,31 +26,36 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import log, manifest, records, units, workers
 from lib.core.progress import Progress
-from lib.corpus import key_groups, near_plan, pool, shingle_sets
-from lib.corpus.disk_array import DiskArray
+from lib.corpus import pool
+from lib.corpus.classify import top_scores
 from lib.corpus.inputs import InputFile
-from lib.corpus.leaders import Limits, SetStore, Walk
-from lib.corpus.near_rows import Collector, RowRange
+from lib.corpus.near import key_groups, shingle_sets
+from lib.corpus.near import plan as near_plan
+from lib.corpus.near.disk_array import DiskArray
+from lib.corpus.near.leaders import Limits, SetStore, Walk
+from lib.corpus.near.minhash import Bands
+from lib.corpus.near.recall import RecallSample
+from lib.corpus.near.rows import Collector, RowRange
+from lib.corpus.near.shingle_sets import SetsTask
+from lib.corpus.near.signatures import EarlierDataset, are_masked
 from lib.corpus.row_options import RowOptions
-from lib.corpus.shingle_sets import SetsTask
-from lib.corpus.signatures import EarlierDataset
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
     import numpy as np
 
-_VERSION = 1  # of the files in the working directory; those of another version are deleted
+_VERSION = 2  # of the files in the working directory; those of another version are deleted
 _DOCUMENTS_AT_ONCE = 1 << 13  # with a shared key, in one step of the walk
 
 
-class NearDuplicates:
-    """Make the plan of a dataset without near duplicates.
+class Planner:
+    """Make the plan of a build in two passes.
 
     directory: working directory, deleted after the second pass. files: the input files in order.
 
-    >>> near = NearDuplicates(directory, row_options, files, workers)
-    >>> if not near.is_collected: …                # the first pass
-    >>> plan = near.make_plan(results)
+    >>> planner = Planner(directory, row_options, files, workers)
+    >>> if not planner.is_collected: …             # the first pass
+    >>> plan = planner.make_plan(results)
     """
 
     def __init__(
@@ -78,9 +84,9 @@ class NearDuplicates:
     @property
     def is_planned(self) -> bool:
         """Return whether the plan is complete."""
-        return "walk" in self._state
+        return "walk" in self._state or ("top" in self._state and not self._row_options.drops_near)
 
-    def make_plan(self, results: Iterable[UnitResult], progress: bool) -> near_plan.NearPlan:
+    def make_plan(self, results: Iterable[UnitResult], progress: bool) -> near_plan.RowPlan:
         """Return the plan. results: of all units in order; not read if the plan is complete."""
         if not self.is_planned:
             collector = Collector(
@@ -96,11 +102,16 @@ class NearDuplicates:
                 self._note(
                     rows=collector.rows, first_new=first_new, not_compared=collector.not_compared
                 )
-            self._find_copies()
-            self._group()
-            self._compute_sets(collector.ranges, progress)
-            self._walk(progress)
-        return near_plan.NearPlan(
+            # After a kill, the arrays may contain a part of an earlier walk.
+            near_plan.create(self._directory, self._state["rows"])
+            if self._row_options.keep_top is not None:
+                self._drop_low_scores(self._row_options.keep_top)
+            if self._row_options.drops_near:
+                self._find_copies()
+                self._group()
+                self._compute_sets(collector.ranges, progress)
+                self._walk(progress)
+        return near_plan.RowPlan(
             self._directory, self._state, self._row_options, self._files, self._earlier
         )
 
@@ -112,17 +123,38 @@ class NearDuplicates:
     def _array(self, name: str, dtype: Any, width: int = 0) -> DiskArray:
         return DiskArray(self._directory / name, dtype, width=width)
 
-    def _find_copies(self) -> None:
-        """Drop rows whose content equals the content of an earlier row.
-
-        This creates the plan anew: after a kill, it may contain a part of an earlier walk.
-        """
+    def _drop_low_scores(self, share: float) -> None:
+        """Drop all rows but the share with the highest scores; of equal scores, keep the first."""
         import numpy as np
 
         first_new = self._state["first_new"]
-        near_plan.create(self._directory, self._state["rows"])
+        rows = self._state["rows"] - first_new
+        kept = top_scores.count_kept(rows, share)
+        path = self._directory / near_plan.SCORES
+        threshold = top_scores.find_threshold(path, first_new, kept)
+        selector = top_scores.Selector(threshold)
+        rules = self._array(near_plan.RULES, np.uint8)
+        for first, scores in self._array(near_plan.SCORES, np.float32).blocks():
+            new = scores[max(0, first_new - first) :]
+            start = first + len(scores) - len(new)
+            rules.values[start : start + len(new)][~selector.select(new)] = near_plan.LOW
+            rules.release()
+        self._note(top={"rows": rows, "kept": kept, "score": threshold.score})
+        log.info(
+            f"quality: {units.counted(rows - kept, 'row')} of {rows:,} are below the score "
+            f"{threshold.score:.6g} of --keep-top {share:g}"
+        )
+
+    def _find_copies(self) -> None:
+        """Drop rows whose content equals the content of an earlier row."""
+        import numpy as np
+
+        first_new = self._state["first_new"]
         path = self._directory / "copies"
-        count = key_groups.write_groups(self._array("digests", np.uint64, 2), None, first_new, path)
+        is_omitted = self._array(near_plan.RULES, np.uint8)
+        count = key_groups.write_groups(
+            self._array("digests", np.uint64, 2), is_omitted, first_new, path
+        )
         firsts = DiskArray(self._directory / "firsts", np.int64, (count,))
         leaders = self._array(near_plan.LEADERS, np.int64)
         rules = self._array(near_plan.RULES, np.uint8)
@@ -205,6 +237,7 @@ class NearDuplicates:
         candidates: file for the numbers of these rows. outputs: receives the file of each task.
         """
         members = self._members()
+        masks = are_masked(self._row_options)
         for number, each in enumerate(ranges):
             documents = _list_documents(members, each.first, each.first + each.rows)
             if len(documents):
@@ -216,6 +249,7 @@ class NearDuplicates:
                     each.row_numbers(documents),
                     str(outputs[-1]),
                     self._row_options,
+                    masks and not each.is_shard,
                 )
 
     def _walk(self, progress: bool) -> None:
@@ -241,7 +275,9 @@ class NearDuplicates:
             store = SetStore(
                 file, self._array("candidates", np.int64), self._array("ends", np.int64)
             )
-            walk = Walk(self._members(), remembered, counts, store, limits)
+            bands = Bands(options.near_bands, options.near_band_size)
+            sample = RecallSample(bands, len(candidates), options.near_threshold)
+            walk = Walk(self._members(), remembered, counts, store, limits, sample)
             for first in range(0, len(candidates), _DOCUMENTS_AT_ONCE):
                 documents = candidates.values[first : first + _DOCUMENTS_AT_ONCE].copy()
                 for document, groups in walk.list_steps(int(documents[0]), int(documents[-1]) + 1):
@@ -251,7 +287,7 @@ class NearDuplicates:
                 walk.release()
                 plan.release()
         largest = plan.finish()
-        self._note(walk=asdict(walk.counts), largest=largest)
+        self._note(walk=asdict(walk.counts), largest=largest, recall=sample.counts)
         self._delete("remembered", "counts", "sets", "ends", "candidates")
         self._delete(*(f"members.{band}" for band in range(options.near_bands)))
 

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from io import BufferedReader
 from typing import TYPE_CHECKING
 
-from lib.corpus.disk_array import DiskArray
+from lib.corpus.near.disk_array import DiskArray
+from lib.corpus.near.recall import RecallSample
 
 if TYPE_CHECKING:
     import numpy as np
 
 _CACHED_BYTES = 32_000_000
+_SAMPLED_LEADERS = 16  # of one document, for the estimate of the recall
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Walk:
 
     members: by band, the pairs `(document, group)` of key_groups.py. remembered: int64, one entry
     per pair of all bands; the leaders of a group are stored from its index on. counts: int32, the
-    number of leaders of the group with this index.
+    number of leaders of the group with this index. sample: receives pairs, to estimate the recall.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class Walk:
         counts: DiskArray,
         sets: SetStore,
         limits: Limits,
+        sample: RecallSample | None = None,
     ) -> None:
         self.counts = WalkCounts()
+        self.sample = sample
         self._members = members
         self._remembered = remembered
         self._group_counts = counts
@@ -121,6 +125,8 @@ class Walk:
         """
         self.counts.documents += 1
         if document >= self._limits.first_new:
+            if self.sample and self.sample.selects(document):
+                self._sample_pairs(self.sample, document, groups)
             for leader in self._list_candidates(groups):
                 similarity = self._compare(document, leader)
                 if similarity >= self._limits.threshold:
@@ -134,7 +140,8 @@ class Walk:
         counts[joined] += 1
         return None
 
-    def _list_candidates(self, groups: np.ndarray) -> list[int]:
+    def _list_shared(self, groups: np.ndarray) -> np.ndarray:
+        """Return the leaders of some groups, once per shared group."""
         import numpy as np
 
         counts = self._group_counts.values[groups]
@@ -144,7 +151,12 @@ class Walk:
             remembered[start : start + count]
             for start, count in zip(groups[counts > 1], counts[counts > 1], strict=True)
         ]
-        shared = np.concatenate([single, *larger]) if larger else single
+        return np.concatenate([single, *larger]) if larger else single
+
+    def _list_candidates(self, groups: np.ndarray) -> list[int]:
+        import numpy as np
+
+        shared = self._list_shared(groups)
         if len(shared) < 2:
             return shared.tolist()
         leaders, keys = np.unique(shared, return_counts=True)
@@ -153,16 +165,33 @@ class Walk:
         order = np.argsort(-keys, kind="stable")
         return leaders[order[: self._limits.candidates]].tolist()
 
+    def _sample_pairs(self, sample: RecallSample, document: int, groups: np.ndarray) -> None:
+        """Add the pairs of a document to the sample, unless a group does not know all leaders."""
+        import numpy as np
+
+        if (self._group_counts.values[groups] >= self._limits.members).any():
+            return
+        leaders, keys = np.unique(self._list_shared(groups), return_counts=True)
+        # Which of many leaders are sampled must not depend on the number of shared bands.
+        step = max(1, len(leaders) // _SAMPLED_LEADERS)
+        for leader, shared in zip(leaders[::step].tolist(), keys[::step].tolist(), strict=True):
+            sample.add(self._measure(document, leader), shared)
+
     def _compare(self, document: int, leader: int) -> float:
         """Return the Jaccard similarity of two documents, 0 if their sizes exclude it."""
+        sizes = sorted((len(self._sets.read(leader)), len(self._sets.read(document))))
+        if sizes[0] / sizes[1] < self._limits.threshold:
+            return 0.0
+        self.counts.compared += 1
+        return self._measure(document, leader)
+
+    def _measure(self, document: int, leader: int) -> float:
+        """Return the Jaccard similarity of two documents."""
         import numpy as np
 
         one = self._sets.read(leader)
         two = self._sets.read(document)
         small, large = (one, two) if len(one) < len(two) else (two, one)
-        if len(small) / len(large) < self._limits.threshold:
-            return 0.0
-        self.counts.compared += 1
         places = np.searchsorted(large, small)
         places[places == len(large)] = 0
         common = int((large[places] == small).sum())

@@ -1,0 +1,155 @@
+"""Find repeated lines, paragraphs and word n-grams within texts, by sorting their hashes.
+
+A repeat is an item that equals an earlier item of the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+from lib.corpus.words import draw_odd_numbers, mix
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Each sorted value consists of a hash and, in its low bits, the number of an item. The number of
+# bits must not depend on the other texts of a batch, which has fewer items than that.
+_NUMBER_BITS = 20
+_LONGEST = 10
+
+
+class _Repeats(NamedTuple):
+    """Contain the items that repeat an item, sorted so that repeats of one item are consecutive.
+
+    ranks: increasing; consecutive for repeats of one item. numbers: of the items. previous: numbers
+    of the equal items before them.
+    """
+
+    ranks: np.ndarray
+    numbers: np.ndarray
+    previous: np.ndarray
+
+
+def find_repeats(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    """Return the numbers of items that repeat earlier ones of the same text, increasing.
+
+    hashes: uint64. texts: the number of the text of each item; those of a text are consecutive.
+    """
+    import numpy as np
+
+    return np.sort(_group_repeats(hashes, texts).numbers)
+
+
+def place_factors(places: np.ndarray) -> np.ndarray:
+    """Return an odd number (uint64) for each place in a sequence, to hash the sequence by a sum."""
+    import numpy as np
+
+    return mix(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
+
+
+def _group_repeats(hashes: np.ndarray, texts: np.ndarray) -> _Repeats:
+    """Return the items that repeat an item of their text; see find_repeats."""
+    import numpy as np
+
+    count = len(hashes)
+    bits = max(_NUMBER_BITS, count.bit_length())
+    packed = hashes >> np.uint64(bits)
+    packed <<= np.uint64(bits)
+    packed |= np.arange(count, dtype=np.uint64)
+    packed.sort()
+    ranks = np.flatnonzero((packed[1:] ^ packed[:-1]) < np.uint64(1 << bits))
+    mask = np.uint64((1 << bits) - 1)
+    numbers = (packed[ranks + 1] & mask).view(np.int64)
+    previous = (packed[ranks] & mask).view(np.int64)
+    is_same = texts[numbers] == texts[previous]
+    return _Repeats(ranks[is_same], numbers[is_same], previous[is_same])
+
+
+def measure_grams(
+    hashes: np.ndarray,
+    before: np.ndarray,
+    text_ends: np.ndarray,
+    tops: Collection[int],
+    repeats: Collection[int],
+) -> dict[int, np.ndarray]:
+    """Return, by n, the share of the characters of words that repeated n-grams contain [texts].
+
+    hashes: of all words. before: characters in the words before each word, [words + 1]. tops: the
+    values of n for which this is the most frequent n-gram, its characters times the number of its
+    occurrences, if it has two (of several equally frequent ones the longest). repeats: the values
+    of n for which these are the words of all repeats, each word once.
+    A text without words has the share 0.
+    """
+    import numpy as np
+
+    count = len(text_ends)
+    texts = np.repeat(np.arange(count, dtype=np.int32), lengths_of(text_ends))
+    totals = np.maximum(lengths_of(before[text_ends]), 1)
+    factors = draw_odd_numbers(_LONGEST, 5)
+    results: dict[int, np.ndarray] = {}
+    starts = np.arange(max(0, len(hashes) - 1))
+    sums = hashes[:-1] * factors[0]
+    of_texts = texts[:-1].copy()
+    crossing = text_ends[(text_ends > 0) & (text_ends < len(hashes))] - 1
+    of_texts[crossing] = -1 - crossing  # no pair of words of two texts equals another one
+    for n in range(2, max((*tops, *repeats), default=0) + 1):
+        sums += (hashes[1:] if n == 2 else hashes[starts + (n - 1)]) * factors[n - 1]
+        found = _group_repeats(sums, of_texts)
+        is_repeat = np.zeros(len(starts), bool)
+        is_repeat[found.numbers] = True
+        if n in tops:
+            results[n] = _find_top(found, starts, n, before, of_texts, count) / totals
+        elif n in repeats:
+            results[n] = _cover(starts[is_repeat], n, before, texts, count) / totals
+        # NOTE: an n-gram can only be repeated if both (n − 1)-grams in it are.
+        is_repeat[found.previous] = True
+        is_next = is_repeat[:-1] & is_repeat[1:]
+        is_next &= starts[1:] - starts[:-1] == 1
+        following = np.flatnonzero(is_next)
+        starts = starts[following]
+        sums = sums[following]
+        of_texts = of_texts[following]
+    return results
+
+
+def lengths_of(ends: np.ndarray) -> np.ndarray:
+    """Return the lengths of consecutive spans, the first of which starts at 0."""
+    lengths = ends.copy()
+    lengths[1:] -= ends[:-1]
+    return lengths
+
+
+def _find_top(
+    found: _Repeats,
+    starts: np.ndarray,
+    n: int,
+    before: np.ndarray,
+    texts: np.ndarray,
+    count: int,
+) -> np.ndarray:
+    """Return the characters of the most frequent n-gram times its occurrences, by text."""
+    import numpy as np
+
+    is_first = np.ones(len(found.ranks), bool)
+    np.not_equal(found.ranks[1:], found.ranks[:-1] + 1, out=is_first[1:])
+    firsts = np.flatnonzero(is_first)
+    occurrences = np.append(firsts[1:], len(is_first)) - firsts + 1
+    grams = found.previous[firsts]
+    words = starts[grams]
+    tops = np.zeros(count, np.int64)
+    np.maximum.at(tops, texts[grams], (occurrences << 32) + before[words + n] - before[words])
+    return (tops >> 32) * (tops & 0xFFFFFFFF)
+
+
+def _cover(
+    starts: np.ndarray, n: int, before: np.ndarray, texts: np.ndarray, count: int
+) -> np.ndarray:
+    """Return the characters of the words in n-grams at increasing starts, each word once."""
+    import numpy as np
+
+    previous = np.empty_like(starts)
+    previous[:1] = 0
+    previous[1:] = starts[:-1] + n
+    characters = before[starts + n] - before[np.maximum(starts, previous)]
+    return np.bincount(texts[starts], characters, count)
