@@ -39,7 +39,7 @@ ROOMS = {
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
     "report": {"core", "pages", "train"},
-    "evaluate": {"core", "tokens", "models", "hub", "parallel"},
+    "evaluate": {"core", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
     "train": {
         "core",
         "tokens",
