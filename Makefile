@@ -168,13 +168,13 @@ demo-chat: $(VENV)/installed
 	  --question 'What does shutil.copyfile do?' --question 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'
+	$(PYTEST) -q -n 4 --dist worksteal -m 'not slow and not long and not gpu'
 
 test-long: $(VENV)/installed-dev
 	$(PYTEST) -m long -rs
 
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -q -n 3 --dist worksteal -m 'slow and not long'
+	$(PYTEST) -q -n 4 --dist worksteal -m 'slow and not long'
 
 test-faults: $(VENV)/installed-dev
 	$(PY) -m tests.random_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))

@@ -142,6 +142,7 @@ def test_a_rank_killed_during_a_save_ends_the_other(
     undisturbed(ranks=2).require_same(outputs)
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_stopped_for_a_while(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):

@@ -324,6 +324,7 @@ def rows_of(dataset: str) -> int:
     return len(datasets.load_from_disk(dataset))
 
 
+@pytest.mark.slow
 def test_remedies_for_conversations_work(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
@@ -582,6 +583,7 @@ def test_remedies_for_a_bad_generation_config_work(there: Terminal) -> None:
     there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
 
 
+@pytest.mark.slow
 def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:
     """A run that diverged goes on at a lower rate, in a real shell, from another directory."""
     shutil.rmtree("outputs/run/checkpoints/step_00000004")

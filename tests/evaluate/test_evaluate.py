@@ -138,7 +138,10 @@ def test_results_are_the_same_for_any_ranks_and_batch_size(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    [*(pytest.param(name, marks=pytest.mark.long) for name in ("gemma3", "mixtral")), "gpt2"],
+)
 def test_families(place: Path, tmp_path: Path, family: str) -> None:
     save_tokenizer(tmp_path / "model", place / "text")
     save_model(tmp_path / "model", FAMILIES[family](VOCABULARY))
