@@ -171,7 +171,7 @@ def run_stage(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment
         )
     else:
-        result = _run_forked(
+        result = run_forked(
             server, command, script, arguments, cwd, environment, ranks, timeout, before
         )
     if expect is not None:
@@ -182,7 +182,7 @@ def run_stage(
     return result
 
 
-def _run_forked(
+def run_forked(
     server: forks.ForkServer,
     command: list[str],
     script: str,
@@ -193,6 +193,7 @@ def _run_forked(
     timeout: float,
     before: str,
 ) -> subprocess.CompletedProcess:
+    """Run a script as a fork of a server and return its result; see `run_stage`."""
     options = {"before": before, "given": {}} if before else {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         launch = forks.Launch(

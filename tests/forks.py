@@ -102,19 +102,22 @@ class Launch:
 
 
 class ForkServer:
-    """A process of fork_server.py that has imported the modules of a kind and forks launches."""
+    """A process of fork_server.py that has imported the modules of a kind and forks launches.
 
-    def __init__(self, kind: str) -> None:
+    root: the directory of the code, which contains tests/fork_server.py.
+    """
+
+    def __init__(self, kind: str, root: Path = ROOT) -> None:
         our_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests = our_socket
         self._kind = kind
         self._environment = {**_INITIAL_ENVIRONMENT, "PYTHONPATH": _GUARD}
-        command = [sys.executable, str(ROOT / "tests" / "fork_server.py"), kind]
+        command = [sys.executable, str(root / "tests" / "fork_server.py"), kind]
         self._process = subprocess.Popen(
             command,
             stdin=server_socket,
             stdout=subprocess.DEVNULL,
-            cwd=ROOT,
+            cwd=root,
             start_new_session=True,
             env={**self._environment, "NETWORK_GUARD_REPORT": os.devnull},
         )
