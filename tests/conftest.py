@@ -154,6 +154,7 @@ def run_stage(
     timeout: float = 300,
     fresh: bool = False,
     before: str = "",
+    pages: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run a stage in a directory, assert its exit code (None: any) and return its result.
 
@@ -161,7 +162,8 @@ def run_stage(
     no page.
     fresh: start a new interpreter, and torchrun, as a user does. An environment that matters for
     imports has the same effect. ranks: number of ranks, if not 0; the exit code is then 1 for any
-    failure, as with torchrun. before: `module:function` that a fork calls first.
+    failure, as with torchrun. before: `module:function` that a fork calls first. pages: whether a
+    fork draws plots and pages.
     """
     command = stage_command(script, *arguments, ranks=ranks)
     environment = {**os.environ, **forks.CPU_VARIABLES, **(env or {})}
@@ -172,7 +174,7 @@ def run_stage(
         )
     else:
         result = run_forked(
-            server, command, script, arguments, cwd, environment, ranks, timeout, before
+            server, command, script, arguments, cwd, environment, ranks, timeout, before, pages
         )
     if expect is not None:
         assert result.returncode == expect, (
@@ -191,10 +193,13 @@ def run_forked(
     environment: dict[str, str],
     ranks: int,
     timeout: float,
-    before: str,
+    before: str = "",
+    pages: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run a script as a fork of a server and return its result; see `run_stage`."""
-    options = {"before": before, "given": {}} if before else {}
+    options: dict[str, Any] = {"pages": pages}
+    if before:
+        options |= {"before": before, "given": {}}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         launch = forks.Launch(
             server.start(

@@ -71,7 +71,7 @@ def run_changed(copy: Path) -> Iterator[Callable[..., str]]:
             servers.append(forks.ForkServer("stages", copy))
         environment = {**os.environ, **forks.CPU_VARIABLES}
         path = str(copy / script)
-        done = run_forked(servers[0], [path], path, words, copy, environment, 0, 120, "")
+        done = run_forked(servers[0], [path], path, words, copy, environment, 0, 120)
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr
 
