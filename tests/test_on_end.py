@@ -264,7 +264,7 @@ def test_a_rank_whose_torchrun_was_killed_calls_once(project: Path, ranks: int) 
 def test_torchrun_that_restarts_calls_at_the_last_end(project: Path, is_killed_again: bool) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node=2", "--max-restarts=1"]
-    command = [*torchrun, ROOT / SCRIPT, *TRAIN, "--max-steps", 400, "--ckpt-freq", 100, *ON_END]
+    command = [*torchrun, ROOT / SCRIPT, *TRAIN, "--max-steps", 160, "--ckpt-freq", 40, *ON_END]
     process = start_command(project, command)
     first = find_ranks(project)
     os.kill(first[0], signal.SIGKILL)
@@ -347,7 +347,7 @@ def test_only_the_launcher_of_node_0_calls_and_all_leave_after_it(
 def test_a_real_launch_calls_once_after_a_kill(project: Path, victim: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "BACKOFF_SECONDS": "0.1"}
     launch = ["bash", ROOT / "launch" / "single_node.sh", "--nproc-per-node", 2, "--"]
-    command = [*launch, *TRAIN, "--max-steps", 300, "--ckpt-freq", 100, *ON_END]
+    command = [*launch, *TRAIN, "--max-steps", 160, "--ckpt-freq", 40, *ON_END]
     process = start_command(project, command, env=environment)
     if victim == "rank":
         os.kill(find_ranks(project)[0], signal.SIGKILL)

@@ -324,7 +324,6 @@ def rows_of(dataset: str) -> int:
     return len(datasets.load_from_disk(dataset))
 
 
-@pytest.mark.slow
 def test_remedies_for_conversations_work(there: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
@@ -583,7 +582,6 @@ def test_remedies_for_a_bad_generation_config_work(there: Terminal) -> None:
     there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
 
 
-@pytest.mark.slow
 def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:
     """A run that diverged goes on at a lower rate, in a real shell, from another directory."""
     shutil.rmtree("outputs/run/checkpoints/step_00000004")
@@ -903,6 +901,13 @@ def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
             words = shlex.split(line)
             assert Path(words[0]).name in programs and not line.endswith(" "), (name, line)
             assert all((ROOT / word).exists() for word in words if word.startswith("launch/"))
+
+
+def test_all_tests_of_this_file_run_together() -> None:
+    """If one of them were slow or long, no command would run all, and none would check the rest."""
+    tests = [value for name, value in globals().items() if name.startswith("test_")]
+    marks = {mark.name for test in tests for mark in getattr(test, "pytestmark", [])}
+    assert not marks & {"slow", "long"}
 
 
 def require_every_remedy(written: list[Path]) -> None:
