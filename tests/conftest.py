@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -59,6 +60,9 @@ pytest_plugins = [
     "tests.make_targets",
     "tests.needs",
 ]
+if not worker and re.search(r"(^| )-n ?[1-9]", " ".join(sys.argv[1:])):
+    # This process only starts others, which run the tests; the imports would delay them.
+    pytest_plugins.clear()
 
 
 @pytest.fixture(autouse=True)
