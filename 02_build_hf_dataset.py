@@ -5,7 +5,10 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
+  python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
+  python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -32,12 +35,19 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, signatures, split_parts, work_units
-from lib.corpus.dataset import NEAR, PARTS, DatasetWriter
+from lib.corpus import inputs, pool, report, split_parts, work_units
+from lib.corpus.classify import language, scores
+from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
+from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.inputs import InputFile
-from lib.corpus.near import NearDuplicates
-from lib.corpus.near_plan import NearPlan, describe_bands
+from lib.corpus.masks import mask_options, second_pass
+from lib.corpus.near import signatures
+from lib.corpus.near.build import Planner
+from lib.corpus.near.plan import RowPlan, describe_bands
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
@@ -107,17 +117,13 @@ def check_options(opts: BuildOptions) -> None:
                     f"{option} and --format chat exclude each other",
                     expected=f"no {option}, because a conversation is kept complete",
                 )
-    if not opts.drops_near:
-        defaults = RowOptions()
-        given = [name for name in vars(defaults) if name.startswith("near_")]
-        for name in given:
-            if getattr(opts, name) != getattr(defaults, name):
-                problems.add(
-                    f"{declared.flag(name)} needs --dedup near",
-                    expected=f"--dedup near, or no {declared.flag(name)}",
-                )
-    for directory in opts.near_against if opts.drops_near else []:
-        problems.collect(partial(signatures.require_parameters, directory, opts))
+    problems.collect(opts.require_used)
+    problems.collect(partial(test_sets.require_test_sets, opts))
+    problems.collect(partial(quality.require_quality, opts))
+    problems.collect(partial(signatures.require_earlier, opts))
+    problems.collect(partial(mask_options.require_masks, opts))
+    problems.collect(partial(language.require_language, opts))
+    problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -150,7 +156,11 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **language.describe_language(opts),
+            **quality.describe_quality(opts),
+            **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
+            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -164,6 +174,10 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= mask_options.identify_masks(opts)
+    chosen |= language.identify_language(opts) | scores.identify_scores(opts)
+    chosen |= test_sets.identify_test_sets(opts)
+    chosen |= quality.identify_quality(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -176,8 +190,9 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
+    whole = test_sets.add_frequent(make_identity(opts, files), row_options)
     for name in names:
-        identity = split_parts.make_parts_identity(make_identity(opts, files), by_split[name])
+        identity = split_parts.make_parts_identity(whole, by_split[name])
         if publish.is_done(
             root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
         ):
@@ -238,20 +253,20 @@ def build_split(
     )
 
 
-def plan_near(
+def plan_rows(
     opts: BuildOptions,
     row_options: RowOptions,
     files: Sequence[InputFile],
     tasks: Sequence[work_units.WorkUnit],
     directory: Path,
-) -> NearPlan:
-    """Return which rows are near duplicates; reads all files before, unless parts are merged.
+) -> RowPlan:
+    """Return which rows are kept; reads all files before, unless parts are merged.
 
     directory: for the work of this step. A later run reuses what a killed one has finished.
     """
-    near = NearDuplicates(directory, row_options, files, opts.num_workers)
+    planner = Planner(directory, row_options, files, opts.num_workers)
     progress = not opts.no_progress
-    if not (opts.merge or near.is_collected):
+    if not (opts.merge or planner.is_collected):
         total = sum(task.bytes for task in tasks)
         with (
             UnitPool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
@@ -260,7 +275,7 @@ def plan_near(
             for result in workers.run(tasks):
                 work_units.require_unchanged(result)
                 bar.advance(result.unit.bytes)
-    return near.make_plan(
+    return planner.make_plan(
         split_parts.read_results(tasks, None if opts.merge else directory), progress
     )
 
@@ -278,20 +293,20 @@ def add_units(
         )
     total = sum(task.bytes for task in tasks)
     remaining = tasks[dataset.units :]
-    are_read = opts.merge or opts.drops_near
+    are_read = opts.merge or opts.has_two_passes
     with (
         UnitPool(1 if are_read else min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in remaining))
         results = (
-            split_parts.read_results(remaining, None if opts.merge else dataset.near_work)
+            split_parts.read_results(remaining, None if opts.merge else dataset.plan_work)
             if are_read
             else workers.run(remaining)
         )
-        for result in results:
+        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
             work_units.require_unchanged(result)
-            dataset.add(result)
+            dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
 
@@ -322,49 +337,22 @@ def print_summary(
     opts: BuildOptions,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    files: int,
-    total: int,
+    facts: CorpusFacts,
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`, out of `total`.
+    read: input bytes that this launch processed in `seconds`.
     """
+    total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    log.table(report.format_summary(dataset, row_options, opts.save_dir, files, total))
-    print_next(opts)
-
-
-def print_next(opts: BuildOptions) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if opts.format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train(
-                "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
-            )
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", opts.save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        opts.save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
+    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, opts.save_dir))
+    report.print_next(opts.format, opts.save_dir)
 
 
 def main(argv: list[str]) -> None:
@@ -379,25 +367,29 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress)
     row_options = declared.read_options(RowOptions, opts)
+    quality.require_sources(row_options, files)
+    prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
     if opts.only_splits is not None:
-        build_splits(opts, files, row_options)
+        build_splits(opts, files, prepare(row_options))
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-        print_next(opts)
+        report.print_next(opts.format, opts.save_dir)
         return
 
     # Plan.
+    row_options = prepare(row_options)
+    parts_identity = test_sets.add_frequent(identity, row_options)
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    own_parts = build.dir / (f"{NEAR}/parts" if opts.drops_near else PARTS)
+    own_parts = build.dir / (f"{PLAN}/parts" if opts.has_two_passes else PARTS)
     parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
+        split_parts.check_parts(opts.save_dir, parts_identity, inputs.group_by_split(files))
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
@@ -409,18 +401,20 @@ def main(argv: list[str]) -> None:
 
     with (
         build,
-        DatasetWriter(build.dir, row_options, opts.drops_near and not opts.merge) as dataset,
+        DatasetWriter(build.dir, row_options, opts.has_two_passes and not opts.merge) as dataset,
     ):
         # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)
-        if opts.drops_near:
-            dataset.follow(plan_near(opts, row_options, files, tasks, build.dir / NEAR))
+        if opts.has_two_passes:
+            dataset.follow(plan_rows(opts, row_options, files, tasks, build.dir / PLAN))
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
+        facts = collect.collect_facts(dataset, row_options, identity)
+        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
@@ -430,7 +424,7 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, len(files), total, read, time.monotonic() - began)
+    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.parallel.torch_builds import Torch
 from lib.tokens import packing, store
 from tests.conftest import ROOT, run_stage
+from tests.fasttext_models import LANGUAGES, write_classifier
 from tests.training import SEQ_LENGTH
 
 GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
@@ -220,6 +221,7 @@ def test_everything_that_stage_04_accepts_can_be_packed(
     (packs / "manifest.json").write_text(json.dumps(content | {"kind": packing.KIND}))
     (place / "mine").mkdir()
     (place / "mine/task.jsonl").write_text('{"context": "a", "answer": "b"}\n')
+    write_classifier(place / "lid.176.ftz", LANGUAGES)
     monkeypatch.setenv("HF_HUB_CACHE", str(place / "hub"))
     monkeypatch.chdir(place)
     of_tokens = {f".cache/tokens/{name}" for name in (tokens.name, packs.name)}
@@ -232,6 +234,7 @@ def test_everything_that_stage_04_accepts_can_be_packed(
         ("--dataset", "org/name", {"hf_datasets/org--name"}),
         ("--eval-suite", "mine", {".cache/eval/mine"}),
         ("--eval-suite", "small", {".cache/eval/small"}),
+        ("--classifier", "lid.176.ftz", {".cache/classifiers/lid.176.ftz"}),
         ("--model", "./model/", {".cache/models/model"}),
         ("--model", "org/name", {".cache/models/org--name"}),
         ("--model", snapshot, {f".cache/models/{'a' * 40}"}),

@@ -44,6 +44,7 @@ from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, saved, work_units
+from lib.corpus.classify import language, predictor
 from lib.export import adapter_files, checkpoint_checks
 from lib.hub import client, repository, s3, transfer
 from lib.models import (
@@ -240,6 +241,10 @@ def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
     Path("later/new.txt").write_text("A text that no earlier document contains. " * 9)
     near += ("--data-folder", "later", "--save-dir", "hf_datasets/later")
     there.follow(there.fails(*near, "--near-against", "hf_datasets/old"))
+    shutil.rmtree("hf_datasets/later")
+    masks = ("--mask", "email,phone", "--mask-phone-country", "US")
+    there.type(*near[:5], *masks, "--save-dir", "hf_datasets/masked")
+    there.follow(there.fails(*near, "--mask", "ip", "--near-against", "hf_datasets/masked"))
     learn = (
         "03_download_model.py",
         "--from-scratch",
@@ -614,6 +619,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     )
     yield lambda: hyperpod._make_client("auto", "x", 0, 1)
     yield lambda: s3._make_client("s3://bucket")
+    yield lambda: predictor.require_package("--language")
+    yield lambda: language._read_labels(Path("models/lid.176.ftz"))
     yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
@@ -816,7 +823,11 @@ def _vanished() -> None:
 
 def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
     """Their commands are at least such as the scripts take, and programs that are there."""
-    absent = ("amzn_sagemaker_checkpointing", "boto3")  # and what other tests have imported of them
+    absent = (
+        "amzn_sagemaker_checkpointing",
+        "boto3",
+        "fasttext",
+    )  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)
     for situation in situations(monkeypatch):
@@ -832,7 +843,8 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
                 assert (
                     words[0] in ("mv", "accelerate")
                     or words[1:2] == ["-c"]
-                    or (words[1:4] == ["-m", "pip", "install"])
+                    or words[1:4] in (["-m", "pip", "install"], ["-m", "pip", "download"])
+                    or words[1:4] == ["-m", "zipfile", "-e"]
                 )
 
 

@@ -29,6 +29,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = {
     "core": set(),
+    "pages": {"core"},
     "corpus": {"core"},
     "tokens": {"core"},
     "models": {"core"},
@@ -38,7 +39,7 @@ ROOMS = {
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
-    "report": {"core", "train"},
+    "report": {"core", "pages", "train"},
     "evaluate": {"core", "tokens", "models", "hub", "parallel"},
     "train": {
         "core",
@@ -469,7 +470,7 @@ def test_what_is_imported_is_required() -> None:
     named = {line.partition("==")[0] for line in requirements("requirements.txt")}
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
     third_party -= {*sys.stdlib_module_names, "lib", "launch"}
-    names = {"yaml": "pyyaml", "botocore": "boto3"}  # a package of this one
+    names = {"yaml": "pyyaml", "botocore": "boto3", "fasttext": "fasttext-predict"}
     packages = {names.get(name, name.replace("_", "-")) for name in third_party}
     # An option wants each of these, and says how to install it.
     optional = {pin.partition("==")[0] for pin in requirements("requirements-optional.txt")}

@@ -1,6 +1,6 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/near.py, lib/corpus/near_plan.py
-# covers: lib/corpus/near_rows.py, lib/corpus/near_output.py, lib/corpus/signatures.py
-# covers: lib/corpus/shingle_sets.py
+# covers: 02_build_hf_dataset.py, lib/corpus/near/build.py, lib/corpus/near/plan.py
+# covers: lib/corpus/near/rows.py, lib/corpus/near/output.py, lib/corpus/near/signatures.py
+# covers: lib/corpus/near/shingle_sets.py
 """Stage 02 with --dedup near: what it drops, on several machines, after kills, and again."""
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import pyarrow as pa
 import pytest
 
 from lib.corpus import dataset as dataset_module
-from lib.corpus import inputs, near, shards, split_parts, work_units
-from lib.corpus.dataset import NEAR, DatasetWriter
-from lib.corpus.near import NearDuplicates
+from lib.corpus import inputs, shards, split_parts, work_units
+from lib.corpus.dataset import PLAN, DatasetWriter
+from lib.corpus.near import build as near_build
+from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
 from tests.test_stage_02_machines import content
@@ -96,8 +97,8 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
     with DatasetWriter(out, shape, deletes_parts=True) as dataset:
-        tasks = work_units.cut_files(folder, files, out / NEAR / "parts", shape)
-        work = NearDuplicates(out / NEAR, shape, files, 1)
+        tasks = work_units.cut_files(folder, files, out / PLAN / "parts", shape)
+        work = Planner(out / PLAN, shape, files, 1)
         if not work.is_collected:
             for task in tasks:
                 split_parts.process_unit(task)
@@ -233,10 +234,10 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeyp
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
     build(spread, tmp_path / "whole", SHAPE)
     whole = content(tmp_path / "whole")
-    note = NearDuplicates._note
+    note = Planner._note
     steps = []
 
-    def stop(self: NearDuplicates, **facts: object) -> None:
+    def stop(self: Planner, **facts: object) -> None:
         """Stop after a step, before or after it was recorded."""
         if steps and steps[0] in facts:
             if steps.pop() == "sets":
@@ -244,14 +245,14 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeyp
             raise KeyboardInterrupt
         note(self, **facts)
 
-    monkeypatch.setattr(NearDuplicates, "_note", stop)
+    monkeypatch.setattr(Planner, "_note", stop)
     for step in ("rows", "pairs", "sets", "walk"):
         steps.append(step)
         with pytest.raises(KeyboardInterrupt):
             build(spread, tmp_path / "out", SHAPE)
     for units in (0, 2, 5):
         build(spread, tmp_path / "out", SHAPE, units)
-    parts = [*(tmp_path / "out" / NEAR / "parts").iterdir()]
+    parts = [*(tmp_path / "out" / PLAN / "parts").iterdir()]
     assert notes > 1 or not any(path.name.startswith("00000000") for path in parts)
     build(spread, tmp_path / "out", SHAPE)
     assert content(tmp_path / "out") == whole
@@ -282,9 +283,9 @@ def test_nothing_to_compare_is_reported_as_without_the_option(stage, tmp_path):
 
 def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):
     build(spread, tmp_path / "out", SHAPE, 0)
-    monkeypatch.setattr(near, "_VERSION", 2)
+    monkeypatch.setattr(near_build, "_VERSION", near_build._VERSION + 1)
     files, _ = inputs.find_inputs(spread, False)
-    assert not NearDuplicates(tmp_path / "out" / NEAR, SHAPE, files, 1).is_collected
+    assert not Planner(tmp_path / "out" / PLAN, SHAPE, files, 1).is_collected
 
 
 @pytest.mark.slow

@@ -85,6 +85,15 @@ def _add_artifact_options(parser: options.Parser) -> None:
         help="suite of tasks, a value of --eval-suite of stage 04; may be repeated (default: none)",
     )
     parser.add_argument(
+        "--classifier",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="fastText model, a value of --language-model or --quality-model of stage 02; may be "
+        "repeated (default: none)",
+    )
+    parser.add_argument(
         "--cache-dir",
         type=Path,
         default=Path(".cache"),
@@ -128,8 +137,8 @@ def _add_wheel_options(parser: options.Parser) -> None:
     parser.add_argument(
         "--optional",
         action="store_true",
-        help="also pack the wheels of requirements-optional.txt, for --wandb, --ckpt-copy-to "
-        "and --ckpt-hyperpod",
+        help="also pack the wheels of requirements-optional.txt, for --wandb, --ckpt-copy-to, "
+        "--ckpt-hyperpod, --language and --quality-model",
     )
     parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")
 

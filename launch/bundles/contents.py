@@ -17,6 +17,7 @@ from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
+from lib.corpus.classify import model_file
 from lib.evaluate import tasks
 from lib.models import lookup
 from lib.tokens import mixture, packing, store
@@ -138,7 +139,7 @@ def _run_git(*arguments: str) -> bytes:
 
 
 def find_artifacts(opts: Options) -> list[PackedDirectory]:
-    """Return the directories that --model, --dataset, --eval-suite and --tokens name.
+    """Return what --model, --dataset, --eval-suite, --classifier and --tokens name.
 
     Raises an error with all problems at once.
     """
@@ -147,6 +148,7 @@ def find_artifacts(opts: Options) -> list[PackedDirectory]:
         *(problems.collect(partial(_find_model, name, opts.cache_dir)) for name in opts.model),
         *(problems.collect(partial(_find_dataset, name)) for name in opts.dataset),
         *(problems.collect(partial(_find_suite, name, opts.cache_dir)) for name in opts.eval_suite),
+        *(problems.collect(partial(_find_classifier, path)) for path in opts.classifier),
     ]
     for name in opts.tokens:
         artifacts += problems.collect(partial(_find_tokens, name, opts.cache_dir)) or []
@@ -179,6 +181,11 @@ def _find_suite(name: str, cache_dir: Path) -> PackedDirectory:
     directory = tasks.find_suite(name, cache_dir)
     tasks.read_suite(directory)  # bad tasks are found here, not on the far side
     return list_directory(directory, f".cache/eval/{directory.resolve().name}")
+
+
+def _find_classifier(path: Path) -> PackedDirectory:
+    model_file.read_labels(path, "--classifier")
+    return list_directory(path, f".cache/classifiers/{path.name}")
 
 
 def _find_tokens(name: str, cache_dir: Path) -> list[PackedDirectory]:

@@ -37,6 +37,11 @@ def suites_root(cache_dir: Path) -> Path:
     return cache_dir / "eval"
 
 
+def classifiers_root(cache_dir: Path) -> Path:
+    """Return the directory for fastText models that classify rows in stage 02."""
+    return cache_dir / "classifiers"
+
+
 def verified_root(cache_dir: Path) -> Path:
     """Return the directory where stage 04 records which artifacts it has hashed."""
     return cache_dir / "verified"

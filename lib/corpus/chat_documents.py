@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, BinaryIO
 
 from lib.core.conversation import Conversation, InvalidConversation, Place
-from lib.corpus import conversations, json_data
-from lib.corpus.chat_rows import ChatPartWriter
-from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents
+from lib.corpus import chat_rows, conversations, json_data
+from lib.corpus.chat_rows import ChatPartWriter, EncodedChat
+from lib.corpus.documents import (
+    DROPPED,
+    NO_VALUES,
+    SKIPPED,
+    SKIPPED_FILE,
+    Documents,
+    RowValues,
+)
 from lib.corpus.row_options import TRAIN, RowOptions
 
 
 class ChatDocuments(Documents):
-    """Write one row per conversation.
-
-    parts: one writer per split.
-    """
+    """Write one row per conversation."""
 
     as_data = True
     columns = conversations.KEYS
 
     def __init__(
-        self, row_options: RowOptions, parts: Mapping[str, ChatPartWriter], errors: BinaryIO
+        self,
+        row_options: RowOptions,
+        parts: Mapping[str, ChatPartWriter],
+        errors: BinaryIO,
+        dropped: BinaryIO,
     ) -> None:
-        super().__init__(row_options, errors)
+        super().__init__(row_options, parts, errors, dropped)
         self._parts = parts
         self._train = parts[TRAIN]
         self._format = ""  # format of the current file's last record
@@ -74,8 +83,8 @@ class ChatDocuments(Documents):
 
     def finish(self) -> None:
         """Finish the parts and add their counts to the tally."""
+        super().finish()
         for part in self._parts.values():
-            part.finish()
             self.tally.chat.counts.add(part.counts)
 
     def _note_other(
@@ -96,13 +105,31 @@ class ChatDocuments(Documents):
             self.tally.replaced += replaced
 
     def _add_row(self, chat: Conversation, place: Place) -> None:
-        row = self._make_row(message["content"] for message in chat.messages)
-        if self._is_dropped(row):
-            pass  # the document is still counted
-        elif not self._hashes:
-            self._train.add(chat, place)
+        """Add a row. Raises the errors of chat_rows.encode_chat; then no row is added."""
+        encoded = chat_rows.encode_chat(chat)
+        if not self._queues:
+            self._train.add(chat, place, encoded, NO_VALUES.sidecars, NO_VALUES.columns)
+            self._sizes.append(sum(map(len, encoded[0])))
         else:
-            canonical = json_data.dump_json([chat.messages, chat.tools], is_sorted=True)
-            digest = hashlib.sha256(canonical).digest()
-            self._parts[self._split_of(digest)].add(chat, place, self._measure(row, digest))
+            digest = b""
+            if self._hashes:
+                canonical = json_data.dump_json([chat.messages, chat.tools], is_sorted=True)
+                digest = hashlib.sha256(canonical).digest()
+            part = self._parts[self._split_of(digest)]
+            contents = [message["content"] for message in chat.messages]
+            questions = [
+                message["content"] for message in chat.messages if message["role"] == "user"
+            ]
+            row = self._make_row(contents, questions=questions)
+            self._add(row, digest, partial(self._write, part, chat, place, encoded))
         self.tally.documents += 1
+
+    @staticmethod
+    def _write(
+        part: ChatPartWriter,
+        chat: Conversation,
+        place: Place,
+        encoded: EncodedChat,
+        values: RowValues,
+    ) -> None:
+        part.add(chat, place, encoded, values.sidecars, values.columns)

@@ -40,43 +40,52 @@ class ChatPartWriter(parts.Part):
     """Write conversations and count the written ones."""
 
     def __init__(
-        self, file: BinaryIO, sidecars: Mapping[str, parts.SidecarWriter] = parts.NO_SIDECARS
+        self,
+        file: BinaryIO,
+        sidecars: Mapping[str, BinaryIO] = parts.NO_SIDECARS,
+        columns: Mapping[str, str] = parts.NO_COLUMNS,
     ) -> None:
-        super().__init__(file, make_schema(), sidecars)
-        self._columns = _Columns()
+        super().__init__(file, make_schema(), sidecars, columns)
+        self._rows = _Rows()
         self.counts = ChatTotals()
 
     @property
     def rows(self) -> int:
         """Return the number of rows, including the rows not written yet."""
-        return self._written + self._columns.rows
+        return self._written + self._rows.rows
 
     def add(
-        self, chat: Conversation, place: Place, values: Mapping[str, Any] = parts.NO_VALUES
+        self,
+        chat: Conversation,
+        place: Place,
+        encoded: EncodedChat,
+        sidecars: Mapping[str, bytes] = parts.NO_VALUES,
+        columns: Sequence[Any] = (),
     ) -> None:
-        """Add a row. values: the value of the row for each sidecar, by name.
+        """Add a row.
 
-        Raises UnicodeEncodeError if its text contains lone surrogates, and
-        json_data.UnwritableValue if its tools or their arguments cannot be stored as JSON. In both
-        cases nothing is added.
+        encoded: the conversation. sidecars: the value of the row for each sidecar, by name.
+        columns: its value for each column.
         """
-        encoded = _encode_chat(chat)
-        if self._columns.size + encoded[-1] > parts.BATCH_BYTES and self._columns.rows:
+        if self._rows.size + encoded[-1] > parts.BATCH_BYTES and self._rows.rows:
             self.flush()
-        self._columns.append(chat, place, encoded)
-        self._write_sidecars(values)
+        self._rows.append(chat, place, encoded)
+        self._take_values(sidecars, columns)
 
     def flush(self) -> None:
         """Write the collected rows as one batch."""
-        if not self._columns.rows:
+        import pyarrow as pa
+
+        if not self._rows.rows:
             return
-        batch = self._columns.batch()
-        self._file.write(batch.serialize())
-        self._columns.add_to(self.counts)
+        batch = self._rows.batch()
+        arrays = [*batch.columns, *self._release_columns()]
+        self._file.write(pa.record_batch(arrays, schema=self._schema).serialize())
+        self._rows.add_to(self.counts)
         self.counts.characters += count_characters(batch)
-        self._written += self._columns.rows
-        self.text_bytes += sum(map(len, self._columns.contents))
-        self._columns = _Columns()
+        self._written += self._rows.rows
+        self.text_bytes += sum(map(len, self._rows.contents))
+        self._rows = _Rows()
 
 
 def count_characters(batch: pa.RecordBatch) -> int:
@@ -93,19 +102,24 @@ def count_characters(batch: pa.RecordBatch) -> int:
 def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
     """Return conversations as a record batch.
 
-    Raises the same errors as `ChatPartWriter.add`.
+    Raises the same errors as `encode_chat`.
     """
-    columns = _Columns()
+    collected = _Rows()
     for chat, place in rows:
-        columns.append(chat, place, _encode_chat(chat))
-    return columns.batch()
+        collected.append(chat, place, encode_chat(chat))
+    return collected.batch()
 
 
 # The contents, the optional fields (index of the turn, field, text), the tools, the size in bytes.
-_Encoded = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
+EncodedChat = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
 
 
-def _encode_chat(chat: Conversation) -> _Encoded:
+def encode_chat(chat: Conversation) -> EncodedChat:
+    """Return the bytes of a conversation.
+
+    Raises UnicodeEncodeError if its text contains lone surrogates, and json_data.UnwritableValue if
+    its tools or their arguments cannot be stored as JSON.
+    """
     contents = [message[CONTENT].encode() for message in chat.messages]
     size = sum(map(len, contents)) + _ROW_OVERHEAD + _TURN_OVERHEAD * len(contents)
     others: list[tuple[int, str, bytes]] = []
@@ -126,7 +140,7 @@ def _encode_chat(chat: Conversation) -> _Encoded:
     return contents, others, tools, size
 
 
-class _Columns:
+class _Rows:
     """Collect conversations column by column, which creates few Python objects.
 
     size: estimated memory in bytes. contents: the contents of all turns.
@@ -146,7 +160,7 @@ class _Columns:
         self._lines: list[int | None] = []
         self._offsets: list[int | None] = []
 
-    def append(self, chat: Conversation, place: Place, encoded: _Encoded) -> None:
+    def append(self, chat: Conversation, place: Place, encoded: EncodedChat) -> None:
         """Add a row."""
         contents, others, tools, size = encoded
         self._roles += [message[ROLE] for message in chat.messages]

@@ -10,22 +10,30 @@ import json
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, manifest, reading, records
+from lib.core import manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import chat_rows, near_plan, parts, selection, shards, work_units
-from lib.corpus.documents import DROPPED_ROWS, SKIPPED_FILE
-from lib.corpus.near_output import NearOutput
-from lib.corpus.near_plan import NearPlan, PlannedRows
-from lib.corpus.near_rows import read_sidecar
+from lib.corpus import parts, selection, shards, work_units
+from lib.corpus.decontaminate.prepared import PreparedOptions
+from lib.corpus.decontaminate.report import TestSetReport
+from lib.corpus.documents import SKIPPED_FILE
+from lib.corpus.dropped import DROPPED_FILE
+from lib.corpus.kept_places import KeptPlaces
+from lib.corpus.masks.matches import MaskedMatches, MaskTally
+from lib.corpus.masks.part_masker import MaskedPart
+from lib.corpus.near import plan as near_plan
+from lib.corpus.near.output import PlanOutput
+from lib.corpus.near.plan import PlannedRows, RowPlan
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.selection import Decision, TwoPassDecision
+from lib.corpus.selection import drops_rows
 from lib.corpus.shards import Flusher, ShardWriter
 from lib.corpus.tally import ERRORS, Tally, format_problem
+from lib.corpus.unit_rows import DroppedRows, UnitRows
 from lib.corpus.work_units import UnitResult
 
 if TYPE_CHECKING:
@@ -33,17 +41,18 @@ if TYPE_CHECKING:
 
 WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # the output of the workers
-NEAR = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
+PLAN = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_VERSION = 2  # of the progress record; a build with another version starts anew
+_VERSION = 4  # of the progress record; a build with another version starts anew
 
 
 class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
     units: number of units added so far. dropped: number of dropped rows, by name of the decision.
+    masks: what was masked.
     deletes_parts: of a build in two passes, delete the parts whose rows are safely written.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
@@ -67,16 +76,19 @@ class DatasetWriter:
             for split in row_options.splits
         }
         self._is_chat = row_options.format == CHAT
-        schema = (
-            chat_rows.make_schema()
-            if self._is_chat
-            else parts.make_text_schema(row_options.keep_source)
-        )
+        schema = work_units.make_part_schema(row_options)
         self._row_options = row_options
-        self._near = None
+        self.test_sets = (
+            TestSetReport(row_options) if isinstance(row_options, PreparedOptions) else None
+        )
+        self._dropped = (directory / DROPPED_FILE).open("ab") if drops_rows(row_options) else None
+        self._has_language = "language" in selection.list_columns(row_options)
+        self._output = None
         if row_options.drops_near:
             schema = parts.add_cluster_size(schema)
-            self._near = NearOutput(directory, row_options, before.get("near_rows", 0))
+        if row_options.has_two_passes:
+            assert self._dropped
+            self._output = PlanOutput(directory, row_options, before.get("planned_rows", 0))
         self._deletes_parts = deletes_parts
         self._finished: list[Path] = []  # parts to delete after the next progress record
         self._writers = {
@@ -87,11 +99,14 @@ class DatasetWriter:
         }
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
+        self._rows_before: int = before.get("rows_before", 0)
+        self.masks = MaskTally.from_json(before.get("masks", {}))
         self._decisions = selection.list_decisions(row_options)
         self._deciders = {
             name: decision.start(directory / WORK / name)
             for name, decision in self._decisions.items()
         }
+        self._kept = {name: KeptPlaces(directory / WORK / name) for name in self._decisions}
         self._unnoted = 0
         self._noted_at = time.monotonic()
 
@@ -101,10 +116,14 @@ class DatasetWriter:
     def __exit__(self, *error: object) -> None:
         self._flusher.close()
         self._errors.close()
+        if self._dropped:
+            self._dropped.close()
         for decider in self._deciders.values():
             decider.file.close()
-        if self._near:
-            self._near.close()
+        for kept in self._kept.values():
+            kept.close()
+        if self._output:
+            self._output.close()
         for writer in self._writers.values():
             writer.close()
 
@@ -135,36 +154,46 @@ class DatasetWriter:
             )
             self.tally.problems[entry.skipped] += 1
 
-    def add(self, result: UnitResult) -> None:
+    def add(self, result: UnitResult, masked: Mapping[str, MaskedPart] | None = None) -> None:
         """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
-        The units must be added in order. Raises ArtifactError if a kept part is damaged.
+        masked: by split, the masked part of a second pass, deleted here. The units must be added in
+        order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(result, self.near_work if self._deletes_parts else None)
+        work_units.require_undamaged(result, self.plan_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
+            self._rows_before = 0
         self._add_errors(result)
+        self._add_dropped(result)
         for split, writer in self._writers.items():
-            planned = self._near.select(result.rows[split]) if self._near else None
-            copies = self._select_rows(result, split, planned)
-            if self._near and planned:
-                self._near.write(result, split, planned, copies, writer.rows)
+            rows = UnitRows(result, split, self._rows_before)
+            planned = self._output.select(rows) if self._output else None
+            copies = self._select_rows(rows, planned)
+            if self._output and planned:
+                self._output.write(rows, planned, copies, writer.rows)
+            later = (masked or {}).get(split)
+            hits = later.hits if later else MaskedMatches(**result.masked.get(split, {}))
+            self.masks.add(hits, copies, rows.list_sources())
             writer.append(
-                result.unit.part(split),
+                (later and later.path) or result.unit.part(split),
                 result.rows[split],
                 result.text_bytes[split],
                 copies,
                 self._lines_before if self._is_chat else 0,
-                planned.sizes if planned else None,
+                planned.sizes if planned and self._row_options.drops_near else None,
             )
+            if later and later.path:
+                later.path.unlink()
             self._unnoted += result.text_bytes[split]
         if not result.digests:
             for part in result.unit.parts():
                 work_units.release_part(part)
         elif self._deletes_parts:
             self._finished += [*result.unit.parts(), result.unit.part(work_units.RECORD)]
-        self.tally.add(result.tally, self._lines_before)
+        self.tally.add(result.tally, self._lines_before, self._rows_before)
         self._lines_before += result.lines_of_part
+        self._rows_before += result.rows_of_part
         self.units += 1
         if self._unnoted > NOTE_BYTES or time.monotonic() > self._noted_at + NOTE_SECONDS:
             self._note_progress()
@@ -183,10 +212,16 @@ class DatasetWriter:
             manifest.write_json(path, {"splits": list(self._homes)})
             files.append(manifest.file_entry(self._directory, path))
         self._errors.close()
-        if self._near:
-            files += self._near.finish()
+        if self._dropped:
+            self._dropped.close()
+            files.append(manifest.file_entry(self._directory, self._directory / DROPPED_FILE))
+        if self._output:
+            files += self._output.finish()
             # First, so that a run that is killed in the next line leaves no part of a plan.
-            (self.near_work / near_plan.STATE).unlink()
+            (self.plan_work / near_plan.STATE).unlink()
+        if self.test_sets:
+            path = self.test_sets.write(self._directory, self.tally.test_hits)
+            files.append(manifest.file_entry(self._directory, path))
         shutil.rmtree(self._directory / WORK)
         return [*files, manifest.file_entry(self._directory, self.errors)]
 
@@ -200,32 +235,51 @@ class DatasetWriter:
             "splits": splits,
             "documents": tally.documents,
             **{kind: tally.dropped[kind] for kind in selection.RULES},
+            **(
+                {
+                    "rules": {
+                        kind: {"dropped": tally.dropped[kind], "alone": tally.alone[kind]}
+                        for kind in selection.list_rules(self._row_options)
+                    }
+                }
+                if selection.list_rules(self._row_options).keys() - selection.RULES.keys()
+                else {}
+            ),
             **{name: self.dropped[name] for name in selection.list_counts(self._row_options)},
             "replaced": tally.replaced,
             "failed_files": len(tally.failed),
             "problems": dict(sorted(tally.problems.items())),
             **({"chat": tally.chat.summary(tally.problems)} if self._is_chat else {}),
-            **({"near": self._near.plan.summary} if self._near else {}),
+            **(self._output.plan.summary if self._output else {}),
+            **(
+                {"decontamination": self.test_sets.summarise(tally.test_hits)}
+                if self.test_sets
+                else {}
+            ),
+            **({"masks": self.masks.summary()} if self._row_options.mask else {}),
         }
 
-    def follow(self, plan: NearPlan) -> None:
-        """Let a plan decide which rows are near duplicates; call it before the first `add`."""
-        assert self._near
-        self._near.plan = plan
+    def follow(self, plan: RowPlan) -> None:
+        """Let a plan decide which rows are kept; call it before the first `add`."""
+        assert self._output
+        self._output.plan = plan
 
     @property
-    def near_work(self) -> Path:
+    def plan_work(self) -> Path:
         """Return the directory for the work of a build in two passes, until it is finished."""
-        return self._directory / NEAR
+        return self._directory / PLAN
 
     @property
-    def near_plan(self) -> NearPlan | None:
-        """Return the plan of a build that drops near duplicates."""
-        return self._near.plan if self._near else None
+    def plan(self) -> RowPlan | None:
+        """Return the plan of a build in two passes."""
+        return self._output.plan if self._output else None
 
-    def _select_rows(
-        self, result: UnitResult, split: str, planned: PlannedRows | None
-    ) -> np.ndarray | None:
+    @property
+    def planned_rows(self) -> int:
+        """Return the number of rows so far of a build in two passes, with dropped ones."""
+        return self._output.rows if self._output else 0
+
+    def _select_rows(self, rows: UnitRows, planned: PlannedRows | None) -> np.ndarray | None:
         """Return how many times each row of a part is written ([rows], None: all once).
 
         A decision sees only the rows that the decisions before it have kept, of which the plan is
@@ -233,53 +287,51 @@ class DatasetWriter:
         """
         import numpy as np
 
-        rows = result.rows[split]
-        if not rows or not (self._deciders or planned):
+        if not rows.rows or not (self._deciders or planned):
             return None
-        is_kept = np.ones(rows, bool)
-        if planned:
+        assert self._dropped
+        recorder = DroppedRows(rows, self.tally, self._errors, self._has_language)
+        is_kept = np.ones(rows.rows, bool)
+        if self._output and planned:
             is_kept = planned.copies > 0
+            self._output.add_excerpts(rows, self.tally.row_counts)
             for name, is_dropped in planned.list_dropped():
-                planned_decision = selection.get_decision(name)
-                self._note_dropped(result, split, name, planned_decision, is_dropped)
+                two_pass = selection.get_decision(name)
+                describe = partial(self._output.describe_dropped, planned)
+                self.dropped[name] += recorder.add(two_pass, is_dropped, describe)
         for name, decision in self._decisions.items():
-            sidecars = [
-                read_sidecar(result.unit.part(f"{split}.{sidecar}"), rows, np.uint8)[is_kept]
-                for sidecar in decision.sidecars
-            ]
-            dropped = is_kept.copy()
-            is_kept[is_kept] = self._deciders[name].add(*sidecars)
-            dropped &= ~is_kept
-            self._note_dropped(result, split, name, decision, dropped)
+            sidecars = [rows.read_sidecar(sidecar) for sidecar in decision.sidecars]
+            is_new = np.zeros(rows.rows, bool)
+            is_new[is_kept] = self._deciders[name].add(*(each[is_kept] for each in sidecars))
+            is_dropped = is_kept & ~is_new
+            is_kept = is_new
+            self._keep_places(name, rows, is_kept)
+            if is_dropped.any():
+                numbers = self._deciders[name].find_numbers(
+                    *(each[is_dropped] for each in sidecars)
+                )
+                leaders = dict(zip(is_dropped.nonzero()[0].tolist(), numbers.tolist(), strict=True))
+                describe = partial(self._describe_duplicate, name, leaders)
+                self.dropped[name] += recorder.add(decision, is_dropped, describe)
+        recorder.write_lines(self._dropped)
         if planned:
             return np.where(is_kept, planned.copies, 0)
         return None if is_kept.all() else is_kept
 
-    def _note_dropped(
-        self,
-        result: UnitResult,
-        split: str,
-        name: str,
-        decision: Decision | TwoPassDecision,
-        dropped: np.ndarray,
-    ) -> None:
-        """Report the rows of each file that a decision has dropped. dropped: bool [rows]."""
-        start = 0
-        for span, stop in zip(result.unit.spans, result.rows_of[split], strict=True):
-            if count := int(dropped[start:stop].sum()):
-                self._errors.write(
-                    format_problem(
-                        span.file.path,
-                        None,
-                        None,
-                        decision.problem,
-                        f"{count} rows of {split} are {decision.reason}",
-                        DROPPED_ROWS,
-                    )
-                )
-                self.tally.problems[decision.problem] += 1
-                self.dropped[name] += count
-            start = stop
+    def _keep_places(self, name: str, rows: UnitRows, is_kept: np.ndarray) -> None:
+        """Remember the places of the rows that a decision keeps."""
+        import numpy as np
+
+        positions = rows.positions if len(rows.positions) else np.zeros(rows.rows, np.uint64)
+        for span, start, stop in rows.list_spans():
+            own = positions[start:stop][is_kept[start:stop]]
+            if len(own):
+                self._kept[name].append(span.file.path, own)
+
+    def _describe_duplicate(
+        self, name: str, leaders: Mapping[int, int], row: int
+    ) -> tuple[float, dict[str, Any] | None]:
+        return 1.0, self._kept[name].describe_row(leaders[row])
 
     def _add_errors(self, result: UnitResult) -> None:
         """Append the unit's lines to errors.jsonl.
@@ -295,20 +347,42 @@ class DatasetWriter:
                     text = json.dumps(problem).encode() + b"\n"
                 self._errors.write(text)
 
+    def _add_dropped(self, result: UnitResult) -> None:
+        """Append the unit's lines to dropped.jsonl.
+
+        In a later span of a large file, positions are shifted to count from the file's start.
+        """
+        path = result.unit.part("dropped")
+        if self._dropped is None or not path.exists():
+            return
+        with path.open("rb") as lines:
+            for text in lines:
+                if self._rows_before:
+                    row = json.loads(text)
+                    row["position"] += self._rows_before
+                    text = json.dumps(row).encode() + b"\n"
+                self._dropped.write(text)
+
     def _note_progress(self) -> None:
         self._errors.flush()
         for file in (
             self._errors,
+            *([self._dropped] if self._dropped else []),
             *(decider.file for decider in self._deciders.values()),
-            *(self._near.files() if self._near else []),
+            *(file for kept in self._kept.values() for file in kept.files.values()),
+            *(self._output.files() if self._output else []),
         ):
             file.flush()
             self._flusher.sync(file)
         states = {split: writer.state() for split, writer in self._writers.items()}
         sizes = {ERRORS: self._errors.tell()}
-        if self._near:
-            sizes |= self._near.sizes
+        if self._dropped:
+            sizes[DROPPED_FILE] = self._dropped.tell()
+        if self._output:
+            sizes |= self._output.sizes
         sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
+        for name, kept in self._kept.items():
+            sizes |= {f"{WORK}/{name}.{end}": each.tell() for end, each in kept.files.items()}
         for split, home in self._homes.items():
             sizes |= {
                 (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]
@@ -321,8 +395,10 @@ class DatasetWriter:
             "shards": states,
             "dropped": self.dropped,
             "lines_before": self._lines_before,
+            "rows_before": self._rows_before,
             "files": sizes,
-            **({"near_rows": self._near.rows} if self._near else {}),
+            **({"planned_rows": self._output.rows} if self._output else {}),
+            "masks": self.masks.to_json(),
         }
         text = json.dumps(progress)  # serialized here, because the tally changes later
         finished = self._finished
@@ -336,17 +412,6 @@ class DatasetWriter:
         self._flusher.then(write)
         self._unnoted = 0
         self._noted_at = time.monotonic()
-
-
-def _check_parts(result: UnitResult, work: Path | None) -> None:
-    for name, digest in result.digests.items():
-        path = Path(result.unit.out) / name
-        if not path.is_file() or not hashing.has_digest(path, digest):
-            raise ArtifactError(
-                f"{path} is damaged or gone",
-                expected="the content that was written",
-                run=work_units.format_rebuild_commands(path.parent, work),
-            )
 
 
 def _restore_progress(directory: Path) -> dict[str, Any]:
@@ -369,7 +434,7 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
     files = progress.get("files", {})
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        is_listed = name in files or name == _PROGRESS or name.startswith(f"{NEAR}/")
+        is_listed = name in files or name == _PROGRESS or name.startswith(f"{PLAN}/")
         if path.is_file() and not is_listed:
             path.unlink()
     for name, size in files.items():

@@ -15,9 +15,10 @@ _FIRST_SLOTS = 1 << 16
 
 
 class DigestSet:
-    """Store digests in a numpy hash table with open addressing: 20 to 25 bytes per digest.
+    """Store digests in a numpy hash table with open addressing: 25 to 31 bytes per digest.
 
-    The digests are cryptographic, so their first half serves as the hash.
+    The digests are cryptographic, so their first half serves as the hash. Each is stored with its
+    number, in the order of the digests.
     file: the digests so far, from which a resumed run fills its table.
     """
 
@@ -26,6 +27,7 @@ class DigestSet:
 
         self.count = 0
         self._table = np.zeros((_FIRST_SLOTS, 2), np.uint64)
+        self._numbers = np.zeros(_FIRST_SLOTS, np.uint32)
         self.file = path.open("ab+")
         self.file.seek(0)
         while digests := self.file.read(DIGEST_BYTES << 20):
@@ -44,26 +46,51 @@ class DigestSet:
         self.file.write(keys[new].tobytes())
         return new
 
+    def find_numbers(self, *sidecars: np.ndarray) -> np.ndarray:
+        """Return the numbers of known digests, from 0 (int64 [n]).
+
+        The number of a digest is the number of different digests before it.
+        """
+        import numpy as np
+
+        (digests,) = sidecars
+        keys = _avoid_zeros(digests.view(np.uint64))
+        slots = self._hash(keys)
+        pending = np.arange(len(keys))
+        while len(pending):
+            is_found = (self._table[slots[pending]] == keys[pending]).all(axis=1)
+            pending = pending[~is_found]
+            slots[pending] = (slots[pending] + 1) % len(self._table)
+        return self._numbers[slots].astype(np.int64)
+
     def _add(self, keys: np.ndarray) -> np.ndarray:
         import numpy as np
 
-        keys = keys.copy()
-        keys[~keys.any(axis=1), 1] = 1  # a slot of zeros is free
+        keys = _avoid_zeros(keys)
         order = np.lexsort((keys[:, 1], keys[:, 0]))  # stable: equal keys keep their order
         first = np.ones(len(keys), bool)
         first[order[1:]] = (keys[order[1:]] != keys[order[:-1]]).any(axis=1)
         candidates = np.flatnonzero(first)
         self._make_room(len(candidates))
-        first[candidates] = self._insert(keys[candidates])
-        self.count += int(first.sum())
+        slots, is_new = self._insert(keys[candidates])
+        first[candidates] = is_new
+        added = int(is_new.sum())
+        self._numbers[slots[is_new]] = np.arange(self.count, self.count + added)
+        self.count += added
         return first
 
-    def _insert(self, keys: np.ndarray) -> np.ndarray:
-        """Insert distinct keys into the table and return which were not in it (bool [n])."""
+    def _hash(self, keys: np.ndarray) -> np.ndarray:
+        """Return the slot at which the search for each key begins (int64)."""
+        import numpy as np
+
+        return (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
+
+    def _insert(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Insert distinct keys; return their slots (int64), and which were not in the table."""
         import numpy as np
 
         new = np.zeros(len(keys), bool)
-        slots = (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
+        slots = self._hash(keys)
         pending = np.arange(len(keys))
         while len(pending):
             positions = slots[pending]
@@ -75,7 +102,7 @@ class DigestSet:
             new[pending[placed & free]] = True
             pending = pending[~placed]
             slots[pending] = (slots[pending] + 1) % len(self._table)
-        return new
+        return slots, new
 
     def _make_room(self, added: int) -> None:
         import numpy as np
@@ -83,6 +110,17 @@ class DigestSet:
         needed = (self.count + added) / _FULL
         if needed <= len(self._table):
             return
-        old = self._table
-        self._table = np.zeros((int(max(needed, len(old) * _GROWTH)), 2), np.uint64)
-        self._insert(old[old.any(axis=1)])
+        is_used = self._table.any(axis=1)
+        keys = self._table[is_used]
+        numbers = self._numbers[is_used]
+        slots = int(max(needed, len(self._table) * _GROWTH))
+        self._table = np.zeros((slots, 2), np.uint64)
+        self._numbers = np.zeros(slots, np.uint32 if slots < 1 << 32 else np.uint64)
+        self._numbers[self._insert(keys)[0]] = numbers
+
+
+def _avoid_zeros(keys: np.ndarray) -> np.ndarray:
+    """Return keys of which none is zero, because a slot of zeros is free."""
+    keys = keys.copy()
+    keys[~keys.any(axis=1), 1] = 1
+    return keys

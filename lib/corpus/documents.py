@@ -1,20 +1,27 @@
 """Collect documents from the readers, and report documents and files that yield no row.
 
-The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets.
+The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets. If
+rows are checked, measured or hashed, they wait in a queue until they fill a batch, and so do the
+lines of errors.jsonl between them: everything is written in the order of the input.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, BinaryIO, NamedTuple
 
-from lib.corpus import encoding, selection
+from lib.corpus import encoding, row_tally, selection, shingles
+from lib.corpus.dropped import format_dropped
+from lib.corpus.masks.mask_options import make_masker
+from lib.corpus.parts import Part
 from lib.corpus.raw_file import LARGE_BYTES
+from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import TRAIN, VALIDATION, RowOptions
 from lib.corpus.scan import escape_path
-from lib.corpus.selection import RowText
 from lib.corpus.tally import FAILURES, Tally, format_problem
 
 SKIPPED_FILE = "file skipped"
@@ -29,43 +36,80 @@ TOO_LARGE = (
 )
 
 
+class RowValues(NamedTuple):
+    """What workers compute for a row: its value for each sidecar and for each extra column."""
+
+    sidecars: Mapping[str, bytes]
+    columns: Sequence[Any]
+
+
+NO_VALUES = RowValues({}, ())
+
+
+class _QueuedRow(NamedTuple):
+    """A row that waits for its batch. write: writes it, given its values."""
+
+    text: RowText
+    sha256: bytes
+    write: Callable[[RowValues], None]
+
+
 class Documents(ABC):
     """Collect the documents of several files.
 
-    errors: file for the lines of errors.jsonl. lines: number of JSON Lines in the last file or
-    span. rows: number of rows of the current file or span, before any are dropped. fallback:
-    encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them. as_data: if true,
-    readers pass each document with its position and with values of all types; if false, they may
-    omit positions and values that are not strings. columns: the columns to read from a table, None
-    for all columns with text.
+    parts: one writer per split. errors, dropped: files for the lines of errors.jsonl and of
+    dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows of the
+    current file or span, before any are dropped. rows_of: by split, the number of rows after each
+    file or span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
+    as_data: if true, readers pass each document with its position and with values of all types; if
+    false, they may omit positions and values that are not strings. columns: the columns to read
+    from a table, None for all columns with text.
     """
 
     as_data = False
     columns: frozenset[str] | None = None
 
-    def __init__(self, row_options: RowOptions, errors: BinaryIO) -> None:
+    def __init__(
+        self,
+        row_options: RowOptions,
+        parts: Mapping[str, Part],
+        errors: BinaryIO,
+        dropped: BinaryIO,
+    ) -> None:
         self.tally = Tally()
         self.lines = 0
         self.rows = 0
+        self.rows_of: dict[str, list[int]] = {split: [] for split in parts}
         self.fallback = row_options.fallback_encoding or ""
+        self._row_options = row_options
+        self._all_parts = parts
         self._errors = errors
-        self._rules = selection.list_rules(row_options)
+        self._dropped = dropped
+        self._rules = selection.start_rules(row_options)
+        self._new_columns = selection.start_columns(row_options)
         self._sidecars = selection.list_sidecars(row_options)
+        self._masker = make_masker(row_options)
         self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
         self._hashes = bool(self._validation_below or self._sidecars)
+        self._queues = bool(self._hashes or self._rules or self._new_columns)
         self._path = ""
+        self._raw_source = ""
         self._source = ""
         self._replaced_before = 0
         self._reports_before = 0
-        self._dropped: Counter[tuple[str, str]] = Counter()  # of this file, by kind and reason
+        self._sizes: list[int] = []  # bytes of the rows of this file that do not wait in the queue
+        # Rows, and what is to be done between them.
+        self._queue: list[_QueuedRow | Callable[[], None]] = []
+        self._queued_characters = 0
+        self._dropped_of: Counter[tuple[str, str]] = Counter()  # of a file, by kind and reason
 
     def begin(self, path: str, source: str) -> None:
         """Start a file. path: for errors.jsonl. source: for the column `source`."""
         self._path = path
+        self._raw_source = source
         self._source = escape_path(source)
         self._replaced_before = self.tally.replaced
         self._reports_before = self._count_reports()
-        self._dropped.clear()
         self.rows = 0
 
     def end(self, is_whole: bool) -> None:
@@ -75,8 +119,10 @@ class Documents(ABC):
         if replaced := self.tally.replaced - self._replaced_before:
             remedy = f"decoded as {self.fallback}" if self.fallback else "replaced by U+FFFD"
             self.note("encoding", f"invalid bytes were {remedy} ({replaced} times)", KEPT)
-        for (kind, reason), count in self._dropped.items():
-            self.note(kind, f"{count} rows are {reason}", DROPPED_ROWS)
+        if self._sizes:
+            self.tally.row_counts.add_rows(self._raw_source, self._sizes)
+            self._sizes.clear()
+        self._in_order(partial(self._end_rows, self._path))
 
     @abstractmethod
     def add_text(self, data: bytes) -> None:
@@ -107,9 +153,14 @@ class Documents(ABC):
         caller adds the documents one by one with `add_value`.
         """
 
-    @abstractmethod
     def finish(self) -> None:
         """Finish the parts; called after the last file."""
+        self._flush()
+        for rule in self._rules:
+            if rule.finish:
+                rule.finish(self.tally)
+        for part in self._all_parts.values():
+            part.finish()
 
     def note_blank(self) -> None:
         """Report a plain-text file without text."""
@@ -124,7 +175,8 @@ class Documents(ABC):
         line: int | None = None,
     ) -> None:
         """Write a line to errors.jsonl for the current file."""
-        self._errors.write(format_problem(self._path, offset, line, kind, message, action))
+        text = format_problem(self._path, offset, line, kind, message, action)
+        self._in_order(partial(self._errors.write, text))
         self.tally.problems[kind] += 1
         if kind in FAILURES:
             self.tally.failed.add(self._path)
@@ -135,23 +187,115 @@ class Documents(ABC):
         self.tally.replaced += replaced
         return text
 
-    def _is_dropped(self, row: RowText) -> bool:
-        """Return whether a rule drops a row; if so, count the row under the rule's reason."""
-        for kind, find_reason, value in self._rules:
-            if reason := find_reason(row, value):
-                self.tally.dropped[kind] += 1
-                self._dropped[kind, reason] += 1
-                return True
-        return False
-
-    def _make_row(self, strings: Iterable[str], characters: int | None = None) -> RowText:
+    def _make_row(
+        self,
+        strings: Sequence[str],
+        characters: int | None = None,
+        questions: Sequence[str] = (),
+        size: int | None = None,
+    ) -> RowText:
         """Return the text of the next row of the file, for rules and sidecars."""
         self.rows += 1
-        return RowText(strings, characters, self.rows)
+        return RowText(
+            strings, self._path, self._raw_source, characters, self.rows, questions, size
+        )
 
-    def _measure(self, row: RowText, sha256: bytes) -> dict[str, Any]:
-        """Return the values of a row for the sidecars."""
-        return {name: sidecar.measure(row, sha256) for name, sidecar in self._sidecars.items()}
+    def _add(self, text: RowText, sha256: bytes, write: Callable[[RowValues], None]) -> None:
+        """Let `write` write a row, after its batch is complete and unless a rule drops it."""
+        characters = text.characters
+        if self._queued_characters + characters > shingles.BATCH_CHARACTERS:
+            self._flush()
+        self._queue.append(_QueuedRow(text, sha256, write))
+        self._queued_characters += characters
+
+    def _in_order(self, action: Callable[[], Any]) -> None:
+        """Call a function after the rows before it are written."""
+        if self._queue:
+            self._queue.append(action)
+        else:
+            action()
+
+    def _flush(self) -> None:
+        """Write or drop the rows in the queue, and do what waits between them."""
+        queue = self._queue
+        self._queue = []
+        self._queued_characters = 0
+        batch = RowBatch([each.text for each in queue if isinstance(each, _QueuedRow)])
+        for name, compute in self._new_columns.items():
+            batch.columns[name] = compute(batch)
+        reasons = self._apply_rules(batch)
+        self._count_rows(batch, reasons)
+        sidecars = {
+            name: sidecar.measure_batch(batch, self._row_options)
+            for name, sidecar in self._sidecars.items()
+            if sidecar.measure_batch
+        }
+        number = 0
+        for each in queue:
+            if not isinstance(each, _QueuedRow):
+                each()
+                continue
+            if number in reasons:
+                self._dropped_of[reasons[number][:2]] += 1
+            else:
+                values = {
+                    name: sidecars[name][number].tobytes()
+                    if sidecar.measure is None
+                    else sidecar.measure(each.text, each.sha256)
+                    for name, sidecar in self._sidecars.items()
+                }
+                each.write(RowValues(values, [each[number] for each in batch.columns.values()]))
+            number += 1
+
+    def _apply_rules(self, batch: RowBatch) -> dict[int, tuple[str, str, Any]]:
+        """Return the kind, reason and value of the first rule that drops each dropped row."""
+        reasons: dict[int, tuple[str, str, Any]] = {}
+        lines: dict[int, bytes] = {}
+        for rule in self._rules if batch.rows else ():
+            verdict = rule.check(batch)
+            numbers = verdict.dropped.nonzero()[0].tolist()
+            self.tally.alone[rule.kind] += len(numbers)
+            for number in numbers:
+                if number not in reasons:
+                    reason = verdict.reasons[number] if len(verdict.reasons) else rule.reason
+                    value = verdict.values[number] if len(verdict.values) else None
+                    reasons[number] = rule.kind, reason, value
+                    row = batch.rows[number]
+                    lines[number] = format_dropped(row.path, row.position, rule.kind, value, None)
+                    self.tally.dropped[rule.kind] += 1
+        self._dropped.writelines(lines[number] for number in sorted(lines))
+        return reasons
+
+    def _count_rows(self, batch: RowBatch, reasons: Mapping[int, tuple[str, str, Any]]) -> None:
+        """Count the rows of a batch for the report, and those that rules drop."""
+        counts = self.tally.row_counts
+        sizes = [row.bytes for row in batch.rows]
+        for source, rows in groupby(range(len(sizes)), lambda row: batch.rows[row].source):
+            numbers = list(rows)
+            counts.add_rows(source, sizes[numbers[0] : numbers[-1] + 1])
+        dropped: dict[tuple[str, str], list[int]] = {}
+        for number, (kind, _, value) in reasons.items():
+            row = batch.rows[number]
+            dropped.setdefault((kind, row.source), []).append(sizes[number])
+            key = row_tally.make_key(row.path, row.position)
+            if counts.takes_sample(kind, key):
+                text = self._masker.mask_text(row.text[: row_tally.READ_CHARACTERS])
+                counts.add_sample(kind, key, row.path, row.position, value, text)
+        for (kind, source), own in dropped.items():
+            counts.drop_rows(kind, source, own)
+        if languages := batch.columns.get("language"):
+            counts.add_languages(Counter(languages))
+            counts.add_languages(Counter(languages[number] for number in reasons), is_dropped=True)
+
+    def _end_rows(self, path: str) -> None:
+        """Note how many rows of a file or span were dropped, and where its rows end."""
+        for (kind, reason), count in self._dropped_of.items():
+            message = f"{count} rows are {reason}"
+            self._errors.write(format_problem(path, None, None, kind, message, DROPPED_ROWS))
+            self.tally.problems[kind] += 1
+        self._dropped_of.clear()
+        for split, part in self._all_parts.items():
+            self.rows_of[split].append(part.rows)
 
     def _split_of(self, digest: bytes) -> str:
         """Return the split of a row, drawn from the digest of its text.

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,21 +21,12 @@ if TYPE_CHECKING:
 BATCH_BYTES = 16_000_000
 _ROW_OVERHEAD = 64  # estimated memory of a row in bytes, without its text
 _CHUNK = 1 << 20
-_LARGE_PART = 128_000_000  # bytes; a part or row of this size is not read into memory
+LARGE_PART = 128_000_000  # bytes; a part or row of this size is not read into memory
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 CLUSTER_SIZE = "cluster_size"
-
-
-class SidecarWriter(Protocol):
-    """Writes a value for each row: a file, or a writer of selection.py."""
-
-    def write(self, value: Any, /) -> Any:
-        """Write the value of the next row."""
-        ...
-
-
-NO_SIDECARS: Mapping[str, SidecarWriter] = MappingProxyType({})
-NO_VALUES: Mapping[str, Any] = MappingProxyType({})
+NO_SIDECARS: Mapping[str, BinaryIO] = MappingProxyType({})
+NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
+NO_VALUES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def make_text_schema(keep_source: bool) -> pa.Schema:
@@ -46,21 +37,36 @@ def make_text_schema(keep_source: bool) -> pa.Schema:
     return pa.schema(columns)
 
 
+def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
+    """Return a schema with the columns of selection.py. columns: the kind of each, by name."""
+    import pyarrow as pa
+
+    types = {"string": pa.string(), "int": pa.int64(), "float": pa.float32()}
+    for name, kind in columns.items():
+        schema = schema.append(pa.field(name, types[kind]))
+    return schema
+
+
 class Part(ABC):
     """Write rows as batch messages of about 16 MB (a single row may be larger).
 
-    sidecars: by name, the file that receives one value per row (see selection.py). text_bytes:
-    bytes of text written.
+    sidecars: by name, the file that receives one value per row (see selection.py). columns: kinds
+    of the columns of selection.py, by name. text_bytes: bytes of text written.
     """
 
     def __init__(
-        self, file: BinaryIO, schema: pa.Schema, sidecars: Mapping[str, SidecarWriter]
+        self,
+        file: BinaryIO,
+        schema: pa.Schema,
+        sidecars: Mapping[str, BinaryIO],
+        columns: Mapping[str, str],
     ) -> None:
         self._written = 0
         self.text_bytes = 0
         self._file = file
-        self._schema = schema
+        self._schema = add_columns(schema, columns)
         self._sidecars = sidecars
+        self._columns: list[list[Any]] = [[] for _ in columns]
 
     @property
     @abstractmethod
@@ -71,9 +77,23 @@ class Part(ABC):
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
 
-    def _write_sidecars(self, values: Mapping[str, Any]) -> None:
+    def _take_values(self, sidecars: Mapping[str, bytes], columns: Sequence[Any]) -> None:
+        """Take the values of the next row for the sidecars and for the columns."""
         for name, file in self._sidecars.items():
-            file.write(values[name])
+            file.write(sidecars[name])
+        for values, value in zip(self._columns, columns, strict=True):
+            values.append(value)
+
+    def _release_columns(self) -> list[pa.Array]:
+        """Return the values of the columns for the rows of the next batch."""
+        import pyarrow as pa
+
+        first = len(self._schema) - len(self._columns)
+        arrays = []
+        for number, values in enumerate(self._columns, first):
+            arrays.append(pa.array(values, self._schema.field(number).type))
+            values.clear()
+        return arrays
 
     def finish(self) -> None:
         """Write the remaining rows, and truncate the old content of a reused file."""
@@ -85,9 +105,13 @@ class PartWriter(Part):
     """Write the rows of a text dataset."""
 
     def __init__(
-        self, file: BinaryIO, keep_source: bool, sidecars: Mapping[str, SidecarWriter] = NO_SIDECARS
+        self,
+        file: BinaryIO,
+        keep_source: bool,
+        sidecars: Mapping[str, BinaryIO] = NO_SIDECARS,
+        columns: Mapping[str, str] = NO_COLUMNS,
     ) -> None:
-        super().__init__(file, make_text_schema(keep_source), sidecars)
+        super().__init__(file, make_text_schema(keep_source), sidecars, columns)
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
@@ -97,18 +121,28 @@ class PartWriter(Part):
         """Return the number of rows, including the rows not written yet."""
         return self._written + len(self._texts)
 
-    def add(self, text: bytes, source: str, values: Mapping[str, Any] = NO_VALUES) -> None:
-        """Add a row. text: valid UTF-8. values: the value of the row for each sidecar, by name."""
+    def add(
+        self,
+        text: bytes,
+        source: str,
+        sidecars: Mapping[str, bytes] = NO_VALUES,
+        columns: Sequence[Any] = (),
+    ) -> None:
+        """Add a row.
+
+        text: valid UTF-8. sidecars: the value of the row for each sidecar, by name. columns: its
+        value for each column.
+        """
         if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
         self._texts.append(text)
         self._size += len(text) + _ROW_OVERHEAD
         if self._sources is not None:
             self._sources.append(source)
-        self._write_sidecars(values)
+        self._take_values(sidecars, columns)
 
     def extend(self, texts: Sequence[bytes], source: str) -> None:
-        """Add several rows without sidecars; the batches are the same as with `add`."""
+        """Add several rows without sidecars and columns; the batches are the same as with `add`."""
         size = sum(map(len, texts)) + _ROW_OVERHEAD * len(texts)
         if self._size + size > BATCH_BYTES:  # one of the rows may have to start a batch
             for text in texts:
@@ -120,35 +154,27 @@ class PartWriter(Part):
             self._sources += [source] * len(texts)
 
     def add_file(
-        self, text: BinaryIO, size: int, source: str, values: Mapping[str, Any] = NO_VALUES
+        self,
+        text: BinaryIO,
+        size: int,
+        source: str,
+        sidecars: Mapping[str, bytes] = NO_VALUES,
+        columns: Sequence[Any] = (),
     ) -> None:
         """Add a row too large for memory.
 
-        text: file of valid UTF-8. size: its size in bytes. values: the value of the row for each
-        sidecar, by name.
+        text: file of valid UTF-8. size: its size in bytes. sidecars, columns: see `add`.
         """
-        import mmap
-
         import pyarrow as pa
 
         self.flush()
-        offsets = pa.array([0, size], pa.int64()).buffers()[1]
-        with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
-            columns = [
-                pa.Array.from_buffers(
-                    pa.large_string(), 1, [None, offsets, pa.py_buffer(never_touched)]
-                )
-            ]
-            if self._sources is not None:
-                columns.append(pa.array([source], pa.string()))
-            pieces = _split_message(pa.record_batch(columns, schema=self._schema), size)
-            del columns
-        for piece in pieces:
-            for chunk in _read_chunks(text, 0, size) if piece is None else (piece,):
-                self._file.write(chunk)
+        self._take_values(sidecars, columns)
+        others = [] if self._sources is None else [pa.array([source], pa.string())]
+        others += self._release_columns()
+        for piece in format_large_row(text, size, others, self._schema):
+            self._file.write(piece)
         self._written += 1
         self.text_bytes += size
-        self._write_sidecars(values)
 
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
@@ -161,6 +187,7 @@ class PartWriter(Part):
         columns = [join_texts(self._texts)]
         if self._sources is not None:
             columns.append(pa.array(self._sources, pa.string()))
+        columns += self._release_columns()
         batch = pa.record_batch(columns, schema=self._schema)
         self._file.write(batch.serialize())
         self._texts.clear()
@@ -179,6 +206,29 @@ def join_texts(texts: Sequence[bytes]) -> pa.Array:
     return pa.Array.from_buffers(
         pa.large_string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
     )
+
+
+def format_large_row(
+    text: BinaryIO, size: int, others: Sequence[pa.Array], schema: pa.Schema
+) -> Iterator[bytes]:
+    """Yield the batch message of one row with a text larger than memory, in pieces.
+
+    text: file of valid UTF-8. size: its size in bytes. others: the columns after the text.
+    """
+    import mmap
+
+    import pyarrow as pa
+
+    offsets = pa.array([0, size], pa.int64()).buffers()[1]
+    with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
+        buffers = [None, offsets, pa.py_buffer(never_touched)]
+        batch = pa.record_batch(
+            [pa.Array.from_buffers(pa.large_string(), 1, buffers), *others], schema=schema
+        )
+        pieces = _split_message(batch, size)
+        del batch, buffers
+    for piece in pieces:
+        yield from _read_chunks(text, 0, size) if piece is None else (piece,)
 
 
 def _split_message(batch: pa.RecordBatch, size: int) -> list[bytes | None]:
@@ -257,7 +307,7 @@ def rewrite_part(
 
     row = 0
     # A mapped file is not read before its pages are needed, but an error of the disk kills.
-    open_file = pa.memory_map if part.stat().st_size > _LARGE_PART else pa.OSFile
+    open_file = pa.memory_map if part.stat().st_size > LARGE_PART else pa.OSFile
     with open_file(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
@@ -266,7 +316,7 @@ def rewrite_part(
             if cluster_sizes is not None:
                 batch = batch.append_column(CLUSTER_SIZE, pa.array(cluster_sizes[own_rows]))
             own_copies = None if copies is None else copies[own_rows]
-            if batch.num_rows == 1 and batch.nbytes > _LARGE_PART:
+            if batch.num_rows == 1 and batch.nbytes > LARGE_PART:
                 for _ in range(1 if own_copies is None else int(own_copies[0])):
                     yield from _copy_large_row(part, file, batch)
                 continue

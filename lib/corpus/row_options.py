@@ -10,9 +10,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.core import options
+from lib.core import declared, options, paths
 from lib.core.declared import option
+from lib.core.errors import Problems
 from lib.corpus import encoding
+from lib.corpus.masks import choices as mask_choices
+from lib.corpus.quality import thresholds
 
 TRAIN = "train"
 VALIDATION = "validation"
@@ -31,7 +34,7 @@ NEAR_CHOICES = (
 
 
 def parse_field_names(text: str) -> list[str]:
-    """Return the names in a value of --fields, such as `text,meta.title`."""
+    """Return the names in a value of --fields or --language, such as `text,meta.title`."""
     names = [name.strip() for name in text.split(",")]
     if not all(names):
         raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
@@ -73,6 +76,59 @@ class RowOptions:
         metavar="NAME",
         help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 (recognised by "
         "its byte order mark) (default: replace invalid bytes by U+FFFD)",
+    )
+    language: list[str] = option(
+        [],
+        parse=parse_field_names,
+        action="extend",
+        metavar="en,de",
+        quiet=True,
+        help="label rows with their language in a column `language`, and keep only rows with these "
+        "labels; `und` stands for rows that are short or below --language-score; `all` labels the "
+        "rows and drops none (default: no labels)",
+    )
+    language_model: Path = option(
+        paths.classifiers_root(Path(".cache")) / "lid.176.ftz",
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="fastText model that recognises languages; its labels are the values of --language",
+    )
+    language_score: float = option(
+        0.65,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="mean probability below which the language of a row is `und`",
+    )
+    quality_model: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="fastText classifier whose probability for --quality-label becomes a column `quality` "
+        "(default: no scores)",
+    )
+    quality_label: str | None = option(
+        None,
+        metavar="NAME",
+        quiet=True,
+        help="label of good texts in --quality-model, with or without __label__ (default: hq)",
+    )
+    quality_score: float | None = option(
+        None,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="drop rows with a lower score of --quality-model (default: drop none)",
+    )
+    keep_top: float | None = option(
+        None,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="keep this fraction of the rows, the rows with the highest scores of --quality-model, "
+        "after all rules for single rows; takes two passes (default: keep all)",
     )
     dedup: str = option(
         "none",
@@ -143,6 +199,97 @@ class RowOptions:
         help="corpus: compare all rows; source: compare only rows whose files are in the same "
         "top-level directory of the source",
     )
+    mask: list[str] = option(
+        [],
+        parse=mask_choices.parse_kinds,
+        action="extend",
+        metavar="KIND,…",
+        quiet=True,
+        help="replace personal data in the text: email, ip, phone, iban, card (default: nothing). "
+        "Rows are compared, measured and counted before that",
+    )
+    mask_phone_country: list[str] = option(
+        [],
+        parse=mask_choices.parse_countries,
+        action="extend",
+        metavar="US,DE",
+        quiet=True,
+        help="with --mask phone, also mask numbers in the national format of these countries, from "
+        f"{', '.join(mask_choices.COUNTRIES)} (default: only numbers with + and a country code)",
+    )
+    mask_with: str = option(
+        mask_choices.CONSTANT,
+        choices=mask_choices.REPLACEMENTS,
+        quiet=True,
+        help="constant: all e-mail addresses become <email>, and so on; hash: equal ones become "
+        "the same <email:…>, which needs --mask-key",
+    )
+    mask_key: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="file with a secret of at least 16 bytes for --mask-with hash (default: none)",
+    )
+    quality: list[str] = option(
+        [],
+        parse=thresholds.parse_families,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
+        "prints all thresholds. C4's rules judge what C4 would keep of a row, but the row is never "
+        "cut; with fineweb, they count lines without end marks too (default: no rules)",
+    )
+    quality_set: list[str] = option(
+        [],
+        parse=thresholds.parse_settings,
+        action="extend",
+        metavar="NAME=X",
+        quiet=True,
+        help="replace thresholds of --quality, as in `gopher.min_words=30,c4.max_braces=off` "
+        "(default: the published ones)",
+    )
+    quality_words: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="YAML or JSON with the stop words of other languages, and with phrases of the lines "
+        "that C4 removes: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
+        "--language, all rows are in the one language of the file (default: English)",
+    )
+    quality_except: list[str] = option(
+        [],
+        parse=parse_field_names,
+        action="extend",
+        metavar="A,B",
+        quiet=True,
+        help="keep the rows of these top-level directories of the source, such as code and chats, "
+        "whatever the quality rules say (default: judge all)",
+    )
+    decontaminate: list[Path] = option(
+        [],
+        parse=Path,
+        metavar="DIR",
+        quiet=True,
+        help="drop documents that contain a question of these test sets (JSON Lines with the key "
+        "question, query, prompt or text, or a suite of stage 03); of conversations, compare the "
+        "turns of the user; may be repeated (default: no test set)",
+    )
+    decontaminate_share: float = option(
+        0.5,
+        parse=options.fraction,
+        metavar="F",
+        quiet=True,
+        help="share of the n-grams (8 words) of a question that a document contains, from which "
+        "it is dropped",
+    )
+    decontaminate_report_only: bool = option(
+        False,
+        quiet=True,
+        help="report the test questions that occur, and drop no document for them",
+    )
     validation_percent: float = option(
         0.0,
         parse=options.percent,
@@ -157,11 +304,37 @@ class RowOptions:
     )
 
     @property
+    def masks_later(self) -> bool:
+        """Return whether rows are masked in the second pass, after similar rows were found."""
+        return bool(self.mask) and self.drops_near
+
+    @property
     def drops_near(self) -> bool:
-        """Return whether near duplicates are dropped, which takes two passes."""
+        """Return whether near duplicates are dropped."""
         return self.dedup == NEAR
+
+    @property
+    def has_two_passes(self) -> bool:
+        """Return whether all rows must be known before the first one can be kept."""
+        return self.drops_near or self.keep_top is not None
 
     @property
     def splits(self) -> tuple[str, ...]:
         """Return the names of the splits of the dataset."""
         return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
+
+    def require_used(self) -> None:
+        """Raise UsageError if options have no effect without another one."""
+        problems = Problems()
+        needed = {}
+        if not self.drops_near:
+            needed["near_"] = f"--dedup {NEAR}"
+        if not self.decontaminate:
+            needed["decontaminate_"] = "--decontaminate DIR"
+        for field in declared.list_fields(RowOptions):
+            for prefix, other in needed.items():
+                is_given = getattr(self, field.name) != declared.default_of(field)
+                if field.name.startswith(prefix) and is_given:
+                    flag = declared.flag(field.name)
+                    problems.add(f"{flag} needs {other}", expected=f"{other}, or no {flag}")
+        problems.raise_if_any()

@@ -262,3 +262,8 @@ def escape_path(path: str) -> str:
     except UnicodeEncodeError:  # a name from a damaged list, which no file can have
         text = ascii(path)
     return text.replace("\r", "\\r").replace("\n", "\\n")
+
+
+def find_source(path: str) -> str:
+    """Return the source of a file: its top-level directory, "" if it is in none."""
+    return path.partition("/")[0] if "/" in path else ""

@@ -1,31 +1,42 @@
-"""Decide which rows a dataset keeps, by the tables RULES, SIDECARS and DECISIONS.
+"""Decide which rows a dataset keeps, by the tables RULES, RULE_GROUPS, SIDECARS and DECISIONS.
 
-A rule looks at one row alone and drops it for a reason. So the order of the rules and the number of
-workers do not change which rows are kept.
+A rule looks at each row alone and drops it for a reason. So the order of the rules and the number
+of workers do not change which rows are kept. A row of RULES gets one row of the dataset at a time.
+A row of RULE_GROUPS stands for several rules that share an option or a computation; they get the
+rows in batches. Every rule checks every row, so that the report can say what each would drop alone.
+
+A column is a value per row that a worker computes and that the dataset contains (COLUMNS). Rules
+can read it.
 
 A sidecar is a value of fixed width that a worker computes for each row and writes to a file beside
 the rows, such as a digest of the text. A decision reads the sidecars of all rows in order and
 selects the rows to keep, such as the rows that equal no earlier row.
 
-A rule or decision is on if its field of RowOptions does not have the default value. A sidecar is
-computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choice among rows that
-cannot be made in one pass: which rows are near duplicates.
+A rule, column or decision is on if its field of RowOptions does not have the default value. A
+sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choices among
+rows that cannot be made in one pass, such as which rows are near duplicates.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import io
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lib.core import declared
+from lib.corpus import shingles
+from lib.corpus.classify import language, scores
+from lib.corpus.decontaminate import matching
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
-from lib.corpus.minhash import Bands, KeyWriter
-from lib.corpus.parts import SidecarWriter
+from lib.corpus.near import minhash
+from lib.corpus.near.minhash import Bands
+from lib.corpus.quality import rules as quality
+from lib.corpus.row_batch import BatchRule, RowBatch, RowText, RowVerdict
 from lib.corpus.row_options import NEAR, RowOptions
+from lib.corpus.words import WORDS, find_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,65 +44,55 @@ if TYPE_CHECKING:
 MOST_CHARACTERS = 16_000_000  # of a text that is compared to find near duplicates
 
 
-class RowText:
-    """The text of a row as rules and sidecars see it.
-
-    strings: the text, or the contents of all turns of a conversation. If a text is larger than
-    memory, only its beginning is given. characters: length of the whole text (default: of strings).
-    position: number of the row in its file (or in a span of a large file), from 1.
-    """
-
-    __slots__ = ("_characters", "_strings", "position")
-
-    def __init__(
-        self, strings: Iterable[str], characters: int | None = None, position: int = 0
-    ) -> None:
-        self._strings = list(strings)
-        self._characters = characters
-        self.position = position
-
-    @property
-    def text(self) -> str:
-        """Return the text; the contents of turns are joined by newlines."""
-        return "\n".join(self._strings)
-
-    @property
-    def characters(self) -> int:
-        """Return the number of characters, newlines between turns not included."""
-        return sum(map(len, self._strings)) if self._characters is None else self._characters
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether `text` is the whole text."""
-        return self._characters in (None, sum(map(len, self._strings)))
-
-
 class Rule(NamedTuple):
     """A reason to drop a row that depends on this row alone.
 
     option: the field of RowOptions that switches it on. find_reason: function of the text of a row
     and the value of the option; it returns why the row is dropped, "" to keep it. The reason
-    completes the sentence "3 rows are …".
+    completes the sentence "3 rows are …". measure: returns what dropped.jsonl shows as the value of
+    a dropped row.
     """
 
     option: str
     find_reason: Callable[[RowText, Any], str]
+    measure: Callable[[RowText], float | str | None] = lambda row: None
+
+
+class RuleGroup(NamedTuple):
+    """Rules that an option of RowOptions switches on together.
+
+    list_kinds: returns the kinds of the rules that are on, in their order. start: returns these
+    rules; each work unit calls it.
+    """
+
+    option: str
+    list_kinds: Callable[[RowOptions], list[str]]
+    start: Callable[[RowOptions], list[BatchRule]]
+
+
+class Column(NamedTuple):
+    """A column of the dataset with a value that a worker computes for each row.
+
+    option: the field of RowOptions that switches it on. kind: `string`, `int` or `float`. start:
+    returns the function that computes the values of a batch; each work unit calls it.
+    """
+
+    option: str
+    kind: str
+    start: Callable[[RowOptions], Callable[[RowBatch], Sequence[Any]]]
 
 
 class Sidecar(NamedTuple):
     """A value that workers compute for each row and store beside the rows.
 
     width: bytes per row (0: it depends on the options). measure: function of the text of a row and
-    the SHA-256 of its content; it returns the value of the row in `width` bytes. open_writer: if
-    given, it returns a context whose `write` takes what `measure` returns, and which writes the
-    values of several rows at once.
+    the SHA-256 of its content; it returns the value of the row in `width` bytes. measure_batch: if
+    given, it computes the values of a batch instead: array [rows, …].
     """
 
     width: int
-    measure: Callable[[RowText, bytes], Any]
-    open_writer: Callable[[BinaryIO, RowOptions], AbstractContextManager[SidecarWriter]] | None = (
-        None
-    )
+    measure: Callable[[RowText, bytes], bytes] | None = None
+    measure_batch: Callable[[RowBatch, RowOptions], np.ndarray] | None = None
 
 
 class Decider(Protocol):
@@ -108,6 +109,13 @@ class Decider(Protocol):
 
     def add(self, *sidecars: np.ndarray) -> np.ndarray:
         """Return which of the next n rows to keep (bool [n]); sidecars: uint8 [n, width]."""
+        ...
+
+    def find_numbers(self, *sidecars: np.ndarray) -> np.ndarray:
+        """Return the kept row that each of n dropped rows duplicates (int64 [n]).
+
+        The rows that `add` has kept are numbered from 0.
+        """
         ...
 
 
@@ -129,7 +137,8 @@ class Decision(NamedTuple):
 class TwoPassDecision(NamedTuple):
     """A choice that needs the sidecars of all rows, after the first pass over the input.
 
-    It is on if `option` has `value`. Other fields: see Decision.
+    It is on if `option` has `value`, or without a value if the option does not have its default.
+    Other fields: see Decision.
     """
 
     option: str
@@ -138,31 +147,62 @@ class TwoPassDecision(NamedTuple):
     problem: str
     reason: str
 
+    def is_on(self, row_options: RowOptions) -> bool:
+        """Return whether a build makes this choice."""
+        if self.value:
+            return bool(getattr(row_options, self.option) == self.value)
+        return _is_on(row_options, self.option)
+
 
 def _find_short(row: RowText, min_chars: int) -> str:
     return "shorter than --min-chars" if row.characters < min_chars else ""
 
 
-def _select_text(row: RowText, sha256: bytes) -> str | None:
-    """Return the text for the band keys, None if it is too long to be compared."""
-    return row.text if row.is_whole and row.characters <= MOST_CHARACTERS else None
+def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
+    """Return the band keys of a batch; a text that is too long to be compared has none."""
+    if all(map(_is_compared, batch.rows)):
+        groups = batch.memo(WORDS, lambda own: find_words(own.texts))
+    else:
+        groups = find_words([row.text if _is_compared(row) else "" for row in batch.rows])
+    bands = Bands(row_options.near_bands, row_options.near_band_size)
+    return minhash.compute_keys(shingles.join_words(groups, row_options.near_words), bands)
 
 
-def _open_keys(file: BinaryIO, row_options: RowOptions) -> KeyWriter:
-    return KeyWriter(
-        file, row_options.near_words, Bands(row_options.near_bands, row_options.near_band_size)
-    )
+def _is_compared(row: RowText) -> bool:
+    return row.is_whole and row.characters <= MOST_CHARACTERS
 
 
 # Key: the kind in errors.jsonl, which is also the name of the count in the manifest.
-RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short)}
+RULES: dict[str, Rule] = {"short": Rule("min_chars", _find_short, lambda row: row.characters)}
+
+# In the order in which the rules apply, after those of RULES.
+RULE_GROUPS: dict[str, RuleGroup] = {
+    "language": RuleGroup("language", language.list_rules, language.start_rules),
+    "quality": RuleGroup("quality", quality.list_rules, quality.start_rules),
+    "quality model": RuleGroup("quality_score", scores.list_rules, scores.start_rules),
+    "decontaminate": RuleGroup("decontaminate", lambda _: [matching.KIND], matching.start_rules),
+}
+
+# Key: the name of the column.
+COLUMNS: dict[str, Column] = {
+    language.COLUMN: Column(
+        "language", "string", lambda row_options: partial(language.label_batch, row_options)
+    ),
+    scores.COLUMN: Column(
+        "quality_model", "float", lambda row_options: partial(scores.score_batch, row_options)
+    ),
+}
 
 # Key: the end of a file name, as in `train.digests`.
 SIDECARS: dict[str, Sidecar] = {
     "digests": Sidecar(DIGEST_BYTES, lambda row, sha256: sha256[-DIGEST_BYTES:]),
-    "keys": Sidecar(0, _select_text, _open_keys),
+    "keys": Sidecar(0, measure_batch=_compute_keys),
+    "scores": Sidecar(4, measure_batch=scores.collect_scores),
+    "sizes": Sidecar(8, lambda row, sha256: row.bytes.to_bytes(8, "little")),
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
+
+_EVERY_DECISION = {"positions", "sizes"}  # of the dropped rows, for dropped.jsonl and the report
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
@@ -172,15 +212,18 @@ DECISIONS: dict[str, Decision] = {
 }
 
 # Decisions that need the sidecars of all rows before they can select the first one. A build with
-# one of them has two passes, and makes all its decisions between them (near.py).
+# one of them has two passes, and makes these decisions between them, in this order (near/build.py).
 TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
+    "low_scores": TwoPassDecision(
+        "keep_top", "", ("scores",), scores.KIND, "below the score of --keep-top"
+    ),
     "near_duplicates": TwoPassDecision(
         "dedup",
         NEAR,
-        ("digests", "keys", "positions"),
+        ("digests", "keys"),
         "near duplicate",
         "near duplicates of kept rows",
-    )
+    ),
 }
 
 
@@ -189,13 +232,58 @@ def _is_on(row_options: RowOptions, option: str) -> bool:
     return getattr(row_options, option) != declared.default_of(field)
 
 
-def list_rules(row_options: RowOptions) -> list[tuple[str, Callable[[RowText, Any], str], Any]]:
-    """Return the kind, the function and the option's value of each rule that is on."""
-    return [
-        (kind, rule.find_reason, getattr(row_options, rule.option))
+def start_rules(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rules that are on, in their order."""
+    own = [
+        BatchRule(kind, "", _check_rows(rule, getattr(row_options, rule.option)))
         for kind, rule in RULES.items()
         if _is_on(row_options, rule.option)
     ]
+    groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
+    return own + [rule for group in groups for rule in group.start(row_options)]
+
+
+def _check_rows(rule: Rule, value: Any) -> Any:
+    """Return the check of a batch by a rule for one row. value: of its option."""
+    import numpy as np
+
+    def check(batch: RowBatch) -> RowVerdict:
+        reasons = [rule.find_reason(row, value) for row in batch.rows]
+        values = [
+            rule.measure(row) if reason else None
+            for row, reason in zip(batch.rows, reasons, strict=True)
+        ]
+        return RowVerdict(np.array([*map(bool, reasons)]), values, reasons)
+
+    return check
+
+
+def list_rules(row_options: RowOptions) -> dict[str, str]:
+    """Return the option of each rule that is on, by its kind, in the order of application."""
+    own = {kind: rule.option for kind, rule in RULES.items() if _is_on(row_options, rule.option)}
+    groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
+    return own | {kind: group.option for group in groups for kind in group.list_kinds(row_options)}
+
+
+def start_columns(row_options: RowOptions) -> dict[str, Callable[[RowBatch], Sequence[Any]]]:
+    """Return the function that computes each column that is on."""
+    return {name: COLUMNS[name].start(row_options) for name in list_columns(row_options)}
+
+
+def list_columns(row_options: RowOptions) -> dict[str, str]:
+    """Return the kind of each column that is on, by its name."""
+    return {
+        name: column.kind for name, column in COLUMNS.items() if _is_on(row_options, column.option)
+    }
+
+
+def drops_rows(row_options: RowOptions) -> bool:
+    """Return whether any rule or decision is on."""
+    return bool(
+        list_rules(row_options)
+        or list_decisions(row_options)
+        or list_two_pass_decisions(row_options)
+    )
 
 
 def list_decisions(row_options: RowOptions) -> dict[str, Decision]:
@@ -213,7 +301,7 @@ def list_two_pass_decisions(row_options: RowOptions) -> dict[str, TwoPassDecisio
     return {
         name: decision
         for name, decision in TWO_PASS_DECISIONS.items()
-        if getattr(row_options, decision.option) == decision.value
+        if decision.is_on(row_options)
     }
 
 
@@ -224,7 +312,15 @@ def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
         *list_two_pass_decisions(row_options).values(),
     ]
     needed = {name for decision in decisions for name in decision.sidecars}
+    needed |= _EVERY_DECISION if decisions else set()
     return {name: sidecar for name, sidecar in SIDECARS.items() if name in needed}
+
+
+def list_decisions_on(row_options: RowOptions) -> list[str]:
+    """Return the names of the decisions that can drop rows, also if another one makes them."""
+    return [
+        name for name in list_counts(row_options) if _is_on(row_options, get_decision(name).option)
+    ]
 
 
 def get_decision(name: str) -> Decision | TwoPassDecision:
@@ -233,24 +329,36 @@ def get_decision(name: str) -> Decision | TwoPassDecision:
 
 
 def list_counts(row_options: RowOptions) -> list[str]:
-    """Return the names of the decisions whose dropped rows the manifest counts."""
-    return [*DECISIONS, *list_two_pass_decisions(row_options)]
+    """Return the names of the decisions whose dropped rows the manifest counts.
+
+    They are in the order of application: a two-pass decision with an option of its own comes first.
+    """
+    shared = {decision.option for decision in DECISIONS.values()}
+    two_pass = list_two_pass_decisions(row_options)
+    first = [name for name, decision in two_pass.items() if decision.option not in shared]
+    return [*first, *DECISIONS, *(name for name in two_pass if name not in first)]
 
 
 def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:
     """Return, by kind, the option and value of each rule or decision that dropped rows."""
-    tables: dict[str, Rule | Decision | TwoPassDecision] = {
-        **RULES,
-        **DECISIONS,
-        **TWO_PASS_DECISIONS,
+    decisions: dict[str, Decision | TwoPassDecision] = {**DECISIONS, **TWO_PASS_DECISIONS}
+    options = {
+        **list_rules(row_options),
+        **{name: decision.option for name, decision in decisions.items()},
     }
     return {
-        kind: _spell_option(row_options, row.option)
-        for kind, row in tables.items()
+        kind: spell_option(row_options, option)
+        for kind, option in options.items()
         if counts.get(kind)
     }
 
 
-def _spell_option(row_options: RowOptions, name: str) -> str:
+def spell_option(row_options: RowOptions, name: str) -> str:
+    """Return an option with its value, as typed. name: its field.
+
+    Of a path only the name is given, so that the report of a dataset does not depend on its place.
+    """
     value = getattr(row_options, name)
-    return declared.flag(name) if value is True else f"{declared.flag(name)} {value}"
+    values = value if isinstance(value, list | tuple) else [value]
+    texts = [each.name if isinstance(each, Path) else str(each) for each in values]
+    return declared.flag(name) if value is True else f"{declared.flag(name)} {','.join(texts)}"

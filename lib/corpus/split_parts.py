@@ -84,14 +84,18 @@ def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) ->
     """Return the identity of one split's parts, from the identity of the dataset."""
     ignored = {"max_error_rate", *NEAR_CHOICES}
     options = {key: value for key, value in identity["options"].items() if key not in ignored}
-    return {"options": options, "inputs": identify_files(files)}
+    if options.get("keep_top") is not None:
+        options["keep_top"] = "any"  # the parts contain the scores, from which it selects later
+    return identity | {"options": options, "inputs": identify_files(files)}
 
 
 def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and keep its parts; undamaged parts of an earlier run are reused."""
     result = _read_record(unit)
     if result and all(
-        path.is_file() and hashing.has_digest(path, result.digests[path.name])
+        path.name in result.digests
+        and path.is_file()
+        and hashing.has_digest(path, result.digests[path.name])
         for path in unit.parts()
     ):
         return result
@@ -102,6 +106,8 @@ def process_unit(unit: WorkUnit) -> UnitResult:
     record = vars(result) | {"unit": None, "tally": result.tally.to_json()}
     if not result.rows_read:
         del record["rows_read"]  # as before the field existed
+    if not result.masked:
+        del record["masked"]
     manifest.write_json(unit.part(work_units.RECORD), record)
     return result
 

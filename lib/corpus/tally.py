@@ -12,6 +12,8 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations
+from lib.corpus.decontaminate.hits import TestHits
+from lib.corpus.row_tally import RowTally
 from lib.corpus.scan import escape_path
 
 ERRORS = "errors.jsonl"
@@ -181,16 +183,19 @@ class Tally:
     """Count the documents and problems of some input.
 
     documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
-    replaced: replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed
-    quotes. problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen:
-    names in --fields that occur. other_fields: for each key that --fields does not select, number
-    of documents with text under it, among the first thousand of each unit. as_text: number of
+    alone: rows that a rule would drop if it were the only one, by the kind of the rule. replaced:
+    replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed quotes.
+    problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen: names in
+    --fields that occur. other_fields: for each key that --fields does not select, number of
+    documents with text under it, among the first thousand of each unit. as_text: number of
     conversations that became plain text, by format, among the first documents of each file. chat:
-    the tally of a chat dataset.
+    the tally of a chat dataset. row_counts: counts of single rows, for the report. test_hits:
+    questions of test sets that occur.
     """
 
     documents: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    alone: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     lines_lost: int = 0
     problems: Counter[str] = field(default_factory=Counter)
@@ -199,15 +204,20 @@ class Tally:
     other_fields: Counter[str] = field(default_factory=Counter)
     as_text: Counter[str] = field(default_factory=Counter)
     chat: ChatTally = field(default_factory=ChatTally)
+    test_hits: TestHits = field(default_factory=TestHits)
+    row_counts: RowTally = field(default_factory=RowTally)
 
-    def add(self, other: Tally, lines_before: int = 0) -> None:
+    def add(self, other: Tally, lines_before: int = 0, rows_before: int = 0) -> None:
         """Add the tally of other input.
 
-        lines_before: number of lines before this input, if it is a later span of a large file.
+        lines_before, rows_before: number of lines and rows before this input, if it is a later span
+        of a large file.
         """
         self.chat.add(other.chat, lines_before)
+        self.row_counts.add(other.row_counts, rows_before)
+        self.test_hits.add(other.test_hits, rows_before)
         for name, more in vars(other).items():
-            if name != "chat":
+            if name not in ("chat", "row_counts", "test_hits"):
                 join = ior if isinstance(more, set) else iadd
                 setattr(self, name, join(getattr(self, name), more))
 
@@ -217,6 +227,8 @@ class Tally:
             "failed": sorted(self.failed),
             "fields_seen": sorted(self.fields_seen),
             "chat": self.chat.to_json(),
+            "test_hits": self.test_hits.to_json(),
+            "row_counts": self.row_counts.to_json(),
         }
 
     @classmethod
@@ -228,12 +240,15 @@ class Tally:
             **{name: count for name, count in value.items() if name != "short"}
             | {
                 "dropped": Counter(dropped),
+                "alone": Counter(value.get("alone", dropped)),
                 "problems": Counter(value["problems"]),
                 "failed": {*value["failed"]},
                 "fields_seen": {*value["fields_seen"]},
                 "other_fields": Counter(value.get("other_fields", {})),
                 "as_text": Counter(value.get("as_text", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
+                "test_hits": TestHits.from_json(value.get("test_hits", {})),
+                "row_counts": RowTally.from_json(value.get("row_counts")),
             }
         )
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, BinaryIO
 
 from lib.corpus import conversations, encoding
-from lib.corpus.documents import SKIPPED, Documents
+from lib.corpus.documents import SKIPPED, Documents, RowValues
 from lib.corpus.parts import PartWriter
 from lib.corpus.row_options import TRAIN, RowOptions
 
@@ -20,15 +21,16 @@ _BEGINNING = 1 << 20  # bytes of a large text that rules and sidecars see
 
 
 class TextDocuments(Documents):
-    """Write one row per document, or one per string in it.
-
-    parts: one writer per split.
-    """
+    """Write one row per document, or one per string in it."""
 
     def __init__(
-        self, row_options: RowOptions, parts: Mapping[str, PartWriter], errors: BinaryIO
+        self,
+        row_options: RowOptions,
+        parts: Mapping[str, PartWriter],
+        errors: BinaryIO,
+        dropped: BinaryIO,
     ) -> None:
-        super().__init__(row_options, errors)
+        super().__init__(row_options, parts, errors, dropped)
         self._parts = parts
         self._train = parts[TRAIN]
         self._fields = Fields(row_options.fields) if row_options.fields else None
@@ -62,11 +64,14 @@ class TextDocuments(Documents):
         size: in bytes. sha256: digest of the text.
         """
         self.tally.documents += 1
-        row = self._make_row([_read_beginning(text)], characters)
-        if not self._is_dropped(row):
-            self._parts[self._split_of(sha256)].add_file(
-                text, size, self._source, self._measure(row, sha256)
-            )
+        part = self._parts[self._split_of(sha256)]
+        row = self._make_row([_read_beginning(text)], characters, size=size)
+
+        def write(values: RowValues) -> None:
+            part.add_file(text, size, self._source, values.sidecars, values.columns)
+
+        self._add(row, sha256, write)
+        self._flush()  # the file is open only during this call
 
     def add_value(
         self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
@@ -110,17 +115,13 @@ class TextDocuments(Documents):
             return False
         self._inspect(values)
         self.tally.documents += len(values)
-        if self._hashes or self._rules:
+        if self._queues:
             for text in texts:
                 self._add_row(text)
         else:
             self._train.extend(rows, self._source)
+            self._sizes += map(len, rows)
         return True
-
-    def finish(self) -> None:
-        """Finish the parts."""
-        for part in self._parts.values():
-            part.finish()
 
     def _extract(self, value: Any) -> list[str]:
         return extract_strings(self._fields.select(value) if self._fields else value)
@@ -141,16 +142,19 @@ class TextDocuments(Documents):
                 self.tally.other_fields.update(self._fields.find_others(value))
 
     def _add_row(self, text: str) -> None:
-        row = self._make_row([text])
-        if self._is_dropped(row):
-            return
         data, replaced = encoding.encode_text(text)
         self.tally.replaced += replaced
-        if not self._hashes:
+        if not self._queues:
             self._train.add(data, self._source)
+            self._sizes.append(len(data))
             return
-        digest = hashlib.sha256(data).digest()
-        self._parts[self._split_of(digest)].add(data, self._source, self._measure(row, digest))
+        digest = hashlib.sha256(data).digest() if self._hashes else b""
+        part = self._parts[self._split_of(digest)]
+        self._add(self._make_row([text]), digest, partial(self._write, part, data, self._source))
+
+    @staticmethod
+    def _write(part: PartWriter, data: bytes, source: str, values: RowValues) -> None:
+        part.add(data, source, values.sidecars, values.columns)
 
 
 def _read_beginning(text: BinaryIO) -> str:

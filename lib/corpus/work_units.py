@@ -5,26 +5,31 @@ The division depends on the input and the options only, not on the number of wor
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import commands
-from lib.core.errors import DiskFullError, UsageError, from_os_error
-from lib.corpus import columnar_reader, inputs, kinds, selection
+from lib.core import commands, hashing
+from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
+from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
-from lib.corpus.parts import PartWriter, SidecarWriter
+from lib.corpus.masks import part_masker
+from lib.corpus.masks.mask_options import make_masker
+from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import escape_path
-from lib.corpus.selection import Sidecar
 from lib.corpus.tally import Tally
 from lib.corpus.text_documents import TextDocuments
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 UNIT_BYTES = 16_000_000
 RECORD = "json"  # name of the part with the result of a unit, see split_parts.py
@@ -82,7 +87,10 @@ class WorkUnit:
         return sum(span.bytes for span in self.spans)
 
     def part(self, name: str) -> Path:
-        """Return the path of a file of this unit. name: a split, `SPLIT.SIDECAR` or `errors`."""
+        """Return the path of a file of this unit.
+
+        name: a split, `SPLIT.SIDECAR`, `errors` or `dropped`.
+        """
         return Path(self.out) / f"{self.number:08d}.{name}"
 
     def parts(self) -> list[Path]:
@@ -90,7 +98,12 @@ class WorkUnit:
         splits = self.row_options.splits
         sidecars = selection.list_sidecars(self.row_options)
         names = [f"{split}.{sidecar}" for split in splits for sidecar in sidecars]
-        return [self.part(name) for name in (*splits, *names, "errors")]
+        return [self.part(name) for name in (*splits, *names, "errors", *self._dropped)]
+
+    @property
+    def _dropped(self) -> list[str]:
+        """Return the name of the part with the dropped rows, if any can be dropped."""
+        return ["dropped"] if selection.list_rules(self.row_options) else []
 
 
 @dataclass
@@ -98,10 +111,10 @@ class UnitResult:
     """Describe the result of a unit.
 
     rows, text_bytes: by split. lines: see Documents. rows_read: rows of the last span before any
-    were dropped (if a sidecar numbers them). rows_of: by split, the number of rows after each span
+    were dropped (if anything can drop rows). rows_of: by split, the number of rows after each span
     (if a decision is on). digests: digests of the parts by file name, if the parts are
     kept for a merge. changed: path of the first file that changed since it was listed, and a
-    description of the change.
+    description of the change. masked: by split, what was masked (the fields of MaskedMatches).
     """
 
     unit: WorkUnit
@@ -113,6 +126,7 @@ class UnitResult:
     digests: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, str] | None = None
     rows_read: int = 0
+    masked: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def rows_of_part(self) -> int:
@@ -231,6 +245,18 @@ def format_rebuild_commands(directory: Path, work: Path | None) -> str:
     )
 
 
+def require_undamaged(result: UnitResult, work: Path | None) -> None:
+    """Raise ArtifactError if a kept part is damaged. work: see format_rebuild_commands."""
+    for name, digest in result.digests.items():
+        path = Path(result.unit.out) / name
+        if not path.is_file() or not hashing.has_digest(path, digest):
+            raise ArtifactError(
+                f"{path} is damaged or gone",
+                expected="the content that was written",
+                run=format_rebuild_commands(path.parent, work),
+            )
+
+
 def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
     result = UnitResult(unit)
@@ -241,55 +267,74 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             return stack.enter_context(unit.part(name).open("wb"))
 
         sidecars = selection.list_sidecars(unit.row_options)
-        parts = {
+        writers = {
             split: _make_part(
                 unit.row_options,
                 stack.enter_context(_reuse_file(unit.part(split))),
-                {
-                    name: _open_sidecar(sidecar, create(f"{split}.{name}"), unit, stack)
-                    for name, sidecar in sidecars.items()
-                },
+                {name: create(f"{split}.{name}") for name in sidecars},
             )
             for split in unit.row_options.splits
         }
         documents: Documents = (
             ChatDocuments if unit.row_options.format == CHAT else TextDocuments
-        )(unit.row_options, parts, create("errors"))
+        )(
+            unit.row_options,
+            writers,
+            create("errors"),
+            create("dropped") if selection.list_rules(unit.row_options) else io.BytesIO(),
+        )
         for span in unit.spans:
             _read_span(unit, span, documents)
             if change := _find_change(unit, span.file):
                 result.changed = span.file.path, change
                 break
-            if sidecars:
-                for split, part in parts.items():
-                    result.rows_of.setdefault(split, []).append(part.rows)
         documents.finish()
-        for split, part in parts.items():
+        for split, part in writers.items():
             result.rows[split] = part.rows
             result.text_bytes[split] = part.text_bytes
     result.tally = documents.tally
     result.lines = documents.lines
-    if "positions" in sidecars:
+    masks = bool(unit.row_options.mask) and not unit.row_options.masks_later
+    if masks:
+        _mask_parts(result)
+    if sidecars or masks:
+        result.rows_of = documents.rows_of
+    if selection.drops_rows(unit.row_options):
         result.rows_read = documents.rows
     return result
 
 
-def _open_sidecar(
-    sidecar: Sidecar, file: BinaryIO, unit: WorkUnit, stack: ExitStack
-) -> SidecarWriter:
-    """Return the writer for the values of a sidecar; the stack finishes it before the file."""
-    if sidecar.open_writer is None:
-        return file
-    return stack.enter_context(sidecar.open_writer(file, unit.row_options))
+def _mask_parts(result: UnitResult) -> None:
+    """Mask the rows in the parts of a unit."""
+    unit = result.unit
+    masker = make_masker(unit.row_options)
+    schema = make_part_schema(unit.row_options)
+    for split in unit.row_options.splits:
+        part = unit.part(split)
+        out = unit.part(f"{split}.masked")
+        masked = part_masker.mask_part(part, out, schema, masker)
+        if masked.path:
+            masked.path.replace(part)
+            result.text_bytes[split] += masked.text_bytes
+            result.masked[split] = asdict(masked.hits)
 
 
-def _make_part(
-    row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, SidecarWriter]
-) -> Any:
+def make_part_schema(row_options: RowOptions) -> pa.Schema:
+    """Return the schema of the rows that workers write."""
+    schema = (
+        chat_rows.make_schema()
+        if row_options.format == CHAT
+        else parts.make_text_schema(row_options.keep_source)
+    )
+    return parts.add_columns(schema, selection.list_columns(row_options))
+
+
+def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, BinaryIO]) -> Any:
     """Return the writer for the rows of a split."""
+    columns = selection.list_columns(row_options)
     if row_options.format == CHAT:
-        return ChatPartWriter(file, sidecars)
-    return PartWriter(file, row_options.keep_source, sidecars)
+        return ChatPartWriter(file, sidecars, columns)
+    return PartWriter(file, row_options.keep_source, sidecars, columns)
 
 
 def release_part(part: Path) -> None:
@@ -337,6 +382,7 @@ def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
     documents.begin(span.file.path, span.file.source)
     if span.file.path in unit.avoid:
         documents.note("crash", "the worker process that read it crashed twice", SKIPPED_FILE)
+        documents.end(False)
         return
     try:
         with RawFile(f"{unit.folder}/{span.file.path}", span.start, span.stop, unit.out) as raw:

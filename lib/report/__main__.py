@@ -14,8 +14,8 @@ from pathlib import Path
 
 from lib.core import log, manifest, options, paths, stage
 from lib.core.errors import UsageError
+from lib.pages.svg import COLUMNS, STYLES
 from lib.report.content import compose
-from lib.report.svg import COLUMNS, STYLES
 from lib.train.output.run_data import find_axis, read_runs
 
 _LARGEST = 2_000_000  # bytes of a page

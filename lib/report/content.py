@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lib.core import units
-from lib.report.page import Html, escape, page, table, tag
-from lib.report.svg import COLUMNS, STYLES, Line, draw
+from lib.pages.page import Html, escape, page, table, tag
+from lib.pages.svg import COLUMNS, STYLES, Line, draw
 from lib.train.output import summary
 from lib.train.output.problems import SHOWN, Problem, find_problems
 from lib.train.output.run_data import TOKENS, RunData, read_samples

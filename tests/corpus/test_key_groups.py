@@ -1,4 +1,4 @@
-# covers: lib/corpus/key_groups.py, lib/corpus/disk_array.py
+# covers: lib/corpus/near/key_groups.py, lib/corpus/near/disk_array.py
 """Documents that share a key are found on disk, with any number of buckets."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lib.corpus import key_groups
-from lib.corpus.disk_array import DiskArray
+from lib.corpus.near import key_groups
+from lib.corpus.near.disk_array import DiskArray
 
 DOCUMENTS = 5000
 FIRST_NEW = 1000

@@ -15,8 +15,8 @@ import pytest
 from lib.core.errors import UsageError
 from lib.report.__main__ import main
 from tests.conftest import ROOT
+from tests.pages.test_svg import HOSTILE, StrictParser, check_page
 from tests.report.runs import START, make_row, write_run
-from tests.report.test_svg import HOSTILE, StrictParser, check_page
 
 EVENTS = [
     {"time": START.format(5, 1), "event": "skip_step", "step": 301, "steps": 2, "reason": "NaN"},

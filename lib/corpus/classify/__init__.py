@@ -1,0 +1,1 @@
+"""Classify rows by language and quality with fastText models."""

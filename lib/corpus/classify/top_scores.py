@@ -1,0 +1,107 @@
+"""Find the rows with the highest scores, by counting on disk instead of sorting in memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLOCK = 1 << 20  # scores to process at once
+_HALF = 16  # bits of a score that are counted in one pass
+
+
+class Threshold(NamedTuple):
+    """Separate the rows to keep: those above a score, and the first `ties` rows that equal it.
+
+    bits: of the score, a float32 that is not negative.
+    """
+
+    bits: int
+    ties: int
+
+    @property
+    def score(self) -> float:
+        """Return the lowest score that is kept."""
+        import numpy as np
+
+        return float(np.array([self.bits], np.uint32).view(np.float32)[0])
+
+
+def count_kept(rows: int, share: float) -> int:
+    """Return the number of rows to keep: the share, rounded, and at least one of any rows."""
+    return min(rows, max(1, math.floor(rows * share + 0.5)))
+
+
+def find_threshold(scores: Path, first: int, kept: int) -> Threshold:
+    """Return the threshold that keeps the `kept` highest scores, and of equal ones the first.
+
+    scores: file of float32, none of them negative. first: index of the first one that counts. The
+    bits of such floats are in the order of their values, so two passes that count one half of the
+    bits each find the threshold exactly.
+    """
+    import numpy as np
+
+    if not kept:
+        return Threshold(0, 0)
+    high = _count_halves(scores, first, None)
+    upper, rest = _find_bin(high, kept)
+    low = _count_halves(scores, first, upper)
+    lower, ties = _find_bin(low, rest)
+    return Threshold(int(np.uint32(upper << _HALF | lower)), ties)
+
+
+def _count_halves(scores: Path, first: int, upper: int | None) -> np.ndarray:
+    """Return how many scores have each value in their upper 16 bits.
+
+    upper: instead, count the lower 16 bits of the scores with these upper bits.
+    """
+    import numpy as np
+
+    counts = np.zeros(1 << _HALF, np.int64)
+    for bits in _read_blocks(scores, first):
+        halves = bits >> np.uint32(_HALF)
+        if upper is not None:
+            halves = bits[halves == upper] & np.uint32((1 << _HALF) - 1)
+        counts += np.bincount(halves, minlength=1 << _HALF)
+    return counts
+
+
+def _read_blocks(scores: Path, first: int) -> Iterator[np.ndarray]:
+    import numpy as np
+
+    with scores.open("rb") as file:
+        file.seek(4 * first)
+        while data := file.read(4 * BLOCK):
+            yield np.frombuffer(data, np.uint32)
+
+
+def _find_bin(counts: np.ndarray, kept: int) -> tuple[int, int]:
+    """Return the bin with the last of the `kept` highest values, and how many of it are kept."""
+    import numpy as np
+
+    above = np.cumsum(counts[::-1])
+    index = int(np.searchsorted(above, kept))
+    before = int(above[index - 1]) if index else 0
+    return len(counts) - 1 - index, kept - before
+
+
+class Selector:
+    """Select rows by a threshold, block by block in their order."""
+
+    def __init__(self, threshold: Threshold) -> None:
+        self._threshold = threshold
+        self._ties = threshold.ties
+
+    def select(self, scores: np.ndarray) -> np.ndarray:
+        """Return which of the next scores are kept (bool [n]). scores: float32 [n]."""
+        import numpy as np
+
+        bits = np.ascontiguousarray(scores, np.float32).view(np.uint32)
+        equal = bits == self._threshold.bits
+        is_early = np.cumsum(equal) <= self._ties
+        self._ties = max(0, self._ties - int(equal.sum()))
+        return (bits > self._threshold.bits) | (equal & is_early)

@@ -1,0 +1,1 @@
+"""Compare documents with the questions of test sets, and report which questions occur in them."""

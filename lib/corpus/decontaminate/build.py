@@ -1,0 +1,113 @@
+"""Prepare the comparison with test sets before the first row of a corpus is read."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.core import log, stage, units
+from lib.core.errors import UsageError
+from lib.corpus import work_units
+from lib.corpus.decontaminate import frequency, index, questions
+from lib.corpus.decontaminate.index import SHORTEST, Index
+from lib.corpus.decontaminate.prepared import PreparedOptions, add_index
+from lib.corpus.inputs import InputFile
+from lib.corpus.row_options import RowOptions
+
+_ALL = "all"  # index with all n-grams, for the sample
+_INDEX = "index"
+_NAMED = 10
+_FREQUENT = "frequent n-grams of the test sets"  # a name in the identity of parts
+
+
+def require_test_sets(row_options: RowOptions) -> None:
+    """Raise UsageError if the test sets cannot be read, or if none of their questions counts."""
+    if row_options.decontaminate:
+        _load_index(tuple(row_options.decontaminate))
+
+
+def identify_test_sets(row_options: RowOptions) -> dict[str, Any]:
+    """Return the digest of each test set by its name, for the identity of a dataset."""
+    if not row_options.decontaminate:
+        return {}
+    return {"decontaminate": questions.identify(row_options.decontaminate)}
+
+
+def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str, Any]:
+    """Return the identity of a dataset for its parts, with the digest of the frequent n-grams.
+
+    Which n-grams are frequent depends on the whole input, and parts only record their own split.
+    """
+    if not isinstance(row_options, PreparedOptions):
+        return identity
+    _, frequent = index.read_sets(Path(row_options.test_index))
+    return identity | {_FREQUENT: frequent.digest}
+
+
+class IndexBuilder(NamedTuple):
+    """Build the index of the test sets for a build of stage 02.
+
+    files: the whole input in folder, also what other machines read.
+    """
+
+    folder: Path
+    files: Sequence[InputFile]
+    workers: int
+    progress: bool
+
+    def __call__(self, row_options: RowOptions) -> RowOptions:
+        """Return the options with an index, if they name test sets. It exists until the end."""
+        return self._prepare(row_options) if row_options.decontaminate else row_options
+
+    def _prepare(self, row_options: RowOptions) -> RowOptions:
+        work = Path(tempfile.mkdtemp(prefix="test-sets-"))
+        stage.call_at_end(lambda code, error: shutil.rmtree(work, ignore_errors=True))
+        whole = _load_index(tuple(row_options.decontaminate))
+        index.save_index(whole, work / _ALL)
+        tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
+        is_frequent, frequent = frequency.sample_corpus(
+            row_options, str(work / _ALL), tasks, self.workers, self.progress
+        )
+        final = index.ignore_frequent(whole, is_frequent, frequent)
+        index.save_index(final, work / _INDEX)
+        shutil.rmtree(work / _ALL)
+        _log_index(final)
+        return add_index(row_options, str(work / _INDEX))
+
+
+def _log_index(test_index: Index) -> None:
+    """Print how many questions can be compared, and what is frequent."""
+    total = sum(each.questions for each in test_index.test_sets)
+    protected = sum(each.protected for each in test_index.test_sets)
+    frequent = test_index.frequent
+    log.info(
+        f"test sets: {protected:,} of {units.counted(total, 'question')} can be compared; "
+        f"{units.counted(frequent.ignored, 'n-gram')} ignored, since more than "
+        f"{frequent.least:,} of {units.counted(frequent.rows, 'sampled row')} contain them"
+    )
+    if names := [each.name for each in test_index.test_sets if not each.protected]:
+        log.warn(
+            f"--decontaminate: no question can be compared of "
+            f"{units.counted(len(names), 'test set')}: {units.join_names(names, _NAMED)}"
+        )
+
+
+@cache
+def _load_index(directories: tuple[Path, ...]) -> Index:
+    found = index.build_index(questions.read_sets(directories))
+    digests = questions.identify(directories)
+    if not any(each.protected for each in found.test_sets):
+        raise UsageError(
+            "--decontaminate: no question can be compared",
+            expected=f"questions of at least {SHORTEST} words, besides words that all questions of "
+            "a set share",
+            found=f"{units.counted(len(found.test_sets), 'test set')} with "
+            f"{units.counted(sum(each.questions for each in found.test_sets), 'question')}",
+        )
+    test_sets = [replace(each, digest=digests[each.name]) for each in found.test_sets]
+    return found._replace(test_sets=test_sets)

@@ -1,0 +1,334 @@
+"""Build the index of the n-grams of all test questions.
+
+A question is compared by its distinct n-grams of eight words that count. The words that all
+questions of a set begin or end with do not count, such as an instruction or examples. Neither do
+n-grams that more than ten questions of a set share, nor those that are frequent in the corpus
+(frequency.py). A question with fewer than 13 n-grams that count (20 words in a row) is unprotected:
+it is too short to tell a copy from a coincidence. The report names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lib.corpus import shingles
+from lib.corpus.decontaminate.questions import Question
+
+if TYPE_CHECKING:
+    import numpy as np
+
+WORDS = 8  # of an n-gram
+SHORTEST = 20  # words of a question that is protected
+FEWEST = SHORTEST - WORDS + 1  # n-grams of a question that is protected
+MOST_QUESTIONS = 10  # of a set, that may share an n-gram
+SHORT, SHARED, FREQUENT = ("short", "shared", "frequent")  # why one is unprotected
+_BITS_PER_GRAM = 16  # in a row of the table; at most 1 in 16 other n-grams passes it
+_SHIFT = 24  # bits of a hash that the second row does not look at
+_ARRAYS = ("hashes", "ends", "postings", "sizes", "sets", "numbers", "table")
+_SETS = "sets.json"
+_NOTHING = 1 << 62  # more n-grams than a question has, so that it is never hit
+
+
+@dataclass
+class TestSet:
+    """Describe a test set.
+
+    unprotected: numbers of such questions, in order, by the reason. digest: of its file.
+    """
+
+    __test__ = False  # pytest collects classes with this name otherwise
+
+    name: str
+    questions: int = 0
+    unprotected: dict[str, list[int]] = field(default_factory=dict)
+    digest: str = ""
+
+    @property
+    def protected(self) -> int:
+        """Return the number of questions that are compared."""
+        return self.questions - sum(map(len, self.unprotected.values()))
+
+
+class Frequent(NamedTuple):
+    """Tell which n-grams are ignored because they are frequent in the corpus.
+
+    rows: number of sampled rows. least: rows that contain a frequent n-gram are more than this.
+    ignored: number of frequent n-grams. digest: of these n-grams.
+    """
+
+    rows: int = 0
+    least: int = 0
+    ignored: int = 0
+    digest: str = ""
+
+
+NO_FREQUENT = Frequent()
+
+
+class Index(NamedTuple):
+    """Contain the n-grams of all questions of all sets.
+
+    hashes: uint64, sorted and distinct. ends: int64, where the postings of each hash end. postings:
+    int32, questions that contain the hash. sizes: int64, number of n-grams of each question. sets:
+    int32, number of the set of each question. numbers: int64, its number in the set. table: uint8
+    [2, …], a Bloom filter: a hash has one bit in each row.
+    """
+
+    hashes: np.ndarray
+    ends: np.ndarray
+    postings: np.ndarray
+    sizes: np.ndarray
+    sets: np.ndarray
+    numbers: np.ndarray
+    table: np.ndarray
+    test_sets: list[TestSet]
+    frequent: Frequent = NO_FREQUENT
+
+
+class _SetGrams(NamedTuple):
+    """The n-grams of a set: distinct per question, question after question."""
+
+    hashes: list[np.ndarray]
+    numbers: list[int]
+
+
+def build_index(sets: Iterable[tuple[str, Sequence[Question]]]) -> Index:
+    """Return the index of some test sets, given with their names."""
+    import numpy as np
+
+    hashes: list[np.ndarray] = []
+    numbers: list[int] = []
+    set_of: list[int] = []
+    test_sets: list[TestSet] = []
+    for name, questions in sets:
+        test_set = TestSet(name, len(questions))
+        grams = _find_grams(questions, test_set)
+        hashes += grams.hashes
+        numbers += grams.numbers
+        set_of += [len(test_sets)] * len(grams.numbers)
+        test_sets.append(test_set)
+    sizes = np.array([*map(len, hashes)], np.int64)
+    flat = np.concatenate([np.empty(0, np.uint64), *hashes])
+    order = np.argsort(flat, kind="stable")
+    distinct, counts = np.unique(flat, return_counts=True)
+    postings = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)[order]
+    return Index(
+        distinct,
+        np.cumsum(counts),
+        postings,
+        sizes,
+        np.array(set_of, np.int32),
+        np.array(numbers, np.int64),
+        _make_table(distinct),
+        test_sets,
+    )
+
+
+def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) -> Index:
+    """Return the index without frequent n-grams (bool [hashes]).
+
+    Questions that keep too few n-grams become unprotected.
+    """
+    import numpy as np
+
+    index = index._replace(frequent=frequent)
+    if not is_ignored.any():
+        return index
+    counts = np.diff(index.ends, prepend=0)
+    is_kept = ~np.repeat(is_ignored, counts)
+    postings = index.postings[is_kept]
+    left = np.bincount(postings, minlength=len(index.sizes)).astype(np.int64)
+    is_lost = (left < FEWEST) & (index.sizes < _NOTHING)
+    test_sets = [replace(each, unprotected={**each.unprotected}) for each in index.test_sets]
+    for question in np.flatnonzero(is_lost):
+        unprotected = test_sets[index.sets[question]].unprotected
+        unprotected[FREQUENT] = [*unprotected.get(FREQUENT, ()), int(index.numbers[question])]
+    hashes = index.hashes[~is_ignored]
+    return index._replace(
+        hashes=hashes,
+        ends=np.cumsum(counts[~is_ignored]),
+        postings=postings,
+        sizes=np.where(left < FEWEST, _NOTHING, left),
+        table=_make_table(hashes),
+        test_sets=test_sets,
+    )
+
+
+def save_index(index: Index, directory: Path) -> None:
+    """Write an index to a directory."""
+    import numpy as np
+
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in _ARRAYS:
+        np.save(directory / f"{name}.npy", getattr(index, name))
+    text = json.dumps([[vars(each) for each in index.test_sets], index.frequent])
+    (directory / _SETS).write_text(text, encoding="utf-8")
+
+
+def open_index(directory: Path) -> Index:
+    """Return the index in a directory, mapped into memory, which all workers share."""
+    import numpy as np
+
+    arrays = [np.load(directory / f"{name}.npy", mmap_mode="r") for name in _ARRAYS]
+    test_sets, frequent = read_sets(directory)
+    return Index._make([*arrays, test_sets, frequent])
+
+
+def read_sets(directory: Path) -> tuple[list[TestSet], Frequent]:
+    """Return the test sets of the index in a directory, and its frequent n-grams."""
+    records, frequent = json.loads((directory / _SETS).read_text(encoding="utf-8"))
+    return [TestSet(**record) for record in records], Frequent(*frequent)
+
+
+def find_members(index: Index, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the positions of n-grams that are in the index, and their numbers in it (int64)."""
+    import numpy as np
+
+    nothing = np.empty(0, np.int64)
+    if not len(index.hashes):
+        return nothing, nothing
+    positions = np.flatnonzero(_look_up(index.table, 0, hashes))
+    values = hashes[positions]
+    passed = np.flatnonzero(_look_up(index.table, 1, values))
+    positions = positions[passed]
+    values = values[passed]
+    found = np.searchsorted(index.hashes, values)
+    found[found == len(index.hashes)] = 0
+    is_member = index.hashes[found] == values
+    return positions[is_member], found[is_member]
+
+
+def _look_up(table: np.ndarray, row: int, hashes: np.ndarray) -> np.ndarray:
+    """Return whether a row of the table contains hashes, as uint8; an error is always a yes."""
+    import numpy as np
+
+    places, bits = _place_hashes(hashes, row, table.shape[1])
+    return (np.take(table[row], places) >> bits) & np.uint8(1)
+
+
+def _place_hashes(hashes: np.ndarray, row: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the byte of each hash in a row of the table (int64), and its bit in it (uint8)."""
+    import numpy as np
+
+    first_bits = hashes << np.uint64(_SHIFT) if row else hashes
+    last_bits = hashes >> np.uint64(8) if row else hashes
+    places = first_bits >> np.uint64(64 - size.bit_length() + 1)
+    return places.view(np.int64), last_bits.astype(np.uint8) & np.uint8(7)
+
+
+def _make_table(hashes: np.ndarray) -> np.ndarray:
+    """Return the table of an index; the size of its rows is a power of two."""
+    import numpy as np
+
+    size = 1 << max(3, (len(hashes) * _BITS_PER_GRAM // 8).bit_length())
+    table = np.zeros((2, size), np.uint8)
+    for row in range(2):
+        places, bits = _place_hashes(hashes, row, size)
+        np.bitwise_or.at(table[row], places, np.left_shift(np.uint8(1), bits))
+    return table
+
+
+def _find_grams(questions: Sequence[Question], test_set: TestSet) -> _SetGrams:
+    """Return the n-grams of a set that count; adds the unprotected questions to the test set."""
+    import numpy as np
+
+    words = list(_hash_by_text(questions, 1))
+    grams = [
+        found if len(own) >= WORDS else found[:0]
+        for found, own in zip(_hash_by_text(questions, WORDS), words, strict=True)
+    ]
+    first = _count_common(words)
+    last = _count_common([own[first:][::-1] for own in words])
+    lengths = [len(own) - first - last for own in words]
+    grams = [
+        found[first : first + max(0, length - WORDS + 1)]
+        for found, length in zip(grams, lengths, strict=True)
+    ]
+    is_shared = _find_shared(grams)
+    result = _SetGrams([], [])
+    for question, found, shared, length in zip(questions, grams, is_shared, lengths, strict=True):
+        own = np.unique(_drop_shared(found, shared))
+        if len(own) >= FEWEST:
+            result.hashes.append(own)
+            result.numbers.append(question.number)
+        else:
+            reason = SHORT if length < SHORTEST else SHARED
+            test_set.unprotected.setdefault(reason, []).append(question.number)
+    return result
+
+
+def _find_shared(grams: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return, for each question, which of its n-grams too many questions share."""
+    import numpy as np
+
+    owners = np.repeat(np.arange(len(grams)), [*map(len, grams)])
+    flat = np.concatenate([np.empty(0, np.uint64), *grams])
+    _, groups = np.unique(flat, return_inverse=True)
+    pairs = np.unique(groups * len(grams) + owners)  # a question counts once
+    is_shared = np.bincount(pairs // max(1, len(grams))) > MOST_QUESTIONS
+    return np.split(is_shared[groups], np.cumsum([*map(len, grams)])[:-1])
+
+
+def _hash_by_text(questions: Sequence[Question], words: int) -> Iterator[np.ndarray]:
+    """Yield the hashes of the n-grams of each question, in their order."""
+    batch: list[str] = []
+    characters = 0
+    for question in questions:
+        if batch and characters + len(question.text) > shingles.BATCH_CHARACTERS:
+            yield from _split_by_text(batch, words)
+            batch = []
+            characters = 0
+        batch.append(question.text)
+        characters += len(question.text)
+    yield from _split_by_text(batch, words)
+
+
+def _split_by_text(texts: list[str], words: int) -> Iterator[np.ndarray]:
+    if not texts:
+        return
+    found = shingles.hash_texts(texts, words)
+    start = 0
+    for end in found.ends.tolist():
+        yield found.hashes[start:end].copy()
+        start = end
+
+
+def _count_common(sequences: Sequence[np.ndarray]) -> int:
+    """Return with how many words all questions begin, if there are several different ones."""
+    import numpy as np
+
+    distinct = {own.tobytes() for own in sequences if len(own)}
+    if len(distinct) < 2:
+        return 0
+    first, *others = [np.frombuffer(content, np.uint64) for content in distinct]
+    common = len(first)
+    for other in others:
+        common = min(common, len(other))
+        differences = np.flatnonzero(first[:common] != other[:common])
+        common = int(differences[0]) if len(differences) else common
+    return common
+
+
+def _drop_shared(grams: np.ndarray, is_shared: np.ndarray) -> np.ndarray:
+    """Return the n-grams of a question without shared ones.
+
+    Those at its beginning and end are instructions, so the n-grams that overlap them go too: they
+    mix words of the instruction and of the question.
+    """
+    import numpy as np
+
+    positions = np.flatnonzero(is_shared)
+    if not len(positions):
+        return grams
+    breaks = np.flatnonzero(np.diff(positions) > WORDS)  # words between them are not shared
+    start = 0
+    stop = len(grams)
+    if positions[0] == 0:
+        start = int(positions[breaks[0]] if len(breaks) else positions[-1]) + WORDS
+    if positions[-1] == len(grams) - 1:
+        stop = int(positions[breaks[-1] + 1] if len(breaks) else positions[0]) - WORDS + 1
+    return grams[start : max(start, stop)][~is_shared[start : max(start, stop)]]

@@ -1,0 +1,30 @@
+"""Contain the options of rows together with what was prepared before the first row is read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lib.corpus.row_options import RowOptions
+
+if TYPE_CHECKING:
+    from lib.corpus.row_batch import RowBatch, RowVerdict
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedOptions(RowOptions):
+    """The options of rows, and the index of the test sets.
+
+    test_index: directory of the index. counter: while the corpus is sampled, the check that takes
+    the place of the rule.
+    """
+
+    test_index: str = dataclasses.field(default="", kw_only=True)
+    counter: Callable[[RowBatch], RowVerdict] | None = dataclasses.field(default=None, kw_only=True)
+
+
+def add_index(row_options: RowOptions, test_index: str) -> PreparedOptions:
+    """Return the options with the directory of an index."""
+    own = {field.name: getattr(row_options, field.name) for field in dataclasses.fields(RowOptions)}
+    return PreparedOptions(**own, test_index=test_index)

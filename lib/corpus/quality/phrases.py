@@ -1,0 +1,73 @@
+"""Find words and phrases of a list in texts, by the hashes of their words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from lib.corpus.words import Words, find_words
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_PREFIX_BITS = 16
+
+
+class Matches(NamedTuple):
+    """Contain the places of phrases. words: number of the first word; phrases: of the phrase."""
+
+    words: np.ndarray
+    phrases: np.ndarray
+
+
+class PhraseList:
+    """A list of words and phrases, which are compared by their words; see lib/corpus/words.py."""
+
+    def __init__(self, phrases: Sequence[str]) -> None:
+        self._phrases = tuple(dict.fromkeys(phrases))
+
+    @cached_property
+    def _hashes(self) -> list[np.ndarray]:
+        return [group.words.hashes for phrase in self._phrases for group in find_words([phrase])]
+
+    @cached_property
+    def _is_start(self) -> np.ndarray:
+        """Return by the highest bits of a word's hash whether a phrase may begin with it."""
+        import numpy as np
+
+        table = np.zeros(1 << _PREFIX_BITS, bool)
+        for hashes in self._hashes:
+            table[int(hashes[0]) >> (64 - _PREFIX_BITS)] = True
+        return table
+
+    def find(self, words: Words) -> Matches:
+        """Return where the phrases are, in the order of the phrases and then of the words."""
+        import numpy as np
+
+        prefixes = (words.hashes >> np.uint64(64 - _PREFIX_BITS)).view(np.int64)
+        starts = np.flatnonzero(self._is_start[prefixes])
+        hashes = words.hashes[starts]
+        found: list[np.ndarray] = []
+        for phrase in self._hashes:
+            matches = starts[hashes == phrase[0]]
+            for number, value in enumerate(phrase[1:], 1):
+                matches = matches[matches + number < len(words.hashes)]
+                matches = matches[words.hashes[matches + number] == value]
+            if len(phrase) > 1:  # the phrase must not begin in one text and end in another
+                ends = words.text_ends[np.searchsorted(words.text_ends, matches, "right")]
+                matches = matches[matches + len(phrase) <= ends]
+            found.append(matches)
+        numbers = np.repeat(np.arange(len(found)), [len(each) for each in found])
+        return Matches(np.concatenate([np.empty(0, np.int64), *found]), numbers)
+
+    def count_distinct(self, words: Words) -> np.ndarray:
+        """Return how many different phrases each text contains."""
+        import numpy as np
+
+        texts = len(words.text_ends)
+        matches = self.find(words)
+        numbers = np.searchsorted(words.text_ends, matches.words, "right")
+        occurs = np.zeros((texts, len(self._phrases)), bool)
+        occurs[numbers, matches.phrases] = True
+        return occurs.sum(axis=1)

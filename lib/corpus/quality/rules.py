@@ -1,0 +1,205 @@
+"""Drop rows by the quality rules: check their options, and start the rules for a worker."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import hashing, units
+from lib.core.errors import Problems
+from lib.corpus.inputs import InputFile, find_source
+from lib.corpus.quality import thresholds, word_lists
+from lib.corpus.quality.judge import Judge, is_dropped, is_minimum
+from lib.corpus.quality.layout import Layout, find_layouts
+from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
+from lib.corpus.row_options import RowOptions
+from lib.corpus.words import WORDS, WordGroup
+
+if TYPE_CHECKING:
+    import numpy as np
+
+MOST_CHARACTERS = 16_000_000  # of a text; the rules do not look at the rest
+_FIGURES = "quality figures"
+_NO_LANGUAGES = {"all", "und"}  # values of --language that name no language
+_SHOWN = 20  # sources in an error
+
+
+def list_rules(row_options: RowOptions) -> list[str]:
+    """Return the names of the rules that are on, in the order of application."""
+    return _make_judge(row_options).rules if row_options.quality else []
+
+
+def start_rules(row_options: RowOptions) -> list[BatchRule]:
+    """Return the rules that are on, in the order of application."""
+    judge = _make_judge(row_options)
+    exempt = frozenset(row_options.quality_except)
+    rules = []
+    for name in judge.rules:
+        limit = judge.limits[name]
+        assert limit is not None
+        side = "below" if is_minimum(name) else "above"
+        meaning = thresholds.THRESHOLDS[name].meaning
+        reason = f"{side} {name}={limit:.10g} ({meaning})"
+        rules.append(BatchRule(name, reason, partial(_check, judge, exempt, name, limit)))
+    return rules
+
+
+def _check(
+    judge: Judge, exempt: frozenset[str], name: str, limit: float, batch: RowBatch
+) -> RowVerdict:
+    """Return which rows of a batch a rule drops."""
+    values = batch.memo(_FIGURES, lambda own: _measure(judge, exempt, own))[name]
+    dropped = is_dropped(name, limit, values)
+    return RowVerdict(dropped, list(map(_to_plain, values.tolist())) if dropped.any() else ())
+
+
+def _to_plain(value: float) -> float | int:
+    """Return a count as an integer."""
+    return int(value) if value.is_integer() else value
+
+
+def _measure(judge: Judge, exempt: frozenset[str], batch: RowBatch) -> dict[str, np.ndarray]:
+    """Return the figures of a batch, NaN for the rows of exempt sources."""
+    import numpy as np
+
+    is_exempt = np.array([find_source(row.source) in exempt for row in batch.rows], bool)
+    if is_exempt.all():
+        return {name: np.full(len(batch.rows), np.nan) for name in judge.rules}
+    languages = batch.columns.get("language", [""] * len(batch.rows))
+    figures = judge.measure(batch.memo("layouts", _find_layouts), languages)
+    if is_exempt.any():
+        for values in figures.values():
+            values[is_exempt] = np.nan
+    return figures
+
+
+def _find_layouts(batch: RowBatch) -> list[tuple[list[int], Layout]]:
+    """Return the layouts of a batch, and share their words with the shingles."""
+    layouts = find_layouts([text[:MOST_CHARACTERS] for text in batch.texts])
+    batch.memo(WORDS, lambda _: [WordGroup(members, layout.words) for members, layout in layouts])
+    return layouts
+
+
+def _make_judge(row_options: RowOptions) -> Judge:
+    return _cache_judge(
+        tuple(row_options.quality),
+        tuple(row_options.quality_set),
+        row_options.quality_words,
+        tuple(_list_languages(row_options)),
+    )
+
+
+@cache
+def _cache_judge(
+    families: tuple[str, ...],
+    settings: tuple[str, ...],
+    words: Path | None,
+    languages: tuple[str, ...],
+) -> Judge:
+    """Return the judge for some options; a worker makes it once."""
+    return Judge(
+        thresholds.find_limits(families, settings), word_lists.select_lists(words, languages)
+    )
+
+
+def _list_languages(row_options: RowOptions) -> list[str]:
+    """Return the values of --language, [] if rows have no language."""
+    return getattr(row_options, "language", [])
+
+
+def require_quality(row_options: RowOptions) -> None:
+    """Raise UsageError if options of the quality rules contradict each other.
+
+    They also do if a rule needs words of a language, and there is no list of them.
+    """
+    problems = Problems()
+    families = row_options.quality
+    for option in ("quality_set", "quality_words", "quality_except"):
+        if getattr(row_options, option) and not families:
+            problems.add(
+                f"--{option.replace('_', '-')} needs --quality",
+                expected=f"--quality with some of {','.join(thresholds.FAMILIES)}",
+            )
+    for setting in row_options.quality_set if families else ():
+        name = thresholds.read_setting(setting)[0]
+        if thresholds.find_family(name) not in families:
+            problems.add(
+                f"--quality-set {setting} needs --quality {thresholds.find_family(name)}",
+                found=f"--quality {','.join(families)}",
+            )
+    if families:
+        problems.collect(partial(_require_lists, row_options, problems))
+    problems.raise_if_any()
+
+
+def _require_lists(row_options: RowOptions, problems: Problems) -> None:
+    """Add a problem for each language without a list of words that a rule needs."""
+    limits = thresholds.find_limits(row_options.quality, row_options.quality_set)
+    languages = _list_languages(row_options)
+    lists = word_lists.select_lists(row_options.quality_words, languages)
+    named = [name for name in languages if name not in _NO_LANGUAGES] if languages else [*lists]
+    for threshold, key in (
+        (thresholds.STOP_WORDS, word_lists.STOP_WORDS),
+        (thresholds.PHRASES, word_lists.PHRASES),
+    ):
+        lacking = [
+            name for name in named if not getattr(lists.get(name, word_lists.WordLists()), key)
+        ]
+        if limits.get(threshold) and lacking:
+            problems.add(
+                f"{threshold} needs a list of {key.replace('_', ' ')}"
+                + (f" for {', '.join(lacking)}" if any(lacking) else ""),
+                expected=f"--quality-words FILE, with lines such as {word_lists.EXAMPLE}",
+                hint=f"--quality-set {threshold}=off switches the rule off",
+            )
+
+
+def require_sources(row_options: RowOptions, files: Sequence[InputFile]) -> None:
+    """Raise UsageError if --quality-except names a source that no file is in."""
+    known = {find_source(file.source) for file in files} - {""}
+    problems = Problems()
+    for name in row_options.quality_except:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            problems.add(
+                f"--quality-except: there is no source {name!r}"
+                + (f"; the nearest is {near[0]}" if near else ""),
+                expected="top-level directories of the source: "
+                + (units.join_names(sorted(known), _SHOWN) or "there are none"),
+            )
+    problems.raise_if_any()
+
+
+def identify_quality(row_options: RowOptions) -> dict[str, Any]:
+    """Return the thresholds in force, and what else decides which rows the rules drop.
+
+    The keys are the options that these values replace in the identity; {} if no rule is on.
+    """
+    if not row_options.quality:
+        return {}
+    limits = thresholds.find_limits(row_options.quality, row_options.quality_set)
+    identity: dict[str, Any] = {
+        "quality": [name for name in thresholds.FAMILIES if name in row_options.quality],
+        "quality_set": {
+            name: thresholds.OFF if limit is None else limit for name, limit in limits.items()
+        },
+    }
+    if row_options.quality_words:
+        identity["quality_words"] = hashing.file_digest(row_options.quality_words)
+    if row_options.quality_except:
+        identity["quality_except"] = sorted({*row_options.quality_except})
+    return identity
+
+
+def describe_quality(row_options: RowOptions) -> dict[str, str]:
+    """Return lines for the plan: the thresholds in force by family, and what the rules skip."""
+    if not row_options.quality:
+        return {}
+    limits = thresholds.find_limits(row_options.quality, row_options.quality_set)
+    lines = thresholds.describe_limits(limits)
+    if row_options.quality_except:
+        lines["not judged"] = ", ".join(sorted({*row_options.quality_except}))
+    return lines

@@ -1,0 +1,188 @@
+"""Name the quality rules of stage 02 and their thresholds, and read their options.
+
+The name of a threshold is `family.name`. `min_` or `max_` begins the name of a rule; the rest is
+the name of its figure (measures.py). The other thresholds describe lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from lib.corpus.quality.measures import REPEATED_GRAMS, TOP_GRAMS
+
+GOPHER = "gopher"
+REPETITION = "gopher-repetition"
+C4 = "c4"
+FINEWEB = "fineweb"
+FAMILIES = GOPHER, REPETITION, C4, FINEWEB
+OFF = "off"
+_SIMILAR = 0.5  # the lowest ratio of difflib for a suggestion
+STOP_WORDS = "gopher.min_stop_words"
+PHRASES = "c4.phrases"
+END_MARKS = "c4.end_marks"
+_MOST_REPEATED = {2: 0.20, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+
+
+class Threshold(NamedTuple):
+    """Describe a threshold.
+
+    default: as published. meaning: of the figure, or of the threshold of lines. is_rule: whether a
+    row may be dropped by it alone. off: value of a threshold of lines that is switched off.
+    """
+
+    default: float
+    meaning: str
+    is_rule: bool = True
+    off: float = 0
+
+
+THRESHOLDS: dict[str, Threshold] = {
+    "gopher.min_words": Threshold(50, "words"),
+    "gopher.max_words": Threshold(100_000, "words"),
+    "gopher.min_word_length": Threshold(3, "mean characters of a word"),
+    "gopher.max_word_length": Threshold(10, "mean characters of a word"),
+    "gopher.max_hash_signs": Threshold(0.1, "characters `#` ÷ words"),
+    "gopher.max_ellipses": Threshold(0.1, "ellipses (`...` or `…`) ÷ words"),
+    "gopher.max_bullet_lines": Threshold(0.9, "share of lines that begin with a bullet"),
+    "gopher.max_ellipsis_lines": Threshold(0.3, "share of lines that end with an ellipsis"),
+    "gopher.min_letter_words": Threshold(0.8, "share of tokens that contain a letter"),
+    "gopher.min_stop_words": Threshold(2, "different stop words"),
+    "gopher-repetition.max_duplicate_lines": Threshold(0.30, "share of lines that are repeats"),
+    "gopher-repetition.max_duplicate_line_characters": Threshold(
+        0.20, "share of the characters of lines in repeats"
+    ),
+    "gopher-repetition.max_duplicate_paragraphs": Threshold(
+        0.30, "share of paragraphs that are repeats"
+    ),
+    "gopher-repetition.max_duplicate_paragraph_characters": Threshold(
+        0.20, "share of the characters of paragraphs in repeats"
+    ),
+    **{
+        f"gopher-repetition.max_top_{n}_gram": Threshold(
+            _MOST_REPEATED[n], f"share of the characters of words in the most frequent {n}-gram"
+        )
+        for n in TOP_GRAMS
+    },
+    **{
+        f"gopher-repetition.max_duplicate_{n}_grams": Threshold(
+            _MOST_REPEATED[n], f"share of the characters of words in repeated {n}-grams"
+        )
+        for n in REPEATED_GRAMS
+    },
+    "c4.min_sentences": Threshold(3, "sentences in the lines that C4 keeps"),
+    "c4.max_braces": Threshold(0, "characters `{`"),
+    "c4.max_lorem_ipsum": Threshold(0, "whether the text contains `lorem ipsum` (1 or 0)"),
+    "c4.min_line_words": Threshold(5, "least words of a line that C4 keeps", False),
+    "c4.max_word_characters": Threshold(
+        1000, "most characters of a token in a line that C4 keeps", False, math.inf
+    ),
+    END_MARKS: Threshold(1, "1: C4 keeps only lines that end with an end mark", False),
+    PHRASES: Threshold(1, "1: C4 removes lines with `javascript` or a cookie phrase", False),
+    "fineweb.min_end_mark_lines": Threshold(0.12, "share of lines that end with an end mark"),
+    "fineweb.max_short_lines": Threshold(0.67, "share of short lines"),
+    "fineweb.short_line_characters": Threshold(30, "most characters of a short line", False),
+    "fineweb.max_duplicate_line_characters": Threshold(
+        0.01, "share of the characters of lines in repeats"
+    ),
+    "fineweb.max_newlines": Threshold(0.3, "newlines ÷ words"),
+}
+
+
+def find_family(name: str) -> str:
+    """Return the family of a threshold."""
+    return name.partition(".")[0]
+
+
+def find_figure(name: str) -> str:
+    """Return the name of the figure that a rule compares."""
+    return name.partition(".")[2].partition("_")[2]
+
+
+def parse_families(text: str) -> list[str]:
+    """Return the families in a value of --quality, such as `gopher,c4`."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        _require_name(name, FAMILIES, "family of quality rules")
+    return names
+
+
+def parse_settings(text: str) -> list[str]:
+    """Return the settings in a value of --quality-set, such as `c4.phrases=off`."""
+    settings = [setting.strip() for setting in text.split(",")]
+    for setting in settings:
+        read_setting(setting)
+    return settings
+
+
+def read_setting(setting: str) -> tuple[str, float | None]:
+    """Return the name and the value of a setting, None for `off`. Raises ArgumentTypeError."""
+    name, _, value = setting.partition("=")
+    _require_name(name, THRESHOLDS, "threshold")
+    if value == OFF:
+        return name, None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=NUMBER or NAME={OFF}, got {setting!r}; the default is "
+            f"{name}={THRESHOLDS[name].default:g}"
+        )
+    return name, number
+
+
+def _require_name(name: str, known: Collection[str], kind: str) -> None:
+    """Raise ArgumentTypeError with the nearest name if a name is unknown."""
+    if name in known:
+        return
+    nearest = [each for each in known if each.endswith(f".{name}")]  # the family was left out
+    nearest += difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
+    raise argparse.ArgumentTypeError(
+        f"there is no {kind} {name!r}; "
+        + (f"the nearest is {nearest[0]}" if nearest else f"expected one of {', '.join(known)}")
+    )
+
+
+def find_limits(families: Collection[str], settings: Collection[str]) -> dict[str, float | None]:
+    """Return the thresholds in force by name, None for one that is off.
+
+    families, settings: values of --quality and --quality-set.
+    """
+    limits: dict[str, float | None] = {
+        name: threshold.default
+        for name, threshold in THRESHOLDS.items()
+        if find_family(name) in families
+    }
+    if C4 in families and FINEWEB in families:  # FineWeb uses C4's rules without this one
+        limits[END_MARKS] = 0
+    for setting in settings:
+        name, value = read_setting(setting)
+        if find_family(name) in families:
+            limits[name] = value
+    return limits
+
+
+def find_line_limits(limits: Mapping[str, float | None], family: str) -> dict[str, float]:
+    """Return the thresholds of lines of a family, without its name, as numbers."""
+    values: dict[str, float] = {}
+    for name, limit in limits.items():
+        threshold = THRESHOLDS[name]
+        if find_family(name) == family and not threshold.is_rule:
+            values[name.partition(".")[2]] = threshold.off if limit is None else limit
+    return values
+
+
+def describe_limits(limits: Mapping[str, float | None]) -> dict[str, str]:
+    """Return the thresholds in force by family, for the plan."""
+    lines: dict[str, str] = {}
+    for name, limit in limits.items():
+        family = find_family(name)
+        value = OFF if limit is None else f"{limit:.10g}"
+        text = f"{name.partition('.')[2]} {value}"
+        lines[family] = f"{lines[family]}, {text}" if family in lines else text
+    return lines

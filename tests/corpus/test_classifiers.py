@@ -1,0 +1,211 @@
+# covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
+# covers: lib/corpus/classify/language.py, lib/corpus/classify/scores.py
+# covers: lib/corpus/classify/top_scores.py
+"""fastText models are checked before they are opened; texts get labels and scores."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.corpus.classify import language, model_file, predictor, scores, top_scores
+from lib.corpus.row_batch import RowBatch, RowText
+from lib.corpus.row_options import RowOptions
+from tests.conftest import ROOT
+from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier
+
+ENGLISH = "The house is of stone and the garden is with roses. "
+GERMAN = "Das Haus ist aus Stein und der Garten ist mit Rosen. "
+DENSE = {"bucket": 3, "longest": 2}
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> RowOptions:
+    return RowOptions(
+        language=["en", "de"],
+        language_model=write_classifier(tmp_path / "languages.bin", LANGUAGES),
+        quality_model=write_classifier(tmp_path / "quality.bin", QUALITY),
+    )
+
+
+def make_batch(*texts: str) -> RowBatch:
+    return RowBatch([RowText([text]) for text in texts])
+
+
+@pytest.mark.parametrize("form", [{}, DENSE, {"is_quantised": True}])
+def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path):
+    """Damage that is not refused may change values, but fastText must survive it."""
+    path = write_classifier(tmp_path / "a.bin", LANGUAGES, **form)
+    assert model_file.read_labels(path, "--m") == list(LANGUAGES)
+    content = path.read_bytes()
+    for size in (*range(0, len(content), 37), len(content) - 1):
+        path.write_bytes(content[:size])
+        with pytest.raises(ArtifactError, match="no fastText classifier, or damaged"):
+            model_file.read_labels(path, "--m")
+    path.write_bytes(content + b"x")
+    with pytest.raises(ArtifactError):
+        model_file.read_labels(path, "--m")
+
+    draw = np.random.default_rng(0)
+    survivors = []
+    for number in range(300):
+        damaged = bytearray(content)
+        for place in draw.integers(0, min(len(content), 600), 2):
+            damaged[place] = int(draw.integers(256))
+        damaged_path = tmp_path / f"{number}.bin"
+        damaged_path.write_bytes(damaged)
+        try:
+            model_file.read_labels(damaged_path, "--m")
+            survivors.append(str(damaged_path))
+        except ArtifactError:
+            pass
+    assert survivors
+    code = (
+        "import sys, fasttext\n"
+        "for path in sys.argv[1:]: fasttext.load_model(path).predict('the und foo', -1, 0.0)"
+    )
+    child = subprocess.run([sys.executable, "-c", code, *survivors], capture_output=True)
+    assert child.returncode == 0, child.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"kind": 1}, "word vectors"),
+        ({"loss": 9}, "unknown loss"),
+        ({"longest": 3}, "no rows for them"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(change, found, tmp_path):
+    path = write_classifier(tmp_path / "a.bin", LANGUAGES, **change)
+    with pytest.raises(ArtifactError) as error:
+        model_file.read_labels(path, "--m")
+    assert found in error.value.found
+
+
+def test_an_index_of_rows_that_do_not_exist_is_refused(tmp_path):
+    content = write_classifier(tmp_path / "a.bin", QUALITY, is_quantised=True).read_bytes()
+    sizes = struct.pack("<3i2q", 4, 2, 2, 1, 0)
+    entries = content.index(sizes) + len(sizes)
+    end = content.rindex(b"__label__cc\0") + len(b"__label__cc\0") + 9
+    pruned = content.replace(sizes, struct.pack("<3i2q", 4, 2, 2, 1, 1))
+    path = tmp_path / "b.bin"
+    path.write_bytes(pruned[:end] + struct.pack("<2i", 7, 5) + pruned[end:])
+    assert entries < end
+    with pytest.raises(ArtifactError) as error:
+        model_file.read_labels(path, "--m")
+    assert "index of n-grams" in error.value.found
+
+
+def test_languages_of_texts(models):
+    """A cut of 500 characters counts like any other, capitals and newlines do not matter."""
+    texts = {
+        ENGLISH: "en",
+        GERMAN * 100: "de",
+        GERMAN.upper(): "de",
+        ENGLISH.replace(" ", "\n"): "en",
+        "und die": "und",
+        "1234567890 " * 200: "und",
+        "foo bar " * 100: "und",
+        "": "und",
+        ENGLISH + "\ud800": "en",
+        GERMAN * 8 + ENGLISH * 100: "en",  # two of three cuts
+        "the und " * 40: "und",  # 0.5 for each
+    }
+    assert dict(zip(texts, language.label_batch(models, make_batch(*texts)), strict=True)) == texts
+    mixed = RowOptions(language_model=models.language_model, language_score=0.3)
+    assert language.label_batch(mixed, make_batch("the und " * 40)) == ["de"]
+
+
+def test_cuts_are_start_middle_and_end():
+    text = "a" * 700 + "b" * 800 + "c" * 700
+    assert language.cut_text(text) == ["a" * 500, "b" * 500, "c" * 500]
+    assert language.cut_text("x" * 1500) == ["x" * 1500]
+
+
+def test_scores_of_texts(models):
+    texts = ["good " * 30, "bad bad", "good\nbad", "unknown", "", "good \udfff"]
+    assert scores.score_batch(models, make_batch(*texts)) == pytest.approx(
+        [1, 0, 0.5, 0, 0, 1], abs=1e-3
+    )
+    other = RowOptions(quality_model=models.quality_model, quality_label="__label__cc")
+    assert scores.score_batch(other, make_batch(*texts[:2])) == pytest.approx([0, 1], abs=1e-3)
+
+
+def refuse(check, **options) -> StageError:
+    with pytest.raises(StageError) as error:
+        check(RowOptions(**options))
+    return error.value
+
+
+def test_options_of_languages_are_checked(models, tmp_path):
+    model = models.language_model
+    language.require_language(models)
+    language.require_language(RowOptions(language=["all"], language_model=model))
+    language.require_language(RowOptions(language=["en", "und"], language_model=model))
+    error = refuse(language.require_language, language=["en", "dee"], language_model=model)
+    assert "no label dee; the nearest are de" in error.problem
+    assert "en, fr" in error.expected
+    error = refuse(language.require_language, language=["all", "de"], language_model=model)
+    assert "stands alone" in error.problem
+    error = refuse(language.require_language, language=["de"], language_model=tmp_path / "x.bin")
+    assert isinstance(error, ArtifactError) and not error.run
+    known = shutil.copy(model, tmp_path / "lid.176.ftz")
+    error = refuse(language.require_language, language=["de"], language_model=known)
+    assert "is damaged, or another model" in error.problem
+
+
+def test_options_of_quality_are_checked(models):
+    model = models.quality_model
+    scores.require_scores(models)
+    scores.require_scores(RowOptions(quality_model=model, quality_label="cc", keep_top=0.1))
+    error = refuse(scores.require_scores, keep_top=0.1, quality_label="cc")
+    assert [each.problem for each in error.several] == [
+        "--quality-label needs --quality-model",
+        "--keep-top needs --quality-model",
+    ]
+    for options in ({"keep_top": 0.1, "quality_score": 0.5}, {"keep_top": 0.0}):
+        assert isinstance(refuse(scores.require_scores, quality_model=model, **options), UsageError)
+    error = refuse(scores.require_scores, quality_model=models.language_model)
+    assert "no label hq" in error.problem and error.expected == "en, de, fr"
+
+
+def test_the_package_is_named_if_it_is_missing(models, monkeypatch):
+    monkeypatch.setattr(predictor.importlib.util, "find_spec", lambda name: None)
+    for error in (
+        refuse(language.require_language, language=["de"]),
+        refuse(scores.require_scores, quality_model=models.quality_model),
+    ):
+        assert "fasttext-predict" in error.problem
+        assert "fasttext-predict==0.9.2.4" in error.run
+        assert (ROOT / "requirements-optional.txt").read_text().count("fasttext-predict") == 1
+
+
+@pytest.mark.parametrize("kept", [1, 2, 499, 500, 777, 1000])
+@pytest.mark.parametrize("first", [0, 100])
+def test_the_highest_scores_are_found_without_sorting(kept, first, tmp_path, monkeypatch):
+    monkeypatch.setattr(top_scores, "BLOCK", 64)
+    draw = np.random.default_rng(kept)
+    values = draw.choice(draw.random(200, np.float32), 1000).astype(np.float32)
+    values[draw.integers(0, 1000, 300)] = draw.choice([0, 1, 1e-5])
+    path = tmp_path / "scores"
+    path.write_bytes(draw.random(first, np.float32).tobytes() + values.tobytes())
+    threshold = top_scores.find_threshold(path, first, kept)
+    selector = top_scores.Selector(threshold)
+    chosen = np.concatenate([selector.select(block) for block in np.split(values, [10, 64, 900])])
+    best = np.argsort(-values, kind="stable")[:kept]
+    assert np.flatnonzero(chosen).tolist() == sorted(best.tolist())
+    assert threshold.score == values[best[-1]]
+
+
+def test_the_share_of_rows_is_rounded():
+    counts = [top_scores.count_kept(rows, share) for rows, share in ((30, 0.1), (3, 0.5), (4, 0.1))]
+    assert counts == [3, 2, 1]
+    assert top_scores.count_kept(0, 0.5) == 0

@@ -1,0 +1,221 @@
+# covers: lib/corpus/decontaminate/index.py, lib/corpus/decontaminate/matching.py
+# covers: lib/corpus/decontaminate/hits.py
+"""Which test questions occur in documents, which cannot be compared, and how hits are counted."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lib.corpus.decontaminate import index, matching
+from lib.corpus.decontaminate.hits import TestHits
+from lib.corpus.decontaminate.index import Frequent, Index
+from lib.corpus.decontaminate.questions import Question
+from lib.corpus.row_batch import RowBatch, RowText, RowVerdict
+from lib.corpus.tally import Tally
+
+DRAW = random.Random(0)
+GETTYSBURG = (
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, "
+    "conceived in Liberty, and dedicated to the proposition that all men are created equal."
+)
+HAN = "".join(chr(DRAW.randrange(0x4E00, 0x9FFF)) for _ in range(60))
+THAI = "".join(chr(0x0E01 + DRAW.randrange(46)) for _ in range(60))
+
+
+def make_words(count: int) -> str:
+    return " ".join(f"w{DRAW.randrange(10**6)}" for _ in range(count))
+
+
+def make_index(**sets: Sequence[str]) -> Index:
+    numbered = [
+        (name, [Question(number, text) for number, text in enumerate(texts, 1)])
+        for name, texts in sets.items()
+    ]
+    return index.build_index(numbered)
+
+
+def check(
+    test_index: Index, *texts: str, least: float = 0.5, report_only: bool = False
+) -> tuple[RowVerdict, TestHits]:
+    rule = matching.TestSetRule(test_index, least, report_only)
+    rows = [RowText([text], path="a.txt", position=n) for n, text in enumerate(texts, 1)]
+    return rule.check(RowBatch(rows)), rule.hits
+
+
+def count_shares(test_index: Index, text: str) -> list[float]:
+    """Return the shares of all questions that a text contains at least a part of."""
+    grams = matching.hash_batch(RowBatch([RowText([text])]))
+    return [round(share, 4) for share in matching.find_hits(test_index, grams, 0).shares.tolist()]
+
+
+def list_reference_share(question: str, text: str) -> float:
+    grams = []
+    for words in (question.split(), text.split()):
+        grams.append({tuple(words[i : i + 8]) for i in range(len(words) - 7)})
+    return len(grams[0] & grams[1]) / len(grams[0])
+
+
+@pytest.mark.parametrize(
+    ("question", "copy"),
+    [
+        (GETTYSBURG, GETTYSBURG.upper().replace(",", " --").replace(" ", "\n")),
+        (GETTYSBURG, f'He began: "{GETTYSBURG}" and went on.'),
+        (make_words(40), None),
+        ("Über die Brücke " + make_words(20) + " e\u0301t\u00e9", None),
+        (HAN, HAN),
+        (HAN, "。".join(HAN[i : i + 20] for i in range(0, 60, 20))),
+        (THAI, THAI),
+    ],
+)
+def test_a_copy_is_found_whatever_its_case_punctuation_and_script(question, copy):
+    copy = copy or question.upper().replace("E\u0301T\u00c9", "\u00e9te\u0301")
+    test_index = make_index(one=[make_words(30), question])
+    verdict, hits = check(test_index, make_words(50), make_words(9) + f" {copy} " + make_words(9))
+    assert verdict.dropped.tolist() == [False, True]
+    assert verdict.values == [None, "one question 2 (1.00)"]
+    assert dict(hits.sets["one"].questions) == {2: 1}
+    assert (hits.compared, hits.documents, hits.beginnings) == (2, 1, 0)
+
+
+def test_the_share_is_that_of_the_distinct_n_grams_of_the_question():
+    question = make_words(50)
+    words = question.split()
+    test_index = make_index(one=[question, make_words(50)])
+    for first, last in ((0, 50), (0, 29), (0, 28), (10, 38), (0, 8), (20, 27)):
+        part = " ".join(words[first:last])
+        text = f"{make_words(20)} {part} {make_words(3)} {part}"
+        share = list_reference_share(question, text)
+        assert count_shares(test_index, text) == ([round(share, 4)] if share else [])
+    # 29 words contain 22 of the 43 n-grams.
+    half = " ".join(words[:29])
+    verdict, _ = check(test_index, half, " ".join(words[:28]), " ".join(words[:25] + words[26:]))
+    assert verdict.dropped.tolist() == [True, False, True]
+    verdict, _ = check(test_index, half, least=0.6)
+    assert not verdict.dropped.any()
+    assert check(test_index, question, report_only=True)[0].dropped.tolist() == [False]
+    assert check(test_index, question, report_only=True)[1].documents == 1
+
+
+def test_instructions_that_questions_share_do_not_count():
+    instruction = "Read the passage and choose the one answer that best completes the sentence now:"
+    closing = "Answer with one letter only, and do not explain why you have chosen it."
+    own = [make_words(25) for _ in range(12)]
+    innocent = f"{instruction} {make_words(40)} {closing}"
+    for changed in (0, 1):  # with one different question, no word is common to all of them
+        texts = [f"{instruction} {text} {closing}" for text in own]
+        texts[:changed] = [make_words(25)] * changed
+        test_index = make_index(one=texts)
+        assert test_index.sizes.tolist() == [18] * 12  # of 25 words
+        verdict, _ = check(test_index, innocent, f"{make_words(9)} {own[3]}")
+        assert verdict.dropped.tolist() == [False, True]
+
+
+def test_an_n_gram_in_the_middle_of_many_questions_does_not_count():
+    phrase = "which of the following statements about the passage is not true"
+    own = [(make_words(20), make_words(20)) for _ in range(11)]
+    few = make_index(one=[f"{a} {phrase} {b}" for a, b in own[:10]])
+    many = make_index(one=[f"{a} {phrase} {b}" for a, b in own])
+    assert few.sizes.tolist() == [44] * 10 and many.sizes.tolist() == [40] * 11
+    assert count_shares(few, phrase) == [round(4 / 44, 4)] * 10
+    assert count_shares(many, phrase) == []
+
+
+def test_short_questions_are_named_as_unprotected():
+    instruction = make_words(30)
+    texts = [make_words(count) for count in (19, 20, 0, 7)]
+    texts += [f"{instruction} {make_words(5)}" for _ in range(11)]
+    (test_set,) = make_index(one=texts).test_sets
+    assert test_set.unprotected == {"short": [1, 3, 4], "shared": [*range(5, 16)]}
+    assert (test_set.questions, test_set.protected) == (15, 1)
+    repeated = make_index(one=["word " * 50, make_words(30)]).test_sets[0]
+    assert repeated.unprotected == {"shared": [1]}
+
+
+def test_frequent_n_grams_are_ignored_and_their_questions_named():
+    quoted = make_words(30)
+    mixed = make_words(30)
+    test_index = make_index(one=[quoted, f"{quoted} {mixed}", mixed], two=[quoted])
+    grams = matching.hash_batch(RowBatch([RowText([quoted])]))
+    is_frequent = np.zeros(len(test_index.hashes), bool)
+    is_frequent[index.find_members(test_index, grams.hashes)[1]] = True
+    final = index.ignore_frequent(test_index, is_frequent, Frequent(1000, 10, 23))
+    assert [each.unprotected for each in final.test_sets] == [{"frequent": [1]}] * 2
+    assert test_index.test_sets[0].unprotected == {}
+    verdict, hits = check(final, quoted, mixed)
+    assert verdict.dropped.tolist() == [False, True]
+    assert set(hits.sets["one"].questions) == {2, 3}
+    assert index.ignore_frequent(test_index, is_frequent & False, Frequent(5)).frequent.rows == 5
+
+
+def test_a_stored_index_finds_the_same(tmp_path):
+    test_index = make_index(**{f"set{n}": [make_words(40) for _ in range(50)] for n in range(4)})
+    index.save_index(test_index, tmp_path / "index")
+    stored = index.open_index(tmp_path / "index")
+    assert stored.test_sets == test_index.test_sets
+    hashes = np.concatenate([test_index.hashes[::3], test_index.hashes + np.uint64(1)])
+    for one, two in zip(
+        index.find_members(test_index, hashes), index.find_members(stored, hashes), strict=True
+    ):
+        assert one.tolist() == two.tolist()
+    assert (
+        index.find_members(test_index, hashes)[1].tolist()
+        == [*range(len(hashes))][: 3 * len(test_index.hashes[::3]) : 3]
+    )
+
+
+def test_a_document_with_many_questions_names_the_best_and_counts_all():
+    texts = [make_words(40) for _ in range(6)]
+    part = " ".join(texts[0].split()[:30])
+    test_index = make_index(one=texts, two=[texts[3], make_words(40)])
+    verdict, hits = check(test_index, f"{part} {' '.join(texts[1:5])}", texts[3], texts[3])
+    assert verdict.values[0] == "one question 2 (1.00)"  # of equal shares, the first one
+    assert dict(hits.sets["one"].questions) == {1: 1, 2: 1, 3: 1, 4: 3, 5: 1}
+    assert dict(hits.sets["two"].questions) == {1: 3}
+    assert [hits.sets[name].documents for name in ("one", "two")] == [3, 3]
+    samples = hits.sets["one"].samples
+    assert [(each.position, each.question) for each in samples] == [(1, 1), (1, 2), (1, 3)]
+    assert samples[0].n_gram == " ".join(texts[0].split()[:8])
+    assert samples[0].share == pytest.approx(23 / 33, abs=0.01)
+
+
+def test_conversations_are_compared_by_the_turns_of_the_user():
+    question = GETTYSBURG
+    test_index = make_index(one=[question, make_words(30)])
+    rule = matching.TestSetRule(test_index, 0.5, False)
+    asked = RowText([question, "A speech."], questions=[question])
+    quoted = RowText(["Which speech?", question], questions=["Which speech?"])
+    assert rule.check(RowBatch([asked, quoted])).dropped.tolist() == [True, False]
+    assert rule.hits.sets["one"].samples[0].n_gram.startswith("four score and seven")
+
+
+def test_counts_of_several_units_are_added_and_stored():
+    texts = [make_words(30) for _ in range(8)]
+    test_index = make_index(one=texts)
+    tally = Tally()
+    for number in range(4):
+        rule = matching.TestSetRule(test_index, 0.5, False)
+        long = RowText([texts[number]], "b.txt", characters=10**9, position=number)
+        rule.check(RowBatch([long]))
+        rule.check(RowBatch([RowText([texts[0]], "c.txt", position=1)]))
+        other = Tally()
+        rule.finish(other)
+        stored = Tally.from_json(json.loads(json.dumps(other.to_json())))
+        tally.add(stored, lines_before=7, rows_before=100)
+    stored = Tally.from_json(json.loads(json.dumps(tally.to_json()))).test_hits
+    assert stored == tally.test_hits
+    assert (stored.compared, stored.documents, stored.beginnings) == (8, 8, 4)
+    assert dict(stored.sets["one"].questions) == {1: 5, 2: 1, 3: 1, 4: 1}
+    samples = [(each.path, each.position) for each in stored.sets["one"].samples]
+    assert samples == [("b.txt", 100), ("c.txt", 101), ("b.txt", 101)]
+
+
+@pytest.mark.parametrize("text", ["", "a b", "one two three four five six seven"])
+def test_a_text_shorter_than_an_n_gram_contains_no_question(text):
+    test_index = make_index(one=[make_words(30), "one two three four five six seven " * 5])
+    assert count_shares(test_index, text) == []
+    assert check(test_index, text, text)[0].dropped.tolist() == [False, False]
