@@ -5,9 +5,11 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
-  python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
+  python 02_build_hf_dataset.py --extract html,pdf,docx,epub
+  python 02_build_hf_dataset.py --language en,de --quality gopher,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
-  python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
+  python 02_build_hf_dataset.py --quality-model good.bin --keep-top 0.1 --mask email,phone
+  python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
   python 02_build_hf_dataset.py --decontaminate .cache/eval/olmo --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
@@ -35,10 +37,11 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, split_parts, work_units
+from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
+from lib.corpus.extract import options as extraction
 from lib.corpus.inputs import InputFile
 from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
@@ -88,6 +91,13 @@ class BuildOptions(RowOptions, CommonOptions):
         help="merge the results of all --only-splits runs; the dataset is byte for byte the "
         "same as one built on a single machine",
     )
+    sample_dropped: int = option(
+        0,
+        parse=options.count,
+        metavar="N",
+        help="before the build, and with --dry-run too, print N examples of rows that each rule "
+        "drops in a sample of the input (up to 64 MB); duplicates are not known from a sample",
+    )
     num_workers: int = option(1)
 
 
@@ -110,7 +120,13 @@ def check_options(opts: BuildOptions) -> None:
             "--only-splits and --merge exclude each other",
             expected="--only-splits on each machine, then --merge on one",
         )
+    if opts.merge and opts.sample_dropped:
+        problems.add(
+            "--sample-dropped and --merge exclude each other",
+            expected="no --sample-dropped, because a merge does not read the input",
+        )
     problems.collect(opts.require_consistent)
+    problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
     problems.collect(partial(signatures.require_earlier, opts))
@@ -130,10 +146,12 @@ def check_options(opts: BuildOptions) -> None:
 def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, needed: int) -> None:
     """Print the planned dataset."""
     total = sum(file.bytes for file in files)
+    fields = {}
     if opts.format == CHAT:
         rows = "one per conversation"
     else:
         rows = "one per document" if opts.strings == "joined" else "one per string"
+        fields = {"fields": ", ".join(opts.fields) or "every string value"}
     log.info(f"build {opts.data_folder} → {opts.save_dir}")
     log.table(
         {
@@ -141,14 +159,11 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             f"in {units.counted(count, 'unit')} by "
             f"{units.counted(min(opts.num_workers, count), 'worker')}",
             "rows": rows,
-            **(
-                {}
-                if opts.format == CHAT
-                else {"fields": ", ".join(opts.fields) or "every string value"}
-            ),
+            **fields,
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **extraction.describe_extraction(opts),
             **language.describe_language(opts),
             **quality.describe_quality(opts),
             **scores.describe_scores(opts),
@@ -164,13 +179,13 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
 
     It does not depend on the number of machines that build the dataset.
     """
-    chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
-    if opts.near_against:
-        chosen["near_against"] = signatures.identify_datasets(opts.near_against)
-    chosen |= mask_options.identify_masks(opts)
-    chosen |= language.identify_language(opts) | scores.identify_scores(opts)
-    chosen |= test_sets.identify_test_sets(opts)
-    chosen |= quality.identify_quality(opts)
+    chosen = declared.identify(
+        opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
+    )
+    chosen |= mask_options.identify_masks(opts) | extraction.identify_extraction(opts)
+    chosen |= language.identify_language(opts) | quality.identify_quality(opts)
+    chosen |= scores.identify_scores(opts) | test_sets.identify_test_sets(opts)
+    chosen |= signatures.identify_earlier(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -181,6 +196,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     by_split = inputs.group_by_split(files)
     names = split_parts.select_splits(list(by_split), opts.only_splits or [])
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
+    extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     whole = test_sets.add_frequent(make_identity(opts, files), row_options)
@@ -345,7 +361,7 @@ def print_summary(
     )
     summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
     log.table(summary | collect.format_lines(facts, opts.save_dir))
-    report.print_next(opts.format, opts.save_dir)
+    report.print_next(opts.save_dir, row_options)
 
 
 def main(argv: list[str]) -> None:
@@ -362,6 +378,11 @@ def main(argv: list[str]) -> None:
     row_options = declared.read_options(RowOptions, opts)
     quality.require_sources(row_options, files)
     prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
+    if opts.sample_dropped:
+        row_options = prepare(row_options)
+        sample_dropped.print_examples(
+            opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
+        )
     if opts.only_splits is not None:
         build_splits(opts, files, prepare(row_options))
         return
@@ -370,7 +391,7 @@ def main(argv: list[str]) -> None:
         log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-        report.print_next(opts.format, opts.save_dir)
+        report.print_next(opts.save_dir, row_options)
         return
 
     # Plan.
@@ -386,6 +407,8 @@ def main(argv: list[str]) -> None:
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
+    if not opts.merge:
+        extraction.warn_about_documents(opts, opts.data_folder, files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:

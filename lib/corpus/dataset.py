@@ -246,6 +246,7 @@ class DatasetWriter:
                 else {}
             ),
             **{name: self.dropped[name] for name in selection.list_counts(self._row_options)},
+            **({"extracted": dict(sorted(tally.extracted.items()))} if tally.extracted else {}),
             "replaced": tally.replaced,
             "failed_files": len(tally.failed),
             "problems": dict(sorted(tally.problems.items())),

@@ -61,6 +61,7 @@ class Documents(ABC):
     dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows of the
     current file or span, before any are dropped. rows_of: by split, the number of rows after each
     file or span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
+    extracts: kinds of documents whose text is extracted, which may take extract_seconds each.
     as_data: if true, readers pass each document with its position and with values of all types; if
     false, they may omit positions and values that are not strings. columns: the columns to read
     from a table, None for all columns with text.
@@ -81,6 +82,8 @@ class Documents(ABC):
         self.rows = 0
         self.rows_of: dict[str, list[int]] = {split: [] for split in parts}
         self.fallback = row_options.fallback_encoding or ""
+        self.extracts = frozenset(row_options.extract)
+        self.extract_seconds = row_options.extract_seconds
         self._row_options = row_options
         self._all_parts = parts
         self._errors = errors

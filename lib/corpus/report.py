@@ -80,6 +80,10 @@ def format_summary(
     for kind, option in selection.describe_dropped(row_options, counts).items():
         name = kind if "." in kind else kind.replace("_", " ")
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    if tally.extracted:
+        lines["extracted"] = _count_documents(tally.extracted)
+    if tally.not_extracted and row_options.format != CHAT:
+        lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
     if dataset.plan:
         lines |= dataset.plan.format_lines()
     if dataset.test_sets:
@@ -110,30 +114,9 @@ def describe_masked(masks: MaskTally) -> str:
     return f"{counts} (by source: {named}{more})"
 
 
-def print_next(dataset_format: str, save_dir: Path) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if dataset_format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train("-e", "first", "-d", save_dir, "--prepare-only", "--show-samples", 3)
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", save_dir))
+def _count_documents(counts: Mapping[str, int]) -> str:
+    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
+    return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
 
 
 def _name_records(row_options: RowOptions) -> str:
@@ -210,3 +193,29 @@ def describe_other_fields(tally: Tally) -> str:
     frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
     return f"\nother fields with text, the most frequent first: {names}" if names else ""
+
+
+def print_next(save_dir: Path, row_options: RowOptions) -> None:
+    """Print the commands after stage 02: get a model, then train."""
+    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
+    if row_options.format == CHAT:
+        log.info(f"next: download a model, preferably with a chat template: {fetch}")
+        log.info(
+            "then: check the trained tokens of some samples: "
+            + commands.train("-e", "first", "-d", save_dir, "--prepare-only", "--show-samples", 3)
+            + "\n      and train: "
+            + commands.train("-e", "first", "-d", save_dir)
+        )
+        return
+    initialise = commands.script(
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--train-tokenizer",
+        save_dir,
+    )
+    log.info(
+        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
+    )
+    log.info("then: " + commands.train("-e", "first", "-d", save_dir))

@@ -14,6 +14,7 @@ from lib.core import declared, options, paths
 from lib.core.declared import option
 from lib.core.errors import Problems
 from lib.corpus import encoding
+from lib.corpus.extract import table
 from lib.corpus.masks import choices as mask_choices
 from lib.corpus.quality import thresholds
 
@@ -77,6 +78,23 @@ class RowOptions:
         help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 (recognised by "
         "its byte order mark) (default: replace invalid bytes by U+FFFD)",
     )
+    extract: list[str] = option(
+        [],
+        parse=table.parse_kinds,
+        action="extend",
+        metavar="KINDS",
+        quiet=True,
+        help="extract the text of these kinds of documents: html, pdf, docx, epub, separated by "
+        "commas (default: none; HTML is read with its tags, and the others are skipped)",
+    )
+    extract_seconds: int = option(
+        60,
+        parse=options.positive_int,
+        metavar="N",
+        quiet=True,
+        help="processor time in seconds that --extract may take for a file; a file that takes "
+        "longer is skipped",
+    )
     language: list[str] = option(
         [],
         parse=parse_field_names,
@@ -134,7 +152,7 @@ class RowOptions:
         "none",
         choices=("none", EXACT, NEAR),
         help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
-        "turns and tools); takes about 25 bytes of memory per row. near: also drop rows whose text "
+        "turns and tools); takes about 30 bytes of memory per row. near: also drop rows whose text "
         "is similar to that of a kept row; sorts on disk, in constant memory",
     )
     near_threshold: float = option(
@@ -303,6 +321,11 @@ class RowOptions:
         "includes it)",
     )
 
+    def __post_init__(self) -> None:
+        """Sort the kinds in --extract, so that their order does not affect the identity."""
+        in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
+        object.__setattr__(self, "extract", in_order)
+
     @property
     def masks_later(self) -> bool:
         """Return whether rows are masked in the second pass, after similar rows were found."""
@@ -338,6 +361,10 @@ class RowOptions:
             needed["near_"] = f"--dedup {NEAR}"
         if not self.decontaminate:
             needed["decontaminate_"] = "--decontaminate DIR"
+        if not self.extract:
+            needed["extract_"] = "--extract"
+        if not self.language:
+            needed["language_"] = "--language all"
         for field in declared.list_fields(RowOptions):
             for prefix, other in needed.items():
                 is_given = getattr(self, field.name) != declared.default_of(field)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import commands, hashing
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
-from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, selection
+from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, row_tally, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
@@ -66,7 +66,8 @@ class WorkUnit:
     """Describe the input that a worker reads in one task.
 
     number: index of the unit in its split of the data folder, from 0. folder: the data folder. out:
-    directory for the parts of the unit. avoid: files that have crashed a worker process.
+    directory for the parts of the unit. avoid: files that have crashed a worker process. samples:
+    dropped rows of each rule whose beginning is kept.
     """
 
     number: int
@@ -75,6 +76,7 @@ class WorkUnit:
     out: str
     row_options: RowOptions
     avoid: frozenset[str] = frozenset()
+    samples: int = row_tally.SAMPLES
 
     @property
     def begins(self) -> bool:
@@ -283,6 +285,7 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             create("errors"),
             create("dropped") if selection.list_rules(unit.row_options) else io.BytesIO(),
         )
+        documents.tally.row_counts.most_samples = unit.samples
         for span in unit.spans:
             _read_span(unit, span, documents)
             if change := _find_change(unit, span.file):

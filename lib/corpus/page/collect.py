@@ -9,10 +9,11 @@ from typing import Any
 
 from lib.core import declared, manifest, units
 from lib.corpus import selection
+from lib.corpus.classify import top_scores
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
 from lib.corpus.near.minhash import Bands
-from lib.corpus.near.plan import RowPlan
+from lib.corpus.near.plan import RULE_NAMES, RowPlan
 from lib.corpus.near.recall import estimate_recall
 from lib.corpus.page.facts import (
     HALF,
@@ -25,6 +26,7 @@ from lib.corpus.page.facts import (
     find_median_bin,
     format_share,
 )
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.row_tally import RowTally
 from lib.corpus.tally import Tally
@@ -82,6 +84,7 @@ def collect_facts(
         else None,
         sections=[
             *sections,
+            *_describe_scores(dataset.plan, row_options),
             *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
         ],
         parameters=_list_parameters(row_options),
@@ -107,7 +110,10 @@ def _list_rules(
         for kind, option in selection.list_rules(row_options).items()
     ]
     has_rules = bool(rules)
-    for name in selection.list_decisions_on(row_options):
+    names = selection.list_decisions_on(row_options)
+    planned = [*RULE_NAMES.values()] if row_options.has_two_passes else []
+    names.sort(key=lambda name: planned.index(name) if name in planned else len(planned))
+    for name in names:
         decision = selection.get_decision(name)
         # Each further row of equal content is a duplicate, so more rows have as many, or more.
         is_exact = name in selection.DECISIONS
@@ -157,8 +163,25 @@ def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> 
     return NearFacts(bands, threshold, bins, above, figures, clusters)
 
 
+def _describe_scores(plan: RowPlan | None, row_options: RowOptions) -> list[Section]:
+    """Return the table of the scores of --keep-top, if it selects rows."""
+    if plan is None or row_options.keep_top is None:
+        return []
+    top = plan.summary["quality"]
+    note = (
+        f"Scores of the {top['rows']:,} rows that no rule has dropped. The {top['kept']:,} rows "
+        f"with the highest scores were kept, from {top['score']:.6g} on."
+    )
+    width = 1 / top_scores.BINS
+    rows = [
+        (f"{number * width:.2f} to {(number + 1) * width:.2f}", f"{count:,}")
+        for number, count in enumerate(top["bins"])
+    ]
+    return [Section("Scores of quality", note, ["score", "rows"], rows)]
+
+
 def _list_parameters(row_options: RowOptions) -> dict[str, str]:
-    """Return the options that decide which rows the dataset has, without paths of the machine."""
+    """Return the options and thresholds that decide which rows are kept, without paths."""
     shown = {}
     for field in declared.list_fields(RowOptions):
         value = getattr(row_options, field.name)
@@ -166,7 +189,7 @@ def _list_parameters(row_options: RowOptions) -> dict[str, str]:
         is_near = field.name.startswith("near_") and row_options.drops_near
         if is_near or not (is_default and field.metadata["quiet"]):
             shown[declared.flag(field.name)] = _format_option(value)
-    return shown
+    return shown | quality.describe_quality(row_options)
 
 
 def _format_option(value: Any) -> str:
