@@ -7,6 +7,7 @@
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
   python 02_build_hf_dataset.py --language en,de --quality gopher,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --quality-model good.bin --keep-top 0.1 --dedup exact
+  python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
   python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
@@ -34,11 +35,12 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, split_parts, work_units
+from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
 from lib.corpus.near.plan import RowPlan, describe_bands
@@ -86,6 +88,13 @@ class BuildOptions(RowOptions, CommonOptions):
         help="merge the results of all --only-splits runs; the dataset is byte for byte the "
         "same as one built on a single machine",
     )
+    sample_dropped: int = option(
+        0,
+        parse=options.count,
+        metavar="N",
+        help="before the build, and with --dry-run too, print N examples of rows that each rule "
+        "drops in a sample of the input (up to 64 MB); duplicates are not known from a sample",
+    )
     num_workers: int = option(1)
 
 
@@ -108,6 +117,11 @@ def check_options(opts: BuildOptions) -> None:
             "--only-splits and --merge exclude each other",
             expected="--only-splits on each machine, then --merge on one",
         )
+    if opts.merge and opts.sample_dropped:
+        problems.add(
+            "--sample-dropped and --merge exclude each other",
+            expected="no --sample-dropped, because a merge does not read the input",
+        )
     if opts.format == CHAT:
         for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
             if is_given:
@@ -119,6 +133,7 @@ def check_options(opts: BuildOptions) -> None:
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
     problems.collect(partial(signatures.require_earlier, opts))
+    problems.collect(partial(mask_options.require_masks, opts))
     problems.collect(partial(language.require_language, opts))
     problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -155,6 +170,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             **quality.describe_quality(opts),
             **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
+            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -165,10 +181,12 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
 
     It does not depend on the number of machines that build the dataset.
     """
-    chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
+    chosen = declared.identify(
+        opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
+    )
+    chosen |= mask_options.identify_masks(opts) | signatures.identify_earlier(opts)
     chosen |= language.identify_language(opts) | quality.identify_quality(opts)
     chosen |= scores.identify_scores(opts) | test_sets.identify_test_sets(opts)
-    chosen |= signatures.identify_earlier(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -295,9 +313,9 @@ def add_units(
             if are_read
             else workers.run(remaining)
         )
-        for result in results:
+        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
             work_units.require_unchanged(result)
-            dataset.add(result)
+            dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
 
@@ -343,35 +361,7 @@ def print_summary(
     )
     summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
     log.table(summary | collect.format_lines(facts, opts.save_dir))
-    print_next(opts)
-
-
-def print_next(opts: BuildOptions) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if opts.format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train(
-                "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
-            )
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", opts.save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        opts.save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
+    report.print_next(opts.save_dir, row_options)
 
 
 def main(argv: list[str]) -> None:
@@ -388,6 +378,11 @@ def main(argv: list[str]) -> None:
     row_options = declared.read_options(RowOptions, opts)
     quality.require_sources(row_options, files)
     prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
+    if opts.sample_dropped:
+        row_options = prepare(row_options)
+        sample_dropped.print_examples(
+            opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
+        )
     if opts.only_splits is not None:
         build_splits(opts, files, prepare(row_options))
         return
@@ -396,7 +391,7 @@ def main(argv: list[str]) -> None:
         log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-        print_next(opts)
+        report.print_next(opts.save_dir, row_options)
         return
 
     # Plan.

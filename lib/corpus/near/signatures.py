@@ -17,6 +17,7 @@ from lib.core import artifacts, commands, hashing, manifest, records
 from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import mask_options
 from lib.corpus.near import minhash
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.row_options import RowOptions
@@ -159,11 +160,12 @@ class EarlierDataset:
 
 
 def require_earlier(row_options: RowOptions) -> None:
-    """Raise an error if a dataset of --near-against is not there, or has other signatures."""
+    """Raise UsageError or ArtifactError if rows cannot be compared with earlier datasets."""
     problems = Problems()
-    for directory in row_options.near_against if row_options.drops_near else []:
+    for directory in row_options.near_against if row_options.drops_near else ():
         problems.collect(partial(require_parameters, directory, row_options))
     problems.raise_if_any()
+    are_masked(row_options)
 
 
 def identify_earlier(row_options: RowOptions) -> dict[str, Any]:
@@ -198,6 +200,18 @@ def require_parameters(directory: Path, row_options: RowOptions) -> None:
             if options == changed
             else "",
         )
+
+
+def are_masked(row_options: RowOptions) -> bool:
+    """Return whether the rows of the earlier datasets are masked, with the masks of this one.
+
+    Raises UsageError if some of them are masked in another way.
+    """
+    manifests = [
+        manifest.read_manifest(directory, _KIND, "the dataset")
+        for directory in row_options.near_against
+    ]
+    return mask_options.are_masked([each["identity"]["options"] for each in manifests], row_options)
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
