@@ -15,7 +15,7 @@ BINS = 20  # of the scores in the report
 _HALF = 16  # bits of a score that are counted in one pass
 
 
-class Threshold(NamedTuple):
+class ScoreThreshold(NamedTuple):
     """Separate the rows to keep: those above a score, and the first `ties` rows that equal it.
 
     bits: of the score, a float32 that is not negative.
@@ -37,7 +37,7 @@ def count_kept(rows: int, share: float) -> int:
     return min(rows, max(1, math.floor(rows * share + 0.5)))
 
 
-def find_threshold(scores: Path, first: int, kept: int) -> Threshold:
+def find_threshold(scores: Path, first: int, kept: int) -> ScoreThreshold:
     """Return the threshold that keeps the `kept` highest scores, and of equal ones the first.
 
     scores: file of float32, none of them negative. first: index of the first one that counts. The
@@ -47,12 +47,12 @@ def find_threshold(scores: Path, first: int, kept: int) -> Threshold:
     import numpy as np
 
     if not kept:
-        return Threshold(0, 0)
+        return ScoreThreshold(0, 0)
     high = _count_halves(scores, first, None)
     upper, rest = _find_bin(high, kept)
     low = _count_halves(scores, first, upper)
     lower, ties = _find_bin(low, rest)
-    return Threshold(int(np.uint32(upper << _HALF | lower)), ties)
+    return ScoreThreshold(int(np.uint32(upper << _HALF | lower)), ties)
 
 
 def _count_halves(scores: Path, first: int, upper: int | None) -> np.ndarray:
@@ -102,7 +102,7 @@ def count_bins(scores: np.ndarray) -> np.ndarray:
 class Selector:
     """Select rows by a threshold, block by block in their order."""
 
-    def __init__(self, threshold: Threshold) -> None:
+    def __init__(self, threshold: ScoreThreshold) -> None:
         self._threshold = threshold
         self._ties = threshold.ties
 
