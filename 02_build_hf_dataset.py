@@ -5,6 +5,7 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/corpus
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
+  python 02_build_hf_dataset.py --extract html,pdf,docx,epub
   python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
@@ -40,12 +41,13 @@ from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_u
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
+from lib.corpus.extract import options as extraction
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
 from lib.corpus.near.plan import RowPlan, describe_bands
 from lib.corpus.page import collect
-from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
 from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
@@ -130,10 +132,11 @@ def check_options(opts: BuildOptions) -> None:
                     expected=f"no {option}, because a conversation is kept complete",
                 )
     problems.collect(opts.require_used)
+    problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
-    for directory in opts.near_against if opts.drops_near else []:
-        problems.collect(partial(signatures.require_parameters, directory, opts))
+    problems.collect(partial(signatures.require_earlier, opts))
+    problems.collect(partial(mask_options.require_masks, opts))
     problems.collect(partial(language.require_language, opts))
     problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -168,10 +171,12 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
+            **extraction.describe_extraction(opts),
             **language.describe_language(opts),
             **quality.describe_quality(opts),
             **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
+            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -187,9 +192,10 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     )
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= mask_options.identify_masks(opts)
     chosen |= language.identify_language(opts) | scores.identify_scores(opts)
     chosen |= test_sets.identify_test_sets(opts)
-    chosen |= quality.identify_quality(opts)
+    chosen |= quality.identify_quality(opts) | extraction.identify_extraction(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 
@@ -200,6 +206,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     by_split = inputs.group_by_split(files)
     names = split_parts.select_splits(list(by_split), opts.only_splits or [])
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
+    extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
     whole = test_sets.add_frequent(make_identity(opts, files), row_options)
@@ -316,9 +323,9 @@ def add_units(
             if are_read
             else workers.run(remaining)
         )
-        for result in results:
+        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
             work_units.require_unchanged(result)
-            dataset.add(result)
+            dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
 
@@ -343,28 +350,6 @@ def check_result(
         dataset.tally, row_options, dataset.rows, dataset.dropped, opts.save_dir
     ):
         log.warn(text)
-
-
-def print_summary(
-    opts: BuildOptions,
-    row_options: RowOptions,
-    dataset: DatasetWriter,
-    facts: CorpusFacts,
-    read: int,
-    seconds: float,
-) -> None:
-    """Print the summary of the input, the dataset and the problems, and the next command.
-
-    read: input bytes that this launch processed in `seconds`.
-    """
-    total = facts.bytes
-    earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
-    log.info(
-        f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
-    )
-    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
-    log.table(summary | collect.format_lines(facts, opts.save_dir))
-    report.print_next(opts.save_dir, row_options)
 
 
 def main(argv: list[str]) -> None:
@@ -410,6 +395,8 @@ def main(argv: list[str]) -> None:
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
+    if not opts.merge:
+        extraction.warn_about_documents(opts, opts.data_folder, files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:
@@ -441,7 +428,8 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    report.print_summary(opts.save_dir, row_options, dataset, facts, read, seconds)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lib.corpus import encoding, row_tally, selection, shingles
 from lib.corpus.dropped import format_dropped
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.parts import Part
 from lib.corpus.raw_file import LARGE_BYTES
 from lib.corpus.row_batch import RowBatch, RowText
@@ -60,6 +61,7 @@ class Documents(ABC):
     dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows of the
     current file or span, before any are dropped. rows_of: by split, the number of rows after each
     file or span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
+    extracts: kinds of documents whose text is extracted, which may take extract_seconds each.
     as_data: if true, readers pass each document with its position and with values of all types; if
     false, they may omit positions and values that are not strings. columns: the columns to read
     from a table, None for all columns with text.
@@ -80,6 +82,8 @@ class Documents(ABC):
         self.rows = 0
         self.rows_of: dict[str, list[int]] = {split: [] for split in parts}
         self.fallback = row_options.fallback_encoding or ""
+        self.extracts = frozenset(row_options.extract)
+        self.extract_seconds = row_options.extract_seconds
         self._row_options = row_options
         self._all_parts = parts
         self._errors = errors
@@ -87,6 +91,7 @@ class Documents(ABC):
         self._rules = selection.start_rules(row_options)
         self._new_columns = selection.start_columns(row_options)
         self._sidecars = selection.list_sidecars(row_options)
+        self._masker = make_masker(row_options)
         self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
         self._hashes = bool(self._validation_below or self._sidecars)
         self._queues = bool(self._hashes or self._rules or self._new_columns)
@@ -277,7 +282,7 @@ class Documents(ABC):
             dropped.setdefault((kind, row.source), []).append(sizes[number])
             key = row_tally.make_key(row.path, row.position)
             if counts.takes_sample(kind, key):
-                text = row.text[: row_tally.TEXT_CHARACTERS + 1]
+                text = self._masker.mask_text(row.text[: row_tally.READ_CHARACTERS])
                 counts.add_sample(kind, key, row.path, row.position, value, text)
         for (kind, source), own in dropped.items():
             counts.drop_rows(kind, source, own)

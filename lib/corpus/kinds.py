@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 
 HEAD_BYTES = 16_384
 
@@ -25,6 +26,30 @@ _MAGIC = {
     b"ARROW1": "arrow",
 }
 _MAGICS = tuple(_MAGIC)
+# Kinds of documents whose text is between other things; --extract of stage 02 reads them.
+HTML, PDF, DOCX, EPUB = DOCUMENTS = "html", "pdf", "docx", "epub"
+BINARY_DOCUMENTS = (PDF, DOCX, EPUB)
+_DOCUMENT_SUFFIXES = {
+    ".html": HTML,
+    ".htm": HTML,
+    ".xhtml": HTML,
+    ".shtml": HTML,
+    ".pdf": PDF,
+    ".docx": DOCX,
+    ".docm": DOCX,
+    ".epub": EPUB,
+}
+_PDF_MAGIC = b"%PDF-"
+_PDF_MAGIC_WITHIN = 1024  # readers accept other bytes before it
+_ZIP_MAGIC = b"PK\x03\x04"
+_OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # contains an encrypted DOCX
+_EPUB_TYPE = b"mimetypeapplication/epub+zip"  # name and content of the first member
+_PAGE_START = re.compile(
+    r"(?:\s|\ufeff|<\?xml[^>]{0,500}\?>|<!--(?:(?!-->).){0,5000}-->)*"
+    r"(?:<!doctype\s+html\b|<html\b)",
+    re.IGNORECASE | re.DOTALL,
+)
+_TAG = re.compile(rb"<[a-zA-Z!/]")
 _ARROW_STREAM = b"\xff\xff\xff\xff"
 _MAX_ARROW_SCHEMA = 1 << 26
 _PACKED_SUFFIXES = {".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"}
@@ -47,19 +72,62 @@ def sniff_kind(name: str, head: bytes) -> str:
     """
     if not head:
         return "empty"
-    stem, suffix = posixpath.splitext(name.lower())
-    if suffix in _PACKED_SUFFIXES:  # already decompressed, otherwise the magic number would match
-        suffix = posixpath.splitext(stem)[1]
+    suffix = find_suffix(name)
     if head.startswith(_MAGICS):
         return next(kind for magic, kind in _MAGIC.items() if head.startswith(magic))
     if _is_arrow_stream(head):
         return "arrow"
+    if (document := sniff_document(name, head)) in BINARY_DOCUMENTS:
+        return document
     if _is_binary(head):
         return "binary"
     kind = _SUFFIXES.get(suffix, "text")
     if kind in ("json", "jsonl"):
         return _choose_json_kind(kind, head)
     return "jsonl" if not suffix and _starts_as_json_lines(head) else kind
+
+
+def find_suffix(name: str) -> str:
+    """Return the suffix of a path in lower case, without that of a compressed file."""
+    stem, suffix = posixpath.splitext(name.lower())
+    return posixpath.splitext(stem)[1] if suffix in _PACKED_SUFFIXES else suffix
+
+
+def name_document(name: str) -> str:
+    """Return the kind of document that a path promises by its suffix, "" for other files."""
+    return _DOCUMENT_SUFFIXES.get(find_suffix(name), "")
+
+
+def sniff_document(name: str, head: bytes) -> str:
+    """Return `html`, `pdf`, `docx` or `epub` for a document of this kind, "" for other files.
+
+    name, head: as for `sniff_kind`, of a file that is not compressed. The suffix decides only
+    about pages without a beginning, and about archives whose first members do not tell.
+    """
+    named = name_document(name)
+    if head.startswith(_ZIP_MAGIC):
+        if head[30:].startswith(_EPUB_TYPE) or b"META-INF/container.xml" in head:
+            return EPUB
+        if b"word/document.xml" in head:
+            return DOCX
+        return named if named in (DOCX, EPUB) else ""
+    if head.startswith(_OLE_MAGIC):
+        return DOCX if named == DOCX else ""
+    start = head[:_PDF_MAGIC_WITHIN]
+    if start.lstrip().startswith(_PDF_MAGIC) or (named == PDF and _PDF_MAGIC in start):
+        return PDF
+    return HTML if _is_page(head, named == HTML) else ""
+
+
+def _is_page(head: bytes, is_named: bool) -> bool:
+    """Return whether a file is an HTML page. is_named: its suffix says so."""
+    if is_utf16(head):
+        text = head.decode("utf-16", "ignore")
+        return bool(_PAGE_START.match(text)) or (is_named and "<" in text)
+    if is_named and _TAG.search(head):
+        return True
+    start = head.removeprefix(UTF8_BOM)
+    return start.lstrip()[:1] == b"<" and bool(_PAGE_START.match(start.decode("latin-1")))
 
 
 def _choose_json_kind(kind: str, head: bytes) -> str:

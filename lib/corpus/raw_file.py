@@ -32,7 +32,8 @@ Stream = io.BufferedReader | io.BytesIO
 class RawFile:
     """Read an input file, or the span [start, stop) of it.
 
-    kind: format of the decompressed content. head: its first bytes. start, stop: byte offsets in
+    kind: format of the decompressed content. document: `html`, `pdf`, `docx` or `epub`, "" for
+    other files. head: its first bytes. start, stop: byte offsets in
     JSON Lines (the span contains the lines that begin in it), or indices of row groups in Parquet
     or record batches in Arrow. scratch: directory for decompressed files. damage: why the
     compressed data ended early, "" if it is intact; known after everything is read.
@@ -63,6 +64,9 @@ class RawFile:
         else:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[: kinds.HEAD_BYTES]
         self.kind = kinds.sniff_kind(name, self.head)
+        self.document = ""
+        if self.kind == "text" or self.kind in kinds.DOCUMENTS:
+            self.document = kinds.sniff_document(name, self.head)
 
     def _note_damage(self, reason: str) -> None:
         self.damage = reason

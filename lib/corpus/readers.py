@@ -11,8 +11,16 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 
-from lib.corpus import columnar_reader, encoding, json_reader, table_reader, yaml_reader
+from lib.corpus import (
+    columnar_reader,
+    encoding,
+    json_reader,
+    kinds,
+    table_reader,
+    yaml_reader,
+)
 from lib.corpus.documents import SKIPPED_FILE, Documents
+from lib.corpus.extract.reader import read_document
 from lib.corpus.raw_file import RawFile
 
 Reader = Callable[[RawFile, Documents], None]
@@ -73,6 +81,10 @@ READERS: dict[str, Reader] = {
 
 def read_documents(raw: RawFile, documents: Documents) -> None:
     """Read a file of any kind, or report why it is skipped."""
+    if raw.document in documents.extracts:
+        read_document(raw, documents)
+        return
+    documents.tally.not_extracted.update(filter(None, [raw.document]))
     reader = READERS.get(raw.kind)
     if raw.kind == "text" and documents.as_data:
         documents.add_text(b"")  # plain text is skipped without reading it
@@ -80,6 +92,9 @@ def read_documents(raw: RawFile, documents: Documents) -> None:
         reader(raw, documents)
     elif raw.kind == "binary":
         documents.note("binary", "a binary file, not text", SKIPPED_FILE)
+    elif raw.kind in kinds.BINARY_DOCUMENTS:
+        message = f"a {raw.kind.upper()} file, not text; --extract {raw.kind} reads it"
+        documents.note("binary", message, SKIPPED_FILE)
     elif raw.kind == "empty":
         kind, message = ("cut", raw.damage) if raw.damage else ("empty", "the file is empty")
         documents.note(kind, message, SKIPPED_FILE)

@@ -9,7 +9,12 @@ from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
+from lib.corpus.masks.choices import KINDS
+from lib.corpus.masks.matches import MaskTally
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
+from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
 
 _NAMED = 5
@@ -77,10 +82,16 @@ def format_summary(
     for kind, option in selection.describe_dropped(row_options, counts).items():
         name = kind if "." in kind else kind.replace("_", " ")
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    if tally.extracted:
+        lines["extracted"] = _count_documents(tally.extracted)
+    if tally.not_extracted and row_options.format != CHAT:
+        lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
     if dataset.plan:
         lines |= dataset.plan.format_lines()
     if dataset.test_sets:
         lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
+    if row_options.mask:
+        lines["masked"] = describe_masked(dataset.masks)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (
@@ -88,6 +99,26 @@ def format_summary(
             f"listed in {save_dir}/{ERRORS}"
         )
     return lines
+
+
+def describe_masked(masks: MaskTally) -> str:
+    """Return the number of masked matches by kind, and the sources with the most of them."""
+    total = masks.total
+    counts = ", ".join(f"{total[kind]:,} {kind}" for kind in KINDS if total[kind])
+    if not counts:
+        return "nothing found"
+    sources = sorted(masks.sources.items(), key=lambda item: (-item[1].total(), item[0]))
+    named = ", ".join(
+        f"{escape_path(name) or 'no directory'} {count.total():,}"
+        for name, count in sources[:_NAMED]
+    )
+    more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
+    return f"{counts} (by source: {named}{more})"
+
+
+def _count_documents(counts: Mapping[str, int]) -> str:
+    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
+    return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
 
 
 def _name_records(row_options: RowOptions) -> str:
@@ -164,6 +195,28 @@ def describe_other_fields(tally: Tally) -> str:
     frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
     return f"\nother fields with text, the most frequent first: {names}" if names else ""
+
+
+def print_summary(
+    save_dir: Path,
+    row_options: RowOptions,
+    dataset: DatasetWriter,
+    facts: CorpusFacts,
+    read: int,
+    seconds: float,
+) -> None:
+    """Print the summary of the input, the dataset and the problems, and the next command.
+
+    read: input bytes that this launch processed in `seconds`.
+    """
+    total = facts.bytes
+    earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
+    log.info(
+        f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
+    )
+    summary = format_summary(dataset, row_options, save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, save_dir))
+    print_next(save_dir, row_options)
 
 
 def print_next(save_dir: Path, row_options: RowOptions) -> None:

@@ -14,6 +14,8 @@ from lib.core import declared, options, paths
 from lib.core.declared import option
 from lib.core.errors import Problems
 from lib.corpus import encoding
+from lib.corpus.extract import table
+from lib.corpus.masks import choices as mask_choices
 from lib.corpus.quality import thresholds
 
 TRAIN = "train"
@@ -75,6 +77,23 @@ class RowOptions:
         metavar="NAME",
         help="encoding, such as cp1252, for bytes that are neither UTF-8 nor UTF-16 (recognised by "
         "its byte order mark) (default: replace invalid bytes by U+FFFD)",
+    )
+    extract: list[str] = option(
+        [],
+        parse=table.parse_kinds,
+        action="extend",
+        metavar="KINDS",
+        quiet=True,
+        help="extract the text of these kinds of documents: html, pdf, docx, epub, separated by "
+        "commas (default: none; HTML is read with its tags, and the others are skipped)",
+    )
+    extract_seconds: int = option(
+        60,
+        parse=options.positive_int,
+        metavar="N",
+        quiet=True,
+        help="processor time in seconds that --extract may take for a file; a file that takes "
+        "longer is skipped",
     )
     language: list[str] = option(
         [],
@@ -198,6 +217,38 @@ class RowOptions:
         help="corpus: compare all rows; source: compare only rows whose files are in the same "
         "top-level directory of the source",
     )
+    mask: list[str] = option(
+        [],
+        parse=mask_choices.parse_kinds,
+        action="extend",
+        metavar="KIND,…",
+        quiet=True,
+        help="replace personal data in the text: email, ip, phone, iban, card (default: nothing). "
+        "Rows are compared, measured and counted before that",
+    )
+    mask_phone_country: list[str] = option(
+        [],
+        parse=mask_choices.parse_countries,
+        action="extend",
+        metavar="US,DE",
+        quiet=True,
+        help="with --mask phone, also mask numbers in the national format of these countries, from "
+        f"{', '.join(mask_choices.COUNTRIES)} (default: only numbers with + and a country code)",
+    )
+    mask_with: str = option(
+        mask_choices.CONSTANT,
+        choices=mask_choices.REPLACEMENTS,
+        quiet=True,
+        help="constant: all e-mail addresses become <email>, and so on; hash: equal ones become "
+        "the same <email:…>, which needs --mask-key",
+    )
+    mask_key: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="file with a secret of at least 16 bytes for --mask-with hash (default: none)",
+    )
     quality: list[str] = option(
         [],
         parse=thresholds.parse_families,
@@ -270,6 +321,16 @@ class RowOptions:
         "includes it)",
     )
 
+    def __post_init__(self) -> None:
+        """Sort the kinds in --extract, so that their order does not affect the identity."""
+        in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
+        object.__setattr__(self, "extract", in_order)
+
+    @property
+    def masks_later(self) -> bool:
+        """Return whether rows are masked in the second pass, after similar rows were found."""
+        return bool(self.mask) and self.drops_near
+
     @property
     def drops_near(self) -> bool:
         """Return whether near duplicates are dropped."""
@@ -293,6 +354,8 @@ class RowOptions:
             needed["near_"] = f"--dedup {NEAR}"
         if not self.decontaminate:
             needed["decontaminate_"] = "--decontaminate DIR"
+        if not self.extract:
+            needed["extract_"] = "--extract"
         for field in declared.list_fields(RowOptions):
             for prefix, other in needed.items():
                 is_given = getattr(self, field.name) != declared.default_of(field)

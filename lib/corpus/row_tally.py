@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SAMPLES = 10  # of each rule
 TEXT_CHARACTERS = 200  # of a sample
+# Of a text that is masked for a sample: more than masks can shorten to a sample, so that no match
+# is shown in part.
+READ_CHARACTERS = 20_000
 _PER_DECADE = 5  # bins between a length and ten times that length
 _DECADES = 13
 _MOST_SOURCES = 1000

@@ -27,6 +27,9 @@ FAILURES = {
     "cut",
     "crash",
     "too large",
+    "damaged",
+    "encrypted",
+    "timeout",
 }
 _NAMED = 3  # paths printed per format
 _LISTED = 1000  # paths listed in the manifest per format
@@ -188,9 +191,10 @@ class Tally:
     problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen: names in
     --fields that occur. other_fields: for each key that --fields does not select, number of
     documents with text under it, among the first thousand of each unit. as_text: number of
-    conversations that became plain text, by format, among the first documents of each file. chat:
-    the tally of a chat dataset. row_counts: counts of single rows, for the report. test_hits:
-    questions of test sets that occur.
+    conversations that became plain text, by format, among the first documents of each file.
+    extracted: documents whose text was extracted, by kind. not_extracted: files of these kinds
+    that --extract does not name. chat: the tally of a chat dataset. row_counts: counts of single
+    rows, for the report. test_hits: questions of test sets that occur.
     """
 
     documents: int = 0
@@ -203,6 +207,8 @@ class Tally:
     fields_seen: set[str] = field(default_factory=set)
     other_fields: Counter[str] = field(default_factory=Counter)
     as_text: Counter[str] = field(default_factory=Counter)
+    extracted: Counter[str] = field(default_factory=Counter)
+    not_extracted: Counter[str] = field(default_factory=Counter)
     chat: ChatTally = field(default_factory=ChatTally)
     test_hits: TestHits = field(default_factory=TestHits)
     row_counts: RowTally = field(default_factory=RowTally)
@@ -246,6 +252,8 @@ class Tally:
                 "fields_seen": {*value["fields_seen"]},
                 "other_fields": Counter(value.get("other_fields", {})),
                 "as_text": Counter(value.get("as_text", {})),
+                "extracted": Counter(value.get("extracted", {})),
+                "not_extracted": Counter(value.get("not_extracted", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
                 "test_hits": TestHits.from_json(value.get("test_hits", {})),
                 "row_counts": RowTally.from_json(value.get("row_counts")),

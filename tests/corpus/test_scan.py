@@ -170,7 +170,7 @@ def test_names_that_are_not_utf8_are_escaped():
         ("a.txt", b"\x00\x01", "binary"),
         ("a.txt", b"\xff\xfea\x00", "text"),
         ("a.txt", b"\xff\xfe\x00\x00a\x00\x00\x00", "binary"),
-        ("a.pdf", b"%PDF-1.4\n" + bytes(range(1, 9)), "binary"),
+        ("a.pdf", b"%PDF-1.4\n" + bytes(range(1, 9)), "pdf"),
         ("a.html", b"<p>\x1b", "text"),
         ("a.json", b"{\n", "json"),
         ("a.json", b'{"a": 1}\n{"a": 2}\n', "jsonl"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from lib.core import declared, manifest, units
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
+from lib.corpus.masks.choices import KINDS
+from lib.corpus.masks.matches import MaskTally
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.plan import RULE_NAMES, RowPlan
 from lib.corpus.near.recall import estimate_recall
@@ -25,8 +27,10 @@ from lib.corpus.page.facts import (
     find_median_bin,
     format_share,
 )
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
-from lib.corpus.row_tally import RowTally
+from lib.corpus.row_tally import TOP_LEVEL, RowTally
+from lib.corpus.scan import escape_path
 from lib.corpus.tally import Tally
 
 PAGE = "report.html"
@@ -48,11 +52,10 @@ def collect_facts(
     dataset: DatasetWriter,
     row_options: RowOptions,
     identity: Mapping[str, Any],
-    sections: Sequence[Section] = (),
 ) -> CorpusFacts:
     """Return the facts about a dataset whose rows are all written.
 
-    identity: of the dataset. sections: further tables.
+    identity: of the dataset.
     """
     summary = dataset.summary()
     tally = dataset.tally
@@ -80,10 +83,7 @@ def collect_facts(
         near=_describe_near(dataset.plan, counts, row_options)
         if dataset.plan and row_options.drops_near
         else None,
-        sections=[
-            *sections,
-            *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
-        ],
+        sections=_list_sections(dataset, row_options),
         parameters=_list_parameters(row_options),
         versions=manifest.package_versions(),
         digests=_list_digests(identity["options"]),
@@ -129,6 +129,31 @@ def _list_rules(
     return rules
 
 
+def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Section]:
+    """Return the tables about options that change or compare texts."""
+    sections = [_describe_masks(dataset.masks)] if row_options.mask else []
+    if dataset.test_sets:
+        sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
+    return sections
+
+
+def _describe_masks(masks: MaskTally) -> Section:
+    total = masks.total
+    rows = []
+    for kind in KINDS:
+        if total[kind]:
+            sources = sorted(masks.sources.items(), key=lambda item: (-item[1][kind], item[0]))
+            most = [
+                f"{escape_path(name) or TOP_LEVEL} {counts[kind]:,}"
+                for name, counts in sources[:_SHOWN_SOURCES]
+                if counts[kind]
+            ]
+            shapes = ", ".join(masks.shapes.get(kind, ()))
+            rows.append([kind, f"{total[kind]:,}", ", ".join(most), shapes])
+    note = "Masked matches in the rows of the dataset; the shapes do not show what they say"
+    return Section("Masks", note, ["kind", "matches", "most in", "shapes"], rows)
+
+
 def _list_sources(counts: RowTally) -> list[SourceFacts]:
     return [
         SourceFacts(
@@ -161,7 +186,7 @@ def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> 
 
 
 def _list_parameters(row_options: RowOptions) -> dict[str, str]:
-    """Return the options that decide which rows the dataset has, without paths of the machine."""
+    """Return the options and thresholds that decide which rows are kept, without paths."""
     shown = {}
     for field in declared.list_fields(RowOptions):
         value = getattr(row_options, field.name)
@@ -169,7 +194,7 @@ def _list_parameters(row_options: RowOptions) -> dict[str, str]:
         is_near = field.name.startswith("near_") and row_options.drops_near
         if is_near or not (is_default and field.metadata["quiet"]):
             shown[declared.flag(field.name)] = _format_option(value)
-    return shown
+    return shown | quality.describe_quality(row_options)
 
 
 def _format_option(value: Any) -> str:

@@ -1,0 +1,1 @@
+"""Extract the text of HTML pages, PDF, DOCX and EPUB files, in a child process that may die."""

@@ -1,0 +1,78 @@
+"""Extract the main text of an HTML page with resiliparse."""
+
+from __future__ import annotations
+
+import codecs
+import re
+
+from lib.corpus import encoding, kinds
+from lib.corpus.extract.extracted import NO_TEXT, Extracted, Refusal, clean_text
+
+_HEAD = 4096  # bytes in which a page may declare its encoding; browsers look at 1024
+_DECLARED = re.compile(
+    rb"""<(?:meta\s[^>]*?charset|\?xml\s[^>]*?encoding)\s*=\s*["']?\s*([\w.:+-]+)""", re.IGNORECASE
+)
+# Browsers read these as Windows-1252, which contains all their letters.
+_AS_CP1252 = {"iso8859-1", "ascii", "latin_1"}
+# Their bytes are ASCII, so that they look like UTF-8.
+_SEVEN_BIT = ("iso2022", "hz", "utf-7")
+
+
+def extract_html(data: bytes, fallback: str) -> Extracted:
+    """Return the main text of a page, or all its text if it has no main part.
+
+    fallback: encoding of a page that declares none and is not UTF-8, "" to replace invalid bytes.
+    """
+    from resiliparse.extract.html2text import extract_plain_text
+
+    page, replaced = decode_page(data, fallback)
+    # A NUL or a lone surrogate would end or refuse the text.
+    page = clean_text(page)
+    for is_main in (True, False):
+        text = clean_text(
+            extract_plain_text(
+                page,
+                preserve_formatting=True,
+                main_content=is_main,
+                list_bullets=True,
+                alt_texts=False,
+                links=False,
+                form_fields=False,
+                noscript=False,
+            )
+        )
+        if text:
+            return Extracted(text, replaced)
+    raise Refusal(NO_TEXT, "the HTML page has no text beside its tags")
+
+
+def decode_page(data: bytes, fallback: str) -> tuple[str, int]:
+    """Return the text of a page and the number of replacements in it.
+
+    The encoding is that of a byte order mark, UTF-8 if all bytes are valid, the declared one, or
+    the fallback, in this order. Many pages in UTF-8 declare another encoding; text in another
+    encoding is hardly ever valid UTF-8 by chance.
+    """
+    declared = _find_declared(data[:_HEAD])
+    if kinds.is_utf16(data) or not declared:
+        return encoding.decode_text(data, fallback)
+    if not declared.startswith(_SEVEN_BIT):
+        try:
+            return data.removeprefix(kinds.UTF8_BOM).decode(), 0
+        except UnicodeDecodeError:
+            pass
+    if declared.startswith(("utf-8", "utf-16", "utf-32")):  # contradicted by the bytes
+        return encoding.decode_text(data, fallback)
+    text = data.decode(declared, "replace")
+    return text, text.count(encoding.REPLACEMENT)
+
+
+def _find_declared(head: bytes) -> str:
+    """Return the name of the declared encoding as Python spells it, "" if there is none."""
+    if not (match := _DECLARED.search(head)):
+        return ""
+    try:
+        name = encoding.parse_encoding_name(match[1].decode("ascii"))
+    except Exception:  # argparse's error: unknown to Python, or no encoding of text
+        return ""
+    return "cp1252" if codecs.lookup(name).name in _AS_CP1252 else name

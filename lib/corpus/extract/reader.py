@@ -1,0 +1,38 @@
+"""Read a document whose text is extracted, and report why it yields none."""
+
+from __future__ import annotations
+
+from lib.corpus.documents import KEPT, SKIPPED_FILE, Documents
+from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Refusal
+from lib.corpus.extract.process import share_extraction
+from lib.corpus.raw_file import RawFile
+
+MOST_FILE_BYTES = 256_000_000  # of a document, which is held in memory
+
+
+def read_document(raw: RawFile, documents: Documents) -> None:
+    """Add the text of an HTML, PDF, DOCX or EPUB file as one document.
+
+    The file is read here and extracted in a child process, so that a hang or a crash of a library
+    costs only this file.
+    """
+    data = raw.read(MOST_FILE_BYTES)
+    if data is None:
+        message = f"larger than {MOST_FILE_BYTES:,} bytes, the limit for an extracted document"
+        documents.note(TOO_LARGE, message, SKIPPED_FILE)
+        return
+    if raw.damage:
+        documents.note("cut", f"the document is incomplete: {raw.damage}", SKIPPED_FILE)
+        return
+    try:
+        text, replaced, lost = share_extraction().extract(
+            raw.document, data, documents.fallback, documents.extract_seconds
+        )
+    except Refusal as refusal:
+        documents.note(refusal.kind, refusal.message, SKIPPED_FILE)
+        return
+    documents.tally.replaced += replaced
+    documents.tally.extracted[raw.document] += 1
+    if lost:
+        documents.note(DAMAGED, lost, KEPT)
+    documents.add_text(text.encode())
