@@ -35,11 +35,10 @@ def write_corpus(root: Path) -> None:
     ]
     draw.shuffle(copies)
     for number in range(4):
-        short = [f"{HOSTILE[:20]}{number}", "", "short"]
+        short = [f"{HOSTILE[:20]}{number}", "", "short", "t@firma-berg.de"]
         write_lines(root / f"mirror/{number}.jsonl", copies[number::4] + short)
         write_lines(root / f"own/{number}.jsonl", [" ".join(make_words(draw, 50))] * 2 + short)
     (root / "top.txt").write_text("a file in no directory, written by anna@firma-berg.de")
-    (root / "short.txt").write_text("tom@firma-berg.de")
 
 
 @pytest.fixture
@@ -171,7 +170,7 @@ def test_sample_dropped_prints_examples_and_writes_nothing(stage, raw, tmp_path)
     )
     assert sorted(tmp_path.rglob("*")) == before
     assert "a sample cannot show what --dedup drops" in one
-    assert one.count("(5)\n      short") >= 8
+    assert one.count("(5)\n      short") >= 3
     assert "      </svg><script>alert" in one and "\x1b" not in one and "\u202e" not in one
     none = stage(*options).stdout
     assert "no rule is on" in none
