@@ -48,7 +48,6 @@ from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
 from lib.corpus.near.plan import RowPlan, describe_bands
 from lib.corpus.page import collect
-from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.pool import UnitPool
 from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
@@ -342,28 +341,6 @@ def check_result(
         log.warn(text)
 
 
-def print_summary(
-    opts: BuildOptions,
-    row_options: RowOptions,
-    dataset: DatasetWriter,
-    facts: CorpusFacts,
-    read: int,
-    seconds: float,
-) -> None:
-    """Print the summary of the input, the dataset and the problems, and the next command.
-
-    read: input bytes that this launch processed in `seconds`.
-    """
-    total = facts.bytes
-    earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
-    log.info(
-        f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
-    )
-    summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
-    log.table(summary | collect.format_lines(facts, opts.save_dir))
-    report.print_next(opts.save_dir, row_options)
-
-
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
@@ -440,7 +417,8 @@ def main(argv: list[str]) -> None:
 
     if opts.merge:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-    print_summary(opts, row_options, dataset, facts, read, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    report.print_summary(opts.save_dir, row_options, dataset, facts, read, seconds)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.matches import MaskTally
+from lib.corpus.page import collect
+from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
 from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
@@ -193,6 +195,28 @@ def describe_other_fields(tally: Tally) -> str:
     frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
     return f"\nother fields with text, the most frequent first: {names}" if names else ""
+
+
+def print_summary(
+    save_dir: Path,
+    row_options: RowOptions,
+    dataset: DatasetWriter,
+    facts: CorpusFacts,
+    read: int,
+    seconds: float,
+) -> None:
+    """Print the summary of the input, the dataset and the problems, and the next command.
+
+    read: input bytes that this launch processed in `seconds`.
+    """
+    total = facts.bytes
+    earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
+    log.info(
+        f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
+    )
+    summary = format_summary(dataset, row_options, save_dir, facts.files, total)
+    log.table(summary | collect.format_lines(facts, save_dir))
+    print_next(save_dir, row_options)
 
 
 def print_next(save_dir: Path, row_options: RowOptions) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from lib.corpus import selection
 from lib.corpus.classify import top_scores
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
+from lib.corpus.masks.choices import KINDS
+from lib.corpus.masks.matches import MaskTally
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.plan import RULE_NAMES, RowPlan
 from lib.corpus.near.recall import estimate_recall
@@ -28,7 +30,8 @@ from lib.corpus.page.facts import (
 )
 from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
-from lib.corpus.row_tally import RowTally
+from lib.corpus.row_tally import TOP_LEVEL, RowTally
+from lib.corpus.scan import escape_path
 from lib.corpus.tally import Tally
 
 PAGE = "report.html"
@@ -50,11 +53,10 @@ def collect_facts(
     dataset: DatasetWriter,
     row_options: RowOptions,
     identity: Mapping[str, Any],
-    sections: Sequence[Section] = (),
 ) -> CorpusFacts:
     """Return the facts about a dataset whose rows are all written.
 
-    identity: of the dataset. sections: further tables.
+    identity: of the dataset.
     """
     summary = dataset.summary()
     tally = dataset.tally
@@ -82,11 +84,7 @@ def collect_facts(
         near=_describe_near(dataset.plan, counts, row_options)
         if dataset.plan and row_options.drops_near
         else None,
-        sections=[
-            *sections,
-            *_describe_scores(dataset.plan, row_options),
-            *([dataset.test_sets.make_section(tally.test_hits)] if dataset.test_sets else []),
-        ],
+        sections=_list_sections(dataset, row_options),
         parameters=_list_parameters(row_options),
         versions=manifest.package_versions(),
         digests=_list_digests(identity["options"]),
@@ -130,6 +128,32 @@ def _list_rules(
             )
         )
     return rules
+
+
+def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Section]:
+    """Return the tables about options that change or compare texts."""
+    sections = [_describe_masks(dataset.masks)] if row_options.mask else []
+    sections += _describe_scores(dataset.plan, row_options)
+    if dataset.test_sets:
+        sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
+    return sections
+
+
+def _describe_masks(masks: MaskTally) -> Section:
+    total = masks.total
+    rows = []
+    for kind in KINDS:
+        if total[kind]:
+            sources = sorted(masks.sources.items(), key=lambda item: (-item[1][kind], item[0]))
+            most = [
+                f"{escape_path(name) or TOP_LEVEL} {counts[kind]:,}"
+                for name, counts in sources[:_SHOWN_SOURCES]
+                if counts[kind]
+            ]
+            shapes = ", ".join(masks.shapes.get(kind, ()))
+            rows.append([kind, f"{total[kind]:,}", ", ".join(most), shapes])
+    note = "Masked matches in the rows of the dataset; the shapes do not show what they say"
+    return Section("Masks", note, ["kind", "matches", "most in", "shapes"], rows)
 
 
 def _list_sources(counts: RowTally) -> list[SourceFacts]:
