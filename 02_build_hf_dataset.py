@@ -8,6 +8,7 @@
   python 02_build_hf_dataset.py --extract html,pdf,docx,epub
   python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
+  python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
   python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
   python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
@@ -36,12 +37,13 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, split_parts, work_units
+from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.extract import options as extraction
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
 from lib.corpus.near.plan import RowPlan, describe_bands
@@ -89,6 +91,13 @@ class BuildOptions(RowOptions, CommonOptions):
         help="merge the results of all --only-splits runs; the dataset is byte for byte the "
         "same as one built on a single machine",
     )
+    sample_dropped: int = option(
+        0,
+        parse=options.count,
+        metavar="N",
+        help="before the build, and with --dry-run too, print N examples of rows that each rule "
+        "drops in a sample of the input (up to 64 MB); duplicates are not known from a sample",
+    )
     num_workers: int = option(1)
 
 
@@ -111,6 +120,11 @@ def check_options(opts: BuildOptions) -> None:
             "--only-splits and --merge exclude each other",
             expected="--only-splits on each machine, then --merge on one",
         )
+    if opts.merge and opts.sample_dropped:
+        problems.add(
+            "--sample-dropped and --merge exclude each other",
+            expected="no --sample-dropped, because a merge does not read the input",
+        )
     if opts.format == CHAT:
         for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
             if is_given:
@@ -122,8 +136,8 @@ def check_options(opts: BuildOptions) -> None:
     problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
-    for directory in opts.near_against if opts.drops_near else []:
-        problems.collect(partial(signatures.require_parameters, directory, opts))
+    problems.collect(partial(signatures.require_earlier, opts))
+    problems.collect(partial(mask_options.require_masks, opts))
     problems.collect(partial(language.require_language, opts))
     problems.collect(partial(scores.require_scores, opts))
     if save_dir.resolve().is_relative_to(folder.resolve()):
@@ -163,6 +177,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             **quality.describe_quality(opts),
             **scores.describe_scores(opts),
             **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
+            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -173,9 +188,12 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
 
     It does not depend on the number of machines that build the dataset.
     """
-    chosen = declared.identify(opts, "data_folder", "save_dir", "only_splits", "merge")
+    chosen = declared.identify(
+        opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
+    )
     if opts.near_against:
         chosen["near_against"] = signatures.identify_datasets(opts.near_against)
+    chosen |= mask_options.identify_masks(opts)
     chosen |= language.identify_language(opts) | scores.identify_scores(opts)
     chosen |= test_sets.identify_test_sets(opts)
     chosen |= quality.identify_quality(opts) | extraction.identify_extraction(opts)
@@ -306,9 +324,9 @@ def add_units(
             if are_read
             else workers.run(remaining)
         )
-        for result in results:
+        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
             work_units.require_unchanged(result)
-            dataset.add(result)
+            dataset.add(result, masked)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
 
@@ -354,35 +372,7 @@ def print_summary(
     )
     summary = report.format_summary(dataset, row_options, opts.save_dir, facts.files, total)
     log.table(summary | collect.format_lines(facts, opts.save_dir))
-    print_next(opts)
-
-
-def print_next(opts: BuildOptions) -> None:
-    """Print the next commands: get a model, then train."""
-    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
-    if opts.format == CHAT:
-        log.info(f"next: download a model, preferably with a chat template: {fetch}")
-        log.info(
-            "then: check the trained tokens of some samples: "
-            + commands.train(
-                "-e", "first", "-d", opts.save_dir, "--prepare-only", "--show-samples", 3
-            )
-            + "\n      and train: "
-            + commands.train("-e", "first", "-d", opts.save_dir)
-        )
-        return
-    initialise = commands.script(
-        "03_download_model.py",
-        "--from-scratch",
-        "--model-size",
-        "tiny",
-        "--train-tokenizer",
-        opts.save_dir,
-    )
-    log.info(
-        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
-    )
-    log.info("then: " + commands.train("-e", "first", "-d", opts.save_dir))
+    report.print_next(opts.save_dir, row_options)
 
 
 def main(argv: list[str]) -> None:
@@ -399,6 +389,11 @@ def main(argv: list[str]) -> None:
     row_options = declared.read_options(RowOptions, opts)
     quality.require_sources(row_options, files)
     prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
+    if opts.sample_dropped:
+        row_options = prepare(row_options)
+        sample_dropped.print_examples(
+            opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
+        )
     if opts.only_splits is not None:
         build_splits(opts, files, prepare(row_options))
         return
@@ -407,7 +402,7 @@ def main(argv: list[str]) -> None:
         log.info(f"already done: {opts.save_dir} contains these files")
         if opts.merge and not opts.dry_run:
             split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-        print_next(opts)
+        report.print_next(opts.save_dir, row_options)
         return
 
     # Plan.

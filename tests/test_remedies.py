@@ -243,6 +243,10 @@ def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
     Path("later/new.txt").write_text("A text that no earlier document contains. " * 9)
     near += ("--data-folder", "later", "--save-dir", "hf_datasets/later")
     there.follow(there.fails(*near, "--near-against", "hf_datasets/old"))
+    shutil.rmtree("hf_datasets/later")
+    masks = ("--mask", "email,phone", "--mask-phone-country", "US")
+    there.type(*near[:5], *masks, "--save-dir", "hf_datasets/masked")
+    there.follow(there.fails(*near, "--mask", "ip", "--near-against", "hf_datasets/masked"))
     learn = (
         "03_download_model.py",
         "--from-scratch",

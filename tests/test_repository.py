@@ -29,7 +29,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = {
     "core": set(),
     "pages": {"core"},
-    "corpus": {"core"},
+    "corpus": {"core", "pages"},
     "tokens": {"core"},
     "models": {"core"},
     "hub": {"core", "models"},

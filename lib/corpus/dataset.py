@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, manifest, reading, records
+from lib.core import manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.decontaminate.prepared import PreparedOptions
@@ -23,6 +23,8 @@ from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.kept_places import KeptPlaces
+from lib.corpus.masks.matches import MaskedMatches, MaskTally
+from lib.corpus.masks.part_masker import MaskedPart
 from lib.corpus.near import plan as near_plan
 from lib.corpus.near.output import PlanOutput
 from lib.corpus.near.plan import PlannedRows, RowPlan
@@ -50,6 +52,7 @@ class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
     units: number of units added so far. dropped: number of dropped rows, by name of the decision.
+    masks: what was masked.
     deletes_parts: of a build in two passes, delete the parts whose rows are safely written.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
@@ -97,6 +100,7 @@ class DatasetWriter:
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
         self._rows_before: int = before.get("rows_before", 0)
+        self.masks = MaskTally.from_json(before.get("masks", {}))
         self._decisions = selection.list_decisions(row_options)
         self._deciders = {
             name: decision.start(directory / WORK / name)
@@ -150,12 +154,13 @@ class DatasetWriter:
             )
             self.tally.problems[entry.skipped] += 1
 
-    def add(self, result: UnitResult) -> None:
+    def add(self, result: UnitResult, masked: Mapping[str, MaskedPart] | None = None) -> None:
         """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
-        The units must be added in order. Raises ArtifactError if a kept part is damaged.
+        masked: by split, the masked part of a second pass, deleted here. The units must be added in
+        order. Raises ArtifactError if a kept part is damaged.
         """
-        _check_parts(result, self.plan_work if self._deletes_parts else None)
+        work_units.require_undamaged(result, self.plan_work if self._deletes_parts else None)
         if result.unit.begins:
             self._lines_before = 0
             self._rows_before = 0
@@ -167,14 +172,19 @@ class DatasetWriter:
             copies = self._select_rows(rows, planned)
             if self._output and planned:
                 self._output.write(rows, planned, copies, writer.rows)
+            later = (masked or {}).get(split)
+            hits = later.hits if later else MaskedMatches(**result.masked.get(split, {}))
+            self.masks.add(hits, copies, rows.list_sources())
             writer.append(
-                result.unit.part(split),
+                (later and later.path) or result.unit.part(split),
                 result.rows[split],
                 result.text_bytes[split],
                 copies,
                 self._lines_before if self._is_chat else 0,
                 planned.sizes if planned and self._row_options.drops_near else None,
             )
+            if later and later.path:
+                later.path.unlink()
             self._unnoted += result.text_bytes[split]
         if not result.digests:
             for part in result.unit.parts():
@@ -247,6 +257,7 @@ class DatasetWriter:
                 if self.test_sets
                 else {}
             ),
+            **({"masks": self.masks.summary()} if self._row_options.mask else {}),
         }
 
     def follow(self, plan: RowPlan) -> None:
@@ -263,6 +274,11 @@ class DatasetWriter:
     def plan(self) -> RowPlan | None:
         """Return the plan of a build in two passes."""
         return self._output.plan if self._output else None
+
+    @property
+    def planned_rows(self) -> int:
+        """Return the number of rows so far of a build in two passes, with dropped ones."""
+        return self._output.rows if self._output else 0
 
     def _select_rows(self, rows: UnitRows, planned: PlannedRows | None) -> np.ndarray | None:
         """Return how many times each row of a part is written ([rows], None: all once).
@@ -383,6 +399,7 @@ class DatasetWriter:
             "rows_before": self._rows_before,
             "files": sizes,
             **({"planned_rows": self._output.rows} if self._output else {}),
+            "masks": self.masks.to_json(),
         }
         text = json.dumps(progress)  # serialized here, because the tally changes later
         finished = self._finished
@@ -396,17 +413,6 @@ class DatasetWriter:
         self._flusher.then(write)
         self._unnoted = 0
         self._noted_at = time.monotonic()
-
-
-def _check_parts(result: UnitResult, work: Path | None) -> None:
-    for name, digest in result.digests.items():
-        path = Path(result.unit.out) / name
-        if not path.is_file() or not hashing.has_digest(path, digest):
-            raise ArtifactError(
-                f"{path} is damaged or gone",
-                expected="the content that was written",
-                run=work_units.format_rebuild_commands(path.parent, work),
-            )
 
 
 def _restore_progress(directory: Path) -> dict[str, Any]:

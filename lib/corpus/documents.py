@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from lib.corpus import encoding, row_tally, selection, shingles
 from lib.corpus.dropped import format_dropped
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.parts import Part
 from lib.corpus.raw_file import LARGE_BYTES
 from lib.corpus.row_batch import RowBatch, RowText
@@ -90,6 +91,7 @@ class Documents(ABC):
         self._rules = selection.start_rules(row_options)
         self._new_columns = selection.start_columns(row_options)
         self._sidecars = selection.list_sidecars(row_options)
+        self._masker = make_masker(row_options)
         self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
         self._hashes = bool(self._validation_below or self._sidecars)
         self._queues = bool(self._hashes or self._rules or self._new_columns)
@@ -280,7 +282,7 @@ class Documents(ABC):
             dropped.setdefault((kind, row.source), []).append(sizes[number])
             key = row_tally.make_key(row.path, row.position)
             if counts.takes_sample(kind, key):
-                text = row.text[: row_tally.TEXT_CHARACTERS + 1]
+                text = self._masker.mask_text(row.text[: row_tally.READ_CHARACTERS])
                 counts.add_sample(kind, key, row.path, row.position, value, text)
         for (kind, source), own in dropped.items():
             counts.drop_rows(kind, source, own)

@@ -45,11 +45,6 @@ class InputFile:
     split: str = ""
 
 
-def find_source(path: str) -> str:
-    """Return the source of a file: its top-level directory, "" if it is in none."""
-    return path.partition("/")[0] if "/" in path else ""
-
-
 def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
     """Return the files of a data folder in the order of their rows, and the skipped entries.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BATCH_BYTES = 16_000_000
 _ROW_OVERHEAD = 64  # estimated memory of a row in bytes, without its text
 _CHUNK = 1 << 20
-_LARGE_PART = 128_000_000  # bytes; a part or row of this size is not read into memory
+LARGE_PART = 128_000_000  # bytes; a part or row of this size is not read into memory
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 CLUSTER_SIZE = "cluster_size"
 NO_SIDECARS: Mapping[str, BinaryIO] = MappingProxyType({})
@@ -165,27 +165,14 @@ class PartWriter(Part):
 
         text: file of valid UTF-8. size: its size in bytes. sidecars, columns: see `add`.
         """
-        import mmap
-
         import pyarrow as pa
 
         self.flush()
-        offsets = pa.array([0, size], pa.int64()).buffers()[1]
-        with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
-            self._take_values(sidecars, columns)
-            arrays = [
-                pa.Array.from_buffers(
-                    pa.large_string(), 1, [None, offsets, pa.py_buffer(never_touched)]
-                )
-            ]
-            if self._sources is not None:
-                arrays.append(pa.array([source], pa.string()))
-            arrays += self._release_columns()
-            pieces = _split_message(pa.record_batch(arrays, schema=self._schema), size)
-            del arrays
-        for piece in pieces:
-            for chunk in _read_chunks(text, 0, size) if piece is None else (piece,):
-                self._file.write(chunk)
+        self._take_values(sidecars, columns)
+        others = [] if self._sources is None else [pa.array([source], pa.string())]
+        others += self._release_columns()
+        for piece in format_large_row(text, size, others, self._schema):
+            self._file.write(piece)
         self._written += 1
         self.text_bytes += size
 
@@ -219,6 +206,29 @@ def join_texts(texts: Sequence[bytes]) -> pa.Array:
     return pa.Array.from_buffers(
         pa.large_string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
     )
+
+
+def format_large_row(
+    text: BinaryIO, size: int, others: Sequence[pa.Array], schema: pa.Schema
+) -> Iterator[bytes]:
+    """Yield the batch message of one row with a text larger than memory, in pieces.
+
+    text: file of valid UTF-8. size: its size in bytes. others: the columns after the text.
+    """
+    import mmap
+
+    import pyarrow as pa
+
+    offsets = pa.array([0, size], pa.int64()).buffers()[1]
+    with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
+        buffers = [None, offsets, pa.py_buffer(never_touched)]
+        batch = pa.record_batch(
+            [pa.Array.from_buffers(pa.large_string(), 1, buffers), *others], schema=schema
+        )
+        pieces = _split_message(batch, size)
+        del batch, buffers
+    for piece in pieces:
+        yield from _read_chunks(text, 0, size) if piece is None else (piece,)
 
 
 def _split_message(batch: pa.RecordBatch, size: int) -> list[bytes | None]:
@@ -297,7 +307,7 @@ def rewrite_part(
 
     row = 0
     # A mapped file is not read before its pages are needed, but an error of the disk kills.
-    open_file = pa.memory_map if part.stat().st_size > _LARGE_PART else pa.OSFile
+    open_file = pa.memory_map if part.stat().st_size > LARGE_PART else pa.OSFile
     with open_file(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
@@ -306,7 +316,7 @@ def rewrite_part(
             if cluster_sizes is not None:
                 batch = batch.append_column(CLUSTER_SIZE, pa.array(cluster_sizes[own_rows]))
             own_copies = None if copies is None else copies[own_rows]
-            if batch.num_rows == 1 and batch.nbytes > _LARGE_PART:
+            if batch.num_rows == 1 and batch.nbytes > LARGE_PART:
                 for _ in range(1 if own_copies is None else int(own_copies[0])):
                     yield from _copy_large_row(part, file, batch)
                 continue

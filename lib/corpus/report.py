@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.core import commands, units
+from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
+from lib.corpus.masks.choices import KINDS
+from lib.corpus.masks.matches import MaskTally
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
+from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
 
 _NAMED = 5
@@ -85,6 +88,8 @@ def format_summary(
         lines |= dataset.plan.format_lines()
     if dataset.test_sets:
         lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
+    if row_options.mask:
+        lines["masked"] = describe_masked(dataset.masks)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (
@@ -97,6 +102,21 @@ def format_summary(
 def _count_documents(counts: Mapping[str, int]) -> str:
     """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
     return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
+
+
+def describe_masked(masks: MaskTally) -> str:
+    """Return the number of masked matches by kind, and the sources with the most of them."""
+    total = masks.total
+    counts = ", ".join(f"{total[kind]:,} {kind}" for kind in KINDS if total[kind])
+    if not counts:
+        return "nothing found"
+    sources = sorted(masks.sources.items(), key=lambda item: (-item[1].total(), item[0]))
+    named = ", ".join(
+        f"{escape_path(name) or 'no directory'} {count.total():,}"
+        for name, count in sources[:_NAMED]
+    )
+    more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
+    return f"{counts} (by source: {named}{more})"
 
 
 def _name_records(row_options: RowOptions) -> str:
@@ -173,3 +193,29 @@ def describe_other_fields(tally: Tally) -> str:
     frequent = sorted(tally.other_fields.items(), key=lambda item: (-item[1], item[0]))
     names = ", ".join(f"{name} ({count:,})" for name, count in frequent[:_NAMED])
     return f"\nother fields with text, the most frequent first: {names}" if names else ""
+
+
+def print_next(save_dir: Path, row_options: RowOptions) -> None:
+    """Print the commands after stage 02: get a model, then train."""
+    fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
+    if row_options.format == CHAT:
+        log.info(f"next: download a model, preferably with a chat template: {fetch}")
+        log.info(
+            "then: check the trained tokens of some samples: "
+            + commands.train("-e", "first", "-d", save_dir, "--prepare-only", "--show-samples", 3)
+            + "\n      and train: "
+            + commands.train("-e", "first", "-d", save_dir)
+        )
+        return
+    initialise = commands.script(
+        "03_download_model.py",
+        "--from-scratch",
+        "--model-size",
+        "tiny",
+        "--train-tokenizer",
+        save_dir,
+    )
+    log.info(
+        f"next: download a model: {fetch}\n      or create a small one from scratch: {initialise}"
+    )
+    log.info("then: " + commands.train("-e", "first", "-d", save_dir))

@@ -15,6 +15,7 @@ from lib.core.declared import option
 from lib.core.errors import Problems
 from lib.corpus import encoding
 from lib.corpus.extract import table
+from lib.corpus.masks import choices as mask_choices
 from lib.corpus.quality import thresholds
 
 TRAIN = "train"
@@ -151,7 +152,7 @@ class RowOptions:
         "none",
         choices=("none", EXACT, NEAR),
         help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
-        "turns and tools); takes about 25 bytes of memory per row. near: also drop rows whose text "
+        "turns and tools); takes about 30 bytes of memory per row. near: also drop rows whose text "
         "is similar to that of a kept row; sorts on disk, in constant memory",
     )
     near_threshold: float = option(
@@ -215,6 +216,38 @@ class RowOptions:
         quiet=True,
         help="corpus: compare all rows; source: compare only rows whose files are in the same "
         "top-level directory of the source",
+    )
+    mask: list[str] = option(
+        [],
+        parse=mask_choices.parse_kinds,
+        action="extend",
+        metavar="KIND,…",
+        quiet=True,
+        help="replace personal data in the text: email, ip, phone, iban, card (default: nothing). "
+        "Rows are compared, measured and counted before that",
+    )
+    mask_phone_country: list[str] = option(
+        [],
+        parse=mask_choices.parse_countries,
+        action="extend",
+        metavar="US,DE",
+        quiet=True,
+        help="with --mask phone, also mask numbers in the national format of these countries, from "
+        f"{', '.join(mask_choices.COUNTRIES)} (default: only numbers with + and a country code)",
+    )
+    mask_with: str = option(
+        mask_choices.CONSTANT,
+        choices=mask_choices.REPLACEMENTS,
+        quiet=True,
+        help="constant: all e-mail addresses become <email>, and so on; hash: equal ones become "
+        "the same <email:…>, which needs --mask-key",
+    )
+    mask_key: Path | None = option(
+        None,
+        parse=Path,
+        metavar="FILE",
+        quiet=True,
+        help="file with a secret of at least 16 bytes for --mask-with hash (default: none)",
     )
     quality: list[str] = option(
         [],
@@ -292,6 +325,11 @@ class RowOptions:
         """Sort the kinds in --extract, so that their order does not affect the identity."""
         in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
         object.__setattr__(self, "extract", in_order)
+
+    @property
+    def masks_later(self) -> bool:
+        """Return whether rows are masked in the second pass, after similar rows were found."""
+        return bool(self.mask) and self.drops_near
 
     @property
     def drops_near(self) -> bool:

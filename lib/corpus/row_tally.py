@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 SAMPLES = 10  # of each rule
 TEXT_CHARACTERS = 200  # of a sample
+# Of a text that is masked for a sample: more than masks can shorten to a sample, so that no match
+# is shown in part.
+READ_CHARACTERS = 20_000
 _PER_DECADE = 5  # bins between a length and ten times that length
 _DECADES = 13
 _MOST_SOURCES = 1000
@@ -30,10 +33,14 @@ OTHERS = "(other directories)"
 TOP_LEVEL = "(no directory)"
 _OTHER_LANGUAGES = "(others)"
 _TEXT = 500  # characters of any other text in a sample
-_READ, _BYTES, _DROPPED_BYTES, _DROPPED = "rows", "bytes", "dropped_bytes", "dropped: "
+# Counts of a source, and the beginning of the names of those by rule.
+_READ = "rows"
+_BYTES = "bytes"
+_DROPPED_BYTES = "dropped_bytes"
+_DROPPED = "dropped: "
 
 
-class Sample(NamedTuple):
+class DroppedSample(NamedTuple):
     """Describe a dropped row. kept: the place of the kept row that it duplicates, "" if none."""
 
     key: int
@@ -52,7 +59,8 @@ class RowTally:
     length. dropped_bytes: by rule. sources: counts of each top-level directory, see list_sources.
     languages, dropped_languages: rows by the column `language`. samples: by rule, those with the
     smallest keys. excerpts: the beginning of the kept row of each of the largest clusters, by
-    the row's number. uncounted: tallies of an earlier version, without these counts.
+    the row's number. most_samples: of each rule. uncounted: tallies of an earlier version, without
+    these counts.
     """
 
     rows: int = 0
@@ -63,8 +71,9 @@ class RowTally:
     sources: dict[str, Counter[str]] = field(default_factory=dict)
     languages: Counter[str] = field(default_factory=Counter)
     dropped_languages: Counter[str] = field(default_factory=Counter)
-    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    samples: dict[str, list[DroppedSample]] = field(default_factory=dict)
     excerpts: dict[str, str] = field(default_factory=dict)
+    most_samples: int = SAMPLES
     uncounted: int = 0
 
     def add_rows(self, source: str, sizes: Sequence[int] | np.ndarray) -> None:
@@ -97,7 +106,7 @@ class RowTally:
     def takes_sample(self, rule: str, key: int) -> bool:
         """Return whether a row with this key would become a sample."""
         samples = self.samples.get(rule, [])
-        return len(samples) < SAMPLES or key < samples[-1].key
+        return len(samples) < self.most_samples or key < samples[-1].key
 
     def add_sample(
         self, rule: str, key: int, path: str, position: int, value: Any, text: str, kept: str = ""
@@ -105,7 +114,7 @@ class RowTally:
         """Keep a dropped row as a sample, if its key is one of the smallest. path: not escaped."""
         if self.takes_sample(rule, key):
             shown = (escape_path(path)[:_TEXT], position, format_value(value), cut_text(text))
-            self._insert(rule, Sample(key, *shown, kept[:_TEXT]))
+            self._insert(rule, DroppedSample(key, *shown, kept[:_TEXT]))
 
     def add(self, other: RowTally, rows_before: int = 0) -> None:
         """Add the tally of later input.
@@ -158,15 +167,15 @@ class RowTally:
             setattr(tally, name, Counter(value[name]))
         tally.sources = {name: Counter(counts) for name, counts in value["sources"].items()}
         tally.samples = {
-            rule: [Sample(*sample) for sample in samples]
+            rule: [DroppedSample(*sample) for sample in samples]
             for rule, samples in value["samples"].items()
         }
         return tally
 
-    def _insert(self, rule: str, sample: Sample) -> None:
+    def _insert(self, rule: str, sample: DroppedSample) -> None:
         samples = self.samples.setdefault(rule, [])
         insort(samples, sample)
-        del samples[SAMPLES:]
+        del samples[self.most_samples :]
 
     def _get_source(self, path: str) -> Counter[str]:
         return self._get_named_source(escape_path(find_source(path))[:_TEXT] or TOP_LEVEL)

@@ -106,6 +106,8 @@ def process_unit(unit: WorkUnit) -> UnitResult:
     record = vars(result) | {"unit": None, "tally": result.tally.to_json()}
     if not result.rows_read:
         del record["rows_read"]  # as before the field existed
+    if not result.masked:
+        del record["masked"]
     manifest.write_json(unit.part(work_units.RECORD), record)
     return result
 

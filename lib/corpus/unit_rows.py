@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lib.corpus import chat_rows, row_tally, work_units
 from lib.corpus.documents import DROPPED_ROWS
 from lib.corpus.dropped import format_dropped, format_place
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.near.rows import read_sidecar
+from lib.corpus.scan import find_source
 from lib.corpus.selection import Decision, TwoPassDecision
 from lib.corpus.tally import Tally, format_problem
 from lib.corpus.work_units import FileSpan, UnitResult
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 # Returns what a decision has measured for a row, and the kept row that it duplicates.
 Describe = Callable[[int], "tuple[Any, dict[str, Any] | None]"]
-_TEXT_BYTES = 4 * row_tally.TEXT_CHARACTERS + 4
+_TEXT_BYTES = 4 * row_tally.READ_CHARACTERS
 
 
 class UnitRows:
@@ -55,15 +57,24 @@ class UnitRows:
             yield span, start, stop
             start = stop
 
+    def list_sources(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the source of each file or span, its first row and the row after its last one."""
+        for span, start, stop in self.list_spans():
+            yield find_source(span.file.source), start, stop
+
     def read_sidecar(self, name: str, dtype: Any = "uint8") -> np.ndarray:
         """Return the values of a sidecar, [rows, values of dtype per row]."""
         return read_sidecar(self._result.unit.part(f"{self.split}.{name}"), self.rows, dtype)
 
     def read_beginning(self, row: int) -> str:
-        """Return the first characters of a row; the contents of turns are joined by newlines."""
+        """Return the first characters of a row, masked if the dataset is.
+
+        The contents of turns are joined by newlines.
+        """
+        masker = make_masker(self._result.unit.row_options)
         for batch, first in self._read_batches():
             if first <= row < first + batch.num_rows:
-                return _read_beginning(batch, row - first)
+                return masker.mask_text(_read_beginning(batch, row - first))
         raise IndexError(row)
 
     def count_languages(self, is_counted: np.ndarray) -> Counter[str | None]:
@@ -97,7 +108,7 @@ def _read_beginning(batch: pa.RecordBatch, row: int) -> str:
     text = ""
     for turn in range(messages.offsets[row].as_py(), messages.offsets[row + 1].as_py()):
         text += ("\n" if text else "") + _decode_beginning(contents, turn)
-        if len(text) > row_tally.TEXT_CHARACTERS:
+        if len(text) > row_tally.READ_CHARACTERS:
             break
     return text
 

@@ -8,17 +8,19 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import commands
-from lib.core.errors import DiskFullError, UsageError, from_os_error
-from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, selection
+from lib.core import commands, hashing
+from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
+from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, row_tally, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
 from lib.corpus.documents import SKIPPED_FILE, Documents
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import part_masker
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
 from lib.corpus.row_options import CHAT, RowOptions
@@ -64,7 +66,8 @@ class WorkUnit:
     """Describe the input that a worker reads in one task.
 
     number: index of the unit in its split of the data folder, from 0. folder: the data folder. out:
-    directory for the parts of the unit. avoid: files that have crashed a worker process.
+    directory for the parts of the unit. avoid: files that have crashed a worker process. samples:
+    dropped rows of each rule whose beginning is kept.
     """
 
     number: int
@@ -73,6 +76,7 @@ class WorkUnit:
     out: str
     row_options: RowOptions
     avoid: frozenset[str] = frozenset()
+    samples: int = row_tally.SAMPLES
 
     @property
     def begins(self) -> bool:
@@ -112,7 +116,7 @@ class UnitResult:
     were dropped (if anything can drop rows). rows_of: by split, the number of rows after each span
     (if a decision is on). digests: digests of the parts by file name, if the parts are
     kept for a merge. changed: path of the first file that changed since it was listed, and a
-    description of the change.
+    description of the change. masked: by split, what was masked (the fields of MaskedMatches).
     """
 
     unit: WorkUnit
@@ -124,6 +128,7 @@ class UnitResult:
     digests: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, str] | None = None
     rows_read: int = 0
+    masked: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def rows_of_part(self) -> int:
@@ -242,6 +247,18 @@ def format_rebuild_commands(directory: Path, work: Path | None) -> str:
     )
 
 
+def require_undamaged(result: UnitResult, work: Path | None) -> None:
+    """Raise ArtifactError if a kept part is damaged. work: see format_rebuild_commands."""
+    for name, digest in result.digests.items():
+        path = Path(result.unit.out) / name
+        if not path.is_file() or not hashing.has_digest(path, digest):
+            raise ArtifactError(
+                f"{path} is damaged or gone",
+                expected="the content that was written",
+                run=format_rebuild_commands(path.parent, work),
+            )
+
+
 def process_unit(unit: WorkUnit) -> UnitResult:
     """Read a unit and write its parts: batch messages per split, and lines of errors.jsonl."""
     result = UnitResult(unit)
@@ -268,6 +285,7 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             create("errors"),
             create("dropped") if selection.list_rules(unit.row_options) else io.BytesIO(),
         )
+        documents.tally.row_counts.most_samples = unit.samples
         for span in unit.spans:
             _read_span(unit, span, documents)
             if change := _find_change(unit, span.file):
@@ -279,11 +297,29 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             result.text_bytes[split] = part.text_bytes
     result.tally = documents.tally
     result.lines = documents.lines
-    if sidecars:
+    masks = bool(unit.row_options.mask) and not unit.row_options.masks_later
+    if masks:
+        _mask_parts(result)
+    if sidecars or masks:
         result.rows_of = documents.rows_of
     if selection.drops_rows(unit.row_options):
         result.rows_read = documents.rows
     return result
+
+
+def _mask_parts(result: UnitResult) -> None:
+    """Mask the rows in the parts of a unit."""
+    unit = result.unit
+    masker = make_masker(unit.row_options)
+    schema = make_part_schema(unit.row_options)
+    for split in unit.row_options.splits:
+        part = unit.part(split)
+        out = unit.part(f"{split}.masked")
+        masked = part_masker.mask_part(part, out, schema, masker)
+        if masked.path:
+            masked.path.replace(part)
+            result.text_bytes[split] += masked.text_bytes
+            result.masked[split] = asdict(masked.hits)
 
 
 def make_part_schema(row_options: RowOptions) -> pa.Schema:

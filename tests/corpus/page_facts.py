@@ -14,13 +14,14 @@ from lib.corpus.page.facts import (
     Section,
     SourceFacts,
 )
-from lib.corpus.row_tally import Sample
+from lib.corpus.row_tally import DroppedSample
 
 
 def make_facts(text: str = "Once upon a time there was a row.", samples: int = 10) -> CorpusFacts:
     """Return facts with every section. text: of all samples, names and clusters."""
     shown = [
-        Sample(n, f"web/{text}.jsonl", n, f"{n / 10:g}", text, "a.txt, row 2") for n in range(10)
+        DroppedSample(n, f"web/{text}.jsonl", n, f"{n / 10:g}", text, "a.txt, row 2")
+        for n in range(10)
     ]
     rules = [
         RuleFacts("short", "--min-chars 200", 120_000, 9_000_000, 120_000, samples=shown[:samples]),

@@ -8,7 +8,7 @@ import dataclasses
 from lib.corpus.page import content
 from lib.corpus.page.content import compose_page
 from lib.corpus.page.facts import CorpusFacts, RuleFacts, SourceFacts
-from lib.corpus.row_tally import Sample
+from lib.corpus.row_tally import DroppedSample
 from tests.corpus.page_facts import make_facts
 from tests.pages.test_svg import HOSTILE, check_page
 
@@ -16,7 +16,7 @@ from tests.pages.test_svg import HOSTILE, check_page
 def test_the_page_shows_every_section_and_marks_a_source_that_lost_half():
     parsed = check_page(compose_page(make_facts()))
     for text in (
-        "745,000 rows were written",
+        "contains 745,000 rows, 3.5 GB of text",
         "lost 60.3 % of its 1,000 rows, 600 of them by near duplicate",
         "lost over half",
         "2 files failed",
@@ -55,7 +55,7 @@ def test_the_page_of_an_empty_or_tiny_dataset_is_well_formed():
 
 def test_a_page_of_many_rules_and_sources_stays_small(monkeypatch):
     text = "\u202e€𝄞" * 66
-    samples = [Sample(n, text * 2, n, f"value {n}.", text, text) for n in range(10)]
+    samples = [DroppedSample(n, text * 2, n, f"value {n}.", text, text) for n in range(10)]
     facts = dataclasses.replace(
         make_facts(text),
         rules=[RuleFacts(f"rule {n}", text, 9, 9, 9, samples=samples) for n in range(60)],

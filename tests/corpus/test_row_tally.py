@@ -41,7 +41,8 @@ def test_tallies_of_parts_add_up_after_json(monkeypatch):
 
     assert whole.rows == 400 and whole.bytes == sum(size for _, _, size, _ in rows)
     for number, count in whole.lengths.items():
-        low, high = find_bin_start(number), find_bin_start(number + 1)
+        low = find_bin_start(number)
+        high = find_bin_start(number + 1)
         assert count == sum(round(low) <= max(size, 1) < round(high) for _, _, size, _ in rows)
     sources = {each["name"]: each for each in whole.list_sources()}
     assert [*sources] == ["a", "b", "c", "d", OTHERS] and sources[OTHERS]["rows"] == 150

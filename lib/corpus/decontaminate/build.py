@@ -62,7 +62,8 @@ class IndexBuilder(NamedTuple):
 
     def __call__(self, row_options: RowOptions) -> RowOptions:
         """Return the options with an index, if they name test sets. It exists until the end."""
-        return self._prepare(row_options) if row_options.decontaminate else row_options
+        is_prepared = isinstance(row_options, PreparedOptions) or not row_options.decontaminate
+        return row_options if is_prepared else self._prepare(row_options)
 
     def _prepare(self, row_options: RowOptions) -> RowOptions:
         work = Path(tempfile.mkdtemp(prefix="test-sets-"))

@@ -37,7 +37,7 @@ from lib.corpus.near.minhash import Bands
 from lib.corpus.near.recall import RecallSample
 from lib.corpus.near.rows import Collector, RowRange
 from lib.corpus.near.shingle_sets import SetsTask
-from lib.corpus.near.signatures import EarlierDataset
+from lib.corpus.near.signatures import EarlierDataset, are_masked
 from lib.corpus.row_options import RowOptions
 from lib.corpus.work_units import UnitResult
 
@@ -237,6 +237,7 @@ class Planner:
         candidates: file for the numbers of these rows. outputs: receives the file of each task.
         """
         members = self._members()
+        masks = are_masked(self._row_options)
         for number, each in enumerate(ranges):
             documents = _list_documents(members, each.first, each.first + each.rows)
             if len(documents):
@@ -248,6 +249,7 @@ class Planner:
                     each.row_numbers(documents),
                     str(outputs[-1]),
                     self._row_options,
+                    masks and not each.is_shard,
                 )
 
     def _walk(self, progress: bool) -> None:

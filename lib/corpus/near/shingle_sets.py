@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.corpus import chat_rows, shingles, work_units
+from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.row_options import RowOptions
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class SetsTask(NamedTuple):
     """Describe the sets that a worker computes.
 
     path: a part, or a shard if is_shard is true. rows: increasing row numbers in it (int64). out:
-    file for the sets.
+    file for the sets. masks: the rows are masked first, as the rows of earlier datasets were.
     """
 
     path: str
@@ -30,6 +31,7 @@ class SetsTask(NamedTuple):
     rows: np.ndarray
     out: str
     row_options: RowOptions
+    masks: bool
 
 
 def prepare() -> Callable[[SetsTask], np.ndarray]:
@@ -41,9 +43,12 @@ def write_sets(task: SetsTask) -> np.ndarray:
     """Write the set of each row: its distinct hashes, uint64, sorted. Returns their sizes."""
     import numpy as np
 
+    masker = make_masker(task.row_options) if task.masks else None
     sizes = []
     with Path(task.out).open("wb") as out:
         for texts in _batch_texts(_read_texts(task)):
+            if masker:
+                texts = list(map(masker.mask_text, texts))
             found = shingles.hash_texts(texts, task.row_options.near_words)
             start = 0
             for end in found.ends:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import artifacts, commands, hashing, manifest, records
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.corpus import shingles
 from lib.corpus.inputs import InputFile
+from lib.corpus.masks import mask_options
 from lib.corpus.near import minhash
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.row_options import RowOptions
@@ -157,6 +159,15 @@ class EarlierDataset:
             start = stop
 
 
+def require_earlier(row_options: RowOptions) -> None:
+    """Raise UsageError or ArtifactError if rows cannot be compared with earlier datasets."""
+    problems = Problems()
+    for directory in row_options.near_against if row_options.drops_near else ():
+        problems.collect(partial(require_parameters, directory, row_options))
+    problems.raise_if_any()
+    are_masked(row_options)
+
+
 def require_parameters(directory: Path, row_options: RowOptions) -> None:
     """Raise UsageError if the signatures of a dataset were computed with other parameters.
 
@@ -182,6 +193,18 @@ def require_parameters(directory: Path, row_options: RowOptions) -> None:
             if options == changed
             else "",
         )
+
+
+def are_masked(row_options: RowOptions) -> bool:
+    """Return whether the rows of the earlier datasets are masked, with the masks of this one.
+
+    Raises UsageError if some of them are masked in another way.
+    """
+    manifests = [
+        manifest.read_manifest(directory, _KIND, "the dataset")
+        for directory in row_options.near_against
+    ]
+    return mask_options.are_masked([each["identity"]["options"] for each in manifests], row_options)
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
 from lib.corpus.near.minhash import Bands
-from lib.corpus.near.plan import RowPlan
+from lib.corpus.near.plan import RULE_NAMES, RowPlan
 from lib.corpus.near.recall import estimate_recall
 from lib.corpus.page.facts import (
     HALF,
@@ -107,7 +107,10 @@ def _list_rules(
         for kind, option in selection.list_rules(row_options).items()
     ]
     has_rules = bool(rules)
-    for name in selection.list_decisions_on(row_options):
+    names = selection.list_decisions_on(row_options)
+    planned = [*RULE_NAMES.values()] if row_options.has_two_passes else []
+    names.sort(key=lambda name: planned.index(name) if name in planned else len(planned))
+    for name in names:
         decision = selection.get_decision(name)
         # Each further row of equal content is a duplicate, so more rows have as many, or more.
         is_exact = name in selection.DECISIONS

@@ -38,7 +38,7 @@ def compose_page(facts: CorpusFacts) -> Html:
 def _compose(facts: CorpusFacts, samples: int) -> Html:
     kept = 1 - facts.dropped / facts.rows if facts.rows else 0.0
     lead = (
-        f"{units.counted(sum(facts.written.values()), 'row')} were written, "
+        f"The dataset contains {units.counted(sum(facts.written.values()), 'row')}, "
         f"{units.size(facts.written_bytes)} of text. {format_share(kept)} of the rows that were "
         "read were kept."
     )
@@ -96,9 +96,10 @@ def _show_number(text: str) -> Html:
 def _draw_bar(share: float) -> Html:
     """Return a bar that repeats a number for the eye; other readers skip it."""
     width = round(_BAR * min(1.0, share), 1)
+    shape = f'<g class="s0"><path class="area" d="M0,1h{width:g}v10h-{width:g}z"/></g>'
     return Html(
         f'<svg class="bar" aria-hidden="true" width="{_BAR}" height="12">'
-        f'<g class="s0"><path class="area" d="M0,1h{width:g}v10h-{width:g}z"/></g></svg>'
+        f"{shape if width else ''}</svg>"
     )
 
 
@@ -140,15 +141,15 @@ def _show_lengths(facts: CorpusFacts) -> list[Html]:
         return []
     first = min(facts.lengths) // 5 * 5
     bins = max(facts.lengths) + 1 - first
-    bins += bins % 5 == 0  # the label of the last tick needs room
     curves = [
         _make_histogram("read", facts.lengths, first, bins, 0, "area"),
         _make_histogram("kept", facts.lengths_kept, first, bins, 1, ""),
     ]
+    # The axis ends just before the last bin does, because a label there would be cut.
     rows: list[tuple[str, Callable[[float], str]]] = [
         ("", lambda tick: units.size(find_bin_start(first + tick)))
     ]
-    chart = draw("lengths", "Lengths of rows", "rows", "wide zero", curves, bins, rows)
+    chart = draw("lengths", "Lengths of rows", "rows", "wide zero", curves, bins - 0.01, rows)
     values = [
         [
             f"{units.size(find_bin_start(number))} to {units.size(find_bin_start(number + 1))}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.recall import Recall
-from lib.corpus.row_tally import Sample, find_bin_start
+from lib.corpus.row_tally import DroppedSample, find_bin_start
 
 HALF = 0.5  # share of its rows from which the loss of a source is reported
 
@@ -30,7 +30,7 @@ class RuleFacts:
     bytes: int
     alone: int | None = None
     is_least: bool = False
-    samples: Sequence[Sample] = ()
+    samples: Sequence[DroppedSample] = ()
 
 
 @dataclass(frozen=True)

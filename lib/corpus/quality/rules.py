@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, units
 from lib.core.errors import Problems
-from lib.corpus.inputs import InputFile, find_source
+from lib.corpus.inputs import InputFile
 from lib.corpus.quality import thresholds, word_lists
 from lib.corpus.quality.judge import Judge, is_dropped, is_minimum
 from lib.corpus.quality.layout import Layout, find_layouts
 from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
+from lib.corpus.scan import find_source
 from lib.corpus.words import WORDS, WordGroup
 
 if TYPE_CHECKING:

@@ -1,0 +1,185 @@
+"""Replace matches in texts: scan many texts at once, and look closely only at some lines."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+
+from lib.corpus.masks import accounts, addresses, emails, phones
+from lib.corpus.masks.choices import CARD, EMAIL, IBAN, IP, PHONE
+from lib.corpus.masks.finders import SHAPE, Finder
+from lib.corpus.masks.matches import MaskedMatches
+
+_CHUNK_BYTES = 1 << 20  # scanned at once; it fits in the cache of a core
+# A match and the words that decide about it are within this distance of its rare byte.
+_BEFORE = 1024
+_AFTER = 2048
+_HASH_BYTES = 8
+_LETTERS = bytes.maketrans(b"0123456789abcdef", b"abcdefghijklmnop")
+_SEPARATORS = re.compile(rb"[^A-Za-z0-9]+")
+
+
+class Masker:
+    """Replace the matches of some kinds.
+
+    kinds: among KINDS. countries: whose national telephone numbers are included. key: for hashes;
+    without it, all matches of a kind become the same constant.
+    """
+
+    def __init__(self, kinds: Sequence[str], countries: Sequence[str], key: bytes = b"") -> None:
+        finders: dict[str, Sequence[Finder]] = {
+            EMAIL: emails.FINDERS,
+            IP: addresses.FINDERS,
+            PHONE: phones.list_finders(countries),
+            IBAN: accounts.IBAN_FINDERS,
+            CARD: accounts.CARD_FINDERS,
+        }
+        self._finders = [(kind, each) for kind in kinds for each in finders[kind]]
+        self._uses_shape = any(finder.uses_shape for _, finder in self._finders)
+        self._key = hashlib.sha256(key).digest() if key else b""
+
+    def mask_text(self, text: str) -> str:
+        """Return a text with its matches replaced."""
+        (masked,), _ = self.mask_texts([text.encode("utf-8", "surrogatepass")])
+        return text if masked is None else masked.decode("utf-8", "surrogatepass")
+
+    def mask_texts(self, texts: Sequence[bytes | None]) -> tuple[list[bytes | None], MaskedMatches]:
+        """Return texts with their matches replaced, and the matches by index of the text.
+
+        texts: valid UTF-8. A text without a match is returned as the same object.
+        """
+        masked = list(texts)
+        hits = MaskedMatches()
+        for first, stop in _group_texts(texts):
+            own = [text or b"" for text in texts[first:stop]]
+            joined = own[0] if len(own) == 1 else b"\n".join(own)
+            lines = self._find_lines(joined)
+            if not lines:
+                continue
+            start = 0
+            done = 0
+            for number, text in enumerate(own, first):
+                end = start + len(text)
+                inside = []
+                while done < len(lines) and lines[done][0] < end:
+                    inside.append((lines[done][0] - start, lines[done][1] - start))
+                    done += 1
+                if inside:
+                    masked[number] = self._mask_lines(text, inside, number, hits)
+                start = end + 1
+        return masked, hits
+
+    def may_match(self, text: bytes) -> bool:
+        """Return False if a text has no match. This is faster than to mask it."""
+        shape = self._make_shape(text)
+        return any(
+            finder.anchor.search(shape if finder.uses_shape else text)
+            for _, finder in self._finders
+        )
+
+    def _mask_lines(
+        self, text: bytes, lines: Sequence[tuple[int, int]], row: int, hits: MaskedMatches
+    ) -> bytes:
+        """Return a text with the matches in some of its lines replaced."""
+        pieces = []
+        done = 0
+        for low, high in lines:
+            pieces += [text[done:low], self._mask_line(text[low:high], row, hits)]
+            done = high
+        return b"".join([*pieces, text[done:]])
+
+    def _mask_line(self, line: bytes, row: int, hits: MaskedMatches) -> bytes:
+        """Return a line without matches.
+
+        What stands beside a match may be a match as soon as the first one is replaced, so the line
+        is searched until nothing is found.
+        """
+        while matches := self._find_matches(line):
+            pieces = []
+            done = 0
+            for start, end, kind in matches:
+                match = line[start:end]
+                hits.add(row, kind, match)
+                pieces += [line[done:start], self._replace(kind, match)]
+                done = end
+            line = b"".join([*pieces, line[done:]])
+        return line
+
+    def _find_matches(self, line: bytes) -> list[tuple[int, int, str]]:
+        """Return start, end and kind of matches that do not overlap, in their order."""
+        found = [
+            (start, -end, number)
+            for number, (_, finder) in enumerate(self._finders)
+            for start, end in _search(finder, line, self._make_shape(line))
+        ]
+        matches: list[tuple[int, int, str]] = []
+        for start, negative_end, number in sorted(found):
+            if not matches or start >= matches[-1][1]:
+                matches.append((start, -negative_end, self._finders[number][0]))
+        return matches
+
+    def _find_lines(self, text: bytes) -> list[tuple[int, int]]:
+        """Return start and end of the lines with a match, in their order."""
+        shape = self._make_shape(text)
+        lines: set[tuple[int, int]] = set()
+        for _, finder in self._finders:
+            done = 0
+            for place in finder.anchor.finditer(shape if finder.uses_shape else text):
+                at = place.start()
+                if at >= done and _check_place(finder, text, at):
+                    low = text.rfind(b"\n", 0, at) + 1
+                    high = text.find(b"\n", at)
+                    done = len(text) if high < 0 else high
+                    lines.add((low, done))
+        return sorted(lines)
+
+    def _make_shape(self, text: bytes) -> bytes:
+        return text.translate(SHAPE) if self._uses_shape else b""
+
+    def _replace(self, kind: str, match: bytes) -> bytes:
+        if not self._key:
+            return f"<{kind}>".encode()
+        digest = hashlib.blake2b(
+            normalize_match(kind, match),
+            digest_size=_HASH_BYTES,
+            key=self._key,
+            person=kind.encode(),
+        )
+        # Letters only, so that the hash contains no match itself.
+        return f"<{kind}:".encode() + digest.hexdigest().encode().translate(_LETTERS) + b">"
+
+
+def _group_texts(texts: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
+    """Yield first and last + 1 of texts that are scanned together; a long text is alone."""
+    first = 0
+    size = 0
+    for number, text in enumerate(texts):
+        own = len(text or b"")
+        if size + own > _CHUNK_BYTES and number > first:
+            yield first, number
+            first = number
+            size = 0
+        size += own + 1
+    if first < len(texts):
+        yield first, len(texts)
+
+
+def _check_place(finder: Finder, text: bytes, at: int) -> tuple[int, int] | None:
+    """Return start and end of the match at a place, None if there is none."""
+    low = text.rfind(b"\n", max(0, at - _BEFORE), at) + 1 or max(0, at - _BEFORE)
+    high = text.find(b"\n", at, at + _AFTER)
+    return finder.find(text, at, low, min(len(text), at + _AFTER) if high < 0 else high)
+
+
+def _search(finder: Finder, line: bytes, shape: bytes) -> Iterator[tuple[int, int]]:
+    for place in finder.anchor.finditer(shape if finder.uses_shape else line):
+        if span := _check_place(finder, line, place.start()):
+            yield span
+
+
+def normalize_match(kind: str, match: bytes) -> bytes:
+    """Return what a hash is computed from: equal for all spellings of one address or number."""
+    if kind in (EMAIL, IP):
+        return match.decode().lower().encode()
+    return _SEPARATORS.sub(b"", match)

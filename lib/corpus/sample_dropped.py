@@ -1,0 +1,99 @@
+"""Print rows that the rules drop in a sample of the input, before anything is built."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lib.core import declared, log, run_records, units
+from lib.corpus import selection, work_units
+from lib.corpus.inputs import InputFile
+from lib.corpus.pool import UnitPool
+from lib.corpus.row_options import RowOptions
+from lib.corpus.row_tally import RowTally
+from lib.corpus.tally import Tally
+from lib.corpus.work_units import UNIT_BYTES, WorkUnit
+
+SAMPLE_BYTES = 64_000_000
+
+
+def print_examples(
+    folder: Path, files: Sequence[InputFile], row_options: RowOptions, most: int, workers: int
+) -> None:
+    """Print what the rules drop in a sample of the input.
+
+    most: examples of each rule. The sample depends on the input only.
+    """
+    rules = selection.list_rules(row_options)
+    decisions = selection.list_decisions_on(row_options)
+    if decisions:
+        options = {declared.flag(selection.get_decision(name).option) for name in decisions}
+        log.info(
+            f"a sample cannot show what {' and '.join(sorted(options))} drops: that depends on "
+            "all rows"
+        )
+    if not rules:
+        log.info("no rule is on, so --sample-dropped has no examples")
+        return
+    defaults = RowOptions()
+    off = {selection.get_decision(name).option for name in decisions}
+    only_rules = dataclasses.replace(
+        row_options, **{name: getattr(defaults, name) for name in (*off, "near_against")}
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        tasks = work_units.cut_splits(folder, files, Path(scratch), only_rules)
+        chosen = [dataclasses.replace(unit, samples=most) for unit in choose_units(tasks)]
+        if not chosen:
+            log.info(f"every file is larger than {units.size(SAMPLE_BYTES)}, so there is no sample")
+            return
+        tally = Tally(row_counts=RowTally(most_samples=most))
+        with UnitPool(min(workers, len(chosen))) as pool:
+            for result in pool.run(chosen):
+                if not result.unit.begins:
+                    _mark_later_part(result.tally.row_counts)
+                tally.add(result.tally)
+    total = sum(unit.bytes for unit in tasks)
+    log.info(
+        f"rows that rules drop in a sample of {units.size(sum(unit.bytes for unit in chosen))} "
+        f"of {units.size(total)} ({tally.row_counts.rows:,} rows):"
+    )
+    for kind in rules:
+        log.info("\n".join(_format_rule(kind, tally)))
+
+
+def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:
+    """Return work units that are spread evenly over the input, of at most SAMPLE_BYTES."""
+    small = [unit for unit in tasks if unit.bytes <= SAMPLE_BYTES]
+    count = min(len(small), SAMPLE_BYTES // UNIT_BYTES)
+    chosen: list[WorkUnit] = []
+    total = 0
+    for number in range(count):
+        unit = small[(2 * number + 1) * len(small) // (2 * count)]
+        if total + unit.bytes <= SAMPLE_BYTES:
+            chosen.append(unit)
+            total += unit.bytes
+    return chosen
+
+
+def _mark_later_part(counts: RowTally) -> None:
+    """Say in the samples that their positions do not count from the beginning of the file."""
+    for samples in counts.samples.values():
+        samples[:] = [each._replace(path=f"{each.path}, a later part of it") for each in samples]
+
+
+def _format_rule(kind: str, tally: Tally) -> list[str]:
+    """Return the lines about one rule: its counts, and its examples."""
+    rows = max(1, tally.row_counts.rows)
+    dropped = tally.dropped[kind]
+    lines = [
+        f"{kind}: {units.counted(dropped, 'row')} ({100 * dropped / rows:.1f} %), "
+        f"alone {tally.alone[kind]:,}"
+    ]
+    for sample in tally.row_counts.samples.get(kind, []):
+        value = f" ({sample.value})" if sample.value else ""
+        place = run_records.one_line(sample.path)
+        lines.append(f"  {place}, row {sample.position:,}{value}")
+        lines.append(f"      {run_records.one_line(sample.text)}")
+    return lines
