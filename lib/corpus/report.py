@@ -99,11 +99,6 @@ def format_summary(
     return lines
 
 
-def _count_documents(counts: Mapping[str, int]) -> str:
-    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
-    return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
-
-
 def describe_masked(masks: MaskTally) -> str:
     """Return the number of masked matches by kind, and the sources with the most of them."""
     total = masks.total
@@ -117,6 +112,11 @@ def describe_masked(masks: MaskTally) -> str:
     )
     more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
     return f"{counts} (by source: {named}{more})"
+
+
+def _count_documents(counts: Mapping[str, int]) -> str:
+    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
+    return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
 
 
 def _name_records(row_options: RowOptions) -> str:

@@ -11,6 +11,7 @@ the hashes of their words with all other texts. Shingles and quality rules use t
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -25,10 +26,11 @@ BATCH_CHARACTERS = 1 << 17  # arrays of more characters would not fit the caches
 SEPARATOR, LETTER, UNIT = range(3)
 KIND = 3
 SPACE, ALPHABETIC, SENTENCE_END, QUOTE, BULLET, WIDE_END = (1 << bit for bit in range(2, 8))
-_BITS = (1 << 64) - 1
+_KEPT_BYTES = 31 << 20
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2⁶⁴
 _NEWLINE = 10
-_WORD_CATEGORIES = "LMN"  # letters, marks, numbers
+_WORD_CATEGORIES = b"LMN"  # letters, marks, numbers
+_LETTER_CATEGORY = ord("L")
 _LAST_CODE = 0x32400  # code points from here on separate words
 _UNITS = (
     *((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x19E0, 0x19FF)),
@@ -64,9 +66,9 @@ class Words(NamedTuple):
     @property
     def counts(self) -> np.ndarray:
         """Return the number of words of each text."""
-        import numpy as np
-
-        return np.diff(self.text_ends, prepend=0)
+        counts = self.text_ends.copy()
+        counts[1:] -= self.text_ends[:-1]
+        return counts
 
 
 class WordGroup(NamedTuple):
@@ -265,30 +267,40 @@ def _character_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         return np.cumprod(powers)
 
     values = mix(np.arange(128, dtype=np.uint64) + np.uint64(_BASE))
+    # NOTE: freeing so large a block makes glibc keep freed memory below that size. Otherwise it
+    # returns the arrays of each batch to the kernel, and page faults take longer than the work.
+    np.empty(_KEPT_BYTES, np.uint8)
     return list_powers(_BASE), list_powers(pow(_BASE, -1, 1 << 64)), values
+
+
+def _make_marks(count: int) -> np.ndarray:
+    """Return the marks of the first code points, uint8 [count]."""
+    import numpy as np
+
+    characters = "".join(map(chr, range(count)))
+    categories = "".join(map(unicodedata.category, characters)).encode()[::2]
+    marks = np.zeros(count, np.uint8)
+    marks[np.isin(np.frombuffer(categories, np.uint8), list(_WORD_CATEGORIES))] = LETTER
+    marks[np.frombuffer(categories, np.uint8) == _LETTER_CATEGORY] |= ALPHABETIC
+    for first, last in _UNITS:
+        units = marks[first : last + 1]
+        units[(units & KIND) == LETTER] += UNIT - LETTER
+    flagged = {SPACE: re.findall(r"\s", characters), **_FLAGS}
+    for flag, members in flagged.items():
+        codes = np.array(list(map(ord, members)))
+        marks[codes[codes < count]] |= flag
+    return marks
 
 
 @cache
 def _character_marks() -> np.ndarray:
-    """Return the marks of each code point up to _LAST_CODE, uint8."""
+    """Return the marks of all code points up to _LAST_CODE, which separates words."""
     import numpy as np
 
-    marks = np.zeros(_LAST_CODE + 1, np.uint8)
-    for code in range(_LAST_CODE):
-        category = unicodedata.category(chr(code))[0]
-        if category in _WORD_CATEGORIES:
-            marks[code] = LETTER | ALPHABETIC if category == "L" else LETTER
-        elif chr(code).isspace():
-            marks[code] = SPACE
-    for first, last in _UNITS:
-        units = marks[first : last + 1]
-        units[(units & KIND) == LETTER] += UNIT - LETTER
-    for flag, characters in _FLAGS.items():
-        marks[list(map(ord, characters))] |= flag
-    return marks
+    return np.append(_make_marks(_LAST_CODE), np.uint8(SEPARATOR))
 
 
 @cache
 def _ascii_marks() -> bytes:
     """Return the marks of the first 256 code points, as a table for bytes.translate."""
-    return _character_marks()[:256].tobytes()
+    return _make_marks(256).tobytes()

@@ -121,6 +121,37 @@ def test_lists_may_be_missing_if_the_rules_that_need_them_are_off(tmp_path):
         rules.require_quality(RowOptions(quality=["gopher"], quality_words=path))
 
 
+@pytest.mark.parametrize(
+    ("languages", "words"),
+    [
+        (["en"], ""),
+        (["en", "de", "und"], ""),
+        (["all"], ""),
+        (["en", "fr"], "gopher.min_stop_words needs a list of stop words for fr"),
+    ],
+)
+def test_each_named_language_needs_its_lists(tmp_path, languages, words):
+    path = tmp_path / "words.yaml"
+    path.write_text("de: {stop_words: [der], phrases: [nutzt Cookies]}")
+    options = RowOptions(quality=["gopher", "c4"], quality_words=path, language=languages)
+    if words:
+        with pytest.raises(UsageError, match=words):
+            rules.require_quality(options)
+    else:
+        rules.require_quality(options)
+
+
+def test_rows_are_judged_by_the_lists_of_their_language(tmp_path):
+    path = tmp_path / "words.yaml"
+    path.write_text("de: {stop_words: [der, die]}")
+    options = RowOptions(quality=["gopher"], quality_words=path, language=["all"])
+    batch = RowBatch([RowText(["Der Hund, die Katze"]) for _ in range(3)])
+    batch.columns["language"] = ["de", "en", "fr"]
+    verdicts = {rule.kind: rule.check(batch) for rule in rules.start_rules(options)}
+    assert verdicts["gopher.min_stop_words"].dropped.tolist() == [False, True, False]
+    assert verdicts["gopher.min_words"].dropped.tolist() == [True, True, True]
+
+
 def test_sources_that_do_not_exist_are_refused_with_the_nearest_name():
     files = [InputFile(f"split/{name}", name, 1, 0) for name in ("code/a.py", "web/b", "c")]
     rules.require_sources(RowOptions(quality_except=["code", "web"]), files)

@@ -25,6 +25,7 @@ from lib.corpus.page.facts import (
     find_median_bin,
     format_share,
 )
+from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.row_tally import RowTally
 from lib.corpus.tally import Tally
@@ -161,7 +162,7 @@ def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> 
 
 
 def _list_parameters(row_options: RowOptions) -> dict[str, str]:
-    """Return the options that decide which rows the dataset has, without paths of the machine."""
+    """Return the options and thresholds that decide which rows are kept, without paths."""
     shown = {}
     for field in declared.list_fields(RowOptions):
         value = getattr(row_options, field.name)
@@ -169,7 +170,7 @@ def _list_parameters(row_options: RowOptions) -> dict[str, str]:
         is_near = field.name.startswith("near_") and row_options.drops_near
         if is_near or not (is_default and field.metadata["quiet"]):
             shown[declared.flag(field.name)] = _format_option(value)
-    return shown
+    return shown | quality.describe_quality(row_options)
 
 
 def _format_option(value: Any) -> str:

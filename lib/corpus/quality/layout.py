@@ -105,8 +105,8 @@ class _LayoutFinder:
             else starts
         )
         is_plain = _find_plain(piece.marks, token_starts, token_ends)
-        dots = np.flatnonzero(piece.codes == 46)
-        ellipses = _find_ellipses(piece.codes, dots)
+        sentence_ends = np.flatnonzero((piece.marks & np.uint8(words.SENTENCE_END)) != 0)
+        dots = sentence_ends[piece.codes[sentence_ends] == ord(".")]
         first = piece.first
         self._found.append(
             (
@@ -123,8 +123,8 @@ class _LayoutFinder:
                 newlines + first,
                 np.flatnonzero(piece.codes == ord("{")) + first,
                 np.flatnonzero(piece.codes == ord("#")) + first,
-                ellipses + first,
-                _find_breaks(piece) + first,
+                _find_ellipses(piece.codes, dots) + first,
+                _find_breaks(piece, sentence_ends) + first,
             )
         )
         self._newlines += len(newlines)
@@ -192,7 +192,7 @@ def _flag_lines(piece: Piece, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
     return flags
 
 
-def _find_breaks(piece: Piece) -> np.ndarray:
+def _find_breaks(piece: Piece, sentence_ends: np.ndarray) -> np.ndarray:
     """Return the positions after the ends of sentences.
 
     A sentence ends with an end mark and perhaps a closing quotation mark before white space. After
@@ -201,7 +201,7 @@ def _find_breaks(piece: Piece) -> np.ndarray:
     import numpy as np
 
     marks = np.append(piece.marks, np.uint8(words.SPACE))
-    after = np.flatnonzero((piece.marks & np.uint8(words.SENTENCE_END)) != 0) + 1
+    after = sentence_ends + 1
     is_wide = (marks[after - 1] & words.WIDE_END) != 0
     after += (marks[after] & words.QUOTE) != 0
     is_break = (marks[after] & words.SPACE) != 0

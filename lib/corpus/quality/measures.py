@@ -45,9 +45,19 @@ class Texts:
         is_unit = self.layout.words.is_unit
         if not is_unit.any():
             return np.zeros(self.number, np.int64)
-        return np.diff(
-            np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends, "left"), prepend=0
+        return repeats.lengths_of(
+            np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends)
         )
+
+    @cached_property
+    def characters_before(self) -> np.ndarray:
+        """Return how many characters are in the words before each word, [words + 1]."""
+        import numpy as np
+
+        words = self.layout.words
+        before = np.zeros(len(words.starts) + 1, np.int64)
+        np.cumsum(words.ends - words.starts, out=before[1:])
+        return before
 
     @cached_property
     def words(self) -> np.ndarray:
@@ -108,8 +118,7 @@ def measure_gopher(texts: Texts, stop_words: Mapping[str, PhraseList]) -> dict[s
 
     layout = texts.layout
     words = texts.words
-    lengths = layout.words.ends - layout.words.starts
-    characters = np.diff(np.append(0, np.cumsum(lengths))[layout.words.text_ends], prepend=0)
+    characters = repeats.lengths_of(texts.characters_before[layout.words.text_ends])
     word_length = divide(characters - texts.units, layout.words.counts - texts.units)
     word_length[~texts.has_spaces] = np.nan
     tokens = layout.count_by_text(layout.tokens)
@@ -152,7 +161,7 @@ def measure_gopher_repetition(texts: Texts) -> dict[str, np.ndarray]:
     }
     words = layout.words
     shares = repeats.measure_grams(
-        words.hashes, words.ends - words.starts, words.text_ends, TOP_GRAMS, REPEATED_GRAMS
+        words.hashes, texts.characters_before, words.text_ends, TOP_GRAMS, REPEATED_GRAMS
     )
     for n, share in shares.items():
         name = f"top_{n}_gram" if n in TOP_GRAMS else f"duplicate_{n}_grams"

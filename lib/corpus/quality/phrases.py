@@ -11,7 +11,7 @@ from lib.corpus.words import Words, find_words
 if TYPE_CHECKING:
     import numpy as np
 
-_PREFIX_BITS = 16
+_PREFIX_BITS = 12  # a table of all prefixes fits the fastest cache
 
 
 class Matches(NamedTuple):

@@ -19,25 +19,26 @@ _NUMBER_BITS = 20
 _LONGEST = 10
 
 
-class _Sorted(NamedTuple):
-    """Contain the numbers of items with equal ones beside each other, in increasing order.
+class _Repeats(NamedTuple):
+    """Contain the items that repeat an item, sorted so that repeats of one item are consecutive.
 
-    is_repeat: bool; whether the item equals the one before it.
+    ranks: increasing; consecutive for repeats of one item. numbers: of the items. previous: numbers
+    of the equal items before them.
     """
 
+    ranks: np.ndarray
     numbers: np.ndarray
-    is_repeat: np.ndarray
+    previous: np.ndarray
 
 
 def find_repeats(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """Return the numbers of items that repeat earlier ones of the same text, increasing.
 
-    hashes: uint64. texts: the number of the text of each item, increasing.
+    hashes: uint64. texts: the number of the text of each item; those of a text are consecutive.
     """
     import numpy as np
 
-    items = _sort_items(hashes, texts)
-    return np.sort(items.numbers[items.is_repeat])
+    return np.sort(_group_repeats(hashes, texts).numbers)
 
 
 def place_factors(places: np.ndarray) -> np.ndarray:
@@ -47,8 +48,8 @@ def place_factors(places: np.ndarray) -> np.ndarray:
     return mix(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
 
 
-def _sort_items(hashes: np.ndarray, texts: np.ndarray) -> _Sorted:
-    """Return items sorted; see find_repeats."""
+def _group_repeats(hashes: np.ndarray, texts: np.ndarray) -> _Repeats:
+    """Return the items that repeat an item of their text; see find_repeats."""
     import numpy as np
 
     count = len(hashes)
@@ -57,62 +58,70 @@ def _sort_items(hashes: np.ndarray, texts: np.ndarray) -> _Sorted:
     packed <<= np.uint64(bits)
     packed |= np.arange(count, dtype=np.uint64)
     packed.sort()
-    numbers = (packed & np.uint64((1 << bits) - 1)).view(np.int64)
-    packed >>= np.uint64(bits)
-    is_repeat = np.zeros(count, bool)
-    np.equal(packed[1:], packed[:-1], out=is_repeat[1:])
-    same = np.flatnonzero(is_repeat)
-    is_repeat[same] = texts[numbers[same]] == texts[numbers[same - 1]]
-    return _Sorted(numbers, is_repeat)
+    ranks = np.flatnonzero((packed[1:] ^ packed[:-1]) < np.uint64(1 << bits))
+    mask = np.uint64((1 << bits) - 1)
+    numbers = (packed[ranks + 1] & mask).view(np.int64)
+    previous = (packed[ranks] & mask).view(np.int64)
+    is_same = texts[numbers] == texts[previous]
+    return _Repeats(ranks[is_same], numbers[is_same], previous[is_same])
 
 
 def measure_grams(
     hashes: np.ndarray,
-    lengths: np.ndarray,
+    before: np.ndarray,
     text_ends: np.ndarray,
     tops: Collection[int],
     repeats: Collection[int],
 ) -> dict[int, np.ndarray]:
     """Return, by n, the share of the characters of words that repeated n-grams contain [texts].
 
-    hashes, lengths: of all words. tops: values of n for which this is the most frequent n-gram, its
-    characters times the number of its occurrences, if it has two (of several equally frequent ones
-    the longest). repeats: values of n for which these are the words of all repeats, each word once.
+    hashes: of all words. before: characters in the words before each word, [words + 1]. tops: the
+    values of n for which this is the most frequent n-gram, its characters times the number of its
+    occurrences, if it has two (of several equally frequent ones the longest). repeats: the values
+    of n for which these are the words of all repeats, each word once.
     A text without words has the share 0.
     """
     import numpy as np
 
     count = len(text_ends)
-    texts = np.repeat(np.arange(count), np.diff(text_ends, prepend=0))
-    before = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=before[1:])
-    totals = np.maximum(np.diff(before[text_ends], prepend=0), 1)
+    texts = np.repeat(np.arange(count, dtype=np.int32), lengths_of(text_ends))
+    totals = np.maximum(lengths_of(before[text_ends]), 1)
     factors = draw_odd_numbers(_LONGEST, 5)
     results: dict[int, np.ndarray] = {}
-    starts = np.flatnonzero(texts[1:] == texts[:-1])
-    sums = hashes[starts] * factors[0]
+    starts = np.arange(max(0, len(hashes) - 1))
+    sums = hashes[:-1] * factors[0]
+    of_texts = texts[:-1].copy()
+    crossing = text_ends[(text_ends > 0) & (text_ends < len(hashes))] - 1
+    of_texts[crossing] = -1 - crossing  # no pair of words of two texts equals another one
     for n in range(2, max((*tops, *repeats), default=0) + 1):
-        sums += hashes[starts + (n - 1)] * factors[n - 1]
-        of_texts = texts[starts]
-        items = _sort_items(sums, of_texts)
-        later = np.flatnonzero(items.is_repeat)
+        sums += (hashes[1:] if n == 2 else hashes[starts + (n - 1)]) * factors[n - 1]
+        found = _group_repeats(sums, of_texts)
         is_repeat = np.zeros(len(starts), bool)
-        is_repeat[items.numbers[later]] = True
+        is_repeat[found.numbers] = True
         if n in tops:
-            results[n] = _find_top(items, starts, n, before, of_texts, count) / totals
+            results[n] = _find_top(found, starts, n, before, of_texts, count) / totals
         elif n in repeats:
             results[n] = _cover(starts[is_repeat], n, before, texts, count) / totals
         # NOTE: an n-gram can only be repeated if both (n − 1)-grams in it are.
-        is_repeat[items.numbers[later - 1]] = True
+        is_repeat[found.previous] = True
         is_next = is_repeat[:-1] & is_repeat[1:]
         is_next &= starts[1:] - starts[:-1] == 1
-        starts = starts[:-1][is_next]
-        sums = sums[:-1][is_next]
+        following = np.flatnonzero(is_next)
+        starts = starts[following]
+        sums = sums[following]
+        of_texts = of_texts[following]
     return results
 
 
+def lengths_of(ends: np.ndarray) -> np.ndarray:
+    """Return the lengths of consecutive spans, the first of which starts at 0."""
+    lengths = ends.copy()
+    lengths[1:] -= ends[:-1]
+    return lengths
+
+
 def _find_top(
-    items: _Sorted,
+    found: _Repeats,
     starts: np.ndarray,
     n: int,
     before: np.ndarray,
@@ -122,14 +131,14 @@ def _find_top(
     """Return the characters of the most frequent n-gram times its occurrences, by text."""
     import numpy as np
 
-    padded = np.zeros(len(items.is_repeat) + 1, bool)
-    padded[:-1] = items.is_repeat
-    edges = np.flatnonzero(padded[1:] != padded[:-1])  # from the first item of a group to its last
-    firsts = items.numbers[edges[::2]]
-    occurrences = edges[1::2] - edges[::2] + 1
-    words = starts[firsts]
+    is_first = np.ones(len(found.ranks), bool)
+    np.not_equal(found.ranks[1:], found.ranks[:-1] + 1, out=is_first[1:])
+    firsts = np.flatnonzero(is_first)
+    occurrences = np.append(firsts[1:], len(is_first)) - firsts + 1
+    grams = found.previous[firsts]
+    words = starts[grams]
     tops = np.zeros(count, np.int64)
-    np.maximum.at(tops, texts[firsts], (occurrences << 32) + before[words + n] - before[words])
+    np.maximum.at(tops, texts[grams], (occurrences << 32) + before[words + n] - before[words])
     return (tops >> 32) * (tops & 0xFFFFFFFF)
 
 

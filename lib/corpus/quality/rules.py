@@ -78,9 +78,11 @@ def _measure(judge: Judge, exempt: frozenset[str], batch: RowBatch) -> dict[str,
 
 
 def _find_layouts(batch: RowBatch) -> list[tuple[list[int], Layout]]:
-    """Return the layouts of a batch, and share their words with the shingles."""
+    """Return the layouts of a batch, and share their words with other rules and sidecars."""
     layouts = find_layouts([text[:MOST_CHARACTERS] for text in batch.texts])
-    batch.memo(WORDS, lambda _: [WordGroup(members, layout.words) for members, layout in layouts])
+    if all(len(text) <= MOST_CHARACTERS for text in batch.texts):
+        groups = [WordGroup(members, layout.words) for members, layout in layouts]
+        batch.memo(WORDS, lambda _: groups)
     return layouts
 
 
@@ -89,7 +91,7 @@ def _make_judge(row_options: RowOptions) -> Judge:
         tuple(row_options.quality),
         tuple(row_options.quality_set),
         row_options.quality_words,
-        tuple(_list_languages(row_options)),
+        tuple(row_options.language),
     )
 
 
@@ -104,11 +106,6 @@ def _cache_judge(
     return Judge(
         thresholds.find_limits(families, settings), word_lists.select_lists(words, languages)
     )
-
-
-def _list_languages(row_options: RowOptions) -> list[str]:
-    """Return the values of --language, [] if rows have no language."""
-    return getattr(row_options, "language", [])
 
 
 def require_quality(row_options: RowOptions) -> None:
@@ -139,7 +136,7 @@ def require_quality(row_options: RowOptions) -> None:
 def _require_lists(row_options: RowOptions, problems: Problems) -> None:
     """Add a problem for each language without a list of words that a rule needs."""
     limits = thresholds.find_limits(row_options.quality, row_options.quality_set)
-    languages = _list_languages(row_options)
+    languages = row_options.language
     lists = word_lists.select_lists(row_options.quality_words, languages)
     named = [name for name in languages if name not in _NO_LANGUAGES] if languages else [*lists]
     for threshold, key in (
