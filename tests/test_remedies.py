@@ -45,6 +45,8 @@ from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import place, saved, work_units
 from lib.corpus.classify import language, predictor
+from lib.corpus.extract import options as extraction
+from lib.corpus.row_options import RowOptions
 from lib.export import adapter_files, checkpoint_checks
 from lib.hub import client, repository, s3, transfer
 from lib.models import (
@@ -719,6 +721,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
     patch.setattr("importlib.metadata.version", _not_installed)
     yield float8.require_package
+    yield lambda: extraction.require_extraction(RowOptions(extract=["html"]))
     yield lambda: checks.require_consistent(
         replace(opts, precision="fp8", lora_rank=4), has_begun=False
     )
