@@ -15,17 +15,17 @@ from pathlib import Path
 from lib.core import log, manifest, options, paths, stage
 from lib.core.errors import UsageError
 from lib.pages.svg import COLUMNS, STYLES
-from lib.report.content import PageLimits, compose
+from lib.report.content import ReportLimits, compose
 from lib.report.run_data import find_axis, read_runs
 
 _LARGEST = 2_000_000  # bytes of a page
 # A page that is too large gets smaller limits.
 _LIMITS = (
-    PageLimits(samples=16, charts=80, rows=80),
-    PageLimits(samples=4, charts=40, rows=80),
-    PageLimits(samples=0, charts=24, rows=80),
-    PageLimits(samples=0, charts=12, rows=20),
-    PageLimits(samples=0, charts=3, rows=5),
+    ReportLimits(samples=16, charts=80, rows=80),
+    ReportLimits(samples=4, charts=40, rows=80),
+    ReportLimits(samples=0, charts=24, rows=80),
+    ReportLimits(samples=0, charts=12, rows=20),
+    ReportLimits(samples=0, charts=3, rows=5),
 )
 _MANY = 4  # runs; the curves of more have fewer columns
 

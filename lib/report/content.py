@@ -33,7 +33,7 @@ _CHARTS = (
 )
 
 
-class PageLimits(NamedTuple):
+class ReportLimits(NamedTuple):
     """The most prompts of each run, charts, and rows of a table that a page shows."""
 
     samples: int
@@ -51,7 +51,7 @@ class Panel(NamedTuple):
     curves: list[tuple[RunData, str]]
 
 
-def compose(runs: Sequence[RunData], axis: str, end: float, limits: PageLimits) -> Html:
+def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> Html:
     """Return the page about runs. axis, end: see RunData."""
     title = f"Training report: {', '.join(run.name for run in runs)}"
     parts: list[object] = [tag("h1", title)]
