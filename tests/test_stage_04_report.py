@@ -8,11 +8,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tests.report.test_svg import check_page
 
 from lib.core.errors import EXIT_PREEMPTED
 from lib.core.retry import poll
 from tests.conftest import run_stage, stage_command
+from tests.pages.test_svg import check_page
 from tests.training import SMALL_RUN, losses
 
 SCRIPT = "04_train_fsdp.py"
