@@ -143,7 +143,9 @@ def check_options(opts: BuildOptions) -> None:
 
 
 def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, needed: int) -> None:
-    """Print the planned dataset."""
+    """Print the planned dataset, and how many documents need --extract."""
+    if not opts.merge:
+        extraction.warn_about_documents(opts, opts.data_folder, files)
     total = sum(file.bytes for file in files)
     fields = {}
     if opts.format == CHAT:
@@ -341,6 +343,12 @@ def check_result(
         log.warn(text)
 
 
+def delete_parts(opts: BuildOptions, files: Sequence[InputFile]) -> None:
+    """Delete the parts of a dataset after a merge."""
+    if opts.merge and not opts.dry_run:
+        split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
+
+
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
@@ -366,8 +374,7 @@ def main(argv: list[str]) -> None:
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} contains these files")
-        if opts.merge and not opts.dry_run:
-            split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
+        delete_parts(opts, files)
         report.print_next(opts.save_dir, row_options)
         return
 
@@ -384,8 +391,6 @@ def main(argv: list[str]) -> None:
         if opts.merge
         else work_units.estimate_room(files, opts.drops_near)
     )
-    if not opts.merge:
-        extraction.warn_about_documents(opts, opts.data_folder, files)
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
     if opts.dry_run:
@@ -415,8 +420,7 @@ def main(argv: list[str]) -> None:
             summary={"files": len(files), "bytes": total} | dataset.summary(),
         )
 
-    if opts.merge:
-        split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
+    delete_parts(opts, files)
     seconds = time.monotonic() - began
     report.print_summary(opts.save_dir, row_options, dataset, facts, read, seconds)
 

@@ -223,8 +223,8 @@ class RowOptions:
         action="extend",
         metavar="KIND,…",
         quiet=True,
-        help="replace personal data in the text: email, ip, phone, iban, card (default: nothing). "
-        "Rows are compared, measured and counted before that",
+        help="replace personal data in the text: email, ip, phone, iban, card. Rows are compared, "
+        "measured and counted before that (default: nothing)",
     )
     mask_phone_country: list[str] = option(
         [],

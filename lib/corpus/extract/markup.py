@@ -24,13 +24,13 @@ def strip_tags(page: str) -> str:
     Blocks are separated by blank lines, list items and rows by line ends, and cells by tabs. The
     pages of a book have no navigation or advertisements, so all text is kept.
     """
-    reader = _Reader()
+    reader = _ChapterReader()
     reader.feed(page)
     reader.close()
     return reader.join()
 
 
-class _Reader(HTMLParser):
+class _ChapterReader(HTMLParser):
     """Collect the text between tags. Damaged markup is read as browsers do."""
 
     def __init__(self) -> None:
