@@ -6,11 +6,11 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
   python 02_build_hf_dataset.py --extract html,pdf,docx,epub
-  python 02_build_hf_dataset.py --quality gopher,gopher-repetition,c4,fineweb --dedup near
+  python 02_build_hf_dataset.py --language en,de --quality gopher,c4,fineweb --dedup near
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
+  python 02_build_hf_dataset.py --quality-model good.bin --keep-top 0.1 --mask email,phone
   python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
-  python 02_build_hf_dataset.py --language en,de --quality-model good.bin --keep-top 0.1
-  python 02_build_hf_dataset.py --decontaminate .cache/eval/base --decontaminate-report-only
+  python 02_build_hf_dataset.py --decontaminate .cache/eval/olmo --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -124,14 +124,7 @@ def check_options(opts: BuildOptions) -> None:
             "--sample-dropped and --merge exclude each other",
             expected="no --sample-dropped, because a merge does not read the input",
         )
-    if opts.format == CHAT:
-        for option, is_given in (("--fields", opts.fields), ("--strings", opts.strings == "rows")):
-            if is_given:
-                problems.add(
-                    f"{option} and --format chat exclude each other",
-                    expected=f"no {option}, because a conversation is kept complete",
-                )
-    problems.collect(opts.require_used)
+    problems.collect(opts.require_consistent)
     problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts))
     problems.collect(partial(quality.require_quality, opts))
@@ -152,10 +145,12 @@ def check_options(opts: BuildOptions) -> None:
 def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, needed: int) -> None:
     """Print the planned dataset."""
     total = sum(file.bytes for file in files)
+    fields = {}
     if opts.format == CHAT:
         rows = "one per conversation"
     else:
         rows = "one per document" if opts.strings == "joined" else "one per string"
+        fields = {"fields": ", ".join(opts.fields) or "every string value"}
     log.info(f"build {opts.data_folder} → {opts.save_dir}")
     log.table(
         {
@@ -163,11 +158,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             f"in {units.counted(count, 'unit')} by "
             f"{units.counted(min(opts.num_workers, count), 'worker')}",
             "rows": rows,
-            **(
-                {}
-                if opts.format == CHAT
-                else {"fields": ", ".join(opts.fields) or "every string value"}
-            ),
+            **fields,
             "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
             if opts.validation_percent
             else "train",
@@ -190,12 +181,10 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen = declared.identify(
         opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
     )
-    if opts.near_against:
-        chosen["near_against"] = signatures.identify_datasets(opts.near_against)
-    chosen |= mask_options.identify_masks(opts)
-    chosen |= language.identify_language(opts) | scores.identify_scores(opts)
-    chosen |= test_sets.identify_test_sets(opts)
-    chosen |= quality.identify_quality(opts) | extraction.identify_extraction(opts)
+    chosen |= mask_options.identify_masks(opts) | extraction.identify_extraction(opts)
+    chosen |= language.identify_language(opts) | quality.identify_quality(opts)
+    chosen |= scores.identify_scores(opts) | test_sets.identify_test_sets(opts)
+    chosen |= signatures.identify_earlier(opts)
     return {"options": chosen, "inputs": identify_files(files)}
 
 

@@ -130,7 +130,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
             gpus.warn_without_offload(asked.device)
         gpus.report_unused(asked.device)
     config, model, memory = settle_options(asked, experiment, inputs)
-    tasks = read_tasks(config)
+    tasks = read_tasks(config, inputs.corpora)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
         memory_fit.warn_of_memory(config, inputs, memory)
@@ -329,10 +329,10 @@ def make_checkpointer(
     import torch
 
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
+    from lib.core.run_records import read_config
     from lib.planning import capacity
     from lib.train.copying import make_copier
     from lib.train.output.bench_report import NoCheckpoints
-    from lib.train.output.journal import read_config
 
     config = plan.config
     if config.bench:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.checkpoints import best, commit
+from lib.checkpoints import commit
 from lib.core import (
     commands,
     declared,
@@ -33,10 +33,10 @@ from lib.core import (
     units,
 )
 from lib.core.declared import CommonOptions, option
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.export import card, checkpoint_checks, companions
+from lib.export import card, checkpoint_checks, checkpoint_choice, companions
 
 if TYPE_CHECKING:
     from lib.export.base_model import BaseModel
@@ -144,10 +144,10 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             "-e is required: the experiment to export (or --from-dcp for another trainer's "
             "checkpoint)",
-            found=list_experiments(opts.save_dir),
+            found=checkpoint_choice.list_experiments(opts.save_dir),
         )
     experiment = Experiment(opts.save_dir, opts.experiment_name)
-    checkpoint = find_checkpoint(opts, experiment)
+    checkpoint = checkpoint_choice.find_checkpoint(experiment, opts.step, opts.best_by)
     is_lora = check_adapter_options(opts, checkpoint)
     out = opts.out or experiment.exports / (
         paths.step_name(checkpoint.step) + ("-adapter" if opts.adapter else "")
@@ -168,10 +168,10 @@ def main(argv: list[str]) -> None:
         return
     companions.require_same_model_files(experiment, checkpoint)
 
+    from lib.core import run_records
     from lib.export.base_model import BaseModel
-    from lib.train.output import journal
 
-    config = journal.read_config(experiment)
+    config = run_records.read_config(experiment)
     base = BaseModel.find(opts.model_name, config, checkpoint) if is_lora else None
     damage = (
         None
@@ -323,52 +323,6 @@ def check_adapter_options(opts: ExportOptions, checkpoint: commit.Checkpoint) ->
             run=commands.as_typed(drop=["--adapter", "-m", "--model-name"]),
         )
     return is_lora
-
-
-def find_checkpoint(opts: ExportOptions, experiment: Experiment) -> commit.Checkpoint:
-    """Return the checkpoint that --step names.
-
-    If it is damaged, no older one is exported instead. Raises UsageError or ArtifactError.
-    """
-    if not (experiment.model / "config.json").is_file():
-        raise ArtifactError(
-            f"no experiment {experiment.root}", found=list_experiments(opts.save_dir)
-        )
-    if opts.step not in ("latest", "best") and not opts.step.isdecimal():
-        raise UsageError(f"--step must be a number, latest or best, not {opts.step!r}")
-    checkpoints = {c.step: c for c in commit.list_checkpoints(experiment.checkpoints)}
-    if not checkpoints:
-        raise ArtifactError(
-            f"no checkpoint in {experiment.checkpoints}",
-            run=commands.train("--config", experiment.config) if experiment.config.exists() else "",
-        )
-    complete = ", ".join(str(step) for step, c in checkpoints.items() if not c.problems())
-    if opts.step == "best":
-        key = opts.best_by or card.find_score_key(checkpoints.values())
-        scores = card.read_scores(checkpoints.values(), experiment.metrics, key)
-        best_step = best.choose_best(key, scores)
-        if best_step is None:
-            raise ArtifactError(
-                f"no checkpoint was saved right after an evaluation of {key}",
-                found=f"steps {complete or 'none'}",
-                run=commands.as_typed("--step", "latest"),
-            )
-        step = best_step
-        log.info(f"best: step {step:,}, {key} {scores[step]:.4f}")
-    else:
-        step = max(checkpoints) if opts.step == "latest" else int(opts.step)
-        if step not in checkpoints:
-            raise ArtifactError(
-                f"no checkpoint of step {step}", found=f"steps {complete or 'none'}"
-            )
-    checkpoint_checks.require_undamaged(checkpoints[step], checkpoints[step].problems())
-    return checkpoints[step]
-
-
-def list_experiments(save_dir: Path) -> str:
-    """Return a text that lists the experiments in a directory."""
-    names = sorted(path.parent.parent.name for path in save_dir.glob("*/model/config.json"))
-    return f"under {save_dir}: {', '.join(names) or 'none'}"
 
 
 def next_command(out: Path, is_adapter: bool) -> str:

@@ -1,7 +1,7 @@
 # make demo                run all five stages on real text; the exported model then writes text
 # make demo-chat           run stages 02 to 05 on conversations; the exported model then answers
 # make test                run the quick tests      make test-slow   run those of 10 seconds or more
-# make test-long           test small clusters, all damage, more variants (as root, 45 minutes)
+# make test-long           test small clusters, all damage, more variants (as root, an hour)
 # make test-faults         kill stages 200 times and check that nothing is lost (5 minutes)
 # make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
 # make test-gpu            run the tests that need a GPU (without one: tiny sizes on the CPU)
@@ -168,13 +168,13 @@ demo-chat: $(VENV)/installed
 	  --question 'What does shutil.copyfile do?' --question 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -q -n 3 --dist worksteal -m 'not slow and not long and not gpu'
+	$(PYTEST) -q -n 4 --dist worksteal -m 'not slow and not long and not gpu'
 
 test-long: $(VENV)/installed-dev
 	$(PYTEST) -m long -rs
 
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -q -n 3 --dist worksteal -m 'slow and not long'
+	$(PYTEST) -q -n 4 --dist worksteal -m 'slow and not long'
 
 test-faults: $(VENV)/installed-dev
 	$(PY) -m tests.random_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))

@@ -8,6 +8,7 @@ import gc
 import io
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -59,6 +60,9 @@ pytest_plugins = [
     "tests.make_targets",
     "tests.needs",
 ]
+if not worker and re.search(r"(^| )-n ?[1-9]", " ".join(sys.argv[1:])):
+    # This process only starts others, which run the tests; the imports would delay them.
+    pytest_plugins.clear()
 
 
 @pytest.fixture(autouse=True)
@@ -154,6 +158,7 @@ def run_stage(
     timeout: float = 300,
     fresh: bool = False,
     before: str = "",
+    pages: bool = False,
 ) -> subprocess.CompletedProcess:
     """Run a stage in a directory, assert its exit code (None: any) and return its result.
 
@@ -161,7 +166,8 @@ def run_stage(
     no page.
     fresh: start a new interpreter, and torchrun, as a user does. An environment that matters for
     imports has the same effect. ranks: number of ranks, if not 0; the exit code is then 1 for any
-    failure, as with torchrun. before: `module:function` that a fork calls first.
+    failure, as with torchrun. before: `module:function` that a fork calls first. pages: whether a
+    fork draws plots and pages.
     """
     command = stage_command(script, *arguments, ranks=ranks)
     environment = {**os.environ, **forks.CPU_VARIABLES, **(env or {})}
@@ -171,8 +177,8 @@ def run_stage(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=environment
         )
     else:
-        result = _run_forked(
-            server, command, script, arguments, cwd, environment, ranks, timeout, before
+        result = run_forked(
+            server, command, script, arguments, cwd, environment, ranks, timeout, before, pages
         )
     if expect is not None:
         assert result.returncode == expect, (
@@ -182,7 +188,7 @@ def run_stage(
     return result
 
 
-def _run_forked(
+def run_forked(
     server: forks.ForkServer,
     command: list[str],
     script: str,
@@ -191,9 +197,13 @@ def _run_forked(
     environment: dict[str, str],
     ranks: int,
     timeout: float,
-    before: str,
+    before: str = "",
+    pages: bool = False,
 ) -> subprocess.CompletedProcess:
-    options = {"before": before, "given": {}} if before else {}
+    """Run a script as a fork of a server and return its result; see `run_stage`."""
+    options: dict[str, Any] = {"pages": pages}
+    if before:
+        options |= {"before": before, "given": {}}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         launch = forks.Launch(
             server.start(

@@ -1,13 +1,15 @@
 """Start scripts by fork, in milliseconds, from a process that has imported everything.
 
-The server reads JSON requests from a socket, its standard input. A request `{"script": …, "argv":
-[…], "cwd": …, "env": {…}, "ranks": [{…}, …]}` starts the script once for each entry of `ranks`,
-which contains additional environment variables. Three file descriptors come with a request:
-standard output, standard error, and a file for reports. The server writes a line `{"pids": […]}` to
-the latter and, for each process that ends, `{"ended": pid, "code": …}`; the code is negative for a
-signal. If a request contains "call", the processes call this function (`module:name`) with `argv`
-as arguments, instead of the script. "before" is a function that each rank calls first, with its
-rank and the keyword arguments in "given".
+The server accepts connections at a socket, its standard input, and ends with the last one. The
+processes that a connection has asked for end with it. It reads JSON requests: `{"script": …,
+"argv": […], "cwd": …, "env": {…}, "cores": […], "ranks": [{…}, …]}` starts the script once for each
+entry of `ranks`, which contains additional environment variables, on these cores. Three file
+descriptors come with a request: standard output, standard error, and a file for reports. The server
+writes a line `{"pids": […]}` to the latter and, for each process that ends, `{"ended": pid,
+"code": …}`; the code is negative for a signal. If a request contains "call", the processes call
+this function (`module:name`) with `argv` as arguments, instead of the script. "before" is a
+function that each rank calls first, with its rank and the keyword arguments in "given". Processes
+draw plots and pages if "pages" is true.
 
 The argument names the kind of server. `stages` imports lib/ and the Hugging Face packages; each
 process reads the settings of huggingface_hub again from its environment. `bare` imports neither,
@@ -26,6 +28,7 @@ import selectors
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,58 +89,86 @@ _IMPORTS = {
 }
 
 
+_DRAWN: dict[type, Callable[..., None]] = {}  # the methods that draw, by their class
+
+
 class Server:
     """Forks processes, and reports when each of them ends."""
 
-    def __init__(self, requests: socket.socket) -> None:
-        self._requests = requests
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._connections: set[socket.socket] = set()
         self._selector = selectors.DefaultSelector()
-        self._selector.register(requests, selectors.EVENT_READ)
-        self._running: dict[int, tuple[int, int]] = {}  # by pid: pidfd, file for reports
+        self._selector.register(listener, selectors.EVENT_READ)
+        # By pid: the connection that asked for the process, its pidfd, and the file for reports.
+        self._running: dict[int, tuple[socket.socket, int, int]] = {}
 
     def serve(self) -> tuple[dict[str, Any], int, list[int]] | None:
-        """Serve requests until the socket is closed, then return None.
+        """Serve requests until the last connection ends, then return None.
 
         In a forked process, returns the request, the rank, and the files.
         """
         while True:
             for key, _ in self._selector.select():
-                if key.data is not None:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.data is not None:
                     self._reap(key.data)
-                    continue
-                message, files, *_ = socket.recv_fds(self._requests, 1 << 20, 3)
-                if not message:
-                    return self._end()
-                request = json.loads(message)
-                for rank in range(len(request["ranks"])):
-                    if not self._fork(files[2]):
-                        return request, rank, files
-                _send_report(files[2], {"pids": list(self._running)[-len(request["ranks"]) :]})
-                for file in files:
-                    os.close(file)
+                elif (forked := self._answer(key.fileobj)) is not None:
+                    return forked
+                elif not self._connections:
+                    return None
 
-    def _fork(self, report: int) -> int:
+    def _accept(self) -> None:
+        connection = self._listener.accept()[0]
+        self._connections.add(connection)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _answer(self, connection: socket.socket) -> tuple[dict[str, Any], int, list[int]] | None:
+        """Start the processes of a request; in each of them, return what `serve` returns."""
+        message: bytes = b""
+        files: list[int] = []
+        with contextlib.suppress(ConnectionError):
+            message, files, *_ = socket.recv_fds(connection, 1 << 20, 3)
+        if not message:
+            return self._end(connection)
+        request = json.loads(message)
+        for rank in range(len(request["ranks"])):
+            if not self._fork(connection, files[2]):
+                return request, rank, files
+        _send_report(files[2], {"pids": list(self._running)[-len(request["ranks"]) :]})
+        for file in files:
+            os.close(file)
+        return None
+
+    def _fork(self, connection: socket.socket, report: int) -> int:
         if pid := os.fork():
             pidfd = os.pidfd_open(pid)
-            self._running[pid] = (pidfd, os.dup(report))
+            self._running[pid] = (connection, pidfd, os.dup(report))
             self._selector.register(pidfd, selectors.EVENT_READ, pid)
         else:
             self._selector.close()
-            self._requests.close()
+            self._listener.close()
+            for other in self._connections:
+                other.close()
         return pid
 
     def _reap(self, pid: int) -> None:
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        pidfd, report = self._running.pop(pid)
+        _, pidfd, report = self._running.pop(pid)
         self._selector.unregister(pidfd)
         _send_report(report, {"ended": pid, "code": code})
         os.close(pidfd)
         os.close(report)
 
-    def _end(self) -> None:
-        for pid in self._running:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+    def _end(self, connection: socket.socket) -> None:
+        for pid, (asked, *_) in self._running.items():
+            if asked is connection:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        self._selector.unregister(connection)
+        self._connections.remove(connection)
+        connection.close()
 
 
 def _send_report(file: int, message: dict[str, Any]) -> None:
@@ -148,6 +179,7 @@ def _send_report(file: int, message: dict[str, Any]) -> None:
 def become_script(request: dict[str, Any], rank: int, files: list[int]) -> None:
     """Turn a fork into a process like one that a command line starts."""
     os.setsid()
+    os.sched_setaffinity(0, request["cores"])
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *files[:2])):
         os.dup2(file, number)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -166,7 +198,8 @@ def _speed_up_stages() -> None:
     from transformers import conversion_mapping
 
     from lib.core import offline
-    from lib.train.output import metrics, page_writer
+    from lib.train.output import metrics
+    from lib.train.output.page_writer import PageWriter
 
     conversion_mapping.get_checkpoint_conversion_mapping(
         "llama"
@@ -179,8 +212,15 @@ def _speed_up_stages() -> None:
 
     offline.enable = enable
     # Plots and pages take half of the time of a tiny run.
+    _DRAWN.update({metrics.Curve: metrics.Curve.draw, PageWriter: PageWriter.start})
     metrics.Curve.draw = lambda *arguments: None
-    page_writer.PageWriter.start = lambda *arguments, **options: None
+    PageWriter.start = lambda *arguments, **options: None
+
+
+def _draw_pages() -> None:
+    """Let this process draw plots and pages after all."""
+    for owner, method in _DRAWN.items():
+        setattr(owner, method.__name__, method)
 
 
 def _read_settings() -> None:
@@ -215,6 +255,8 @@ def main(kind: str) -> None:
     if kind == "stages":
         _read_settings()
     request = request_parts[0]
+    if request.get("pages"):
+        _draw_pages()
     if "call" in request:
         _import_function(request["call"])(*request["argv"])
         sys.stdout.flush()

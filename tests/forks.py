@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import json
 import os
 import re
@@ -102,24 +103,40 @@ class Launch:
 
 
 class ForkServer:
-    """A process of fork_server.py that has imported the modules of a kind and forks launches."""
+    """A process of fork_server.py that has imported the modules of a kind and forks launches.
 
-    def __init__(self, kind: str) -> None:
-        our_socket, server_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._requests = our_socket
+    root: the directory of the code, which contains tests/fork_server.py. All processes of a run of
+    pytest-xdist use the same server, since its imports take five seconds.
+    """
+
+    def __init__(self, kind: str, root: Path = ROOT) -> None:
         self._kind = kind
         self._environment = {**_INITIAL_ENVIRONMENT, "PYTHONPATH": _GUARD}
-        command = [sys.executable, str(ROOT / "tests" / "fork_server.py"), kind]
+        tests = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+        name = hashlib.sha256(f"{tests} {root} {kind}".encode()).hexdigest()
+        address = f"\0{name}"  # in no directory, and gone with the server
+        self._requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        while self._requests.connect_ex(address):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                try:
+                    listener.bind(address)
+                except OSError:
+                    time.sleep(0.01)  # another process has bound it, and will listen
+                else:
+                    listener.listen(64)
+                    self._start(listener, root)
+        atexit.register(self.close)
+
+    def _start(self, listener: socket.socket, root: Path) -> None:
+        """Start a server, which ends with its last connection."""
         self._process = subprocess.Popen(
-            command,
-            stdin=server_socket,
+            [sys.executable, str(root / "tests" / "fork_server.py"), self._kind],
+            stdin=listener,
             stdout=subprocess.DEVNULL,
-            cwd=ROOT,
+            cwd=root,
             start_new_session=True,
             env={**self._environment, "NETWORK_GUARD_REPORT": os.devnull},
         )
-        server_socket.close()
-        atexit.register(self.close)
 
     def serves(self, environment: dict[str, str]) -> bool:
         """Return whether a fork behaves like a new process in this environment."""
@@ -155,6 +172,7 @@ class ForkServer:
             "cwd": str(cwd),
             "env": environment,
             "ranks": ranks,
+            "cores": sorted(os.sched_getaffinity(0)),
             **options,
         }
         socket.send_fds(self._requests, [json.dumps(request).encode()], [out, err, writable])
@@ -162,10 +180,9 @@ class ForkServer:
         return os.fdopen(readable, "rb", buffering=0)
 
     def close(self) -> None:
-        """End the server and all processes that it has started."""
+        """End the connection, and with it all processes that this process has started."""
         atexit.unregister(self.close)
         self._requests.close()
-        self._process.wait()
 
 
 def rank_variables(ranks: int, port: int) -> list[dict[str, str]]:

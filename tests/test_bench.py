@@ -46,7 +46,7 @@ def run_bench(root: Path, *options: object, **settings: Any) -> tuple[dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2, 3])
+@pytest.mark.parametrize("ranks", [0, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_bench_measures_and_leaves_no_files(tmp_path: Path, ranks: int) -> None:
     result, log = run_bench(tmp_path, *SMALL, "--grad-accum-steps", 2, ranks=ranks)
     count = ranks or 1
@@ -124,9 +124,11 @@ def test_an_existing_run_of_that_name_is_left_alone(tmp_path: Path) -> None:
     "options",
     [
         ("--packing", "documents"),
-        ("--optimizer", "adamw8bit"),
-        ("--precision", "fp16"),
-        ("--activation-checkpointing", "full", "--cpu-offload", "on"),
+        pytest.param(("--optimizer", "adamw8bit"), marks=pytest.mark.long),
+        pytest.param(("--precision", "fp16"), marks=pytest.mark.long),
+        pytest.param(
+            ("--activation-checkpointing", "full", "--cpu-offload", "on"), marks=pytest.mark.long
+        ),
     ],
     ids=lambda options: options[1],
 )
@@ -136,7 +138,7 @@ def test_other_settings_are_measured_too(tmp_path: Path, options: tuple[str, ...
     assert result[field] == options[1] and result["perf/tokens_per_sec"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_eight_bits_are_measured_too(tmp_path: Path) -> None:
     result, _ = run_bench(
         tmp_path,

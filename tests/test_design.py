@@ -8,16 +8,19 @@ That of a kind of job: test_launch_kubernetes_render.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests import forks
+from tests.conftest import ROOT, run_forked, run_stage
 from tests.training import prepare_project
 
 pytestmark = pytest.mark.slow
@@ -49,9 +52,32 @@ def copy(tmp_path: Path) -> Path:
     """Return a copy of the code."""
     for name in ("lib", "launch"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    for name in ("02_build_hf_dataset.py", "04_train_fsdp.py"):
+    (tmp_path / "tests").mkdir()
+    for name in ("02_build_hf_dataset.py", "04_train_fsdp.py", "tests/fork_server.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)
     return tmp_path
+
+
+@pytest.fixture
+def run_changed(copy: Path) -> Iterator[Callable[..., str]]:
+    """Return a function that runs scripts of the copy as forks, and returns what they print.
+
+    The first call imports the code, so it comes after all changes.
+    """
+    servers: list[forks.ForkServer] = []
+
+    def run_fork(script: str, *words: object, expect: int = 0) -> str:
+        if not servers:
+            servers.append(forks.ForkServer("stages", copy))
+        environment = {**os.environ, **forks.CPU_VARIABLES}
+        path = str(copy / script)
+        done = run_forked(servers[0], [path], path, words, copy, environment, 0, 120)
+        assert done.returncode == expect, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    yield run_fork
+    for server in servers:
+        server.close()
 
 
 def run(*words: object, cwd: Path) -> str:
@@ -72,7 +98,9 @@ def test_an_option(copy: Path) -> None:
     assert "--greeting GREETING" in run("04_train_fsdp.py", "--help-all", cwd=copy)
 
 
-def test_a_derived_option_is_one_field_and_one_rule(copy: Path) -> None:
+def test_a_derived_option_is_one_field_and_one_rule(
+    copy: Path, run_changed: Callable[..., str]
+) -> None:
     field, rule = blocks("How to add a derived option")
     path = copy / "lib/train/config.py"
     before = "    config: Path | None = option("
@@ -81,54 +109,32 @@ def test_a_derived_option_is_one_field_and_one_rule(copy: Path) -> None:
         file.write("\n\n" + rule)
     prepare_project(copy)
     train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64, "--dry-run")
-    assert "--log-tokens 640 (--log-freq)" in run(*train, cwd=copy)
-    assert "(--log-freq)" not in run(*train, "--log-tokens", 7, cwd=copy)
+    assert "--log-tokens 640 (--log-freq)" in run_changed(*train)
+    assert "(--log-freq)" not in run_changed(*train, "--log-tokens", 7)
 
 
-def test_an_optimizer(copy: Path) -> None:
+def test_an_optimizer(copy: Path, run_changed: Callable[..., str]) -> None:
     row, module = blocks("How to add an optimizer")
     with (copy / "lib/optim/registry.py").open("a") as file:
         file.write("\n\n" + row)
     (copy / "lib/optim/signs.py").write_text(module)
     prepare_project(copy)
     train = (
-        "04_train_fsdp.py",
-        "-e",
-        "x",
-        "-d",
-        "corpus",
-        "-m",
-        "model",
-        "--precision",
-        "fp32",
-        "--optimizer",
-        "signs",
-        "-s",
-        64,
-        "-b",
-        2,
-        "--ckpt-freq",
-        2,
-        "--eval-freq",
-        0,
+        *("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--precision", "fp32"),
+        *("--optimizer", "signs", "-s", 64, "-b", 2, "--ckpt-freq", 2, "--eval-freq", 0),
     )
-    assert "--momentum X" in run("04_train_fsdp.py", "--help-all", cwd=copy)
+    assert "--momentum X" in run_changed("04_train_fsdp.py", "--help-all")
     for options, error in (
         (("--momentum", 1), "the momentum must be below 1"),
         (("--momentum", 0.5, "--optimizer", "adamw"), "--momentum belongs to --optimizer signs"),
         (("--lr", 0.05), "--lr 0.05 is too large"),
     ):
-        done = subprocess.run(
-            [sys.executable, *map(str, (*train, *options))],
-            cwd=copy,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 2 and error in done.stderr
-    run(*train, "--max-steps", 2, cwd=copy)
-    assert "step 2 of 4" in run(*train, "--max-steps", 4, cwd=copy)
+        assert error in run_changed(*train, *options, expect=2)
+    run_changed(*train, "--max-steps", 2)
+    assert "step 2 of 4" in run_changed(*train, "--max-steps", 4)
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
-    run("-c", COUNT_STATES, cwd=copy)
+    (copy / "count_states.py").write_text(COUNT_STATES)
+    run_changed("count_states.py")
 
 
 def test_a_wrapper_of_attention(copy: Path) -> None:
@@ -154,10 +160,9 @@ def test_a_wrapper_of_attention(copy: Path) -> None:
     assert "attention of a layer" in table.read_text("utf-8")
 
 
-def test_a_wrapper_reaches_every_implementation_of_attention(copy: Path) -> None:
+def test_a_wrapper_reaches_every_implementation_of_attention(tmp_path: Path) -> None:
     """The results stay the same; sdpa stands in for flash_attn and flex, slow or absent here."""
-    printed = run(
-        "-c",
+    (tmp_path / "wrap.py").write_text(
         """
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
@@ -194,9 +199,9 @@ for wrapped in (False, True):
 for number, name in enumerate(names):
     assert torch.equal(logits[number], logits[number + len(names)]), name
 print(*calls)
-""",
-        cwd=copy,
+"""
     )
+    printed = run_stage(str(tmp_path / "wrap.py"), cwd=tmp_path).stdout
     names = ("sdpa", "eager", "varlen", "flash_attention_2", "flex_attention")
     assert printed.split() == [name for name in names for _ in range(2)]
 

@@ -44,7 +44,7 @@ def test_many_kills_lose_nothing(
 
 
 @pytest.mark.parametrize(
-    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.long)]
+    "kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(12, marks=pytest.mark.long)]
 )
 def test_kills_of_new_commands_lose_nothing(
     server: Server, undisturbed: Callable[..., Undisturbed], tmp_path: Path, kills: int

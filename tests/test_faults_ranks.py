@@ -142,6 +142,7 @@ def test_a_rank_killed_during_a_save_ends_the_other(
     undisturbed(ranks=2).require_same(outputs)
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_stopped_for_a_while(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):
@@ -200,10 +201,11 @@ def test_saves_that_overlap_wait_for_each_other(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_torchrun_restarts_killed_ranks(
-    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
+    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed], kills: int
 ):
-    """After kill -9 of a rank, twice, plain torchrun restarts all ranks, and they continue."""
+    """After kill -9 of a rank, plain torchrun restarts all ranks, and they continue."""
     outputs = tmp_path / "outputs"
     options = run_options(
         outputs, "--overwrite", steps=LONG
@@ -220,7 +222,7 @@ def test_torchrun_restarts_killed_ranks(
     )
     deadline = time.monotonic() + 240
     try:
-        for number in range(2):
+        for number in range(kills):
             while (
                 len([e for e in read_events(outputs) if e["event"] in ("start", "resume")])
                 <= number

@@ -14,7 +14,7 @@ import pytest
 
 from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
-from lib.core import manifest, options
+from lib.core import manifest, options, run_records
 from lib.core.errors import StageError, escape_controls
 from lib.core.paths import Experiment
 from lib.corpus import inputs
@@ -22,7 +22,6 @@ from lib.models import architecture, directory
 from lib.tokens import store
 from lib.tokens.dataset import open_dataset
 from lib.train import previous_run
-from lib.train.output import journal
 from tests.conftest import ROOT
 from tests.training import prepared_once, project, save_model  # noqa: F401  (fixtures)
 
@@ -160,7 +159,7 @@ def test_records_of_a_run(tmp_path: Path):
         lambda: previous_run.read_previous(run).get("identity", {}).get("options", {}).get("lr"),
     )
     run.config.write_text(json.dumps({"run": "../../x", "options": {}}))  # names a directory
-    assert journal.read_config(run) == {}
+    assert run_records.read_config(run) == {}
     run.config.write_text('{"lr": 0.1, "seed": 1, "src": "a"}')
 
     def parse() -> None:

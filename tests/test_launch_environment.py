@@ -143,7 +143,7 @@ def place(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_nodes_meet_by_variables_alone(place: Path, nodes: int) -> None:
     """Variables that an agent or another launch left behind do not keep the ranks apart."""
     leftovers = {

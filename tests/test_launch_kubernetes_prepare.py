@@ -63,21 +63,17 @@ def test_a_run_is_prepared_once_before_it_trains(kube: Cluster, deploy: Callable
     assert started(kube) == ["pytorchjobs"] and "job exp-prepare has prepared" in output
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_another_run_is_prepared_again(kube: Cluster, deploy: Callable[..., str]) -> None:
+    """Each run differs in one way from TRAIN_OPTIONS, and so in two ways from the one before."""
+    deploy()
+    for words in (
         ("--", "-d", "other", "-m", "org/model"),
         ("--", "-d", "c4", "-m", "org/other"),
         (*TRAIN_OPTIONS, "-s", "512"),
         ("--project-dir", "/data/mine", *TRAIN_OPTIONS),
-    ],
-)
-def test_another_run_is_prepared_again(
-    kube: Cluster, deploy: Callable[..., str], words: tuple[str, ...]
-) -> None:
-    deploy()
-    assert PREPARING in deploy(*words, train=())
-    assert started(kube) == ["jobs", "pytorchjobs"]
+    ):
+        assert PREPARING in deploy(*words, train=()), words
+        assert started(kube) == ["jobs", "pytorchjobs"], words
 
 
 def test_the_command_prepare_leaves_the_same_record(

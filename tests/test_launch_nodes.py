@@ -150,7 +150,7 @@ def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
         yield begin
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_survives_a_dead_worker(cluster: Callable, expected: Callable) -> None:
     two = cluster(2)
     os.kill(two.nodes[1].ranks()[0], signal.SIGKILL)

@@ -23,10 +23,8 @@ from tests.slurm_cluster import SlurmCluster
 JOB = ("LAUNCHER=kubernetes", "EXP=test-quick")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "nodes"), [("pytorchjob", 1), pytest.param("trainjob", 2, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "nodes"), [("pytorchjob", 1), ("trainjob", 2)])
 def test_a_quick_run_on_kubernetes(
     place: Path, node: Node, kube: Cluster, kind: str, nodes: int
 ) -> None:

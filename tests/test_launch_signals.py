@@ -80,9 +80,10 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     ),  # a pod waits half a minute for another one
 }
 CASES = [
-    pytest.param(name, marks=[] if name in ("single_node.sh", "torchrun.py") else pytest.mark.slow)
+    pytest.param(name, marks=[] if name == "single_node.sh" else pytest.mark.slow)
     for name in LAUNCHERS
 ]
+LONG_CASE = pytest.param("pod.py --min-nodes", marks=pytest.mark.long)
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def test_several_signals_save_once(
     assert "killed without a save" not in output
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES[:-1], LONG_CASE])
 @pytest.mark.parametrize("before", [(), pytest.param((signal.SIGTERM,), marks=pytest.mark.long)])
 def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
     place: Path, name: str, before: tuple[signal.Signals, ...]

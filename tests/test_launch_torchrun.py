@@ -224,7 +224,7 @@ layout.stop()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--standalone"], []])
+@pytest.mark.parametrize("options", [pytest.param(["--standalone"], marks=pytest.mark.long), []])
 def test_on_one_machine_all_sockets_listen_on_loopback(tmp_path: Path, options: list[str]) -> None:
     (tmp_path / "ranks.py").write_text(LISTENING)
     options = options or ["--master-port", str(free_port())]

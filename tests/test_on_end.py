@@ -220,7 +220,14 @@ def test_the_watchdog_does_not_end_a_rank_that_waits_for_the_command(project: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "killed"), [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "killed"),
+    [
+        (0, 0),
+        (2, 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0), (2, 0), (3, 0), (3, 2))),
+    ],
+)
 def test_a_killed_rank_calls_once(project: Path, ranks: int, killed: int) -> None:
     process = start(project, ranks=ranks)
     pid = find_ranks(project)[killed] if ranks else process.pid
@@ -233,7 +240,7 @@ def test_a_killed_rank_calls_once(project: Path, ranks: int, killed: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stop_signal_to_torchrun_calls_once(project: Path, ranks: int) -> None:
     process = start(project, ranks=ranks)
     process.terminate()
@@ -243,7 +250,7 @@ def test_a_stop_signal_to_torchrun_calls_once(project: Path, ranks: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_rank_whose_torchrun_was_killed_calls_once(project: Path, ranks: int) -> None:
     process = start(project, ranks=ranks)
     process.kill()
@@ -253,11 +260,11 @@ def test_a_rank_whose_torchrun_was_killed_calls_once(project: Path, ranks: int) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_killed_again", [False, True])
+@pytest.mark.parametrize("is_killed_again", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_torchrun_that_restarts_calls_at_the_last_end(project: Path, is_killed_again: bool) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += ["--nproc-per-node=2", "--max-restarts=1"]
-    command = [*torchrun, ROOT / SCRIPT, *TRAIN, "--max-steps", 400, "--ckpt-freq", 5, *ON_END]
+    command = [*torchrun, ROOT / SCRIPT, *TRAIN, "--max-steps", 160, "--ckpt-freq", 40, *ON_END]
     process = start_command(project, command)
     first = find_ranks(project)
     os.kill(first[0], signal.SIGKILL)
@@ -308,7 +315,9 @@ def test_a_launcher_is_not_delayed_beyond_the_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [NOTE, f"{NOTE}; touch called; sleep 500"])
+@pytest.mark.parametrize(
+    "command", [pytest.param(NOTE, marks=pytest.mark.long), f"{NOTE}; touch called; sleep 500"]
+)
 def test_only_the_launcher_of_node_0_calls_and_all_leave_after_it(
     tmp_path: Path, command: str
 ) -> None:
@@ -338,7 +347,7 @@ def test_only_the_launcher_of_node_0_calls_and_all_leave_after_it(
 def test_a_real_launch_calls_once_after_a_kill(project: Path, victim: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "BACKOFF_SECONDS": "0.1"}
     launch = ["bash", ROOT / "launch" / "single_node.sh", "--nproc-per-node", 2, "--"]
-    command = [*launch, *TRAIN, "--max-steps", 300, "--ckpt-freq", 5, *ON_END]
+    command = [*launch, *TRAIN, "--max-steps", 160, "--ckpt-freq", 40, *ON_END]
     process = start_command(project, command, env=environment)
     if victim == "rank":
         os.kill(find_ranks(project)[0], signal.SIGKILL)

@@ -915,6 +915,13 @@ def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
             assert all((ROOT / word).exists() for word in words if word.startswith("launch/"))
 
 
+def test_all_tests_of_this_file_run_together() -> None:
+    """If one of them were slow or long, no command would run all, and none would check the rest."""
+    tests = [value for name, value in globals().items() if name.startswith("test_")]
+    marks = {mark.name for test in tests for mark in getattr(test, "pytestmark", [])}
+    assert not marks & {"slow", "long"}
+
+
 def require_every_remedy(written: list[Path]) -> None:
     """Fail if a place that passes a remedy on is in none of the notes of the tests."""
     rendered = {tuple(place) for path in written for place in json.loads(path.read_text())}

@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ ROOMS = {
     "checkpoints": {"core", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
     "report": {"core", "pages", "train"},
-    "evaluate": {"core", "tokens", "models", "hub", "parallel"},
+    "evaluate": {"core", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
     "train": {
         "core",
         "tokens",
@@ -73,6 +74,29 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
+
+
+def check_each(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
+    """Return a decorator that makes one test of a rule for files, which lists all that break it.
+
+    A test per file and rule would cost more than the rules themselves.
+    """
+
+    def decorate(rule: Callable[[Path], None]) -> Callable[[], None]:
+        def test() -> None:
+            broken = []
+            for path in paths:
+                try:
+                    rule(path)
+                except AssertionError as error:
+                    broken.append(f"{name_of(path)}: {error}")
+            assert not broken, "\n".join(broken)
+
+        test.__name__ = rule.__name__
+        test.__doc__ = rule.__doc__
+        return test
+
+    return decorate
 
 
 @functools.cache
@@ -113,7 +137,7 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
 
 
-@pytest.mark.parametrize("path", LIB, ids=name_of)
+@check_each(LIB)
 def test_imports_go_down_the_rooms_only(path: Path) -> None:
     room = path.relative_to(ROOT / "lib").parts[0]
     allowed = {room, *ROOMS[room]} if room in ROOMS else set()
@@ -124,7 +148,7 @@ def test_imports_go_down_the_rooms_only(path: Path) -> None:
     assert room != "core" or not others & HEAVY
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "launch").rglob("*/*.py")), ids=name_of)
+@check_each(sorted((ROOT / "launch").rglob("*/*.py")))
 def test_packages_of_launch_import_downwards_only(path: Path) -> None:
     package = path.parent.name
     used = {name.split(".")[1] for name in imports(path) if name.split(".")[0] == "launch"}
@@ -159,7 +183,7 @@ def test_no_module_imports_itself_through_others() -> None:
     assert not left, f"among these are circles: {sorted(left)}"
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
+@check_each(CODE)
 def test_only_the_hub_opens_connections(path: Path) -> None:
     found = {name for name in imports(path) if name.split(".")[0] in NETWORK | CLOUD}
     assert (
@@ -176,7 +200,7 @@ def test_rooms_are_those_of_the_design_and_none_is_a_lumber_room() -> None:
     assert not [path for path in tracked() if path.name in ("utils.py", "helpers.py", "misc.py")]
 
 
-@pytest.mark.parametrize("path", [*CODE, *BENCHMARKS], ids=name_of)
+@check_each([*CODE, *BENCHMARKS])
 def test_modules_and_functions_stay_small(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 450 or name_of(path) in TABLES
@@ -247,7 +271,7 @@ def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, kept: s
     assert not [*form.violations(kept)]
 
 
-@pytest.mark.parametrize("path", CODE, ids=name_of)
+@check_each(CODE)
 def test_every_module_and_public_function_says_what_it_is_for(path: Path) -> None:
     tree = parsed(path)
     assert ast.get_docstring(tree)
@@ -303,7 +327,7 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 WITH_COMMANDS = [*DOCUMENTS, ROOT / "Makefile", *STAGES]
 
 
-@pytest.mark.parametrize("path", WITH_COMMANDS, ids=name_of)
+@check_each(WITH_COMMANDS)
 def test_every_command_that_is_shown_can_be_typed(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     if path in STAGES:
@@ -321,7 +345,7 @@ def spans(text: str) -> list[str]:
     return blocks + re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@check_each(DOCUMENTS)
 def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {
         string
@@ -381,7 +405,7 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
 SCRIPTS_ELSEWHERE = {"ORGANIZE_DATA.py", "DATA-HF.py", "MODEL_DOWNLOAD.py", "fsdp1.py"}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@check_each(DOCUMENTS)
 def test_every_path_that_is_named_exists(path: Path) -> None:
     is_ours = re.compile(
         r"(?:lib|docs|tests|launch|benchmarks|\.ci)(?:/[\w./-]*)?"
@@ -405,7 +429,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+@check_each(DOCUMENTS)
 def test_every_link_leads_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", path.read_text(encoding="utf-8"))
     for file, anchor in links:

@@ -143,6 +143,7 @@ def test_dry_run_leaves_nothing(stage, raw, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["raw_text"]
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_byte(stage, tmp_path):
     mixed(tmp_path / "data", 300)
     (tmp_path / "data/big.jsonl").write_text(

@@ -259,7 +259,8 @@ def test_machines_and_workers_give_the_same_bytes(
     assert "rows dropped by --keep-top 0.3" in done.stdout
     one = content(tmp_path / "one")
     digest = hashing.file_digest(models.language_model, "sha256")
-    assert digest in one["report.html"].decode()
+    page = one["report.html"].decode()
+    assert digest in page and "Scores of quality" in page
     for workers in (2, 3):
         stage(*options, "--save-dir", f"n{workers}", "--num-workers", workers)
         assert content(tmp_path / f"n{workers}") == one

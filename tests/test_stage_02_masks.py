@@ -204,7 +204,6 @@ def test_turns_calls_and_results_are_masked_and_calls_stay_valid(stage, tmp_path
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     command = (SCRIPT, "--data-folder", "raw", "--format", "chat")
-    stage(*command, "--save-dir", "plain")
     for name, options in (("out", ()), ("near", ("--dedup", "near"))):
         done = stage(*command, *MASK, *options, "--save-dir", name)
         first, second = read_table(tmp_path / name).select(["messages", "tools"]).to_pylist()
@@ -221,8 +220,8 @@ def test_turns_calls_and_results_are_masked_and_calls_stay_valid(stage, tmp_path
         assert json.loads(turns[1]["tool_calls"]) == [call(masked, "4111111111111111")]
         tool = {"name": "send", "parameters": {"example": "\t<email>"}}
         assert json.loads(first["tools"]) == [{"type": "function", "function": tool}]
-        plain = read_table(tmp_path / "plain").select(["messages", "tools"]).to_pylist()
-        assert second == plain[1]
+        assert [turn["content"] for turn in second["messages"]] == ["Hi", "Hi!"]
+        assert second["tools"] is None
         assert mail not in done.stdout
     summary = json.loads((tmp_path / "out/manifest.json").read_text())["summary"]
     assert summary["masks"]["counts"] == {"email": 6, "phone": 1, "card": 2}

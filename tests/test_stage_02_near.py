@@ -395,7 +395,7 @@ def test_upsampling_repeats_a_row_by_the_size_of_its_cluster(tmp_path, size, cop
 
 
 def test_a_large_text_is_kept_and_written_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.corpus.parts._LARGE_PART", 1000)
+    monkeypatch.setattr("lib.corpus.parts.LARGE_PART", 1000)
     monkeypatch.setattr("lib.corpus.selection.MOST_CHARACTERS", 5000)
     monkeypatch.setattr("lib.corpus.raw_file.LARGE_BYTES", 20_000)
     monkeypatch.setattr("lib.corpus.readers.LARGE_BYTES", 20_000, raising=False)

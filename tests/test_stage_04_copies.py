@@ -149,7 +149,7 @@ def test_without_an_intact_copy_a_lost_run_does_not_start_anew(run: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_run_killed_during_a_copy_catches_up(project: Path, server: S3Server, ranks: int) -> None:
     environment = server.environment()
     server.store.seconds = 0.4  # a copy takes seconds

@@ -181,8 +181,14 @@ def require_figures(project: Path, expected: list[dict[str, float]], name: str =
 
 # Six samples a step as (ranks, per process, accumulation).
 _DIVISIONS = [(1, 6, 1), (2, 1, 3), (3, 2, 1)]
-_SLOW = [
-    pytest.param(family, division, "concat", id=f"{family}, {division[0]} ranks")
+_FURTHER = [
+    pytest.param(
+        family,
+        division,
+        "concat",
+        id=f"{family}, {division[0]} ranks",
+        marks=pytest.mark.slow if division[0] == 2 else pytest.mark.long,
+    )
     for family in MODELS
     for division in _DIVISIONS
     if (family, division[0]) != ("mixtral", 2)
@@ -193,7 +199,7 @@ _SLOW = [
     ("family", "division", "packing_"),
     [
         pytest.param("mixtral", (2, 1, 3), "documents", id="mixtral, 2 ranks, documents"),
-        *(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in _SLOW),
+        *_FURTHER,
     ],
 )
 def test_steps_with_a_balancing_loss_equal_the_reference(

@@ -124,7 +124,7 @@ def test_a_run_that_has_begun_resumes_by_itself(project: Path, tmp_path: Path) -
 @pytest.mark.slow
 def test_a_killed_run_gives_the_same_losses(project: Path) -> None:
     """Before its first save, it reads the weights of the other trainer again."""
-    steps = ("--max-steps", 100, "--resume-from-foreign", "old/offline", "-m", "model")
+    steps = ("--max-steps", 50, "--resume-from-foreign", "old/offline", "-m", "model")
     train(project, "undisturbed", *steps, ranks=2)
     for name, every in (("before a save", 1000), ("after a save", 10)):
         options = (*steps, "--ckpt-freq", every)

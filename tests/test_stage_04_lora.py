@@ -179,7 +179,11 @@ def test_damage_in_a_base_model_with_digests_is_found_in_each_launch(
 
 
 @pytest.mark.parametrize(
-    "saving", [("--ckpt-async", "off"), ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1)]
+    "saving",
+    [
+        ("--ckpt-async", "off"),
+        pytest.param(("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1), marks=pytest.mark.slow),
+    ],
 )
 def test_an_adapter_with_dropout_resumes_bit_for_bit(
     root: Path, saving: tuple[object, ...]

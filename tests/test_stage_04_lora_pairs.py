@@ -128,7 +128,7 @@ def plain(root: Path) -> dict[int, float]:
             ("--compile", "on", "--activation-checkpointing", "selective", "--shard-size", 1),
             "",
             id="compile, selective, replicas",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )

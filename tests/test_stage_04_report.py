@@ -22,7 +22,7 @@ TRAIN = (*SMALL_RUN, "-b", 2, "--lr-scheduler", "constant", "--warmup-steps", 0,
 @pytest.mark.slow
 def test_a_page_that_cannot_be_written_changes_nothing(project: Path) -> None:
     whole = run_stage(
-        SCRIPT, *TRAIN, "-e", "whole", "--max-steps", 12, cwd=project, ranks=2, fresh=True
+        SCRIPT, *TRAIN, "-e", "whole", "--max-steps", 12, cwd=project, ranks=2, pages=True
     )
     page = project / "outputs" / "whole" / "report.html"
     parsed = check_page(page.read_text())
@@ -33,7 +33,7 @@ def test_a_page_that_cannot_be_written_changes_nothing(project: Path) -> None:
     run_stage(SCRIPT, *TRAIN, "-e", "parts", "--max-steps", 8, cwd=project, ranks=2)
     (project / "outputs" / "parts" / "report.html" / "in the way").mkdir(parents=True)
     parts = run_stage(
-        SCRIPT, *TRAIN, "-e", "parts", "--max-steps", 12, cwd=project, ranks=2, fresh=True
+        SCRIPT, *TRAIN, "-e", "parts", "--max-steps", 12, cwd=project, ranks=2, pages=True
     )
     assert (parts.stdout + parts.stderr).count("report.html cannot be written") == 1
     assert losses(project, "parts") == losses(project, "whole")

@@ -220,7 +220,7 @@ def _training(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)]
 )
 def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks: int) -> None:
     """If every step is saved, every row is written at once."""
@@ -321,7 +321,7 @@ def stop(rank: int) -> None:
         ),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_stopped_run_has_all_its_rows(
     project: Path, ranks: int, options: tuple[object, ...]
 ) -> None:

@@ -21,6 +21,7 @@ def events(root: Path, experiment: str) -> list[dict]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_saves_in_the_background_equal_immediate_saves(project: Path) -> None:
     """Both runs save every step, are cut back to step 5, and resume on two ranks."""
     for name, asynchronous in (("behind", "on"), ("at-once", "off")):

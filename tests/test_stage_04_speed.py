@@ -64,7 +64,7 @@ def figures(root: Path, experiment: str) -> list[float]:
         ("--activation-checkpointing", "selective"),
         ("--shard-size", 1),
         pytest.param(
-            ("--compile", "on", "--activation-checkpointing", "selective"), marks=pytest.mark.slow
+            ("--compile", "on", "--activation-checkpointing", "selective"), marks=pytest.mark.long
         ),
     ],
     ids=lambda options: "-".join(map(str, options)),

@@ -29,7 +29,7 @@ def train(root: Path, name: str, *options: object, ranks: int = 0, expect: int =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.long), "documents"])
 def test_the_number_of_ranks_does_not_matter(tmp_path: Path, packing: str) -> None:
     for ranks in (1, 2, 3):
         train(tmp_path, f"on-{ranks}", "--packing", packing, ranks=ranks)

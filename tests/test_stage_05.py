@@ -278,6 +278,10 @@ def test_an_export_during_training_is_of_a_committed_step(project: Path):
     assert not list(project.glob("out*.partial-*"))
 
 
+# Families that differ in kinds of layers; make test-long trains and exports the others.
+UNLIKE_FAMILIES = ("llama", "mixtral", "falcon_7b", "gemma3", "gpt2")
+
+
 def train_and_export_unchanged(
     project: Path, name: str, config: PretrainedConfig, ranks: int
 ) -> str:
@@ -314,7 +318,13 @@ def train_and_export_unchanged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in UNLIKE_FAMILIES else pytest.param(name, marks=pytest.mark.long)
+        for name in FAMILIES
+    ],
+)
 def test_every_family_is_trained_and_exported_unchanged(
     prepared_once: Path, tmp_path: Path, family: str
 ):
@@ -328,7 +338,7 @@ def test_every_family_is_trained_and_exported_unchanged(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_without_an_expert_export_all_experts(
     prepared_once: Path, tmp_path: Path, ranks: int
 ):

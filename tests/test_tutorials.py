@@ -133,7 +133,7 @@ def test_pretraining_on_own_files(typed: Runner) -> None:
     assert "def read(self" in printed[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_conversations_and_then_an_adapter(typed: Runner) -> None:
     printed = [typed(block) for block in blocks("chat.md")]
     assert "'role': 'assistant'" in printed[-1]
@@ -145,7 +145,7 @@ def test_conversations_and_then_an_adapter(typed: Runner) -> None:
     assert (export / "merged/model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_cluster_without_a_network(typed: Runner) -> None:
     project: Path = typed.project  # type: ignore[attr-defined]
     write_corpus(project / "raw_text")

@@ -133,7 +133,7 @@ def list_differences(runs: tuple[RunSummary, RunSummary]) -> list[tuple[str, ...
 
 def _read_facts(root: Path) -> dict[str, Any]:
     """Return the options, inputs, versions and the commit of a run, by their names in the table."""
-    content = journal.read_config(Experiment(root.parent, root.name))
+    content = run_records.read_config(Experiment(root.parent, root.name))
     settled = content.get("settled", {})
     facts = {
         f"--{name.replace('_', '-')}": settled.get(name, value)

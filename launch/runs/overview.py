@@ -165,7 +165,7 @@ def summarise(path: Path, name: str) -> RunSummary:
 
 def read_options(root: Path) -> dict[str, Any]:
     """Return the options of a run that were typed and are not the defaults, by field."""
-    content = journal.read_config(RunFiles(root).experiment)
+    content = run_records.read_config(RunFiles(root).experiment)
     settled = content.get("settled", {})
     defaults = options.to_plain_values(options.Options(**vars(DEFAULTS)))
     values = content.get("options", {})

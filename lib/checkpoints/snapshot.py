@@ -5,7 +5,7 @@ All ranks write their shards, and rank 0 commits. Verify a checkpoint before loa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib.checkpoints import commit, contents
 from lib.checkpoints.commit import Checkpoint
@@ -132,6 +132,30 @@ def load_snapshot(
     if not _restore_random_states(checkpoint.path / commit.RNG, device, rank, ranks):
         torch.manual_seed(record["seed"] + 1_000_003 * checkpoint.step + rank)
         log.info("the number of ranks or the device type has changed: random states are reseeded")
+
+
+def load_weights(
+    checkpoint: Checkpoint, model: nn.Module, added: Set[str], group: dist.ProcessGroup
+) -> None:
+    """Load the weights of a verified checkpoint into a model; all ranks must call this.
+
+    model: sharded or plain, allocated. Values are cast to the dtype of its parameters. added: names
+    of the adapters' parameters, which are all that the checkpoint of a LoRA run contains; empty for
+    other runs. Raises ArtifactError if names or shapes differ.
+    """
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not added or name in added)
+    tensors = contents.name_tensors(model, {})
+    model.requires_grad_(False)
+    reader = StrictReader(checkpoint.path / commit.TENSORS)
+    saved = {
+        name: (tuple(entry.size), tensors[name].dtype if name in tensors else torch.float32)
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if not name.startswith(contents.OPTIMIZER)
+    }
+    require_same_specs(tensors, saved, checkpoint.path)
+    with torch.no_grad(), unwrap_dcp_errors():
+        dcp.load(tensors, storage_reader=reader, process_group=group)
 
 
 def require_same_tensors(tensors: dict[str, Tensor], reader: StrictReader, path: Path) -> None:

@@ -6,11 +6,13 @@ A run may come from anywhere, and a terminal shows its files. Values of the wron
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from lib.core import records
 from lib.core.errors import escape_controls
+from lib.core.paths import Experiment
 
 _TEXTS = {"status", "event", "time", "host", "machine", "born", "id", "copy_error"}
 _COUNTS = {
@@ -24,6 +26,7 @@ _COUNTS = {
     "pid",
     "copied",
 }
+_ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 _LARGEST = 1 << 62  # a larger number is no count of a run, and cannot be formatted
 # Characters that change the text direction, break a line or are invisible.
 _MORE_CONTROLS = {
@@ -60,6 +63,15 @@ def read_state(path: Path) -> dict[str, Any]:
     return _keep_valid(records.read_mapping(path))
 
 
+def read_config(experiment: Experiment) -> dict[str, Any]:
+    """Return the content of config.yaml, empty if the file is missing, torn or invalid."""
+    try:
+        content = records.read_yaml(experiment.config)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and _is_valid_config(content) else {}
+
+
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl or events.jsonl; None if it is torn or has no step."""
     row = records.parse_log_row(line)
@@ -70,6 +82,21 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 def mean_loss(row: dict[str, Any]) -> float:
     """Return the mean loss since the previous row; in a row of an old version, the step's loss."""
     return row.get("train/loss_mean", row["train/loss"])
+
+
+def _is_valid_config(content: dict[str, Any]) -> bool:
+    """Return whether the content of a config.yaml has the types that `write_config` writes."""
+    identity = content.get("identity", {})
+    mappings = [content.get("options", {}), content.get("settled", {}), identity]
+    if isinstance(identity, dict):
+        mappings += [identity.get("options", {}), identity.get("inputs", {})]
+    ids = [content.get(key, "0") for key in ("run", "launch")]  # used in names of directories
+    return (
+        all(isinstance(mapping, dict) for mapping in mappings)
+        and isinstance(content.get("model_dir", ""), str)
+        and isinstance(content.get("launched_by", []), list)
+        and all(isinstance(id_, str) and _ID.fullmatch(id_) for id_ in ids)
+    )
 
 
 def _keep_valid(content: dict[str, Any]) -> dict[str, Any]:

@@ -346,9 +346,16 @@ class RowOptions:
         """Return the names of the splits of the dataset."""
         return (TRAIN, VALIDATION) if self.validation_percent else (TRAIN,)
 
-    def require_used(self) -> None:
-        """Raise UsageError if options have no effect without another one."""
+    def require_consistent(self) -> None:
+        """Raise UsageError if options exclude each other, or have no effect without another one."""
         problems = Problems()
+        given = (("--fields", self.fields), ("--strings", self.strings == "rows"))
+        for name, is_given in given if self.format == CHAT else ():
+            if is_given:
+                problems.add(
+                    f"{name} and --format chat exclude each other",
+                    expected=f"no {name}, because a conversation is kept complete",
+                )
         needed = {}
         if not self.drops_near:
             needed["near_"] = f"--dedup {NEAR}"
@@ -356,6 +363,8 @@ class RowOptions:
             needed["decontaminate_"] = "--decontaminate DIR"
         if not self.extract:
             needed["extract_"] = "--extract"
+        if not self.language:
+            needed["language_"] = "--language all"
         for field in declared.list_fields(RowOptions):
             for prefix, other in needed.items():
                 is_given = getattr(self, field.name) != declared.default_of(field)

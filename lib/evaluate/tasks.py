@@ -35,6 +35,7 @@ CONFIG = "config.json"
 _SMALL_ROOT = Path(__file__).parent / "small"
 _HEADER_KEYS = ("metric", "licence", "source", "description", "delimiter")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+_TAKEN = {"loss", "perplexity", "bits_per_byte"}  # eval/loss/NAME is the loss on a dataset
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 _OLMO_METRICS = {
     "acc_raw": ACCURACY,
@@ -144,6 +145,12 @@ def read_suite(directory: Path, limit: int | None = None) -> list[Task]:
             problems.add(
                 f"{path} cannot name a task",
                 expected="a file name of letters, digits, _, . and -, at most 100",
+            )
+            continue
+        if name in _TAKEN:
+            problems.add(
+                f"{path}: a task cannot be named {name}, since eval/{name} is another figure",
+                hint="rename the file",
             )
             continue
         task = problems.collect(partial(_read_task, name, path))

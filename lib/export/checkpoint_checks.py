@@ -43,7 +43,7 @@ def require_undamaged(checkpoint: commit.Checkpoint, problems: list[str]) -> Non
     remedy = {"hint": "no other checkpoint is complete; stage 04 can train a new one"}
     if other and other.step != checkpoint.step:
         remedy = {
-            "hint": "to export the newest complete one instead:",
+            "hint": "to use the newest complete one instead:",
             "run": commands.as_typed("--step", other.step),
         }
     raise ArtifactError(

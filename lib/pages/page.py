@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from lib.core import run_records
 
 MOST_ROWS = 80  # of a table
-_LONGEST = 400  # bytes of a text, unless a caller allows more
+_LONGEST = 400  # bytes of a text as HTML, unless a caller allows more
+_TORN = re.compile(r"&[^;]*$")  # a character reference that was cut
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 
 
@@ -18,12 +20,19 @@ class Html(str):
 
 
 def escape(text: object, most: int = _LONGEST) -> Html:
-    """Return a text as HTML, cut after `most` bytes, with all control characters visible."""
+    """Return a text as HTML of at most `most` bytes, with all control characters visible.
+
+    A longer text is cut, and a note follows.
+    """
     if isinstance(text, Html):
         return text
-    data = run_records.make_visible(str(text)).encode()
-    rest = f" … ({len(data) - most:,} more bytes)" if len(data) > most else ""
-    return Html(html.escape(data[:most].decode(errors="ignore") + rest))
+    plain = run_records.make_visible(str(text))
+    data = html.escape(plain).encode()
+    if len(data) <= most:
+        return Html(data.decode())
+    shown = _TORN.sub("", data[:most].decode(errors="ignore"))
+    left = len(plain.encode()) - len(html.unescape(shown).encode())
+    return Html(f"{shown} … ({left:,} more bytes)")
 
 
 def tag(name: str, *parts: object, **attributes: str) -> Html:
@@ -32,13 +41,18 @@ def tag(name: str, *parts: object, **attributes: str) -> Html:
     return Html(f"<{name}{words}>" + "\n".join(map(escape, parts)) + f"</{name}>")
 
 
-def table(caption: str, head: Sequence[object], rows: Sequence[Sequence[object]]) -> Html:
-    """Return a table with column headings; the first cell of each row is its heading."""
+def table(
+    caption: str,
+    head: Sequence[object],
+    rows: Sequence[Sequence[object]],
+    most: int = MOST_ROWS,
+) -> Html:
+    """Return a table of at most `most` rows. The first cell of each row is its heading."""
     lines = [tag("tr", *(tag("th", name, scope="col") for name in head))]
-    for first, *others in rows[:MOST_ROWS]:
+    for first, *others in rows[:most]:
         cells = (tag("td", cell) for cell in others)
         lines.append(tag("tr", tag("th", first, scope="row"), *cells))
-    more = f"; {len(rows) - MOST_ROWS:,} more rows are left out" if len(rows) > MOST_ROWS else ""
+    more = f"; {len(rows) - most:,} more rows are left out" if len(rows) > most else ""
     return tag("div", tag("table", tag("caption", caption + more), *lines), class_="scroll")
 
 

@@ -11,25 +11,26 @@ import numpy.typing as npt
 
 from lib.core import units
 from lib.pages.page import Html, escape, tag
+from lib.pages.series import Numbers
 
 COLUMNS = 420  # into which the values between both ends of an axis are merged
-STYLES = 8  # of curves that can be told apart
-_LEFT = 66  # pixels around the axes
-_RIGHT = 16
+STYLES = 16  # of curves that can be told apart
+_LEFT = 66  # pixels around the axes; .chart in style.css has the same
 _TOP = 36
 _BOTTOM = 48
+_TICKS = 4  # of the horizontal axis, whose labels fit a narrow window
 _MOST_MARKS = 60
 _TINY = 1e-30  # for a logarithmic axis, and less
 
-Numbers = npt.NDArray[np.float64]
 Labels = Sequence[tuple[str, Callable[[float], str]]]
 
 
 class Line(NamedTuple):
-    """The least and the largest value in each column, not finite in a column without values.
+    """The least and the largest value in each column; not finite in a column without values.
 
     gaps: columns after which the curve is interrupted. facts: its values in words, by name. form:
     any of the words `faint`, `marked` (values, if they are few), `area` (from `low` to `high`).
+    means: the mean of each column, which a band shows as a line; None for no such line.
     """
 
     label: str
@@ -39,17 +40,18 @@ class Line(NamedTuple):
     facts: Mapping[str, str] = {}
     style: int = 0
     form: str = ""
+    means: Numbers | None = None
 
-    def render(self, path: str, marks: str) -> str:
-        """Return the SVG of the curve, with its label as tooltip."""
+    def render(self, drawing: str) -> str:
+        """Return the SVG of the curve, with its label as tooltip. drawing: paths and marks."""
         title = f"<title>{escape(self.label)}</title>"
-        shown = marks if "marked" in self.form else ""
-        return f'<g class="s{self.style} {self.form}">{title}<path d="{path}"/>{shown}</g>'
+        return f'<g class="s{self.style} {self.form}">{title}{drawing}</g>'
 
     def legend(self) -> Html:
         """Return a short piece of the curve, and its label."""
         path = "M1,1h26v10h-26z" if "area" in self.form else "M1,6h26"
-        piece = self.render(path, '<circle cx="14" cy="6" r="3.5"/>')
+        mark = '<circle cx="14" cy="6" r="3.5"/>' if "marked" in self.form else ""
+        piece = self.render(f'<path d="{path}"/>{mark}')
         swatch = f'<svg class="swatch" aria-hidden="true" width="28" height="12">{piece}</svg>'
         return tag("span", Html(swatch), self.label)
 
@@ -57,13 +59,14 @@ class Line(NamedTuple):
 def draw(
     key: str, title: str, unit: str, form: str, curves: Sequence[Line], end: float, rows: Labels
 ) -> Html:
-    """Return a chart. key: its id. form: any of the words `wide`, `log` and `zero`.
+    """Return a chart as wide as the element around it. key: its id.
 
-    `zero`: the vertical axis begins at 0, as the horizontal one always does. end: value at the end
-    of the horizontal axis. rows: name and format of each row of labels below it.
+    Texts and lines keep their size at any width: places along the horizontal axis are shares of the
+    width between the axes, and each curve lies in a box that is stretched. form: any of the words
+    `wide` (and so also higher), `log` and `zero`. `zero`: the vertical axis begins at 0, as the
+    horizontal one always does. end: value at the end of the horizontal axis. rows: name and format
+    of each row of labels below it.
     """
-    pixels = 2.3 if "wide" in form else 1.0  # of a column
-    width = round(COLUMNS * pixels)
     bottom = 312 if "wide" in form else 232
     low, high = _find_limits(curves, "log" in form, "zero" in form)
     scale: Callable[[npt.ArrayLike], Numbers] = np.log10 if "log" in form else np.asarray
@@ -75,29 +78,29 @@ def draw(
     texts = " ".join(
         f"{curve.label}: {', '.join(map(' '.join, curve.facts.items()))}." for curve in curves
     )
-    size = (_LEFT + width + _RIGHT, bottom + _BOTTOM)
     lines = [
-        f'<svg role="img" aria-labelledby="{key}-t {key}-d" width="{size[0]}" height="{size[1]}" '
-        f'viewBox="0 0 {size[0]} {size[1]}">',
+        f'<svg role="img" aria-labelledby="{key}-t {key}-d" class="chart" width="100%" '
+        f'height="{bottom + _BOTTOM}">',
         f'<title id="{key}-t">{escape(title)}, in {escape(unit)}</title>',
         f'<desc id="{key}-d">{escape(texts, 4000)}</desc>',
-        f'<text x="4" y="14">{escape(unit)}</text>',
+        f'<text x="{4 - _LEFT}" y="14">{escape(unit)}</text>',
     ]
-    for tick in _log_ticks(low, high) if "log" in form else _ticks(low, high, 5):
-        y = float(place(tick))
-        label = units.count(tick) if abs(tick) >= 10_000 else f"{tick:.6g}"
-        lines.append(f'<path class="grid" d="M{_LEFT},{y:.1f}h{width}"/>')
-        lines.append(f'<text class="y" x="{_LEFT - 8}" y="{y + 5:.1f}">{label}</text>')
-    ticks = _ticks(0, end, round(4 * pixels))
-    places = [_LEFT + width * tick / end for tick in ticks]
-    marks = "".join(f"M{x:.1f},{bottom}v5" for x in places)
-    lines.append(f'<path class="axis" d="M{_LEFT},{bottom}h{width}{marks}"/>')
-    for row, (name, show) in enumerate(rows):
-        y = bottom + 20 + 18 * row
-        lines.append(f'<text x="4" y="{y}">{escape(name)}</text>')
-        for x, tick in zip(places, ticks, strict=True):
-            lines.append(f'<text class="x" x="{x:.1f}" y="{y}">{escape(show(tick))}</text>')
-    lines += [_draw_curve(curve, place, pixels) for curve in curves]
+    marks = _log_ticks(low, high) if "log" in form else _ticks(low, high, 5)
+    heights = [float(place(mark)) for mark in marks]
+    for y, mark in zip(heights, marks, strict=True):
+        label = units.count(mark) if abs(mark) >= 10_000 else f"{mark:.6g}"
+        lines.append(f'<text class="y" x="-8" y="{y + 5:.1f}">{label}</text>')
+        lines.append(f'<line class="grid" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
+    for row, (name, _) in enumerate(rows):
+        lines.append(f'<text x="{4 - _LEFT}" y="{bottom + 20 + 18 * row}">{escape(name)}</text>')
+    lines.append(f'<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>')
+    for tick in _ticks(0, end, _TICKS):
+        x = f"{100 * tick / end:.2f}%"
+        lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
+        for row, (_, show) in enumerate(rows):
+            y = bottom + 20 + 18 * row
+            lines.append(f'<text class="x" x="{x}" y="{y}">{escape(show(tick))}</text>')
+    lines += [_draw_curve(curve, place, bottom) for curve in curves]
     return Html("\n".join([*lines, "</svg>"]))
 
 
@@ -132,23 +135,34 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], pixels: float) -> str:
+def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], height: int) -> str:
+    count = len(curve.low)
     columns = np.flatnonzero(np.isfinite(curve.low) & np.isfinite(curve.high))
-    if len(columns) and np.mean(curve.low[columns] < curve.high[columns]) > 0.5:
-        curve = curve._replace(form=curve.form if "area" in curve.form else f"{curve.form} band")
     top = place(curve.high).round(1).tolist()
     bottom = place(curve.low).round(1).tolist()
-    xs = [f"{_LEFT + column * pixels:g}" for column in range(COLUMNS)]
-    path = ""
+    means = top if curve.means is None else place(curve.means).round(1).tolist()
+    is_band = len(columns) and np.mean(curve.low[columns] < curve.high[columns]) > 0.5
+    is_filled = is_band or "area" in curve.form
     gaps = np.flatnonzero(np.diff(np.cumsum(curve.gaps)[columns])) + 1
+    area = ""
+    line = ""
     for piece in (piece.tolist() for piece in np.split(columns, gaps) if len(piece)):
-        points = [(x, top[x]) for x in piece]
-        if "area" in curve.form or "band" in curve.form:  # so that a spike stays visible
-            points += [(x, bottom[x]) for x in reversed(piece)]
-        else:
+        if is_filled:  # so that a spike stays visible
+            edge = [(x, top[x]) for x in piece] + [(x, bottom[x]) for x in reversed(piece)]
+            area += "M" + "L".join(f"{x},{y:g}" for x, y in edge) + "h0"
+        if "area" not in curve.form and (curve.means is not None or not is_band):
             points = [(x, y) for x in piece for y in dict.fromkeys((top[x], bottom[x]))]
-        # `h0` makes a dot of a single point.
-        path += "M" + "L".join(f"{xs[x]},{y:g}" for x, y in points) + "h0"
-    marked = columns.tolist() if len(columns) <= _MOST_MARKS else []
-    marks = (f'<circle cx="{xs[x]}" cy="{top[x]:g}" r="3.5"/>' for x in marked)
-    return curve.render(path, "".join(marks))
+            points = [(x, means[x]) for x in piece] if is_band else points
+            # `h0` makes a dot of a single point.
+            line += "M" + "L".join(f"{x},{y:g}" for x, y in points) + "h0"
+    parts = (
+        [f'<path class="{"sum" if "area" in curve.form else "band"}" d="{area}"/>'] if area else []
+    )
+    parts += [f'<path d="{line}"/>'] if line else []
+    # The middle of a column is at its number.
+    box = f'viewBox="-0.5 0 {count} {height}" preserveAspectRatio="none"'
+    drawing = f'<svg {box} width="100%" height="{height}">{"".join(parts)}</svg>'
+    if "marked" in curve.form and len(columns) <= _MOST_MARKS:
+        for x in columns.tolist():
+            drawing += f'<circle cx="{100 * (x + 0.5) / count:.2f}%" cy="{top[x]:g}" r="3.5"/>'
+    return curve.render(drawing)

@@ -15,11 +15,19 @@ from pathlib import Path
 from lib.core import log, manifest, options, paths, stage
 from lib.core.errors import UsageError
 from lib.pages.svg import COLUMNS, STYLES
-from lib.report.content import compose
-from lib.train.output.run_data import find_axis, read_runs
+from lib.report.content import PageLimits, compose
+from lib.report.run_data import find_axis, read_runs
 
 _LARGEST = 2_000_000  # bytes of a page
-_SAMPLES = (16, 4, 0)  # of a step; fewer if the page is too large
+# A page that is too large gets smaller limits.
+_LIMITS = (
+    PageLimits(samples=16, charts=80, rows=80),
+    PageLimits(samples=4, charts=40, rows=80),
+    PageLimits(samples=0, charts=24, rows=80),
+    PageLimits(samples=0, charts=12, rows=20),
+    PageLimits(samples=0, charts=3, rows=5),
+)
+_MANY = 4  # runs; the curves of more have fewer columns
 
 
 def main(argv: list[str]) -> None:
@@ -30,14 +38,17 @@ def main(argv: list[str]) -> None:
         "--out", type=Path, metavar="FILE", help="the page (default: report.html of the first run)"
     )
     opts = parser.parse(argv)
-    experiments = [paths.existing_experiment(text) for text in opts.runs]
+    named = [paths.existing_experiment(text) for text in opts.runs]
+    by_place = {experiment.root.resolve(): experiment for experiment in reversed(named)}
+    experiments = [e for e in named if by_place[e.root.resolve()] is e]  # each run once
     if missing := [e.root for e in experiments if not (e.config.exists() or e.metrics.exists())]:
         raise UsageError(f"there is no run {missing[0]}", expected="outputs/<exp> of stage 04")
     if len(experiments) > STYLES:
         raise UsageError(f"{len(experiments)} runs", expected=f"at most {STYLES} in one page")
     axis, end = find_axis(experiments)
-    runs = read_runs(experiments, axis, end, COLUMNS)
-    pages = (compose(runs, axis, end, samples) for samples in _SAMPLES)
+    columns = COLUMNS if len(experiments) <= _MANY else COLUMNS // 2
+    runs = read_runs(experiments, axis, end, columns)
+    pages = (compose(runs, axis, end, limits) for limits in _LIMITS)
     text = next(text for text in pages if len(text.encode()) <= _LARGEST)
     path = opts.out or experiments[0].report
     manifest.write_text(path, text)

@@ -3,76 +3,119 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lib.core import units
 from lib.pages.page import Html, escape, page, table, tag
+from lib.pages.series import EXTREMES
 from lib.pages.svg import COLUMNS, STYLES, Line, draw
-from lib.train.output import summary
-from lib.train.output.problems import SHOWN, Problem, find_problems
-from lib.train.output.run_data import TOKENS, RunData, read_samples
+from lib.report import summary
+from lib.report.problems import SHOWN, Problem, find_problems
+from lib.report.run_data import TOKENS, RunData, read_samples
 
 _SAMPLE_BYTES = 2000
 _COLUMNS = ("time", "event", "step")  # of the table of events
 _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/total"]
-# Title, unit, form, main key and other keys (a pattern) of each chart. Several runs show
-# only the main key (or the shortest, which is the mean) and eval/loss.
+# Title, unit, form, main key and other keys (a pattern) of each chart.
 _CHARTS = (
     ("Loss", "nats per token", "wide", "train/loss_mean", "train/loss|eval/loss(/.+)?"),
-    ("Bits per byte", "bits per byte", "", "bits", "eval/(.+/)?bits_per_byte"),
-    ("Accuracy in tasks", "share of the items", "zero", "accuracy", "eval/(.+/)?accuracy"),
+    ("Bits per byte", "bits per byte", "", "eval/bits_per_byte", "eval/.+/bits_per_byte"),
+    ("Accuracy in tasks", "share of the items", "zero", "accuracy", "eval/.+/accuracy"),
     ("Gradient norm", "norm before clipping", "log", "train/grad_norm", ""),
     ("Learning rate", "learning rate", "zero", "train/learning_rate", ""),
     ("Speed", "tokens/s of all ranks", "zero", "perf/tokens_per_sec", ""),
     ("MFU", "share of the peak", "zero", "perf/mfu", ""),
     ("Memory", "GiB", "zero", "memory/max_peak_gib", "memory/(window_peak|current)_gib"),
-    ("Time of a step", "ms per step", "zero", "time/total", ""),
+    ("Time of a step", "ms per step", "zero", "time/total", "|".join(_PHASES)),
 )
 
 
-def compose(runs: Sequence[RunData], axis: str, end: float, samples: int) -> Html:
-    """Return the page about runs. axis, end: see RunData. samples: prompts that are shown."""
+class PageLimits(NamedTuple):
+    """The most prompts of each run, charts, and rows of a table that a page shows."""
+
+    samples: int
+    charts: int
+    rows: int
+
+
+class Panel(NamedTuple):
+    """A chart. id: of its element. curves: the run and the key of each."""
+
+    title: str
+    unit: str
+    form: str
+    id: str
+    curves: list[tuple[RunData, str]]
+
+
+def compose(runs: Sequence[RunData], axis: str, end: float, limits: PageLimits) -> Html:
+    """Return the page about runs. axis, end: see RunData."""
     title = f"Training report: {', '.join(run.name for run in runs)}"
     parts: list[object] = [tag("h1", title)]
-    for run in runs:
-        figures = summary.list_figures(run).items()
-        tiles = [tag("div", tag("dt", name), tag("dd", text)) for name, text in figures]
-        parts.append(tag("p", summary.describe_status(run), class_="lead"))
+    parts += [tag("p", summary.describe_status(run), class_="lead") for run in runs]
+    if len(runs) == 1:
+        figures = summary.list_figures(runs[0]).items()
+        tiles = (tag("div", tag("dt", name), tag("dd", text)) for name, text in figures)
         parts.append(tag("dl", *tiles, class_="tiles"))
-    problems = [_describe_problem(run, each) for run in runs for each in find_problems(run)]
+    else:
+        parts += _compare(runs, "Figures", summary.list_figures, limits.rows)
+    charts = list(_draw_charts(runs, axis, end, limits.charts))
+    events = [_list_events(run, number, limits.rows) for number, run in enumerate(runs, 1)]
+    places = set(re.findall(r' id="([^"]+)"', "".join([*charts, *events])))
+    problems = [
+        _describe_problem(run, number, problem, places)
+        for number, run in enumerate(runs, 1)
+        for problem in find_problems(run)
+    ]
     parts += [tag("h2", "Problems"), tag("ul", *problems) if problems else tag("p", "None found.")]
-    parts += [tag("h2", "Curves"), tag("div", *_draw_charts(runs, axis, end), class_="charts")]
+    parts += [tag("h2", "Curves"), *charts]
     for run in runs:
-        parts += _show_samples(run, samples)
-    sections = []
-    for heading, list_texts in summary.TABLES.items():
-        columns = [list_texts(run) for run in runs]
-        if names := dict.fromkeys(name for column in columns for name in column):
-            rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
-            shown = table("", ["", *(run.name for run in runs)], rows)
-            sections.append(tag("section", tag("h2", heading), shown))
+        parts += _show_samples(run, limits.samples)
+    sections = [
+        tag("section", *shown)
+        for heading, list_texts in summary.TABLES.items()
+        if (shown := _compare(runs, heading, list_texts, limits.rows))
+    ]
     parts.append(tag("div", *sections, class_="charts" if len(runs) < 3 else ""))
-    return page(title, [*parts, tag("h2", "Events"), *map(_list_events, runs)])
+    return page(title, [*parts, tag("h2", "Events"), *events])
 
 
-def _describe_problem(run: RunData, problem: Problem) -> Html:
+def _compare(
+    runs: Sequence[RunData],
+    heading: str,
+    list_texts: Callable[[RunData], Mapping[str, str]],
+    most: int,
+) -> list[Html]:
+    """Return a heading and a table with a column for each run; nothing if all are empty."""
+    columns = [list_texts(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    shown = table("", ["", *(run.name for run in runs)], rows, most)
+    return [tag("h2", heading), shown] if rows else []
+
+
+def _describe_problem(run: RunData, number: int, problem: Problem, places: Container[str]) -> Html:
+    """Return a problem with links to those of its chart and events that are in `places`."""
     links = [("see the chart", problem.chart)] if problem.chart else []
-    links += [(f"event {number}", f"{run.name}-{number}") for number in problem.events[-5:]]
-    words = [tag("a", text, href=f"#{place}") for text, place in links]
+    links += [(f"event {event}", f"event-{number}-{event}") for event in problem.events[-5:]]
+    words = [tag("a", text, href=f"#{place}") for text, place in links if place in places]
     return tag("li", f"{run.name}: {problem.text}", *words)
 
 
-def _list_events(run: RunData) -> Html:
+def _list_events(run: RunData, run_number: int, most: int) -> Html:
     """Return the events of a run except saves, the newest first."""
     rows = []
     for number, event in enumerate(run.events, 1):
         if event.get("event") in SHOWN:
-            mark = tag("span", number, id=f"{run.name}-{number}")
+            mark = tag("span", number, id=f"event-{run_number}-{number}")
             more = [f"{name} {value}" for name, value in event.items() if name not in _COLUMNS]
             rows.append([mark, *(event.get(name, "") for name in _COLUMNS), ", ".join(more)])
-    return table(f"Events of {run.name}, the newest first", ["", *_COLUMNS, "more"], rows[::-1])
+    return table(
+        f"Events of {run.name}, the newest first", ["", *_COLUMNS, "more"], rows[::-1], most
+    )
 
 
 def _show_samples(run: RunData, most: int) -> list[Html]:
@@ -87,55 +130,84 @@ def _show_samples(run: RunData, most: int) -> list[Html]:
     return [tag("h2", f"Samples of {run.name}"), shown] if texts else []
 
 
-def _draw_charts(runs: Sequence[RunData], axis: str, end: float) -> list[Html]:
+def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> Iterator[Html]:
+    """Yield the charts, and a note if there are more than `most`."""
     longest = max(runs, key=lambda run: run.last.get("step", 0))
     places, steps = (np.append(0, longest.series[key].high) for key in (axis, "step"))
     known = np.isfinite(places)
     rows = [("step", lambda x: f"{np.interp(x, places[known], steps[known]):,.0f}")]
     rows = [("tokens", units.count), *rows] if axis == TOKENS else rows
     figures = []
-    for title, unit, form, main, pattern in _CHARTS:
-        curves = [curve for run in runs for curve in _make_curves(runs, run, main, pattern)]
-        if curves:
-            legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
-            caption = tag("figcaption", tag("h3", title), legend)
-            chart = draw(main, title, unit, form, curves, end, rows)
-            values = [[curve.label, *curve.facts.values()] for curve in curves]
-            more = table(unit, ["curve", *summary.EXTREMES], values)
-            details = tag("details", tag("summary", f"Table: {title}"), more)
-            figures.append(tag("figure", caption, chart, details, id=main, class_=form))
-    return figures
+    panels = _list_panels(runs)
+    for panel in panels[:most]:
+        curves = _make_curves(runs, panel)
+        # A faint curve lies below the others.
+        below = sorted(curves, key=lambda curve: curve.form != "faint")
+        chart = draw(panel.id, panel.title, panel.unit, panel.form, below, end, rows)
+        legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
+        values = [[curve.label, *curve.facts.values()] for curve in curves]
+        more = table(panel.unit, ["curve", *EXTREMES], values)
+        details = tag("details", tag("summary", f"Table: {panel.title}"), more)
+        caption = tag("figcaption", tag("h3", panel.title), legend)
+        figures.append(tag("figure", caption, chart, details, id=panel.id, class_=panel.form))
+    yield tag("div", *figures, class_="charts")
+    if len(panels) > most:
+        yield tag("p", f"{len(panels) - most} more charts are left out, to keep the page small.")
 
 
-def _make_curves(runs: Sequence[RunData], run: RunData, main: str, pattern: str) -> list[Line]:
-    """Return the curves of a run in the chart of the key `main`."""
+def _list_panels(runs: Sequence[RunData]) -> list[Panel]:
+    """Return the charts. Those of one run show several keys, those of several runs one key each."""
+    present = {key for run in runs for key, series in run.series.items() if series}
     is_alone = len(runs) == 1
-    is_stacked = is_alone and main == "time/total"
-    matching = sorted(key for key in run.series if re.fullmatch(pattern, key))
-    keys = [key for key in (_PHASES if is_stacked else [main, *matching]) if run.series[key]]
-    if not is_alone:
-        first = main if main in keys else min(keys, key=len, default="")
-        keys = [key for key in keys if key in (first, "eval/loss")]
+    panels = []
+    for title, unit, form, main, pattern in _CHARTS:
+        others = sorted(key for key in present - {main} if re.fullmatch(pattern, key))
+        keys = [main, *others] if main in present else others
+        size = STYLES if is_alone else 1
+        for first in range(0, len(keys), size):
+            some = keys[first : first + size]
+            note = f", {first + 1} to {first + len(some)}" if len(keys) > size else ""
+            name = title + note if is_alone else f"{title}: {keys[first]}"
+            curves = [(run, key) for run in runs for key in some if run.series[key]]
+            place = f"{main}-{first}" if first else main
+            shape = form.replace("wide", "") if first else form
+            panels.append(Panel(name, unit, shape, place, curves))
+    return panels
+
+
+def _make_curves(runs: Sequence[RunData], panel: Panel) -> list[Line]:
+    is_alone = len(runs) == 1
+    if is_alone and panel.id == _PHASES[-1]:
+        return _stack_phases(runs[0])
     curves = []
-    above = np.zeros(COLUMNS)
-    for number, key in enumerate(keys[:STYLES]):
+    for number, (run, key) in enumerate(panel.curves):
         series = run.series[key]
         curve = Line(
-            key if is_alone else f"{run.name}: {key}",
+            key if is_alone else run.name,
             series.low,
             series.high,
             series.gaps,
-            summary.describe_values(run, key),
+            series.describe(),
             style=number if is_alone else runs.index(run),
             form="marked" if key.startswith("eval/") else "",
+            means=series.column_means(),
         )
-        if is_stacked:
-            below = above
-            means = series.column_means()
-            above = np.fmax(means, below) if key == main else below + means
-            label = f"rest of {key}" if key == main else key
-            curve = curve._replace(label=label, low=below, high=above, form="area")
-        elif number and key == "train/loss":
+        if is_alone and number and key == "train/loss":
             curve = curve._replace(style=0, form="faint")
         curves.append(curve)
-    return sorted(curves, key=lambda curve: curve.form != "faint")
+    return curves
+
+
+def _stack_phases(run: RunData) -> list[Line]:
+    """Return the phases of a step as areas above each other; the last one is the rest of it."""
+    curves = []
+    above = np.zeros(COLUMNS)
+    for number, key in enumerate(key for key in _PHASES if run.series[key]):
+        series = run.series[key]
+        means = series.column_means()
+        below = above
+        above = np.fmax(means, below) if key == _PHASES[-1] else below + means
+        label = f"rest of {key}" if key == _PHASES[-1] else key
+        facts = series.describe()
+        curves.append(Line(label, below, above, series.gaps, facts, number, "area"))
+    return curves

@@ -17,9 +17,10 @@ from lib.core.events import Event
 from lib.core.lease import DirectoryHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
+from lib.core.run_records import read_config
 from lib.hub import s3
 from lib.train.config import Config
-from lib.train.output.journal import Journal, is_restart, read_config, read_state
+from lib.train.output.journal import Journal, is_restart, read_state
 
 if TYPE_CHECKING:  # these import torch, which a run that is complete does not wait for
     from lib.checkpoints.checkpointer import Checkpointer

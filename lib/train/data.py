@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
-from lib.core.errors import UsageError
 from lib.evaluate.tasks import Task
 from lib.tokens import build, mixture, packing, readable, store
 from lib.tokens.batches import DataStream, SampleStream
@@ -95,26 +94,10 @@ def prepare_data(
 
     Call this before the process group exists, because it may take hours and collectives would time
     out. Raises UsageError if a tokenizer has more tokens than `vocab_size`, the model's vocabulary,
-    if prompts cannot be used, or if a task has the name of a part of the validation split.
+    or if prompts cannot be used.
     """
     prompts = prepare_prompts(config, inputs)  # first, since the rest may take hours
-    data = replace(_prepare_samples(config, inputs, vocab_size), prompts=prompts, tasks=tasks)
-    _require_distinct_names(data)
-    return data
-
-
-def _require_distinct_names(data: Data) -> None:
-    """Raise UsageError if `eval/NAME/…` could mean both a task and a text of the validation."""
-    parts = {part.name for part in data.held_out if len(data.held_out) > 1}
-    for part in data.held_out:
-        parts |= set(part.text.names) if part.text else set()
-    if common := sorted(parts & {task.name for task in data.tasks}):
-        raise UsageError(
-            f"{units.join_names(common, 8)}: name of a task of --eval-suite and of a source or "
-            "dataset of the validation split",
-            expected="different names, since both name figures eval/NAME/…",
-            hint="rename the file of the task",
-        )
+    return replace(_prepare_samples(config, inputs, vocab_size), prompts=prompts, tasks=tasks)
 
 
 def prepare_prompts(config: Config, inputs: Inputs) -> list[Prompt]:

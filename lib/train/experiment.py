@@ -17,13 +17,14 @@ from lib.core.events import Event
 from lib.core.lease import DirectoryHeld, ExperimentHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
+from lib.core.run_records import read_config
 from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.train.inputs import Inputs
-from lib.train.output.journal import Journal, Launch, read_config
+from lib.train.output.journal import Journal, Launch
 from lib.train.plan import Plan
 from lib.train.previous_run import BOS_PREFIX
 

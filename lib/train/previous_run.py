@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, declared, hashing, log, manifest, paths
+from lib.core import commands, declared, hashing, log, manifest, paths, run_records
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, find_differences, list_differences
@@ -81,7 +81,7 @@ def read_previous(experiment: Experiment) -> dict[str, Any]:
     """
     if not has_checkpoints(experiment):
         return {}
-    recorded = journal.read_config(experiment)
+    recorded = run_records.read_config(experiment)
     if "identity" in recorded:
         return recorded
     checkpoint = commit.find_newest(experiment.checkpoints)
@@ -97,7 +97,9 @@ def find_previous_model(
     returns a prepared model with the same content. earlier_run: see `read_previous`. named: the
     checkpoint that --resume names. Raises ArtifactError if there is no such model either.
     """
-    recorded = earlier_run or journal.read_config(experiment) or (named.commit() if named else {})
+    recorded = (
+        earlier_run or run_records.read_config(experiment) or (named.commit() if named else {})
+    )
     path = recorded.get("model_dir", "")
     fingerprint = recorded.get("identity", {}).get("inputs", {}).get("model")
     model_dir = lookup.find_recorded_model(path, fingerprint, cache_dir)
@@ -199,7 +201,7 @@ def _continue_from(
     own_run = Experiment(config.save_dir, config.experiment_name)
     root = _run_of(checkpoint)
     if has_checkpoints(own_run) or not _has_recorded(
-        journal.read_config(_open_experiment(root)), earlier
+        run_records.read_config(_open_experiment(root)), earlier
     ):
         return "", ""
     words = ("--config", root / "config.yaml", "-e", own_run.root, "--resume", checkpoint)
@@ -226,7 +228,7 @@ def _continue_run(
     The options in its config.yaml work if they still name the run's original inputs. They no
     longer work if an input was replaced under the same name, or if a later launch recorded others.
     """
-    record = journal.read_config(_open_experiment(where))
+    record = run_records.read_config(_open_experiment(where))
     recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
@@ -321,7 +323,7 @@ def require_usable_directory(
     if (
         not experiment.is_empty()
         and not has_checkpoints(experiment)
-        and "identity" not in journal.read_config(experiment)
+        and "identity" not in run_records.read_config(experiment)
     ):
         raise UsageError(
             f"{experiment.root} exists and is not an experiment (no config.yaml of one)",

@@ -195,6 +195,18 @@ def format_texts(samples: Iterable[PromptSample]) -> dict[str, str]:
     return texts
 
 
+def list_texts(samples: Iterable[PromptSample]) -> list[tuple[str, str, str]]:
+    """Return prompt, kind and text of each sample, with control characters shown."""
+    return [
+        (
+            readable.escape_controls(sample.prompt),
+            sample.kind,
+            readable.escape_controls(sample.text),
+        )
+        for sample in samples
+    ]
+
+
 def describe_sample(sample: PromptSample) -> str:
     """Return a sample on one line for the log, with both texts shortened."""
     texts = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
@@ -11,8 +13,11 @@ from lib.core.errors import UsageError
 from lib.evaluate import tasks as task_files
 from lib.evaluate.tasks import Task
 from lib.tokens.build import require_vocabulary
+from lib.tokens.columns import TEXT
 from lib.tokens.encode import Encoder
-from lib.train.config import Config
+from lib.tokens.mixture import Corpus, name_corpora
+from lib.tokens.text_bytes import name_sources
+from lib.train.config import DEFAULTS, Config
 
 if TYPE_CHECKING:  # imports torch, which bad tasks are reported before
     from pathlib import Path
@@ -24,19 +29,25 @@ if TYPE_CHECKING:  # imports torch, which bad tasks are reported before
     from lib.parallel.layout import ParallelLayout
     from lib.train.plan import Plan
 
+_VALIDATION = "validation"
 _SHOWN = 6  # tasks in a line of the log
 
 
-def read_tasks(config: Config) -> list[Task]:
+def read_tasks(config: Config, corpora: Sequence[Corpus]) -> list[Task]:
     """Return the tasks of --eval-suite, [] without it.
 
-    Raises UsageError or ArtifactError with all problems of the suite.
+    corpora: those of the run. Raises UsageError or ArtifactError with all problems of the suite, or
+    if a task has the name of a part of the validation split.
     """
     if not config.eval_suite:
+        _warn_about_best(config, config.eval_freq)
         return []
     directory = task_files.find_suite(config.eval_suite, config.cache_dir)
     tasks = task_files.read_suite(directory, config.suite_limit)
     _require_key(config, directory, tasks)
+    _require_distinct_names(tasks, corpora)
+    is_of_suite = config.best_by.split("/")[1] in {task.name for task in tasks}
+    _warn_about_best(config, config.suite_freq if is_of_suite else config.eval_freq)
     log.info(
         f"suite: {directory}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
@@ -52,6 +63,43 @@ def _require_key(config: Config, directory: Path, tasks: Iterable[Task]) -> None
         raise UsageError(
             f"--best-by {config.best_by} is no figure of {directory}",
             expected=", ".join(keys),
+        )
+
+
+def _require_distinct_names(tasks: Iterable[Task], corpora: Sequence[Corpus]) -> None:
+    """Raise UsageError if `eval/NAME/…` could mean both a task and a text of the validation."""
+    held_out = [corpus.dataset for corpus in corpora if _VALIDATION in corpus.dataset.splits]
+    parts = set(name_corpora(corpora)) if len(held_out) > 1 else set()
+    for dataset in held_out:
+        if dataset.format == TEXT and dataset.has_sources(_VALIDATION):
+            parts |= set(name_sources(partial(dataset.sources, _VALIDATION))[0])
+    if common := sorted(parts & {task.name for task in tasks}):
+        raise UsageError(
+            f"{units.join_names(common, 8)}: name of a task of --eval-suite and of a source or "
+            "dataset of the validation split",
+            expected="different names, since both name figures eval/NAME/…",
+            hint="rename the file of the task",
+        )
+
+
+def _warn_about_best(config: Config, every: int) -> None:
+    """Warn if --best-by is measured at steps that have no checkpoint.
+
+    every: steps between its measurements; 0 if only the last step has it.
+    """
+    if config.best_by == DEFAULTS.best_by or log.rank() != 0:
+        return
+    if not every:
+        log.warn(
+            f"only the checkpoint of the last step can be the best by {config.best_by}, which is "
+            "not measured before (--suite-freq and --eval-freq are the steps between measurements)"
+        )
+    elif every % config.ckpt_freq:
+        common = math.lcm(every, config.ckpt_freq)
+        log.warn(
+            f"only checkpoints of every {common:,} steps and of the last step can be the best by "
+            f"{config.best_by}: it is measured every {every:,} steps, and --ckpt-freq is "
+            f"{config.ckpt_freq:,}"
         )
 
 

@@ -205,6 +205,11 @@ def test_the_highest_scores_are_found_without_sorting(kept, first, tmp_path, mon
     assert threshold.score == values[best[-1]]
 
 
+def test_scores_are_counted_in_bins():
+    counts = top_scores.count_bins(np.array([0, 0.04, 0.05, 0.5, 1, 1.00001], np.float32))
+    assert counts.tolist() == [2, 1, *[0] * 8, 1, *[0] * 8, 2]
+
+
 def test_the_share_of_rows_is_rounded():
     counts = [top_scores.count_kept(rows, share) for rows, share in ((30, 0.1), (3, 0.5), (4, 0.1))]
     assert counts == [3, 2, 1]

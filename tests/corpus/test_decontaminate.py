@@ -50,7 +50,7 @@ def check(
 def count_shares(test_index: Index, text: str) -> list[float]:
     """Return the shares of all questions that a text contains at least a part of."""
     grams = matching.hash_batch(RowBatch([RowText([text])]))
-    return [round(share, 4) for share in matching.find_hits(test_index, grams, 0).shares.tolist()]
+    return [round(share, 4) for share in matching.find_hits(test_index, grams, 0.0).shares.tolist()]
 
 
 def list_reference_share(question: str, text: str) -> float:
@@ -71,6 +71,7 @@ def list_reference_share(question: str, text: str) -> float:
         (HAN, "。".join(HAN[i : i + 20] for i in range(0, 60, 20))),
         (THAI, THAI),
     ],
+    ids=["case", "quoted", "words", "accents", "Han", "Han with punctuation", "Thai"],
 )
 def test_a_copy_is_found_whatever_its_case_punctuation_and_script(question, copy):
     copy = copy or question.upper().replace("E\u0301T\u00c9", "\u00e9te\u0301")
@@ -106,9 +107,9 @@ def test_instructions_that_questions_share_do_not_count():
     closing = "Answer with one letter only, and do not explain why you have chosen it."
     own = [make_words(25) for _ in range(12)]
     innocent = f"{instruction} {make_words(40)} {closing}"
-    for changed in (0, 1):  # with one different question, no word is common to all of them
-        texts = [f"{instruction} {text} {closing}" for text in own]
-        texts[:changed] = [make_words(25)] * changed
+    for first in (own[0], make_words(25)):  # the second: no word is common to all questions
+        texts = [f"{instruction} {text} {closing}" for text in [first, *own[1:]]]
+        texts[0] = texts[0] if first == own[0] else first
         test_index = make_index(one=texts)
         assert test_index.sizes.tolist() == [18] * 12  # of 25 words
         verdict, _ = check(test_index, innocent, f"{make_words(9)} {own[3]}")
@@ -149,7 +150,8 @@ def test_frequent_n_grams_are_ignored_and_their_questions_named():
     verdict, hits = check(final, quoted, mixed)
     assert verdict.dropped.tolist() == [False, True]
     assert set(hits.sets["one"].questions) == {2, 3}
-    assert index.ignore_frequent(test_index, is_frequent & False, Frequent(5)).frequent.rows == 5
+    nothing = np.zeros_like(is_frequent)
+    assert index.ignore_frequent(test_index, nothing, Frequent(5)).frequent.rows == 5
 
 
 def test_a_stored_index_finds_the_same(tmp_path):

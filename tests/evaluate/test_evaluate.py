@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lib.core import manifest
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_stage
 from tests.models.families import FAMILIES
 from tests.training import VOCABULARY, save_model, save_tokenizer, write_corpus
 
@@ -49,18 +50,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluate(
     place: Path, *arguments: object, ranks: int = 0, expect: int = 0
 ) -> subprocess.CompletedProcess:
-    """Run the command in a directory, with torchrun if `ranks` is not 0."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *(torchrun if ranks else []), "-m", "lib.evaluate"]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
+    """Run the command in a directory as a fork; its ranks have the variables of torchrun."""
+    return run_stage("lib/evaluate/__main__.py", *arguments, cwd=place, ranks=ranks, expect=expect)
+
+
+def evaluate_with_torchrun(place: Path, *arguments: object) -> None:
+    """Run the command as a user types it, on two ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [sys.executable, *torchrun, "-m", "lib.evaluate", *map(str, arguments)],
         cwd=place,
+        check=True,
         capture_output=True,
-        text=True,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == expect, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
-    return done
 
 
 def read_values(place: Path, name: str = "results.json") -> dict[str, dict[str, Any]]:
@@ -144,22 +147,25 @@ def test_families(place: Path, tmp_path: Path, family: str) -> None:
     save_model(tmp_path / "model", FAMILIES[family](VOCABULARY))
     suite = ("--suite", place / "suite", "--limit", 3)
     evaluate(tmp_path, "model", *suite, "--json", "one.json")
-    evaluate(tmp_path, "model", *suite, "--json", "two.json", ranks=2)
+    if family == "gpt2":
+        evaluate_with_torchrun(tmp_path, "model", *suite, "--json", "two.json")
+    else:
+        evaluate(tmp_path, "model", *suite, "--json", "two.json", ranks=2)
     assert read_values(tmp_path, "one.json") == read_values(tmp_path, "two.json")
 
 
-def test_a_run_stands_for_its_newest_export_and_what_lacks_weights_is_refused(
+def test_a_run_without_checkpoints_stands_for_its_newest_export(
     place: Path, tmp_path: Path
 ) -> None:
     from lib.core.errors import ArtifactError, UsageError
     from lib.core.paths import Experiment
-    from lib.evaluate import open_model
+    from lib.evaluate.open_model import find_source
 
     run = Experiment(tmp_path, "exp")
     run.model.mkdir(parents=True)
     with pytest.raises(ArtifactError) as caught:
-        open_model.find_directory(str(run.root), tmp_path)
-    assert "05_export_checkpoint.py" in caught.value.run
+        find_source(str(run.root), tmp_path, None, None)
+    assert "no checkpoint and no export" in str(caught.value)
     for step, name in ((20, "final"), (10, "step_00000010")):
         export = run.exports / name
         save_model(export)
@@ -174,12 +180,31 @@ def test_a_run_stands_for_its_newest_export_and_what_lacks_weights_is_refused(
             files=files,
             summary={"step": step},
         )
-    assert open_model.find_directory(str(run.root), tmp_path) == run.exports / "final"
+    source = find_source(str(run.root), tmp_path, None, None)
+    assert (source.path, source.checkpoint) == (run.exports / "final", None)
     (run.exports / "final" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError):
-        open_model.find_directory(str(run.root), tmp_path)
+        find_source(str(run.root), tmp_path, None, None)
     with pytest.raises((ArtifactError, UsageError)):
-        open_model.find_directory("nothing", tmp_path)
+        find_source("nothing", tmp_path, None, None)
+
+
+def test_texts_that_cannot_be_scored_are_reported_before_the_weights_are_read(
+    place: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(place / "model", tmp_path / "model")
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
+        if (path := tmp_path / "model" / name).exists():
+            content = json.loads(path.read_text())
+            for key in ("bos_token", "eos_token", "bos_token_id", "eos_token_id"):
+                content.pop(key, None)
+            path.write_text(json.dumps(content))
+    weights = tmp_path / "model" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[16:40] = b"x" * 24  # the header
+    weights.write_bytes(data)
+    done = evaluate(tmp_path, "model", "--suite", place / "suite", expect=2)
+    assert "has neither BOS nor EOS" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> None:
@@ -187,3 +212,5 @@ def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> N
     (tmp_path / "suite" / "bad.jsonl").write_text('{"context": 1}\n')
     done = evaluate(tmp_path, "missing", "--suite", "suite", expect=2)
     assert "line 1" in done.stderr and "Traceback" not in done.stderr
+    done = evaluate(tmp_path, "missing", "--json", "suite", expect=2)
+    assert "suite is a directory" in done.stderr and "Traceback" not in done.stderr

@@ -140,6 +140,13 @@ def test_all_problems_of_all_files_are_reported_with_their_lines(tmp_path: Path)
         assert expected in text
 
 
+@pytest.mark.parametrize("name", ["loss", "perplexity", "bits_per_byte"])
+def test_a_task_cannot_have_the_name_of_another_figure(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.jsonl").write_text('{"context": "a", "answer": "b"}\n')
+    with pytest.raises(UsageError, match=f"a task cannot be named {name}"):
+        tasks.read_suite(tmp_path)
+
+
 def test_a_damaged_file_is_no_bad_usage(tmp_path: Path) -> None:
     whole = gzip.compress(json.dumps(CHOICE).encode() * 100)
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])

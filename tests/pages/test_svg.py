@@ -1,4 +1,4 @@
-# covers: lib/pages/svg.py, lib/pages/page.py, lib/pages/style.css
+# covers: lib/pages/svg.py, lib/pages/series.py, lib/pages/page.py, lib/pages/style.css
 """Charts and pages without a run: hostile numbers and texts, gaps, and a strict check of HTML."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from lib.pages import page, svg
 from lib.pages.svg import COLUMNS, Line
 
-VOID = {"meta", "path", "circle"}
+VOID = {"meta", "path", "line", "circle"}
 HOSTILE = "</svg><script>alert(1)</script>\u202e\x1b[31m\ud800&\"'"
 
 
@@ -63,7 +63,7 @@ def check_page(text: str) -> StrictParser:
     assert parser.headings[0] == 1 and parser.headings.count(1) == 1
     steps = zip(parser.headings, parser.headings[1:], strict=False)
     assert all(after <= before + 1 for before, after in steps), "a level of headings is skipped"
-    assert text.count("<svg role=") == text.count("<desc id=") == text.count('-d" width')
+    assert text.count("<svg role=") == text.count("<desc id=") == text.count('-d" class="chart"')
     assert text.count("<th>") == 0, "each heading of a table has a scope"
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     return parser
@@ -90,7 +90,7 @@ def draw(*curves: Line, form: str = "", end: float = 1000.0) -> str:
 
 def test_a_gap_interrupts_a_line_and_a_single_point_is_a_dot() -> None:
     chart = draw(make_curve({0: 1.0, 1: 2.0, 5: float("nan"), 7: 3.0, 9: float("inf")}))
-    (path,) = re.findall(r'<path d="(M[^"]*)"/></g>', chart)
+    (path,) = re.findall(r'<path d="(M[^"]*)"/>', chart)
     first, second = path[1:].split("M")
     assert first.count("L") == 1 and second.count("L") == 0 and second.endswith("h0")
 
@@ -126,7 +126,7 @@ def test_any_numbers_give_a_chart(values: dict[int, float], form: str) -> None:
 def test_an_area_lies_between_its_edges() -> None:
     upper = make_curve({0: 2.0, 1: 2.0}, form="area")
     chart = draw(upper._replace(low=np.where(np.isfinite(upper.low), 1.0, np.inf)), form="zero")
-    (path,) = re.findall(r'<path d="(M[^"]*)"/></g>', chart)
+    (path,) = re.findall(r'<path class="sum" d="(M[^"]*)"/>', chart)
     assert len({point.split(",")[1] for point in path[1:-2].split("L")}) == 2
 
 
@@ -138,6 +138,8 @@ def test_hostile_text_is_shown_and_does_nothing() -> None:
 
 
 def test_long_texts_and_tables_are_cut_and_say_so() -> None:
-    assert page.escape("ä" * 10, 9) == "ääää … (11 more bytes)"
+    assert page.escape("ä" * 10, 9) == "ääää … (12 more bytes)"
+    assert page.escape('"a' * 3, 15) == "&quot;a&quot;a … (2 more bytes)"
+    assert page.escape("&" * 9, 44) == "&amp;" * 8 + " … (1 more bytes)"
     assert "80 rows" not in (text := page.table("all", ["n"], [[n] for n in range(100)]))
     assert text.count("<tr>") == 81 and "20 more rows are left out" in text

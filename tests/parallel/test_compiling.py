@@ -12,9 +12,8 @@ from tests.conftest import run_stage
 from tests.parallel.failing_parts import STEPS
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_failing_loss_and_update_leave_the_blocks_compiled(tmp_path: Path, ranks: int) -> None:
     """This holds with `--compile on` and if one rank alone fails; no rank waits for another."""
     run_stage("tests/parallel/failing_parts.py", tmp_path, cwd=tmp_path, ranks=ranks, timeout=100)

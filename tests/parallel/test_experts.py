@@ -493,7 +493,7 @@ def test_memory_estimates_trace_our_function(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("gpt_oss", marks=pytest.mark.long)])
 def test_any_number_of_ranks_trains_mixtures_alike(project: Path, family: str) -> None:
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()

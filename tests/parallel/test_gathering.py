@@ -14,8 +14,9 @@ BLOCKS = ["0", "1", "2"]
 ALL = ["embedding", *BLOCKS, "head"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 4))]
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (3, 4))]
 )
 def test_weights_that_may_stay_gathered_are_gathered_once(tmp_path: Path, ranks: int) -> None:
     """Backward gathers neither the embedding nor the last block, with which it begins.

@@ -100,7 +100,7 @@ def test_a_rank_may_prepare_longer_than_the_heartbeat_timeout(launch):
     assert [one.wait() for one, _ in life] == [[0], [0]]
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_lost_while_preparing_is_named(launch, lost: int):
     life = launch(*(30 if rank == lost else 0.1 for rank in range(2)))
     wait_for("begun", life[lost][1])

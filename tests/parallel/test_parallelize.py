@@ -229,9 +229,8 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
     ] == [True, False, True, True, False, False]
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 2, 3, 4)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -> None:
     """With a power of two of ranks every bit is the same, in each precision and with replicas."""
     run_stage("tests/parallel/summing.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
@@ -275,9 +274,8 @@ def test_only_replicas_of_one_gpu_average(
     assert parallelize.gradient_divisor(mesh) == divisor
 
 
-@pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_optimizers_scale_sharded_gradients(tmp_path: Path, ranks: int) -> None:
     """The result is that of `clip`, with replicas, offload and the loss scale of fp16.
 

@@ -105,7 +105,8 @@ def test_blocks_of_8_bit_moments_are_not_split(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
+@pytest.mark.parametrize("compiled", ["off", pytest.param("on", marks=pytest.mark.long)])
+def test_experts_on_several_ranks_train_as_on_one(project: Path, compiled: str) -> None:
     """Losses and exports are equal, also after a resume on another number of ranks."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
@@ -122,7 +123,7 @@ def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
         "-b",
         2,
         "--compile",
-        "on",
+        compiled,
         "--activation-checkpointing",
         "selective",
         *common,
@@ -168,6 +169,9 @@ def test_experts_on_several_ranks_train_as_on_one(project: Path) -> None:
 
 def train_on_two_meshes(code: Path, optimizer: str, ranks: int, file: Path) -> dict[str, Any]:
     """Return the figures of ranks that run a copy of the code, see two_meshes.py."""
+    if code == ROOT:
+        run_stage("tests/parallel/two_meshes.py", file, optimizer, cwd=code, ranks=ranks)
+        return json.loads(file.read_text("utf-8"))
     words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = str(ROOT / "tests/parallel/two_meshes.py")
     done = subprocess.run(

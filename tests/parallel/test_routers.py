@@ -268,7 +268,7 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
     [
         ("mixtral", ""),
         pytest.param("mixtral", "aot_eager_decomp_partition", marks=pytest.mark.slow),
-        pytest.param("mixtral", "inductor", marks=pytest.mark.slow),
+        pytest.param("mixtral", "inductor", marks=pytest.mark.long),
         ("deepseek_v3", ""),
         pytest.param("deepseek_v3", "aot_eager_decomp_partition", marks=pytest.mark.slow),
     ],

@@ -86,12 +86,12 @@ def case(**changes: Any) -> StepConfig:
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        ("llama", 0),
-        pytest.param("phi", 0, marks=pytest.mark.slow),
+        pytest.param("llama", 0, marks=pytest.mark.slow),
         pytest.param("llama", 4, marks=pytest.mark.slow),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in (
+                ("phi", 0),
                 ("qwen2", 0),
                 ("mistral", 0),
                 ("gemma3", 0),

@@ -296,10 +296,10 @@ def mesh_of_one_rank() -> Iterator[DeviceMesh]:
     ("changes", "rank"),
     [
         ({"recompute": "selective"}, 0),
-        ({"accumulates": True}, 8),
         *(
             pytest.param(changes, rank, marks=pytest.mark.slow)
             for changes, rank in (
+                ({"accumulates": True}, 8),
                 ({"precision": "fp32", "accumulates": True}, 0),
                 ({"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}, 0),
                 ({"precision": "fp32", "recompute": "selective"}, 4),
@@ -485,7 +485,7 @@ def test_a_plan_for_more_gpus_than_the_data_fills_is_printed(project: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_takes_the_estimated_memory(project: Path, ranks: int) -> None:
     model = project / "larger"
     LlamaConfig(

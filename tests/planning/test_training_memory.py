@@ -51,6 +51,7 @@ def test_both_stages_estimate_the_same(tmp_path: Path, config: PretrainedConfig)
     assert memory.per_gpu[1] > 3 * memory.per_gpu[8] and set(memory.per_gpu) == {1, 8, 64}
 
 
+@pytest.mark.slow
 def test_experts_are_shared_by_more_ranks_than_experts(tmp_path: Path) -> None:
     """Mixtral 8x7B fits on 16 GPUs of 80 GB, but would not with one expert per rank."""
     MixtralConfig().save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-# covers: lib/report/__main__.py, lib/report/content.py, lib/train/output/summary.py
+# covers: lib/report/__main__.py, lib/report/content.py, lib/report/summary.py
 """The page of one or more runs, from the files that they leave."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import UsageError
+from lib.pages.svg import COLUMNS
 from lib.report.__main__ import main
 from tests.conftest import ROOT
 from tests.pages.test_svg import HOSTILE, StrictParser, check_page
@@ -55,7 +56,7 @@ def test_the_page_of_a_run_says_what_it_did(tmp_path: Path) -> None:
     assert "1 restart, 2 skipped steps" in text
     assert "The validation loss was lowest at step" in text and "--step best" in text
     assert "left the weights unchanged. The last reason: NaN. event 2" in text
-    assert {"#exp-2", "#exp-3", "#train/loss_mean"} <= {*parsed.links}
+    assert {"#event-1-2", "#event-1-3", "#train/loss_mean"} <= {*parsed.links}
     for key in ("eval/loss", "train/grad_norm", "perf/mfu", "time/forward", "memory/current_gib"):
         assert f"{key}: last" in text, key
     assert "nats per token" in text and "tokens/s of all ranks" in text and "GiB" in text
@@ -85,45 +86,67 @@ def test_runs_are_laid_over_each_other(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a" / "exp", make_rows(300), EVENTS)
     rows = [row | {"train/tokens_seen": 4096 * row["step"]} for row in make_rows(100)]
     second = write_run(tmp_path / "b" / "exp", rows, options={"lr": 0.25})
-    parsed = report(first, second, out=tmp_path / "both.html")
-    assert f"{first}: train/loss_mean" in parsed.text
-    assert f"{second}: train/loss_mean" in parsed.text
-    assert "time/forward" not in parsed.text, "several runs show no phases"
+    parsed = report(first, second, first / ".." / "exp", out=tmp_path / "both.html")
+    assert parsed.text.count(f"{first} is complete") == 1, "a run that is named twice counts once"
     assert not (first / "report.html").exists()
     page = (tmp_path / "both.html").read_text()
-    ends = [
-        re.findall(rf'class="s{n} "><title>[^<]*loss_mean</title><path d="[^"]*L([\d.]+),', page)
-        for n in (0, 1)
-    ]
-    assert float(ends[0][0]) == pytest.approx(66 + 966 * 3 / 4, abs=3), "300 of 400 K tokens"
-    assert float(ends[1][0]) == pytest.approx(66 + 966, abs=3)
+    for key in ("train/loss_mean", "train/grad_norm", "memory/current_gib", "time/forward"):
+        legend = page.partition(f": {key}</h3>")[2].partition("</figure>")[0]
+        assert f"</svg>\n{first}</span>" in legend and f"</svg>\n{second}</span>" in legend, key
+    page = page.partition("<h2>Curves</h2>")[2].partition("</figure>")[0]
+    drawn = re.findall(r'class="s([01]) "><title>[^<]*</title>.*<path d="[^"]*L(\d+),', page)
+    ends = {int(style): int(column) for style, column in drawn}
+    assert ends[0] == pytest.approx(COLUMNS * 3 / 4, abs=3), "300 of 400 K tokens"
+    assert ends[1] == pytest.approx(COLUMNS, abs=3)
 
 
-def test_hostile_files_are_shown_and_do_nothing(tmp_path: Path) -> None:
+def test_each_of_many_runs_has_a_style_of_its_own(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / f"run {n}" / "a'\"b", make_rows(60)) for n in range(16)]
+    report(*runs, out=tmp_path / "all runs.html")
+    page = (tmp_path / "all runs.html").read_text()
+    styles = re.findall(r"\.(s\d+) \{ --c: var\((--\d)\)(; stroke-dasharray: [\d ]+)? \}", page)
+    assert len(styles) == len({dashes for _, _, dashes in styles}) == 16, "not by colour alone"
+    for name, _, _ in styles:
+        assert f'class="{name} "' in page
+
+
+def write_hostile_run(root: Path, text: str = HOSTILE) -> Path:
+    """Write a run whose files are as large and odd as they may be."""
     rows = make_rows(30)
     rows[3] |= {"train/loss": "text", "train/grad_norm": None, "eval/loss": [1], "time/data": 1e300}
-    rows[4] |= {f"eval/{HOSTILE}{n}/bits_per_byte": float(n) for n in range(300)}
+    rows[4] |= {f"eval/{text}{n}/bits_per_byte": float(n) for n in range(300)}
     rows[5] |= {"train/tokens_seen": -5, "perf/mfu": 10**400, "memory/total_gib": 0.0}
     events = [
-        {"event": "failed", "step": n, "time": HOSTILE, "reason": HOSTILE, "ranks": HOSTILE}
+        {"event": "failed", "step": n, "time": text, "reason": text, "ranks": text}
         for n in range(300)
     ]
     samples = [
-        {"step": n, "prompt": [HOSTILE] * 300, "text": HOSTILE * 3000, "kind": {"a": HOSTILE}}
+        {"step": n, "prompt": [text] * 300, "text": text * 3000, "kind": {"a": text}}
         for n in range(5)
-    ] + [{"step": 9, "prompt": f"{n}{HOSTILE}", "text": HOSTILE * 500} for n in range(90)]
-    options = {f"option{n}": HOSTILE * 100 for n in range(90)}
-    name = "e<b>&"
-    run = write_run(tmp_path / name, rows, events, samples, options)
+    ] + [{"step": 9, "prompt": f"{n}{text}", "text": text * 500} for n in range(90)]
+    options = {f"option{n}": text * 100 for n in range(90)}
+    run = write_run(root / "e<b>&", rows, events, samples, options)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('[1]\n7\n{"step": true}\n{"step": 1e5}\n' + "[" * 9999 + '\n{"step": 31, "tr')
     state = {"status": HOSTILE, "step": "x", "total_steps": -1, "memory_estimate_gib": "y"}
     (run / "state.json").write_text(json.dumps(state))
+    return run
+
+
+def test_hostile_files_are_shown_and_do_nothing(tmp_path: Path) -> None:
+    run = write_hostile_run(tmp_path)
     parsed = report(run)
     assert "<script>alert(1)</script>\\u202e" in parsed.text
     assert "more rows are left out" in parsed.text
-    runs = [write_run(tmp_path / str(n) / name, rows, events, samples, options) for n in range(8)]
-    report(*runs, out=tmp_path / "out.html")
+    report(run, write_hostile_run(tmp_path / "other"), out=tmp_path / "out.html")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [HOSTILE, '"' * 40])
+def test_the_page_of_many_hostile_runs_stays_small(tmp_path: Path, text: str) -> None:
+    runs = [write_hostile_run(tmp_path / str(n), text) for n in range(16)]
+    parsed = report(*runs, out=tmp_path / "out.html")
+    assert "more charts are left out, to keep the page small" in parsed.text
 
 
 def test_a_run_without_rows_with_one_row_or_with_old_rows_has_a_page(tmp_path: Path) -> None:
@@ -147,7 +170,7 @@ def test_runs_of_an_earlier_version_have_a_page(tmp_path: Path) -> None:
     runs = sorted((tmp_path / "outputs").iterdir())
     for run in runs:
         assert "Table: Loss" in report(run).text
-    assert f"{runs[0].name}: train/loss" in report(*runs, out=tmp_path / "all.html").text
+    assert "Loss: train/loss" in report(*runs, out=tmp_path / "all.html").text
 
 
 def test_gaps_are_problems_and_a_torn_line_is_not(tmp_path: Path) -> None:
@@ -186,8 +209,8 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "exp", make_rows(3))
     with pytest.raises(UsageError, match="there is no run"):
         main([str(tmp_path)])
-    with pytest.raises(UsageError, match="9 runs"):
-        main([str(run)] * 9)
+    with pytest.raises(UsageError, match="17 runs"):
+        main([str(write_run(tmp_path / f"run{n}", [])) for n in range(17)])
     with pytest.raises(FileNotFoundError):
         main([str(run), "--out", str(tmp_path / "missing" / "page.html")])
     assert not list(run.glob("report*"))
@@ -195,7 +218,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
 
 def test_the_package_stays_small_and_nothing_imports_it() -> None:
     package = [*(ROOT / "lib" / "report").glob("*.py")]
-    assert sum(len(path.read_text().splitlines()) for path in package) < 400
+    assert sum(len(path.read_text().splitlines()) for path in package) < 720
     others = [*(ROOT / "lib").rglob("*.py"), *ROOT.glob("0*.py"), *(ROOT / "launch").rglob("*.py")]
     imports = re.compile(r"^\s*(from|import) lib\.report", re.MULTILINE)
     assert not [p for p in others if p not in package and imports.search(p.read_text())]

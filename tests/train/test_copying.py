@@ -121,6 +121,7 @@ def test_another_launch_that_trains_the_run_is_left_alone(run: Experiment) -> No
     assert list_steps(run) == []
 
 
+@pytest.mark.slow
 def test_a_restoration_killed_at_any_operation_is_repeated(run: Experiment) -> None:
     at = 0
     is_killed = True

@@ -188,14 +188,20 @@ def test_wandb_stays_offline_and_may_be_missing(
         calls.append(how)
         return run
 
-    package = SimpleNamespace(init=init)
+    def make_table(columns: list[str], data: list[list[object]]) -> list[dict[str, object]]:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+    package = SimpleNamespace(init=init, Table=make_table)
     monkeypatch.setitem(sys.modules, "wandb", package)
     for _ in range(2):
         sink = Metrics(experiment, 0, 0, wandb=True)
         sink.write({"step": 1, "train/loss": 1.0})
+        sink.write_samples(1, {}, [("def", "greedy", " main")])
         sink.close()
         monkeypatch.setitem(sys.modules, "wandb", None)  # the second time it cannot be imported
-    assert [how["mode"] for how in calls] == ["offline"] and len(rows) == 1
+    assert [how["mode"] for how in calls] == ["offline"] and len(rows) == 2
+    sample = {"step": 1, "prompt": "def", "kind": "greedy", "text": " main"}
+    assert rows[1] == {"samples": [sample]}
     assert offline.OFFLINE_ENVIRONMENT["WANDB_MODE"] == "offline"
     assert [text for text in caplog.messages if text.startswith("wandb cannot be used")]
 

@@ -83,7 +83,7 @@ def test_texts_for_people_show_control_characters(experiment: Experiment) -> Non
     lines = ["a\\x1b[2J", "# b", "→", "<b>\\x202e</b>", "c\\x07"]
     assert texts == {"samples/prompt_0/greedy": "\n".join(f"    {line}" for line in lines)}
     metrics = Metrics(experiment, 0, 0)
-    metrics.write_texts(3, texts)
+    metrics.write_samples(3, texts, [])
     metrics.write({"step": 3, "train/loss": 1.0})
     metrics.close()
     events = EventAccumulator(str(experiment.tensorboard)).Reload()

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lib.core import aliases, commands, declared, hashing, units
+from lib.core import aliases, commands, hashing, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.classify import model_file, predictor
 from lib.corpus.classify.predictor import Classifier
@@ -103,13 +103,6 @@ def require_language(row_options: RowOptions) -> None:
     model is missing or damaged.
     """
     if not row_options.language:
-        defaults = RowOptions()
-        for name in ("language_model", "language_score"):
-            if getattr(row_options, name) != getattr(defaults, name):
-                option = declared.flag(name)
-                raise UsageError(
-                    f"{option} needs --language", expected=f"--language {ALL}, or no {option}"
-                )
         return
     predictor.require_package("--language")
     labels = _read_labels(row_options.language_model)

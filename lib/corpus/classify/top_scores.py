@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 1 << 20  # scores to process at once
+BINS = 20  # of the scores in the report
 _HALF = 16  # bits of a score that are counted in one pass
 
 
@@ -87,6 +88,15 @@ def _find_bin(counts: np.ndarray, kept: int) -> tuple[int, int]:
     index = int(np.searchsorted(above, kept))
     before = int(above[index - 1]) if index else 0
     return len(counts) - 1 - index, kept - before
+
+
+def count_bins(scores: np.ndarray) -> np.ndarray:
+    """Return the number of scores in each of BINS equal parts of the range from 0 to 1."""
+    import numpy as np
+
+    # fastText adds 0.00001 to a probability, so a score may be above 1.
+    numbers = np.minimum((scores * BINS).astype(np.int64), BINS - 1)
+    return np.bincount(numbers, minlength=BINS)
 
 
 class Selector:

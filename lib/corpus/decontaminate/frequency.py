@@ -114,7 +114,10 @@ def sample_corpus(
 
 def _read_only(row_options: RowOptions) -> RowOptions:
     """Return options that read the same rows, and neither check nor measure them otherwise."""
-    tables = (selection.RULES, selection.RULE_GROUPS, selection.COLUMNS, selection.DECISIONS)
+    tables = (
+        *(selection.RULES, selection.RULE_GROUPS, selection.COLUMNS),
+        *(selection.DECISIONS, selection.TWO_PASS_DECISIONS),
+    )
     names = {row.option for table in tables for row in table.values()} - {"decontaminate"}
     defaults = {
         field.name: declared.default_of(field)

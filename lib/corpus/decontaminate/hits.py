@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 SAMPLES = 3  # per test set
 
 
-class Sample(NamedTuple):
+class HitSample(NamedTuple):
     """A question that occurs in a document.
 
     path, position: of the document. question: its number in the set. share: of its n-grams that the
@@ -34,7 +34,7 @@ class SetHits:
 
     documents: int = 0
     questions: Counter[int] = field(default_factory=Counter)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[HitSample] = field(default_factory=list)
 
 
 @dataclass
@@ -83,7 +83,7 @@ class TestHits:
             name: SetHits(
                 own["documents"],
                 Counter({int(number): count for number, count in own["questions"].items()}),
-                [Sample(*sample) for sample in own["samples"]],
+                [HitSample(*sample) for sample in own["samples"]],
             )
             for name, own in value.get("sets", {}).items()
         }

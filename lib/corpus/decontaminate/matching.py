@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lib.corpus import shingles
 from lib.corpus.decontaminate import index
-from lib.corpus.decontaminate.hits import SAMPLES, Sample, SetHits, TestHits
+from lib.corpus.decontaminate.hits import SAMPLES, HitSample, SetHits, TestHits
 from lib.corpus.decontaminate.index import Index
 from lib.corpus.decontaminate.prepared import PreparedOptions
 from lib.corpus.row_batch import BatchRule, RowBatch, RowText, RowVerdict
@@ -151,7 +151,7 @@ def _note_hits(
         if len(own.samples) < SAMPLES:
             text = quote_gram(_get_text(batch.rows[row]), position)
             place = batch.rows[row].path, batch.rows[row].position
-            own.samples.append(Sample(*place, number, round(share, _DIGITS), text))
+            own.samples.append(HitSample(*place, number, round(share, _DIGITS), text))
     return values
 
 

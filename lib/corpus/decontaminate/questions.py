@@ -98,7 +98,7 @@ def read_sets(directories: Sequence[Path]) -> Iterator[tuple[str, list[Question]
 
 def read_questions(path: Path) -> list[Question]:
     """Return the questions of a file. Raises UsageError or ArtifactError with all its problems."""
-    lines = _Lines(path)
+    lines = _QuestionLines(path)
     found: dict[int, Question] = {}
     first_unconditioned = _read_offset(path) if path.name == _REQUESTS else None
     for number, content in lines:
@@ -180,7 +180,7 @@ def _read_offset(path: Path) -> int | None:
     return offset if type(offset) is int else None
 
 
-class _Lines:
+class _QuestionLines:
     """The JSON objects of a file, with their line numbers; collects what is wrong with it."""
 
     def __init__(self, path: Path) -> None:

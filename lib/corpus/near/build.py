@@ -134,12 +134,15 @@ class Planner:
         threshold = top_scores.find_threshold(path, first_new, kept)
         selector = top_scores.Selector(threshold)
         rules = self._array(near_plan.RULES, np.uint8)
+        counts = np.zeros(top_scores.BINS, np.int64)
         for first, scores in self._array(near_plan.SCORES, np.float32).blocks():
             new = scores[max(0, first_new - first) :]
+            counts += top_scores.count_bins(new)
             start = first + len(scores) - len(new)
             rules.values[start : start + len(new)][~selector.select(new)] = near_plan.LOW
             rules.release()
-        self._note(top={"rows": rows, "kept": kept, "score": threshold.score})
+        bins = counts.tolist()
+        self._note(top={"rows": rows, "kept": kept, "score": threshold.score, "bins": bins})
         log.info(
             f"quality: {units.counted(rows - kept, 'row')} of {rows:,} are below the score "
             f"{threshold.score:.6g} of --keep-top {share:g}"

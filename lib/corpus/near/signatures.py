@@ -168,6 +168,13 @@ def require_earlier(row_options: RowOptions) -> None:
     are_masked(row_options)
 
 
+def identify_earlier(row_options: RowOptions) -> dict[str, Any]:
+    """Return what identifies the datasets of --near-against, {} without one."""
+    if not row_options.near_against:
+        return {}
+    return {"near_against": identify_datasets(row_options.near_against)}
+
+
 def require_parameters(directory: Path, row_options: RowOptions) -> None:
     """Raise UsageError if the signatures of a dataset were computed with other parameters.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lib.core import declared, manifest, units
 from lib.corpus import selection
+from lib.corpus.classify import top_scores
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
 from lib.corpus.masks.choices import KINDS
@@ -131,7 +132,9 @@ def _list_rules(
 
 def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Section]:
     """Return the tables about options that change or compare texts."""
-    sections = [_describe_masks(dataset.masks)] if row_options.mask else []
+    sections = [*_describe_scores(dataset.plan, row_options)]
+    if row_options.mask:
+        sections.append(_describe_masks(dataset.masks))
     if dataset.test_sets:
         sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
     return sections
@@ -183,6 +186,23 @@ def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> 
     ]
     figures = {label: f"{summary[name]:,}" for name, label in labels.items()}
     return NearFacts(bands, threshold, bins, above, figures, clusters)
+
+
+def _describe_scores(plan: RowPlan | None, row_options: RowOptions) -> list[Section]:
+    """Return the table of the scores of --keep-top, if it selects rows."""
+    if plan is None or row_options.keep_top is None:
+        return []
+    top = plan.summary["quality"]
+    note = (
+        f"Scores of the {top['rows']:,} rows that no rule has dropped. The {top['kept']:,} rows "
+        f"with the highest scores were kept, from {top['score']:.6g} on."
+    )
+    width = 1 / top_scores.BINS
+    rows = [
+        (f"{number * width:.2f} to {(number + 1) * width:.2f}", f"{count:,}")
+        for number, count in enumerate(top["bins"])
+    ]
+    return [Section("Scores of quality", note, ["score", "rows"], rows)]
 
 
 def _list_parameters(row_options: RowOptions) -> dict[str, str]:

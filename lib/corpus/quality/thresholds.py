@@ -27,7 +27,7 @@ END_MARKS = "c4.end_marks"
 _MOST_REPEATED = {2: 0.20, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 
 
-class Threshold(NamedTuple):
+class QualityThreshold(NamedTuple):
     """Describe a threshold.
 
     default: as published. meaning: of the figure, or of the threshold of lines. is_rule: whether a
@@ -40,55 +40,59 @@ class Threshold(NamedTuple):
     off: float = 0
 
 
-THRESHOLDS: dict[str, Threshold] = {
-    "gopher.min_words": Threshold(50, "words"),
-    "gopher.max_words": Threshold(100_000, "words"),
-    "gopher.min_word_length": Threshold(3, "mean characters of a word"),
-    "gopher.max_word_length": Threshold(10, "mean characters of a word"),
-    "gopher.max_hash_signs": Threshold(0.1, "characters `#` ÷ words"),
-    "gopher.max_ellipses": Threshold(0.1, "ellipses (`...` or `…`) ÷ words"),
-    "gopher.max_bullet_lines": Threshold(0.9, "share of lines that begin with a bullet"),
-    "gopher.max_ellipsis_lines": Threshold(0.3, "share of lines that end with an ellipsis"),
-    "gopher.min_letter_words": Threshold(0.8, "share of tokens that contain a letter"),
-    "gopher.min_stop_words": Threshold(2, "different stop words"),
-    "gopher-repetition.max_duplicate_lines": Threshold(0.30, "share of lines that are repeats"),
-    "gopher-repetition.max_duplicate_line_characters": Threshold(
+THRESHOLDS: dict[str, QualityThreshold] = {
+    "gopher.min_words": QualityThreshold(50, "words"),
+    "gopher.max_words": QualityThreshold(100_000, "words"),
+    "gopher.min_word_length": QualityThreshold(3, "mean characters of a word"),
+    "gopher.max_word_length": QualityThreshold(10, "mean characters of a word"),
+    "gopher.max_hash_signs": QualityThreshold(0.1, "characters `#` ÷ words"),
+    "gopher.max_ellipses": QualityThreshold(0.1, "ellipses (`...` or `…`) ÷ words"),
+    "gopher.max_bullet_lines": QualityThreshold(0.9, "share of lines that begin with a bullet"),
+    "gopher.max_ellipsis_lines": QualityThreshold(0.3, "share of lines that end with an ellipsis"),
+    "gopher.min_letter_words": QualityThreshold(0.8, "share of tokens that contain a letter"),
+    "gopher.min_stop_words": QualityThreshold(2, "different stop words"),
+    "gopher-repetition.max_duplicate_lines": QualityThreshold(
+        0.30, "share of lines that are repeats"
+    ),
+    "gopher-repetition.max_duplicate_line_characters": QualityThreshold(
         0.20, "share of the characters of lines in repeats"
     ),
-    "gopher-repetition.max_duplicate_paragraphs": Threshold(
+    "gopher-repetition.max_duplicate_paragraphs": QualityThreshold(
         0.30, "share of paragraphs that are repeats"
     ),
-    "gopher-repetition.max_duplicate_paragraph_characters": Threshold(
+    "gopher-repetition.max_duplicate_paragraph_characters": QualityThreshold(
         0.20, "share of the characters of paragraphs in repeats"
     ),
     **{
-        f"gopher-repetition.max_top_{n}_gram": Threshold(
+        f"gopher-repetition.max_top_{n}_gram": QualityThreshold(
             _MOST_REPEATED[n], f"share of the characters of words in the most frequent {n}-gram"
         )
         for n in TOP_GRAMS
     },
     **{
-        f"gopher-repetition.max_duplicate_{n}_grams": Threshold(
+        f"gopher-repetition.max_duplicate_{n}_grams": QualityThreshold(
             _MOST_REPEATED[n], f"share of the characters of words in repeated {n}-grams"
         )
         for n in REPEATED_GRAMS
     },
-    "c4.min_sentences": Threshold(3, "sentences in the lines that C4 keeps"),
-    "c4.max_braces": Threshold(0, "characters `{`"),
-    "c4.max_lorem_ipsum": Threshold(0, "whether the text contains `lorem ipsum` (1 or 0)"),
-    "c4.min_line_words": Threshold(5, "least words of a line that C4 keeps", False),
-    "c4.max_word_characters": Threshold(
+    "c4.min_sentences": QualityThreshold(3, "sentences in the lines that C4 keeps"),
+    "c4.max_braces": QualityThreshold(0, "characters `{`"),
+    "c4.max_lorem_ipsum": QualityThreshold(0, "whether the text contains `lorem ipsum` (1 or 0)"),
+    "c4.min_line_words": QualityThreshold(5, "least words of a line that C4 keeps", False),
+    "c4.max_word_characters": QualityThreshold(
         1000, "most characters of a token in a line that C4 keeps", False, math.inf
     ),
-    END_MARKS: Threshold(1, "1: C4 keeps only lines that end with an end mark", False),
-    PHRASES: Threshold(1, "1: C4 removes lines with `javascript` or a cookie phrase", False),
-    "fineweb.min_end_mark_lines": Threshold(0.12, "share of lines that end with an end mark"),
-    "fineweb.max_short_lines": Threshold(0.67, "share of short lines"),
-    "fineweb.short_line_characters": Threshold(30, "most characters of a short line", False),
-    "fineweb.max_duplicate_line_characters": Threshold(
+    END_MARKS: QualityThreshold(1, "1: C4 keeps only lines that end with an end mark", False),
+    PHRASES: QualityThreshold(1, "1: C4 removes lines with `javascript` or a cookie phrase", False),
+    "fineweb.min_end_mark_lines": QualityThreshold(
+        0.12, "share of lines that end with an end mark"
+    ),
+    "fineweb.max_short_lines": QualityThreshold(0.67, "share of short lines"),
+    "fineweb.short_line_characters": QualityThreshold(30, "most characters of a short line", False),
+    "fineweb.max_duplicate_line_characters": QualityThreshold(
         0.01, "share of the characters of lines in repeats"
     ),
-    "fineweb.max_newlines": Threshold(0.3, "newlines ÷ words"),
+    "fineweb.max_newlines": QualityThreshold(0.3, "newlines ÷ words"),
 }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import calendar
 import json
-import re
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lib.checkpoints import commit
-from lib.core import commands, launcher, log, manifest, records
+from lib.core import commands, launcher, log, manifest, records, run_records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.events import Event
@@ -36,7 +35,6 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
 
 _ROOT = Path(__file__).resolve().parents[3]
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
-_ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 
 
 class Journal:
@@ -164,30 +162,6 @@ def read_state(experiment: Experiment) -> dict[str, Any]:
     return records.read_mapping(experiment.state)
 
 
-def read_config(experiment: Experiment) -> dict[str, Any]:
-    """Return the content of config.yaml, empty if the file is missing, torn or invalid."""
-    try:
-        content = records.read_yaml(experiment.config)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) and _is_valid(content) else {}
-
-
-def _is_valid(content: dict[str, Any]) -> bool:
-    """Return whether the content of a config.yaml has the types that `write_config` writes."""
-    identity = content.get("identity", {})
-    mappings = [content.get("options", {}), content.get("settled", {}), identity]
-    if isinstance(identity, dict):
-        mappings += [identity.get("options", {}), identity.get("inputs", {})]
-    ids = [content.get(key, "0") for key in ("run", "launch")]  # used in names of directories
-    return (
-        all(isinstance(mapping, dict) for mapping in mappings)
-        and isinstance(content.get("model_dir", ""), str)
-        and isinstance(content.get("launched_by", []), list)
-        and all(isinstance(id_, str) and _ID.fullmatch(id_) for id_ in ids)
-    )
-
-
 def find_git_commit() -> str:
     """Return the commit of the code, with `+` if files differ from it; empty if unknown."""
 
@@ -288,4 +262,4 @@ def _is_of_this_launch(marks: list[str]) -> bool:
 
 def _read_marks(experiment: Experiment) -> list[str]:
     """Return the marks of the launch that wrote config.yaml; [] without such a file."""
-    return read_config(experiment).get("launched_by") or []
+    return run_records.read_config(experiment).get("launched_by") or []

@@ -12,7 +12,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,11 +92,23 @@ class Metrics:
             with self._wandb_may_fail:
                 self._run.log(figures, step=figures["step"])
 
-    def write_texts(self, step: int, texts: dict[str, str]) -> None:
-        """Write texts of a step to TensorBoard. texts: Markdown, by name."""
+    def write_samples(
+        self, step: int, texts: dict[str, str], table: Sequence[tuple[str, str, str]]
+    ) -> None:
+        """Write the samples of a step to TensorBoard and wandb.
+
+        texts: Markdown, by name. table: prompt, kind and text of each sample.
+        """
         if self._active and self._board is not None:
             with self._board_may_fail:
                 self._board.write_texts(step, texts)
+        if self._run is not None and not self._wandb_may_fail.is_failing:
+            with self._wandb_may_fail:
+                import wandb
+
+                rows = [[step, *cells] for cells in table]
+                samples = wandb.Table(["step", "prompt", "kind", "text"], rows)
+                self._run.log({"samples": samples}, step=step)
 
     def close(self) -> None:
         """Write the waiting rows and close all outputs."""
@@ -164,7 +176,7 @@ class Board:
         )
 
     def write_texts(self, step: int, texts: dict[str, str]) -> None:
-        """Append texts, see Metrics.write_texts. Raises OSError as `write` does."""
+        """Append texts, see Metrics.write_samples. Raises OSError as `write` does."""
         from tensorboard.compat.proto import tensor_pb2, types_pb2
 
         values = []

@@ -37,7 +37,7 @@ from lib.train.output.rows import (
     capture_row,
     read_row,
 )
-from lib.train.sampling import SampleFile, Sampling, describe_sample, format_texts
+from lib.train.sampling import SampleFile, Sampling, describe_sample, format_texts, list_texts
 from lib.train.state import TrainState
 
 _LONG_RUN_S = 60.0  # remaining time from which the log estimates the duration
@@ -201,7 +201,7 @@ class Report:
         began = time.monotonic()
         samples = sampling.make_samples(state.model)
         self._samples.write(state.step, state.tokens, samples)
-        self._metrics.write_texts(state.step, format_texts(samples))
+        self._metrics.write_samples(state.step, format_texts(samples), list_texts(samples))
         if samples:
             log.info(
                 f"step {state.step:,}: {units.counted(len(samples), 'sample')} in "

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from lib.core import declared, options, units
 from lib.core.events import Event
+from lib.report.run_data import TOKENS, RunData
 from lib.train.config import DEFAULTS
-from lib.train.output.run_data import TOKENS, RunData
 
 # They say nothing about what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
@@ -25,7 +25,6 @@ _STATUSES = {
     "running": "was running when this page was written",
 }
 _LARGEST = 1e12
-EXTREMES = ("last", "first", "lowest", "highest")
 
 Texts = dict[str, str]
 
@@ -131,14 +130,6 @@ def list_results(run: RunData, pattern: str) -> Texts:
             extremes = f"{series.least.value:.4g} to {series.most.value:.4g}"
             texts[match[1]] = f"{last}, from {first}; {extremes}"
     return texts
-
-
-def describe_values(run: RunData, key: str) -> Texts:
-    """Return the last, first, lowest and highest value of a key in words."""
-    series = run.series[key]
-    values = (series.last, series.first, series.least, series.most)
-    pairs = zip(EXTREMES, values, strict=True)
-    return {name: f"{value:.5g} at step {step:,}" for name, (value, step) in pairs}
 
 
 def _format_value(value: object) -> str:

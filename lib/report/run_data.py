@@ -1,9 +1,4 @@
-"""Read the files of a run in one pass, whatever their length: columns instead of rows.
-
-The horizontal axis of a chart is divided into equally wide columns. Of all values in a column, only
-the least, the largest and the mean are kept, so a million rows need no more memory than a thousand,
-and a spike stays visible.
-"""
+"""Read the files of a run in one pass, in the columns of its charts instead of rows."""
 
 from __future__ import annotations
 
@@ -12,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lib.core import records, run_records
 from lib.core.paths import Experiment
+from lib.pages.series import LARGEST, Numbers, Series
 from lib.train.output import journal
 
 try:
@@ -36,75 +31,6 @@ _MOST_KEYS = 200  # of a hostile file
 _CHUNK = 1 << 20  # bytes of rows that are read at once
 _TAIL = 256 << 10  # bytes that contain the last row
 _STEADY = 10  # step from which the remaining time is well estimated
-_LARGEST = 1e30  # a larger number is no figure of a run
-
-Numbers = npt.NDArray[np.float64]
-
-
-class Value(NamedTuple):
-    """A value and its step."""
-
-    value: float
-    step: int
-
-
-class Series:
-    """The values of a key by column. first, last, least, most: NaN if there are no values.
-
-    low, high: least and largest value of each column, infinite without values. gaps: the columns
-    with a value that is NaN or infinite. first_gap: step of the first such value.
-    """
-
-    def __init__(self, columns: int) -> None:
-        self.low = np.full(columns, np.inf)
-        self.high = np.full(columns, -np.inf)
-        self.gaps = np.zeros(columns, dtype=bool)
-        self.first_gap: int | None = None
-        self.first = self.last = self.least = self.most = Value(np.nan, 0)
-        self._total = np.zeros(columns)
-        self._count = np.zeros(columns)
-
-    def add(self, columns: npt.NDArray[np.intp], steps: Numbers, values: Numbers) -> None:
-        """Add values in the order of their steps."""
-        is_finite = np.abs(values) < _LARGEST
-        if not is_finite.all():
-            self.gaps[columns[~is_finite]] = True
-            if self.first_gap is None:
-                self.first_gap = int(steps[~is_finite][0])
-            columns = columns[is_finite]
-            steps = steps[is_finite]
-            values = values[is_finite]
-        if not len(values):
-            return
-        np.minimum.at(self.low, columns, values)
-        np.maximum.at(self.high, columns, values)
-        size = len(self.low)
-        self._total += np.bincount(columns, values, size)
-        self._count += np.bincount(columns, minlength=size)
-        picks = (0, -1, values.argmin(), values.argmax())
-        first, self.last, least, most = (
-            Value(float(values[pick]), int(steps[pick])) for pick in picks
-        )
-        if not self:
-            self.first = first
-            self.least = least
-            self.most = most
-        self.least = min(self.least, least)
-        self.most = max(self.most, most, key=lambda pair: pair.value)
-
-    def __bool__(self) -> bool:
-        """Return whether there is a value."""
-        return not np.isnan(self.first.value)
-
-    @property
-    def mean(self) -> float:
-        """Return the mean of all values, NaN without any."""
-        return float(self._total.sum() / self._count.sum()) if self else np.nan
-
-    def column_means(self) -> Numbers:
-        """Return the mean of each column, NaN without values."""
-        with np.errstate(invalid="ignore"):
-            return self._total / self._count
 
 
 class RunData:
@@ -118,7 +44,7 @@ class RunData:
         self.experiment = experiment
         self.name = run_records.one_line(experiment.root.absolute().name)
         self.state = run_records.read_state(experiment.state)
-        self.config = journal.read_config(experiment)
+        self.config = run_records.read_config(experiment)
         lines = (line for chunk in _read_lines(experiment.events) for line in chunk)
         self.events = [event for event in map(run_records.parse_row, lines) if event]
         self.series: defaultdict[str, Series] = defaultdict(lambda: Series(columns))
@@ -233,5 +159,5 @@ def _make_table(rows: Sequence[Sequence[Any]]) -> Numbers:
 
 
 def _read_number(value: object) -> float:
-    is_number = isinstance(value, (int, float)) and abs(value) < _LARGEST
+    is_number = isinstance(value, (int, float)) and abs(value) < LARGEST
     return float(value) if is_number else np.nan  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import numpy as np
 
 from lib.core import units
 from lib.core.events import DESCRIPTIONS, PROBLEMS, Event
-from lib.train.output.run_data import RunData
+from lib.report.run_data import RunData
 
 SHOWN = {*PROBLEMS, Event.START, Event.RESUME, Event.COMPLETE}  # events that a report lists
 _LOSS = "train/loss_mean"

@@ -1,4 +1,4 @@
-# covers: lib/train/output/run_data.py, lib/train/output/problems.py
+# covers: lib/report/run_data.py, lib/report/problems.py
 """A run's files become columns, and its problems are found."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lib.core.paths import Experiment
-from lib.train.output import run_data
-from lib.train.output.problems import find_problems
-from lib.train.output.run_data import RunData, Series, find_axis, read_samples
+from lib.report import run_data
+from lib.report.problems import find_problems
+from lib.report.run_data import RunData, Series, find_axis, read_samples
 from tests.report.runs import make_row, write_lines, write_run
 
 ROWS = [make_row(step) for step in range(1, 101)]
