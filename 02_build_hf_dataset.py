@@ -341,6 +341,13 @@ def check_result(
         log.warn(text)
 
 
+def print_sample(opts: BuildOptions, files: Sequence[InputFile], row_options: RowOptions) -> None:
+    """Print rows that rules drop in a sample of the input."""
+    sample_dropped.print_examples(
+        opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
+    )
+
+
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
@@ -357,9 +364,7 @@ def main(argv: list[str]) -> None:
     prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
     if opts.sample_dropped:
         row_options = prepare(row_options)
-        sample_dropped.print_examples(
-            opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
-        )
+        print_sample(opts, files, row_options)
     if opts.only_splits is not None:
         build_splits(opts, files, prepare(row_options))
         return
@@ -407,11 +412,10 @@ def main(argv: list[str]) -> None:
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
         facts = collect.collect_facts(dataset, row_options, identity)
-        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
-            files=listed,
+            files=[*listed, collect.write_page(build.dir, facts)],
             summary={"files": len(files), "bytes": total} | dataset.summary(),
         )
 
