@@ -349,6 +349,13 @@ def delete_parts(opts: BuildOptions, files: Sequence[InputFile]) -> None:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
 
 
+def print_sample(opts: BuildOptions, files: Sequence[InputFile], row_options: RowOptions) -> None:
+    """Print rows that rules drop in a sample of the input."""
+    sample_dropped.print_examples(
+        opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
+    )
+
+
 def main(argv: list[str]) -> None:
     """Run the stage."""
     opts = parse(argv)
@@ -365,9 +372,7 @@ def main(argv: list[str]) -> None:
     prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
     if opts.sample_dropped:
         row_options = prepare(row_options)
-        sample_dropped.print_examples(
-            opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
-        )
+        print_sample(opts, files, row_options)
     if opts.only_splits is not None:
         build_splits(opts, files, prepare(row_options))
         return
@@ -412,11 +417,10 @@ def main(argv: list[str]) -> None:
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
         facts = collect.collect_facts(dataset, row_options, identity)
-        listed.append(collect.write_page(build.dir, facts))
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
-            files=listed,
+            files=[*listed, collect.write_page(build.dir, facts)],
             summary={"files": len(files), "bytes": total} | dataset.summary(),
         )
 

@@ -132,8 +132,9 @@ def _list_rules(
 
 def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Section]:
     """Return the tables about options that change or compare texts."""
-    sections = [_describe_masks(dataset.masks)] if row_options.mask else []
-    sections += _describe_scores(dataset.plan, row_options)
+    sections = [*_describe_scores(dataset.plan, row_options)]
+    if row_options.mask:
+        sections.append(_describe_masks(dataset.masks))
     if dataset.test_sets:
         sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
     return sections
