@@ -124,7 +124,7 @@ def test_all_problems_of_all_files_are_reported_with_their_lines(tmp_path: Path)
         "line 7: 'choices[1]' must be a string, found a number",
         "line 8: expected a JSON object, found a list",
         "line 9: it needs either",
-        "line 10: 'context' contains half of a surrogate pair",
+        "line 10: 'context' contains a lone surrogate",
         "line 11: a task has either",
         "line 1: it is not UTF-8",
         "line 2: it is not JSON",

@@ -121,8 +121,9 @@ class TestSetReport:
             )
         verb = "kept, as asked" if self._row_options.decontaminate_report_only else "dropped"
         note = (
-            f"Test questions that occur in documents, which were {verb}. Share: of the questions "
-            f"that could be compared. {FILE} lists all test sets and questions."
+            f"Test questions that occur in documents. These documents were {verb}. The share is "
+            f"that of the questions that could be compared. {FILE} lists all test sets and "
+            "questions."
         )
         head = ["test set", "questions", "not compared", "found", "share", "documents", "sample"]
         problems = [
@@ -157,7 +158,7 @@ class TestSetReport:
             lines["  clean"] = units.join_names(clean, _SHOWN)
         if hits.beginnings:
             lines["  beginnings"] = (
-                f"of {units.counted(hits.beginnings, 'document')} larger than memory only the "
-                "beginning was compared"
+                f"only the beginning of {units.counted(hits.beginnings, 'large document')} was "
+                "compared"
             )
         return lines
