@@ -298,4 +298,4 @@ def test_the_printed_commands_fetch_the_known_model(stage: StageRunner, tmp_path
     assert read_table(tmp_path / "out")["language"].to_pylist() == [*texts.values()]
     damaged = tmp_path / ".cache/classifiers/lid.176.ftz"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    assert "is damaged, or another model" in stage(*command, "--overwrite", expect=3).stderr
+    assert "is damaged, or is a different model" in stage(*command, "--overwrite", expect=3).stderr

@@ -223,8 +223,8 @@ class RowOptions:
         action="extend",
         metavar="KIND,…",
         quiet=True,
-        help="replace personal data in the text: email, ip, phone, iban, card. All other options "
-        "see the text before it is masked (default: nothing)",
+        help="replace personal data in the text: email, ip, phone, iban, card. All rules and "
+        "--dedup see the text before it is masked (default: nothing)",
     )
     mask_phone_country: list[str] = option(
         [],

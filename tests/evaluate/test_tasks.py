@@ -125,7 +125,7 @@ def test_all_problems_of_all_files_are_reported_with_their_lines(tmp_path: Path)
         "line 8: expected a JSON object, found a list",
         "line 9: it needs either",
         "line 10: 'context' contains a lone surrogate",
-        "line 11: a task has either",
+        "line 11: all lines of a task must have 'choices'",
         "line 1: it is not UTF-8",
         "line 2: it is not JSON",
         "line 3: it is not JSON (it is nested",
