@@ -140,7 +140,8 @@ class TestSetReport:
         hit = [each for each in found if each.hits.documents]
         verb = "dropped" if not self._row_options.decontaminate_report_only else "found, kept"
         lines = {
-            "test sets": f"{summary['sets_hit']} of {units.counted(len(found), 'set')} occur, "
+            "test sets": f"questions of {summary['sets_hit']} of "
+            f"{units.counted(len(found), 'set')} occur, "
             f"{units.counted(hits.documents, 'document')} with questions {verb}; "
             f"{summary['unprotected']:,} of {units.counted(summary['questions'], 'question')} "
             f"could not be compared; {save_dir}/{FILE} lists all"
