@@ -60,8 +60,11 @@ def print_examples(
         f"{units.size(sum(unit.bytes for unit in chosen))} from {units.size(total)} of input "
         f"({tally.row_counts.rows:,} rows):"
     )
-    for kind in rules:
+    found = [kind for kind in rules if tally.alone[kind]]
+    for kind in found:
         log.info("\n".join(_format_rule(kind, tally)))
+    if others := len(rules) - len(found):
+        log.info(f"{units.counted(others, 'rule')} would drop no row of the sample")
 
 
 def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:
