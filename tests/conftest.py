@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import gc
 import io
 import itertools
 import os
+import random
 import re
 import signal
 import socket
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +30,8 @@ from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
 _GUARD = Path(__file__).parent / "network_guard"
+_PORTS = (12_000, 32_000)  # below those that the kernel gives to connections
+_TAKEN_PORTS: set[int] = set()
 os.environ["PYTHONPATH"] = str(_GUARD)
 _INITIAL_ENVIRONMENT = dict(os.environ)
 
@@ -255,10 +260,30 @@ def start_stage(
 
 
 def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that is free, and that no other process which runs tests gets.
+
+    The kernel gives a connection any port of its own range, also one that a test wants to listen
+    on a moment later. So the port is below that range.
+    """
+    lock = _open_port_lock()
+    while True:
+        port = random.SystemRandom().randrange(*_PORTS)
+        if port in _TAKEN_PORTS:
+            continue
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        _TAKEN_PORTS.add(port)
+        return port
+
+
+@cache
+def _open_port_lock() -> int:
+    """Open the file whose bytes are locked for the ports; it stays open until the process ends."""
+    return os.open(Path(tempfile.gettempdir()) / "ports-of-tests.lock", os.O_RDWR | os.O_CREAT)
 
 
 def kill_all(process: subprocess.Popen, directory: Path) -> None:

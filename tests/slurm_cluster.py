@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.conftest import free_port
+
 _TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun", "unshare", "setpriv")
 _SETTLE_S = 3.0
 _WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
@@ -82,7 +84,7 @@ class SlurmCluster:
     def __init__(self, root: Path, nodes: int, slurmd_timeout: int = 15, gpus: int = 0) -> None:
         self._root = root
         names = [f"n{number}" for number in range(1, nodes + 1)]
-        ports = _free_ports(1 + nodes)
+        ports = [free_port() for _ in range(1 + nodes)]
         host = socket.gethostname()
         configuration = _CONFIGURATION.format(
             root=root, host=host, port=ports[0], slurmd_timeout=slurmd_timeout
@@ -220,14 +222,6 @@ class SlurmCluster:
             lambda: idle in self.run("sinfo", "-h", "-t", "idle", "-p", "low", "-o", "%D"),
             "all nodes are idle",
         )
-
-
-def _free_ports(number: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 @contextmanager
