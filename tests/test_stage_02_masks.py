@@ -282,7 +282,8 @@ def test_a_conversation_larger_than_a_large_text_is_masked_and_written(
     tmp_path, monkeypatch, dedup
 ):
     monkeypatch.setattr(parts, "LARGE_PART", 1000)
-    asked, answer = " ".join(make_words(random.Random(2), 300)), f"write to {SECRETS[0]}"
+    asked = " ".join(make_words(random.Random(2), 300))
+    answer = f"write to {SECRETS[0]}"
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
