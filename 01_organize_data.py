@@ -225,7 +225,9 @@ def main(argv: list[str]) -> None:
     saved.require_readable(opts.src_dir, "--src-dir", entries)
     require_files(opts, entries)
     for glob in list_unmatched(opts.include, entries):
-        log.warn(f"--include {glob} matches no file of {opts.src_dir} that is taken")
+        log.warn(
+            f"--include {glob} matches none of the files that stage 01 takes from {opts.src_dir}"
+        )
     for glob in list_unmatched(opts.exclude, entries, PATTERN):
         log.warn(f"--exclude {glob} matches nothing in {opts.src_dir}")
     identity = make_identity(opts, entries)

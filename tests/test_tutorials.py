@@ -115,6 +115,7 @@ def losses(text: str) -> list[float]:
 
 def test_all_tutorials_are_run() -> None:
     assert {path.name for path in TUTORIALS.glob("*.md")} == {
+        "corpus.md",
         "pretrain.md",
         "chat.md",
         "lora.md",
@@ -123,6 +124,15 @@ def test_all_tutorials_are_run() -> None:
         "slurm.md",
         "bare-metal.md",
     }
+
+
+@pytest.mark.slow
+def test_mixed_files_become_a_corpus(typed: Runner) -> None:
+    *_, tried, built, shown = [typed(block) for block in blocks("corpus.md")]
+    assert "ferries question 1 (1.00)" in tried and "nothing was written" in tried
+    assert re.search(r"masked +\d+ email", built) and "report.html" in built
+    assert '"rule": "near duplicate"' in shown and "<email>" in shown
+    assert "lena.berger" not in shown
 
 
 @pytest.mark.slow

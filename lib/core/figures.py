@@ -30,8 +30,8 @@ METRICS = {
     ),
     "epoch": Figure(
         "",
-        "passes over the data until then; with `--streaming`, passes of rank 0 over its part of "
-        "the files",
+        "passes over the data so far; with `--streaming`, passes of rank 0 over its part of the "
+        "files",
         "epoch",
     ),
     "train/loss": Figure(
@@ -170,7 +170,9 @@ METRICS = {
         "rank", "the rank that takes longest for data and optimizer", "slowest_rank"
     ),
     "perf/slowest_ratio": Figure(
-        "× median", "time of that rank for them, relative to the median rank", "slowest_rank_ratio"
+        "× median",
+        "time of that rank for data and optimizer, relative to the median rank",
+        "slowest_rank_ratio",
     ),
     "memory/max_peak_gib": Figure(
         "GiB", "largest `memory/peak_gib` of all ranks", "memory_max_peak_bytes"
@@ -190,8 +192,8 @@ METRICS = {
     ),
     "eval/bits_per_byte": Figure(
         "bits per byte",
-        "Σ nats of these label tokens ÷ (ln 2 × Σ bytes of the text that they stand for); special "
-        "tokens count neither way. Absent for conversations",
+        "Σ nats of these label tokens ÷ (ln 2 × Σ bytes of the text that they stand for); "
+        "special tokens add neither nats nor bytes. Absent for conversations",
         "validation_bits_per_byte",
     ),
     "eval/NAME/bits_per_byte": Figure(
@@ -237,8 +239,7 @@ STATE = {
     "samples": Figure("samples", "samples in an epoch"),
     "memory_estimate_gib": Figure(
         "GiB",
-        "memory that the run was estimated to need per rank; null if it was not estimated, or not "
-        "yet",
+        "estimated memory per rank; null if there is no estimate, or not yet",
     ),
     "checkpoints": Figure(
         "", "steps of the complete checkpoints (in metrics.prom: the newest)", "checkpoint_step"

@@ -55,7 +55,9 @@ class UnitPool:
             if not self._try_unit(replace(unit, spans=(span,)))
         )
         for path in sorted(fatal):
-            log.warn(f"{escape_path(path)} crashes the worker process that reads it; it is skipped")
+            log.warn(
+                f"{escape_path(path)} crashes the worker process that reads it; the file is skipped"
+            )
         result = self._try_unit(replace(unit, avoid=fatal))
         if result is None:
             raise RuntimeError(f"worker processes crash on unit {unit.number} ({unit.bytes} bytes)")

@@ -101,9 +101,9 @@ class RowOptions:
         action="extend",
         metavar="en,de",
         quiet=True,
-        help="label rows with their language in a column `language`, and keep only rows with these "
-        "labels; `und` stands for rows that are short or below --language-score; `all` labels the "
-        "rows and drops none (default: no labels)",
+        help="label rows with their language in a column `language`, and keep only rows with "
+        "these labels; `und` is the label of rows that are too short or below --language-score; "
+        "`all` labels the rows and drops none (default: no labels)",
     )
     language_model: Path = option(
         paths.classifiers_root(Path(".cache")) / "lid.176.ftz",
@@ -145,8 +145,8 @@ class RowOptions:
         parse=options.fraction,
         metavar="F",
         quiet=True,
-        help="keep this fraction of the rows, the rows with the highest scores of --quality-model, "
-        "after all rules for single rows; takes two passes (default: keep all)",
+        help="keep this fraction of the rows that all rules for single rows have kept: the rows "
+        "with the highest scores of --quality-model; takes two passes (default: keep all)",
     )
     dedup: str = option(
         "none",
@@ -160,8 +160,8 @@ class RowOptions:
         parse=options.fraction,
         metavar="F",
         quiet=True,
-        help="Jaccard similarity (shared ÷ all distinct n-grams of words) from which a row is a "
-        "near duplicate; always computed exactly",
+        help="lowest Jaccard similarity (shared ÷ all distinct word n-grams) of a near "
+        "duplicate; it is always computed exactly",
     )
     near_words: int = option(
         5,
@@ -187,13 +187,13 @@ class RowOptions:
         32,
         parse=options.positive_int,
         quiet=True,
-        help="kept rows that a row is compared with at most",
+        help="maximum number of kept rows that a row is compared with",
     )
     near_members: int = option(
         1000,
         parse=options.positive_int,
         quiet=True,
-        help="kept rows that are remembered for the same content of a band at most",
+        help="maximum number of kept rows that are remembered for each value of a band",
     )
     near_keep: str = option(
         ONCE,
@@ -223,8 +223,8 @@ class RowOptions:
         action="extend",
         metavar="KIND,…",
         quiet=True,
-        help="replace personal data in the text: email, ip, phone, iban, card. Rows are compared, "
-        "measured and counted before that (default: nothing)",
+        help="replace personal data in the text: email, ip, phone, iban, card. All rules and "
+        "--dedup see the text before it is masked (default: nothing)",
     )
     mask_phone_country: list[str] = option(
         [],
@@ -239,8 +239,8 @@ class RowOptions:
         mask_choices.CONSTANT,
         choices=mask_choices.REPLACEMENTS,
         quiet=True,
-        help="constant: all e-mail addresses become <email>, and so on; hash: equal ones become "
-        "the same <email:…>, which needs --mask-key",
+        help="constant: all e-mail addresses become <email>, and so on; hash: equal addresses "
+        "become the same <email:…>, which needs --mask-key",
     )
     mask_key: Path | None = option(
         None,
@@ -256,8 +256,8 @@ class RowOptions:
         metavar="A,B",
         quiet=True,
         help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
-        "prints all thresholds. C4's rules judge what C4 would keep of a row, but the row is never "
-        "cut; with fineweb, they count lines without end marks too (default: no rules)",
+        "prints all thresholds. The rules of c4 judge the lines that C4 would keep, but a row is "
+        "never cut; with fineweb, these include lines without end marks (default: no rules)",
     )
     quality_set: list[str] = option(
         [],
@@ -273,9 +273,9 @@ class RowOptions:
         parse=Path,
         metavar="FILE",
         quiet=True,
-        help="YAML or JSON with the stop words of other languages, and with phrases of the lines "
-        "that C4 removes: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
-        "--language, all rows are in the one language of the file (default: English)",
+        help="YAML or JSON file with stop words of other languages, and phrases by which C4 "
+        "removes a line: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
+        "--language, the file contains one language, and all rows are in it (default: English)",
     )
     quality_except: list[str] = option(
         [],
@@ -283,8 +283,8 @@ class RowOptions:
         action="extend",
         metavar="A,B",
         quiet=True,
-        help="keep the rows of these top-level directories of the source, such as code and chats, "
-        "whatever the quality rules say (default: judge all)",
+        help="do not apply the quality rules to these top-level directories of the source, such "
+        "as code and chats (default: apply them to all)",
     )
     decontaminate: list[Path] = option(
         [],
@@ -292,21 +292,21 @@ class RowOptions:
         metavar="DIR",
         quiet=True,
         help="drop documents that contain a question of these test sets (JSON Lines with the key "
-        "question, query, prompt or text, or a suite of stage 03); of conversations, compare the "
-        "turns of the user; may be repeated (default: no test set)",
+        "question, query, prompt or text, or a suite of stage 03); in conversations, only the "
+        "turns of the user are compared; may be repeated (default: no test set)",
     )
     decontaminate_share: float = option(
         0.5,
         parse=options.fraction,
         metavar="F",
         quiet=True,
-        help="share of the n-grams (8 words) of a question that a document contains, from which "
-        "it is dropped",
+        help="drop a document if it contains at least this share of the n-grams (8 words) of a "
+        "question",
     )
     decontaminate_report_only: bool = option(
         False,
         quiet=True,
-        help="report the test questions that occur, and drop no document for them",
+        help="report the test questions that occur in documents, but drop no document for them",
     )
     validation_percent: float = option(
         0.0,

@@ -56,11 +56,15 @@ def print_examples(
                 tally.add(result.tally)
     total = sum(unit.bytes for unit in tasks)
     log.info(
-        f"rows that rules drop in a sample of {units.size(sum(unit.bytes for unit in chosen))} "
-        f"of {units.size(total)} ({tally.row_counts.rows:,} rows):"
+        "rows that each rule drops in a sample of "
+        f"{units.size(sum(unit.bytes for unit in chosen))} from {units.size(total)} of input "
+        f"({tally.row_counts.rows:,} rows):"
     )
-    for kind in rules:
+    found = [kind for kind in rules if tally.alone[kind]]
+    for kind in found:
         log.info("\n".join(_format_rule(kind, tally)))
+    if others := len(rules) - len(found):
+        log.info(f"{units.counted(others, 'rule')} would drop no row of the sample")
 
 
 def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:
@@ -80,7 +84,7 @@ def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:
 def _mark_later_part(counts: RowTally) -> None:
     """Say in the samples that their positions do not count from the beginning of the file."""
     for samples in counts.samples.values():
-        samples[:] = [each._replace(path=f"{each.path}, a later part of it") for each in samples]
+        samples[:] = [each._replace(path=f"{each.path} (a later part)") for each in samples]
 
 
 def _format_rule(kind: str, tally: Tally) -> list[str]:

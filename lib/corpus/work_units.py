@@ -380,7 +380,7 @@ def _find_change(unit: WorkUnit, file: InputFile) -> str:
         return ""  # _read_span has reported the error
     if info.st_size != file.bytes:
         return f"it contained {file.bytes:,} bytes when it was listed, now {info.st_size:,}"
-    return "it was written to" if info.st_mtime_ns != file.mtime_ns else ""
+    return "its modification time has changed" if info.st_mtime_ns != file.mtime_ns else ""
 
 
 def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:

@@ -4,10 +4,10 @@
   python -m lib.evaluate outputs/exp/export/step_00001000 --suite my_tasks --json results.json
   torchrun --nproc-per-node 8 -m lib.evaluate org/name --suite olmo --limit 200
 
-A model is any directory with config, safetensors weights and tokenizer, a name that stage 03 has
-prepared, or a run, which stands for its newest checkpoint. A suite is a directory of tasks
-(docs/how-to/evaluate.md), or the name of one that stage 03 has prepared. With torchrun, the model
-is sharded over the ranks; the results are the same.
+A model is a directory with config, safetensors weights and tokenizer, or the name of a model that
+stage 03 has prepared. A run stands for its newest checkpoint. A suite is a directory of tasks
+(docs/how-to/evaluate.md), or the name of a suite that stage 03 has prepared. With torchrun, the
+model is sharded over the ranks; the results are the same.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def parse(argv: Sequence[str]) -> Options:
     parser.add_argument(
         "--step",
         metavar="N|latest|best",
-        help="which checkpoint of a run; best is the one with the best figure of its --best-by "
-        "(default: latest, or the newest export if the run has no checkpoint)",
+        help="which checkpoint of a run; best is the checkpoint with the best value of the run's "
+        "--best-by (default: latest, or the newest export if the run has no checkpoint)",
     )
     parser.add_argument(
         "-m",
@@ -119,13 +119,13 @@ def parse(argv: Sequence[str]) -> Options:
         "--max-length",
         type=options.positive_int,
         metavar="N",
-        help="tokens that the model reads at once; a longer context is cut at the left (default: "
-        "the most that the model allows)",
+        help="context length in tokens; a longer context is cut at the left (default: the "
+        "model's maximum)",
     )
     parser.add_argument(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
-        help="dtype of weights and compute (default: bf16 on a GPU that has it, else fp32)",
+        help="dtype of weights and compute (default: bf16 on a GPU that supports it, else fp32)",
     )
     parser.add_argument(
         "--device", choices=("auto", "cpu"), default="auto", help="auto: the GPUs, if there are any"

@@ -135,7 +135,7 @@ class Wheel:
             self._zip = zipfile.ZipFile(path)
             self._hashes = self._read_record()
         except (zipfile.BadZipFile, zlib.error, StopIteration, ValueError, EOFError) as error:
-            raise ArtifactError(f"{path} is no wheel, or damaged", found=str(error)) from None
+            raise ArtifactError(f"{path} is not a wheel, or is damaged", found=str(error)) from None
         found = map(_MEMBER.fullmatch, self._zip.namelist())
         self.tasks = sorted(f"{match[1]}/{match[2]}" for match in found if match)
         if not self.tasks:

@@ -63,7 +63,7 @@ def find_source(name: str, cache_dir: Path, step: str | None, base: str | None) 
         if typed := [o for o, v in (("--step", step), ("--model-name", base)) if v]:
             raise UsageError(
                 f"{' and '.join(typed)} {'needs' if len(typed) == 1 else 'need'} a run",
-                found=f"{name}, which is none",
+                found=f"{name}, which is not a run",
             )
         return EvaluatedModel(_require_weights(lookup.find_model(name, cache_dir)))
     if is_checkpoint:
@@ -147,9 +147,9 @@ def _require_weights(model_dir: Path) -> Path:
     """Return a model directory. Raises ArtifactError if it lacks weights."""
     if missing := directory.list_missing_weights(model_dir):
         raise ArtifactError(
-            f"{model_dir} contains no complete weights",
+            f"{model_dir} does not contain all weights",
             found="\n".join(missing[:5]),
-            hint="a model from scratch has none before stage 04 trains it"
+            hint="a model from scratch has no weights before stage 04 trains it"
             if directory.is_made_from_scratch(model_dir)
             else "",
         )

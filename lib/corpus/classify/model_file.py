@@ -81,7 +81,7 @@ def read_labels(path: Path, option: str) -> list[str]:
     except (OSError, InvalidModel) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ArtifactError(
-            f"{option} {path} is no fastText classifier, or damaged",
+            f"{option} {path} is not a fastText classifier, or is damaged",
             expected="a file that fastText wrote with `supervised` or `quantize`, "
             "such as lid.176.ftz",
             found=str(reason),

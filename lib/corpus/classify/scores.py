@@ -101,7 +101,7 @@ def describe_scores(row_options: RowOptions) -> dict[str, str]:
         return {}
     choice = "keep all rows"
     if row_options.quality_score is not None:
-        choice = f"keep rows from a score of {row_options.quality_score:g} on"
+        choice = f"keep rows with a score of at least {row_options.quality_score:g}"
     elif row_options.keep_top is not None:
         choice = f"keep the {100 * row_options.keep_top:g} % of the rows with the highest scores"
     return {"quality": f"{choice}, by {row_options.quality_model}"}

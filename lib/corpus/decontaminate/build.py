@@ -93,7 +93,7 @@ def _log_index(test_index: Index) -> None:
     )
     if names := [each.name for each in test_index.test_sets if not each.protected]:
         log.warn(
-            f"--decontaminate: no question can be compared of "
+            "--decontaminate: no question can be compared in "
             f"{units.counted(len(names), 'test set')}: {units.join_names(names, _NAMED)}"
         )
 
@@ -105,8 +105,8 @@ def _load_index(directories: tuple[Path, ...]) -> Index:
     if not any(each.protected for each in found.test_sets):
         raise UsageError(
             "--decontaminate: no question can be compared",
-            expected=f"questions of at least {SHORTEST} words, besides words that all questions of "
-            "a set share",
+            expected=f"questions of at least {SHORTEST} words, without the words that all "
+            "questions of a set share",
             found=f"{units.counted(len(found.test_sets), 'test set')} with "
             f"{units.counted(sum(each.questions for each in found.test_sets), 'question')}",
         )

@@ -121,8 +121,9 @@ class TestSetReport:
             )
         verb = "kept, as asked" if self._row_options.decontaminate_report_only else "dropped"
         note = (
-            f"Test questions that occur in documents, which were {verb}. Share: of the questions "
-            f"that could be compared. {FILE} lists all test sets and questions."
+            f"Test questions that occur in documents. These documents were {verb}. The share is "
+            f"that of the questions that could be compared. {FILE} lists all test sets and "
+            "questions."
         )
         head = ["test set", "questions", "not compared", "found", "share", "documents", "sample"]
         problems = [
@@ -139,7 +140,8 @@ class TestSetReport:
         hit = [each for each in found if each.hits.documents]
         verb = "dropped" if not self._row_options.decontaminate_report_only else "found, kept"
         lines = {
-            "test sets": f"{summary['sets_hit']} of {units.counted(len(found), 'set')} occur, "
+            "test sets": f"questions of {summary['sets_hit']} of "
+            f"{units.counted(len(found), 'set')} occur, "
             f"{units.counted(hits.documents, 'document')} with questions {verb}; "
             f"{summary['unprotected']:,} of {units.counted(summary['questions'], 'question')} "
             f"could not be compared; {save_dir}/{FILE} lists all"
@@ -157,7 +159,7 @@ class TestSetReport:
             lines["  clean"] = units.join_names(clean, _SHOWN)
         if hits.beginnings:
             lines["  beginnings"] = (
-                f"of {units.counted(hits.beginnings, 'document')} larger than memory only the "
-                "beginning was compared"
+                f"only the beginning of {units.counted(hits.beginnings, 'large document')} was "
+                "compared"
             )
         return lines

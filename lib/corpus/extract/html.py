@@ -43,7 +43,7 @@ def extract_html(data: bytes, fallback: str) -> Extracted:
         )
         if text:
             return Extracted(text, replaced)
-    raise Refusal(NO_TEXT, "the HTML page has no text beside its tags")
+    raise Refusal(NO_TEXT, "the HTML page contains no text, only tags")
 
 
 def decode_page(data: bytes, fallback: str) -> tuple[str, int]:

@@ -29,8 +29,8 @@ def require_extraction(row_options: RowOptions) -> None:
         if package and not find_version(package):
             problems.add(
                 f"--extract {kind} needs the package {package}, which is not installed",
-                hint="a bundle that `airgap.py pack --optional` made has its "
-                "wheels; or with an index in reach:",
+                hint="a bundle of `airgap.py pack --optional` contains its wheels; "
+                "or install it from a package index:",
                 run=commands.pip_install_optional(package),
             )
     problems.raise_if_any()
@@ -136,8 +136,8 @@ def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
         manifest.read_if_any(folder) or {}, "--overwrite", dst_root=folder
     )
     return (
-        f"an earlier version of stage 01 has left out {_join_counts(found, counts)} files, which "
-        f"it would take now:\n  {remedy.get('run') or remedy.get('hint')}"
+        f"an earlier version of stage 01 has left out {_join_counts(found, counts)} files. The "
+        f"current version takes them:\n  {remedy.get('run') or remedy.get('hint')}"
     )
 
 

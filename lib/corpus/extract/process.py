@@ -94,13 +94,13 @@ class Extraction:
         self._process.returncode = code
         self._process = None
         self.close()
-        if code == -signal.SIGPROF:
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
+            # Which of the two limits is reached first depends on the load, so both read alike.
             return Refusal(
-                TIMEOUT, f"extracting its text takes more than {seconds} s of processor time"
+                TIMEOUT,
+                f"extracting its text takes more than {seconds} s of processor time, or "
+                f"{units.duration(child.WAITING * seconds)} in all",
             )
-        if code == -signal.SIGALRM:
-            limit = units.duration(child.WAITING * seconds)
-            return Refusal(TIMEOUT, f"extracting its text takes more than {limit}")
         if 1024 * usage.ru_maxrss > child.LARGE_BYTES:
             return Refusal(TOO_LARGE, child.describe_memory())
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"

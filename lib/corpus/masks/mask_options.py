@@ -51,13 +51,15 @@ def describe_masks(row_options: RowOptions) -> dict[str, str]:
     """Return the line of the plan about --mask by its label, {} without --mask."""
     if not row_options.mask:
         return {}
-    kinds = ", ".join(kind for kind in KINDS if kind in row_options.mask)
+    masked = [kind for kind in KINDS if kind in row_options.mask]
     countries = ", ".join(sorted({*row_options.mask_phone_country}))
     replacement = (
-        "a keyed hash, such as <ip:…>" if row_options.mask_with == HASH else "constants: <ip>"
+        f"a keyed hash, such as <{masked[0]}:…>"
+        if row_options.mask_with == HASH
+        else f"constants, such as <{masked[0]}>"
     )
     national = f", also in the national format of {countries}" if countries else ""
-    return {"masks": f"{kinds}{national}; replaced by {replacement}"}
+    return {"masks": f"{', '.join(masked)}{national}; replaced by {replacement}"}
 
 
 def require_masks(row_options: RowOptions) -> None:

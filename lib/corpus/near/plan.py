@@ -249,8 +249,8 @@ class RowPlan:
         if options.keep_top is not None:
             top = self._state["top"]
             lines["quality"] = (
-                f"{top['kept']:,} of {units.counted(top['rows'], 'row')} have the highest scores, "
-                f"from {top['score']:.6g} on"
+                f"{top['kept']:,} of {units.counted(top['rows'], 'row')} were kept for their "
+                f"scores; the lowest kept score is {top['score']:.6g}"
             )
         return lines | (self._format_near() if options.drops_near else {})
 
@@ -277,5 +277,6 @@ def describe_bands(options: RowOptions) -> str:
     )
     return (
         f"{bands.number} bands of {bands.size} minima, n-grams of "
-        f"{units.counted(options.near_words, 'word')}; a pair is compared with probability {curve}"
+        f"{units.counted(options.near_words, 'word')}; probability that a pair is compared: "
+        f"{curve}"
     )

@@ -153,7 +153,10 @@ def _describe_masks(masks: MaskTally) -> Section:
             ]
             shapes = ", ".join(masks.shapes.get(kind, ()))
             rows.append([kind, f"{total[kind]:,}", ", ".join(most), shapes])
-    note = "Masked matches in the rows of the dataset; the shapes do not show what they say"
+    note = (
+        "Masked matches in the rows of the dataset. A shape shows the form of a match, not "
+        "its content."
+    )
     return Section("Masks", note, ["kind", "matches", "most in", "shapes"], rows)
 
 
@@ -195,14 +198,14 @@ def _describe_scores(plan: RowPlan | None, row_options: RowOptions) -> list[Sect
     top = plan.summary["quality"]
     note = (
         f"Scores of the {top['rows']:,} rows that no rule has dropped. The {top['kept']:,} rows "
-        f"with the highest scores were kept, from {top['score']:.6g} on."
+        f"with the highest scores were kept; the lowest kept score is {top['score']:.6g}."
     )
     width = 1 / top_scores.BINS
     rows = [
         (f"{number * width:.2f} to {(number + 1) * width:.2f}", f"{count:,}")
         for number, count in enumerate(top["bins"])
     ]
-    return [Section("Scores of quality", note, ["score", "rows"], rows)]
+    return [Section("Quality scores", note, ["score", "rows"], rows)]
 
 
 def _list_parameters(row_options: RowOptions) -> dict[str, str]:

@@ -122,8 +122,8 @@ def _show_rules(facts: CorpusFacts) -> list[Html]:
             ]
         )
     caption = (
-        "Rows that each rule dropped. The rules are applied in this order, and the first one that "
-        "drops a row counts it. Alone: rows that it would drop if it were the only rule."
+        "Rows that each rule dropped. A row counts for the first rule that drops it, in this "
+        "order. Alone: rows that the rule would drop if it were the only one."
     )
     head = ["rule", "option", "dropped", "share", "", "text", "alone"]
     return [tag("h2", "Rules"), table(caption, head, rows)]
@@ -308,7 +308,7 @@ def _show_samples(rules: Sequence[RuleFacts], most: int) -> list[Html]:
             kept = f"; duplicates {sample.kept}" if sample.kept else ""
             rows.append([f"{sample.path}, row {sample.position:,}{kept}", sample.value, text])
         if rows:
-            caption = f"Samples of {rule.rows:,} rows, chosen by a hash of their place"
+            caption = f"Samples of {rule.rows:,} dropped rows, chosen by a hash of their place"
             head = ["place", "value", "beginning of the text"]
             shown += [tag("h3", rule.name), table(caption, head, rows)]
     return [tag("h2", "Samples of dropped rows"), *shown] if shown else []

@@ -129,7 +129,7 @@ class CorpusFacts:
         if self.uncounted:
             problems.append(
                 f"{self.uncounted:,} work units were built by an earlier version; their rows are "
-                "missing in the lengths, sources, languages and samples."
+                "missing from the lengths, sources, languages and samples."
             )
         if self.failed_files:
             problems.append(f"{self.failed_files:,} files failed; errors.jsonl lists them.")

@@ -61,7 +61,7 @@ THRESHOLDS: dict[str, QualityThreshold] = {
         0.30, "share of paragraphs that are repeats"
     ),
     "gopher-repetition.max_duplicate_paragraph_characters": QualityThreshold(
-        0.20, "share of the characters of paragraphs in repeats"
+        0.20, "share of the characters in repeated paragraphs"
     ),
     **{
         f"gopher-repetition.max_top_{n}_gram": QualityThreshold(
@@ -78,9 +78,9 @@ THRESHOLDS: dict[str, QualityThreshold] = {
     "c4.min_sentences": QualityThreshold(3, "sentences in the lines that C4 keeps"),
     "c4.max_braces": QualityThreshold(0, "characters `{`"),
     "c4.max_lorem_ipsum": QualityThreshold(0, "whether the text contains `lorem ipsum` (1 or 0)"),
-    "c4.min_line_words": QualityThreshold(5, "least words of a line that C4 keeps", False),
+    "c4.min_line_words": QualityThreshold(5, "fewest words in a line that C4 keeps", False),
     "c4.max_word_characters": QualityThreshold(
-        1000, "most characters of a token in a line that C4 keeps", False, math.inf
+        1000, "longest token in a line that C4 keeps, in characters", False, math.inf
     ),
     END_MARKS: QualityThreshold(1, "1: C4 keeps only lines that end with an end mark", False),
     PHRASES: QualityThreshold(1, "1: C4 removes lines with `javascript` or a cookie phrase", False),
@@ -88,7 +88,9 @@ THRESHOLDS: dict[str, QualityThreshold] = {
         0.12, "share of lines that end with an end mark"
     ),
     "fineweb.max_short_lines": QualityThreshold(0.67, "share of short lines"),
-    "fineweb.short_line_characters": QualityThreshold(30, "most characters of a short line", False),
+    "fineweb.short_line_characters": QualityThreshold(
+        30, "longest short line, in characters", False
+    ),
     "fineweb.max_duplicate_line_characters": QualityThreshold(
         0.01, "share of the characters of lines in repeats"
     ),

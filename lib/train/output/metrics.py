@@ -99,7 +99,9 @@ class Metrics:
 
         texts: Markdown, by name. table: prompt, kind and text of each sample.
         """
-        if self._active and self._board is not None:
+        if not self._active:
+            return
+        if self._board is not None:
             with self._board_may_fail:
                 self._board.write_texts(step, texts)
         if self._run is not None and not self._wandb_may_fail.is_failing:
