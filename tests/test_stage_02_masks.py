@@ -277,6 +277,22 @@ def test_a_text_larger_than_memory_is_masked_in_pieces(tmp_path, monkeypatch, en
     assert cut[4] == texts[4]
 
 
+@pytest.mark.parametrize("dedup", ["none", "near"])
+def test_a_conversation_larger_than_a_large_text_is_masked_and_written(
+    tmp_path, monkeypatch, dedup
+):
+    monkeypatch.setattr(parts, "LARGE_PART", 1000)
+    asked = " ".join(make_words(random.Random(2), 300))
+    answer = f"write to {SECRETS[0]}"
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    shape = RowOptions(format="chat", dedup=dedup, mask=["email"])
+    build(tmp_path / "raw", tmp_path / "out", shape)
+    (messages,) = read_table(tmp_path / "out")["messages"].to_pylist()
+    assert [turn["content"] for turn in messages] == [asked, "write to <email>"]
+
+
 def test_a_part_without_a_match_and_rows_that_are_dropped_are_not_rewritten(tmp_path):
     import numpy as np
 

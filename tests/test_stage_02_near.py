@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from lib.core.errors import ArtifactError
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, split_parts, work_units
 from lib.corpus.dataset import PLAN, DatasetWriter
@@ -392,6 +393,23 @@ def test_upsampling_repeats_a_row_by_the_size_of_its_cluster(tmp_path, size, cop
     assert table.num_rows == copies
     assert {*table["text"].to_pylist()} == {texts[0]}
     assert {*table["cluster_size"].to_pylist()} == {size}
+
+
+@pytest.mark.parametrize("place", [200, -300])  # in the head of a batch, and in its text
+def test_a_part_that_was_damaged_after_the_first_pass_is_reported(tmp_path, place):
+    write_lines(tmp_path / "raw/a.jsonl", plant(random.Random(7), 10))
+    shape = RowOptions(dedup="near")
+    files, _ = inputs.find_inputs(tmp_path / "raw", False)
+    tasks = work_units.cut_files(tmp_path / "raw", files, tmp_path / "split_00", shape)
+    for task in tasks:
+        split_parts.process_unit(task)
+    part = tasks[0].part("train")
+    data = bytearray(part.read_bytes())
+    data[place : place + 100] = b"x" * 100
+    part.write_bytes(data)
+    work = Planner(tmp_path / "plan", shape, files, 1)
+    with pytest.raises(ArtifactError, match="train is damaged or gone"):
+        work.make_plan(split_parts.read_results(tasks), False)
 
 
 def test_a_large_text_is_kept_and_written_in_pieces(tmp_path, monkeypatch):

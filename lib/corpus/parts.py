@@ -316,7 +316,7 @@ def rewrite_part(
             if cluster_sizes is not None:
                 batch = batch.append_column(CLUSTER_SIZE, pa.array(cluster_sizes[own_rows]))
             own_copies = None if copies is None else copies[own_rows]
-            if batch.num_rows == 1 and batch.nbytes > LARGE_PART:
+            if is_large_text(batch):
                 for _ in range(1 if own_copies is None else int(own_copies[0])):
                     yield from _copy_large_row(part, file, batch)
                 continue
@@ -337,6 +337,12 @@ def rewrite_part(
                 else batch["messages"].flatten().field("content")
             )
             yield batch.serialize(), pc.sum(pc.binary_length(text)).as_py()
+
+
+def is_large_text(batch: pa.RecordBatch) -> bool:
+    """Return whether a batch is one text that is larger than memory, and not a conversation."""
+    is_text = "text" in batch.schema.names  # a conversation was in memory when it was read
+    return is_text and batch.num_rows == 1 and batch.nbytes > LARGE_PART
 
 
 def _copy_large_row(

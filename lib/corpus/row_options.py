@@ -322,9 +322,10 @@ class RowOptions:
     )
 
     def __post_init__(self) -> None:
-        """Sort the kinds in --extract, so that their order does not affect the identity."""
+        """Sort --extract and --language, so that their order does not affect the identity."""
         in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
         object.__setattr__(self, "extract", in_order)
+        object.__setattr__(self, "language", sorted(set(self.language)))
 
     @property
     def masks_later(self) -> bool:

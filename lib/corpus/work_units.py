@@ -252,11 +252,16 @@ def require_undamaged(result: UnitResult, work: Path | None) -> None:
     for name, digest in result.digests.items():
         path = Path(result.unit.out) / name
         if not path.is_file() or not hashing.has_digest(path, digest):
-            raise ArtifactError(
-                f"{path} is damaged or gone",
-                expected="the content that was written",
-                run=format_rebuild_commands(path.parent, work),
-            )
+            raise describe_damage(path, work)
+
+
+def describe_damage(path: Path, work: Path | None) -> ArtifactError:
+    """Return the error about a damaged part. work: see format_rebuild_commands."""
+    return ArtifactError(
+        f"{path} is damaged or gone",
+        expected="the content that was written",
+        run=format_rebuild_commands(path.parent, work),
+    )
 
 
 def process_unit(unit: WorkUnit) -> UnitResult:

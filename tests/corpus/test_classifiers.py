@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lib.core import declared
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.corpus.classify import language, model_file, predictor, scores, top_scores
 from lib.corpus.row_batch import RowBatch, RowText
@@ -214,3 +215,8 @@ def test_the_share_of_rows_is_rounded():
     counts = [top_scores.count_kept(rows, share) for rows, share in ((30, 0.1), (3, 0.5), (4, 0.1))]
     assert counts == [3, 2, 1]
     assert top_scores.count_kept(0, 0.5) == 0
+
+
+def test_languages_identify_a_dataset_in_any_order():
+    given = RowOptions(language=["en", "de", "en"])
+    assert declared.identify(given) == declared.identify(RowOptions(language=["de", "en"]))

@@ -111,3 +111,8 @@ def test_directories_without_test_sets_are_refused(tmp_path):
         "two test sets are named same",
     ):
         assert part in text
+
+
+def test_a_directory_that_is_given_twice_counts_once(tmp_path):
+    write(tmp_path / "a.jsonl", {"question": "once"})
+    assert [name for name, _ in questions.read_sets([tmp_path, tmp_path])] == ["a"]

@@ -66,7 +66,7 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
                 expected="files named *.jsonl or *.jsonl.gz, one per test set",
                 found=_describe_directory(directory),
             )
-        found += own
+        found += [each for each in own if each not in found]  # a directory may be given twice
     names = [each.name for each in found]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.add(

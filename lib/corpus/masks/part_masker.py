@@ -60,7 +60,7 @@ def mask_part(
             if is_kept is not None:
                 kept = is_kept[rows : rows + batch.num_rows]
             own = MaskedPart()
-            if batch.num_rows == 1 and batch.nbytes > parts.LARGE_PART:
+            if parts.is_large_text(batch):
                 message = _mask_large_row(batch, masker, own, out) if kept[0] else None
             else:
                 message = _mask_batch(batch, kept, masker, own)

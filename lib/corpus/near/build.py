@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import log, manifest, records, units, workers
+from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
-from lib.corpus import pool
+from lib.corpus import pool, work_units
 from lib.corpus.classify import top_scores
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import key_groups, shingle_sets
@@ -218,10 +219,12 @@ class Planner:
             Progress("compare", None, "part", progress) as bar,
         ):
             for sizes in processes.run(self._list_tasks(ranges, candidates, outputs)):
+                path = outputs.popleft()
+                if sizes is None:
+                    raise self._describe_damage(ranges[int(path.suffix[1:])].path)
                 ends.write((np.cumsum(sizes) + total).tobytes())
                 total += int(sizes.sum())
                 computed += len(sizes)
-                path = outputs.popleft()
                 with path.open("rb") as own:
                     shutil.copyfileobj(own, sets, 1 << 20)
                 path.unlink()
@@ -231,6 +234,10 @@ class Planner:
             f"({units.size(8 * total)} of n-grams on disk)"
         )
         self._note(sets=total)
+
+    def _describe_damage(self, part: Path) -> ArtifactError:
+        is_own = part.is_relative_to(self._directory)  # otherwise it is merged
+        return work_units.describe_damage(part, self._directory if is_own else None)
 
     def _list_tasks(
         self, ranges: Sequence[RowRange], candidates: BinaryIO, outputs: deque[Path]
@@ -248,6 +255,7 @@ class Planner:
                 outputs.append(self._directory / f"sets.{number}")
                 yield SetsTask(
                     str(each.path),
+                    each.digest,
                     each.is_shard,
                     each.row_numbers(documents),
                     str(outputs[-1]),

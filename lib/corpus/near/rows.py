@@ -23,13 +23,14 @@ class RowRange(NamedTuple):
     """Describe consecutive rows in one file: a part, or a shard of an earlier dataset.
 
     first: number of the first row in the build. shard: None for a part, whose rows all have a
-    number.
+    number. digest: of a part.
     """
 
     first: int
     rows: int
     path: Path
     shard: ShardRows | None = None
+    digest: str = ""
 
     @property
     def is_shard(self) -> bool:
@@ -124,7 +125,8 @@ class Collector:
             rows = result.rows[split]
             if not rows:
                 continue
-            self.ranges.append(RowRange(self.rows, rows, unit.part(split)))
+            part = unit.part(split)
+            self.ranges.append(RowRange(self.rows, rows, part, digest=result.digests[part.name]))
             self.rows += rows
             if not self._files:
                 continue

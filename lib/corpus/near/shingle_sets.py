@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from lib.core import hashing
 from lib.corpus import chat_rows, shingles, work_units
 from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.row_options import RowOptions
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
 class SetsTask(NamedTuple):
     """Describe the sets that a worker computes.
 
-    path: a part, or a shard if is_shard is true. rows: increasing row numbers in it (int64). out:
-    file for the sets. masks: the rows are masked first, as the rows of earlier datasets were.
+    path: a part, or a shard if is_shard is true. digest: of a part. rows: increasing row numbers in
+    it (int64). out: file for the sets. masks: the rows are masked first, as the rows of earlier
+    datasets were.
     """
 
     path: str
+    digest: str
     is_shard: bool
     rows: np.ndarray
     out: str
@@ -34,15 +37,20 @@ class SetsTask(NamedTuple):
     masks: bool
 
 
-def prepare() -> Callable[[SetsTask], np.ndarray]:
+def prepare() -> Callable[[SetsTask], np.ndarray | None]:
     """Return the function that a worker calls with a task."""
     return write_sets
 
 
-def write_sets(task: SetsTask) -> np.ndarray:
-    """Write the set of each row: its distinct hashes, uint64, sorted. Returns their sizes."""
+def write_sets(task: SetsTask) -> np.ndarray | None:
+    """Write the set of each row: its distinct hashes, uint64, sorted.
+
+    Returns their sizes, None if the part is damaged: to read one may end the process.
+    """
     import numpy as np
 
+    if task.digest and not hashing.has_digest(Path(task.path), task.digest):
+        return None
     masker = make_masker(task.row_options) if task.masks else None
     sizes = []
     with Path(task.out).open("wb") as out:
