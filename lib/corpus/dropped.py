@@ -9,7 +9,7 @@ from typing import Any
 from lib.corpus.scan import escape_path
 
 DROPPED_FILE = "dropped.jsonl"
-_DIGITS = 4  # of a value
+_DIGITS = 4  # decimals of a value
 
 
 def format_dropped(
@@ -17,9 +17,9 @@ def format_dropped(
 ) -> bytes:
     """Return a line of dropped.jsonl.
 
-    path: of the file, in the data folder. position: number of the row in the file, from 1, None if
-    a part of an earlier version does not know it. value: what the rule has measured. duplicate_of:
-    the kept row that this one duplicates.
+    path: the file, relative to the data folder. position: number of the row in the file, from 1;
+    None if an earlier version wrote the part without positions. value: the measurement of the rule.
+    duplicate_of: the kept row that this row duplicates.
     """
     value = round(float(value), _DIGITS) if isinstance(value, float) else value
     line = {
@@ -33,7 +33,7 @@ def format_dropped(
 
 
 def format_place(row: Mapping[str, Any]) -> str:
-    """Return the place of a row in words.
+    """Return the place of a row as text.
 
     row: its path and position, and the name of its dataset if that is an earlier one.
     """

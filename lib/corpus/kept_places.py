@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
-_PATH_BYTES = 1 << 16  # more than any path takes in JSON
+_PATH_BYTES = 1 << 16  # more than any path as JSON
 
 
 class KeptPlaces:
     """Store the file and the position of each row that a decider keeps, in their order.
 
-    path: beginning of the names of both files. They continue after their present end, so a resumed
-    build truncates them to the recorded progress.
+    path: the common beginning of the names of both files. New rows are appended, so a resumed build
+    first truncates the files to the recorded progress.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,7 +27,7 @@ class KeptPlaces:
 
     @property
     def files(self) -> dict[str, Any]:
-        """Return the open files, by the end of their names."""
+        """Return the open files by the suffix of their names."""
         return {"paths": self._paths, "places": self._places}
 
     def append(self, path: str, positions: np.ndarray) -> None:
@@ -43,7 +43,7 @@ class KeptPlaces:
         self._places.write(places.tobytes())
 
     def describe_row(self, number: int) -> dict[str, Any]:
-        """Return the path and the position of a kept row. number: among the kept rows, from 0."""
+        """Return the path and the position of a kept row. number: its index among the kept rows."""
         place = os.pread(self._places.fileno(), 16, 16 * number)
         start = int.from_bytes(place[:8], "little")
         line = os.pread(self._paths.fileno(), _PATH_BYTES, start).partition(b"\n")[0]

@@ -24,7 +24,7 @@ _RECURSION_LIMIT = 10_000
 
 
 class UnitPool:
-    """Processes units in worker processes and yields the results in order.
+    """Process units in worker processes and yield the results in order.
 
     process: the function that a worker calls with a unit.
 
@@ -42,7 +42,10 @@ class UnitPool:
         self._pool.close()
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
-        """Yield the result of each unit; only a few units run ahead, so parts do not pile up."""
+        """Yield the result of each unit in order.
+
+        Workers are only a few units ahead of the caller, so parts do not pile up.
+        """
         return self._pool.run(units, self._process_alone)
 
     def _process_alone(self, unit: WorkUnit) -> UnitResult:

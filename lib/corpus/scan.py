@@ -1,4 +1,4 @@
-"""List the files of a source tree, and the reason why others are skipped."""
+"""List the files of a source tree, and the reason why each skipped file is skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATTERN = "pattern"
 OWN_OUTPUT = "output of this stage"
 ARTIFACT = "made by a stage"
 DESCRIPTION = "describes a dataset"
-# Artifacts that are not raw files, and their names in messages.
+# Artifacts in which the scan looks for no raw files, and their names in messages.
 _ARTIFACT_NAMES = {
     "dataset": "dataset",
     "dataset-parts": "dataset part",
@@ -65,7 +65,7 @@ class TreeEntry:
 
 @dataclass(frozen=True)
 class Rules:
-    """Select the files that a scan takes. A glob matches the relative path or the basename."""
+    """Define which files a scan takes. A glob matches the relative path or the basename."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

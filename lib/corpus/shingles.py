@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["BATCH_CHARACTERS", "Shingles", "draw_odd_numbers", "hash_texts", "join_words", "mix"]
 
-VERSION = 1  # of the hashes; signatures of another version cannot be compared
+VERSION = 1  # version of the hashes; signatures of different versions cannot be compared
 
 
 class Shingles(NamedTuple):
     """Contain the shingles of several texts.
 
-    hashes: uint64, text after text, with repetitions. ends: int64 [texts], where those of each text
-    end.
+    hashes: uint64, text after text, with repetitions. ends: int64 [texts], where the hashes of each
+    text end.
     """
 
     hashes: np.ndarray
@@ -39,7 +39,7 @@ def hash_texts(texts: Sequence[str], words: int) -> Shingles:
 
 
 def join_words(groups: Sequence[WordGroup], words: int) -> Shingles:
-    """Return the shingles of the texts of a batch, from their words; see hash_texts."""
+    """Return the shingles of the texts of a batch from their words. words: see hash_texts."""
     import numpy as np
 
     results = [_join_words(group.words.hashes, group.words.text_ends, words) for group in groups]
@@ -58,7 +58,11 @@ def join_words(groups: Sequence[WordGroup], words: int) -> Shingles:
 
 
 def _join_words(hashes: np.ndarray, ends: np.ndarray, words: int) -> Shingles:
-    """Return the shingles of texts. hashes: of all words. ends: where the words of a text end."""
+    """Return the shingles of texts.
+
+    hashes: uint64, the hashes of all words. ends: int64 [texts], where the words of each text end.
+    words: see hash_texts.
+    """
     import numpy as np
 
     factors = draw_odd_numbers(words, 1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORDS = "words"  # key of the words in a RowBatch, which rules and sidecars share
-BATCH_CHARACTERS = 1 << 17  # arrays of more characters would not fit the caches of a core
+BATCH_CHARACTERS = 1 << 17  # larger arrays would not fit the caches of a core
 # The marks of a character: a kind, which is one of three, and flags.
 SEPARATOR, LETTER, UNIT = range(3)
 KIND = 3
@@ -72,7 +72,7 @@ class Words(NamedTuple):
 
 
 class WordGroup(NamedTuple):
-    """Contain the words of those texts of a batch that are all ASCII, or of the other ones.
+    """Contain the words of all ASCII texts of a batch, or of all other texts.
 
     members: numbers of the texts in the batch.
     """
@@ -84,8 +84,9 @@ class WordGroup(NamedTuple):
 class Piece(NamedTuple):
     """Contain a piece of joined texts: whole lines, unless a line is longer than a batch.
 
-    first: position in the joined texts. codes: of characters, in lower case. marks: uint8. starts,
-    ends: of the words, in the piece. sums: of the values of all characters before each.
+    first: position of the piece in the joined texts. codes: code points of the characters in lower
+    case. marks: uint8, the marks of the characters. starts, ends: positions of the words in the
+    piece. sums: uint64 [characters + 1], the sum of the values of all characters before each one.
     """
 
     first: int
@@ -96,10 +97,10 @@ class Piece(NamedTuple):
     sums: np.ndarray
 
     def hash_spans(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return a hash (uint64) of the characters of each span, which it depends on alone.
+        """Return a hash (uint64) of each span, which depends on the characters of the span alone.
 
-        It is the sum of the values of its characters, each multiplied by a power of its position in
-        the span. Sums of all characters so far give it by one subtraction.
+        The hash is the sum of the characters' values, each multiplied by a power that depends on
+        its position in the span. One subtraction of `sums` computes it.
         """
         _, inverses, _ = _character_tables()
         return mix((self.sums[ends] - self.sums[starts]) * inverses[starts])
@@ -114,7 +115,7 @@ def draw_odd_numbers(count: int, seed: int) -> np.ndarray:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Return uint64 values whose bits all depend on all bits of the given ones, one to one."""
+    """Return a permutation of uint64 values in which each bit depends on all bits of the input."""
     import numpy as np
 
     mixed = values ^ (values >> np.uint64(30))
@@ -147,7 +148,7 @@ def find_words(
 
 
 class _PieceReader:
-    """Read texts that are all ASCII, or all processed as Unicode, in pieces."""
+    """Read texts in pieces: texts that are all ASCII, or texts that are processed as Unicode."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         import numpy as np
@@ -169,7 +170,7 @@ class _PieceReader:
         np.cumsum(lengths + 1, out=self._edges[1:])
 
     def read_words(self, group: int, visit: Callable[[int, Piece], None] | None) -> Words:
-        """Return the words; see find_words."""
+        """Return the words of the texts. group, visit: see find_words."""
         import numpy as np
 
         starts = [np.empty(0, np.int64)]
