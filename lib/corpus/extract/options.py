@@ -13,7 +13,7 @@ from lib.corpus.extract.table import EXTRACTORS, find_version
 from lib.corpus.inputs import FILE_LIST, InputFile
 from lib.corpus.row_options import CHAT, RowOptions
 
-_MOST_OPENED = 1_000  # files without a telling suffix that are looked into
+_MOST_OPENED = 1_000  # the most files without a suffix to open
 
 
 def require_extraction(row_options: RowOptions) -> None:
@@ -71,8 +71,9 @@ def warn_about_documents(row_options: RowOptions, folder: Path, files: Sequence[
 def count_documents(folder: Path, files: Sequence[InputFile]) -> Counter[str]:
     """Return the number of HTML, PDF, DOCX and EPUB files by kind, before they are read.
 
-    The suffix tells the kind. Files without any suffix are opened, but at most a thousand,
-    spread evenly: opening a million files would take minutes. Workers count by content later.
+    A file is counted by its suffix. Files without any suffix are opened, but at most a thousand of
+    them, spread evenly, because opening a million files would take minutes. Workers count by
+    content later.
     """
     counts = Counter(filter(None, (kinds.name_document(file.path) for file in files)))
     nameless = [file for file in files if not kinds.find_suffix(file.path)]

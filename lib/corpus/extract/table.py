@@ -1,4 +1,4 @@
-"""The kinds of files whose text can be extracted: their packages, versions and extractors."""
+"""List the kinds of files whose text can be extracted, with their extractors and packages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Extract = Callable[[bytes, str], Extracted]
 
 
 class Extractor(NamedTuple):
-    """How files of a kind become text.
+    """Describe how files of a kind become text.
 
     label: name of the kind in messages. function: `module:function` below lib/corpus/extract; it
     takes the bytes of a file and the fallback encoding, and returns the text or raises Refusal.
-    version: to be raised if our code gives other text for the same file. package: of
+    version: increase it when our code returns other text for the same file. package: a name in
     requirements-optional.txt, "" if none is needed.
     """
 
