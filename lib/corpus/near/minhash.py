@@ -1,4 +1,4 @@
-"""Compute MinHash band keys, by which near-duplicate texts find each other.
+"""Compute MinHash band keys, which near-duplicate texts share.
 
 A signature is a list of minima of a text's shingles, each under another order of the shingles. Two
 texts with Jaccard similarity s share a minimum with probability s. A band is a group of consecutive
@@ -17,7 +17,7 @@ from lib.corpus.shingles import Shingles
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1  # of the keys; keys of another version cannot be compared
+VERSION = 1  # version of the keys; keys of different versions cannot be compared
 NO_KEY = 0  # the key of a text that is not compared
 CURVE = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
@@ -59,7 +59,7 @@ def compute_keys(texts: Shingles, bands: Bands) -> np.ndarray:
 
 @cache
 def _draw_numbers(bands: Bands) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers of the orders, and those that combine the minima of each band."""
+    """Return the multipliers that order the shingles, and those that combine minima to a key."""
     import numpy as np
 
     count = bands.number * bands.size

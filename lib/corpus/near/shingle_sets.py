@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class SetsTask(NamedTuple):
     """Describe the sets that a worker computes.
 
-    path: a part, or a shard if is_shard is true. rows: increasing row numbers in it (int64). out:
-    file for the sets. masks: the rows are masked first, as the rows of earlier datasets were.
+    path: a part, or a shard if is_shard is true. rows: increasing row numbers in that file (int64).
+    out: file for the sets. masks: whether to mask the rows first, as the rows of earlier datasets
+    are masked.
     """
 
     path: str
@@ -40,7 +41,7 @@ def prepare() -> Callable[[SetsTask], np.ndarray]:
 
 
 def write_sets(task: SetsTask) -> np.ndarray:
-    """Write the set of each row: its distinct hashes, uint64, sorted. Returns their sizes."""
+    """Write the set of each row (its distinct hashes, uint64, sorted), and return their sizes."""
     import numpy as np
 
     masker = make_masker(task.row_options) if task.masks else None

@@ -1,7 +1,7 @@
 """Measure texts for the quality rules: one figure per text, for many texts at once.
 
-There is one function for each family of rules. A figure is NaN if a rule cannot judge the text: the
-text has no words or lines, or its script has no spaces and the rule needs them.
+There is one function for each family of rules. A figure is NaN if the rule cannot judge the text,
+because the text has no words or lines, or because its script has no spaces and the rule needs them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _LOREM_IPSUM = PhraseList(["lorem ipsum"])
 
 
 class Texts:
-    """Several texts, with the figures that families share.
+    """Compute the figures of several texts that the families share.
 
-    languages: of each text, None if it is unknown. All figures are arrays [texts].
+    languages: the language of each text, None if it is unknown. Figures are arrays [texts] unless
+    stated otherwise.
     """
 
     def __init__(self, layout: Layout, languages: Sequence[str | None]) -> None:
@@ -51,7 +52,7 @@ class Texts:
 
     @cached_property
     def characters_before(self) -> np.ndarray:
-        """Return how many characters are in the words before each word, [words + 1]."""
+        """Return the number of characters in all words before each word, [words + 1]."""
         import numpy as np
 
         words = self.layout.words
@@ -61,7 +62,7 @@ class Texts:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Return the number of words; two characters of a script without spaces are one."""
+        """Return the number of words; two characters of a script without spaces are one word."""
         return self.layout.words.counts - self.units / 2
 
     @cached_property
@@ -91,7 +92,10 @@ class Texts:
         return divide(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
 
     def sum_lines(self, values: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
-        """Return the sum of the values of the lines of each text, or of the selected lines."""
+        """Return the sum of the values of the lines of each text.
+
+        values: [lines]. lines: selects the lines to include (default: all).
+        """
         import numpy as np
 
         texts = self.texts_of_lines
@@ -135,7 +139,7 @@ def measure_gopher(texts: Texts, stop_words: Mapping[str, PhraseList]) -> dict[s
 
 
 def count_stop_words(texts: Texts, lists: Mapping[str, PhraseList]) -> np.ndarray:
-    """Return how many different stop words each text contains, NaN without a list for it."""
+    """Return the number of different stop words in each text, NaN without a list for the text."""
     import numpy as np
 
     result = np.full(texts.number, np.nan)
@@ -210,7 +214,7 @@ def measure_c4(
 ) -> dict[str, np.ndarray]:
     """Return the figures of C4's rules.
 
-    limits: the thresholds of lines. phrases: by language, of lines that C4 removes.
+    limits: the thresholds of lines. phrases: by language, the phrases of lines that C4 removes.
     """
     layout = texts.layout
     is_kept = _select_c4_lines(texts, limits, phrases)

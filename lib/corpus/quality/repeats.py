@@ -13,8 +13,9 @@ from lib.corpus.words import draw_odd_numbers, mix
 if TYPE_CHECKING:
     import numpy as np
 
-# Each sorted value consists of a hash and, in its low bits, the number of an item. The number of
-# bits must not depend on the other texts of a batch, which has fewer items than that.
+# Each sorted value consists of a hash and, in its low bits, the number of an item. No batch has more
+# items than these bits can count. Their number is constant, so that results do not depend on the
+# other texts of a batch.
 _NUMBER_BITS = 20
 _LONGEST = 10
 
@@ -34,7 +35,8 @@ class _Repeats(NamedTuple):
 def find_repeats(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """Return the numbers of items that repeat earlier ones of the same text, increasing.
 
-    hashes: uint64. texts: the number of the text of each item; those of a text are consecutive.
+    hashes: uint64 [items]. texts: [items], the number of the text; the items of a text are
+    consecutive.
     """
     import numpy as np
 
@@ -42,7 +44,7 @@ def find_repeats(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 
 def place_factors(places: np.ndarray) -> np.ndarray:
-    """Return an odd number (uint64) for each place in a sequence, to hash the sequence by a sum."""
+    """Return the factor (odd, uint64) of each place, to hash a sequence by a weighted sum."""
     import numpy as np
 
     return mix(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
@@ -73,13 +75,14 @@ def measure_grams(
     tops: Collection[int],
     repeats: Collection[int],
 ) -> dict[int, np.ndarray]:
-    """Return, by n, the share of the characters of words that repeated n-grams contain [texts].
+    """Return the share of the characters of words in repeated n-grams, by n ([texts]).
 
-    hashes: of all words. before: characters in the words before each word, [words + 1]. tops: the
-    values of n for which this is the most frequent n-gram, its characters times the number of its
-    occurrences, if it has two (of several equally frequent ones the longest). repeats: the values
-    of n for which these are the words of all repeats, each word once.
-    A text without words has the share 0.
+    hashes: hashes of all words. before: characters in the words before each word, [words + 1].
+    text_ends: where the words of each text end. A text without words has the share 0.
+
+    tops: values of n for which only the most frequent n-gram counts, with its characters times its
+    occurrences, if there are two or more. Of several equally frequent n-grams, the longest counts.
+    repeats: values of n for which all repeats count, each of their words once.
     """
     import numpy as np
 
@@ -92,7 +95,7 @@ def measure_grams(
     sums = hashes[:-1] * factors[0]
     of_texts = texts[:-1].copy()
     crossing = text_ends[(text_ends > 0) & (text_ends < len(hashes))] - 1
-    of_texts[crossing] = -1 - crossing  # no pair of words of two texts equals another one
+    of_texts[crossing] = -1 - crossing  # an n-gram across two texts equals no other n-gram
     for n in range(2, max((*tops, *repeats), default=0) + 1):
         sums += (hashes[1:] if n == 2 else hashes[starts + (n - 1)]) * factors[n - 1]
         found = _group_repeats(sums, of_texts)

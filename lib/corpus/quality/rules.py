@@ -22,10 +22,10 @@ from lib.corpus.words import WORDS, WordGroup
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_CHARACTERS = 16_000_000  # of a text; the rules do not look at the rest
+MOST_CHARACTERS = 16_000_000  # the rules measure only so many characters of a text
 _FIGURES = "quality figures"
 _NO_LANGUAGES = {"all", "und"}  # values of --language that name no language
-_SHOWN = 20  # sources in an error
+_SHOWN = 20  # sources that an error lists
 
 
 def list_rules(row_options: RowOptions) -> list[str]:
@@ -111,7 +111,7 @@ def _cache_judge(
 def require_quality(row_options: RowOptions) -> None:
     """Raise UsageError if options of the quality rules contradict each other.
 
-    They also do if a rule needs words of a language, and there is no list of them.
+    Also raises it if a rule needs a word list of a language that has none.
     """
     problems = Problems()
     families = row_options.quality
@@ -172,9 +172,9 @@ def require_sources(row_options: RowOptions, files: Sequence[InputFile]) -> None
 
 
 def identify_quality(row_options: RowOptions) -> dict[str, Any]:
-    """Return the thresholds in force, and what else decides which rows the rules drop.
+    """Return the entries of the quality rules in the identity of a dataset, {} if no rule is on.
 
-    The keys are the options that these values replace in the identity; {} if no rule is on.
+    They replace options of the same names by the thresholds in force and the digest of the words.
     """
     if not row_options.quality:
         return {}
