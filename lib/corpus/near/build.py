@@ -127,7 +127,7 @@ class Planner:
         return DiskArray(self._directory / name, dtype, width=width)
 
     def _drop_low_scores(self, share: float) -> None:
-        """Keep the share of the rows with the highest scores; among equal scores, the first rows."""
+        """Keep the share of rows with the highest scores; among equal scores, the first rows."""
         import numpy as np
 
         first_new = self._state["first_new"]

@@ -55,8 +55,8 @@ class RecallSample:
         self._bands = bands
         self._threshold = threshold
         self._step = max(1, documents // _SAMPLED)
-        # For each bin, the number of pairs, of pairs that share one band and of pairs that share two
-        # bands, and the number of pairs that the formula expects, with missed ones. The last bin
+        # For each bin, the number of pairs, of pairs that share one band, of pairs that share two
+        # bands, and of all pairs that the formula expects, including missed ones. The last bin
         # begins at the threshold.
         self.counts: list[list[float]] = [[0, 0, 0, 0.0] for _ in range(_BINS - _FIRST + 1)]
 

@@ -60,7 +60,7 @@ class Layout(NamedTuple):
         return np.repeat(np.arange(len(self.words.text_ends)), self.count_by_text(positions))
 
     def find_lines(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of the line of each position. All positions must follow a line's start."""
+        """Return the number of the line of each position; a line must begin before it."""
         import numpy as np
 
         return np.searchsorted(self.starts, positions, "right") - 1

@@ -13,9 +13,9 @@ from lib.corpus.words import draw_odd_numbers, mix
 if TYPE_CHECKING:
     import numpy as np
 
-# Each sorted value consists of a hash and, in its low bits, the number of an item. No batch has more
-# items than these bits can count. Their number is constant, so that results do not depend on the
-# other texts of a batch.
+# Each sorted value consists of a hash and, in its low bits, the number of an item. No batch has
+# more items than these bits can count. Their number is constant, so that results do not depend on
+# the other texts of a batch.
 _NUMBER_BITS = 20
 _LONGEST = 10
 
