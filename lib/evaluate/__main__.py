@@ -162,14 +162,14 @@ def _require_writable(path: Path) -> None:
 def _evaluate(
     opts: Options, source: EvaluatedModel, tasks: Sequence[Task], layout: ParallelLayout
 ) -> tuple[list[TaskResult], str, int]:
-    """Return the results, the precision and the window. All ranks must call this."""
+    """Return the results, the precision and the window in tokens. All ranks must call this."""
     from lib.evaluate import open_model, passes, scoring
     from lib.models.architecture import read_config
     from lib.tokens.build import require_vocabulary
     from lib.tokens.encode import Encoder
 
     began = time.monotonic()
-    # First what the config and the tokenizer show, since loading may take minutes.
+    # The config and the tokenizer are checked first, since loading the weights may take minutes.
     config = read_config(source.directory, opts.trust_remote_code).get_text_config()
     encoder = Encoder(source.directory, 1)
     require_vocabulary(encoder.vocab_size, config.vocab_size, source.directory)

@@ -2,8 +2,8 @@
 
   python -m lib.evaluate.small_tasks DIR
 
-They test skills that a sound model learns early, and need no knowledge: a broken model answers them
-by chance. The data is ours, so it may lie in the repository.
+The tasks test skills that a sound model learns early, and need no knowledge; a broken model only
+guesses. The data is ours, so the repository may contain it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def make_files() -> dict[str, str]:
     """Return the content of each file by its name."""
     files = {}
     for name, (make, description) in _TASKS.items():
-        # Not the hash of the name, which Python changes from process to process.
+        # The seed is a sum, because Python's hash of a name changes from process to process.
         rng = random.Random(sum(name.encode()))
         lines = [json.dumps(_make_item(rng, make), ensure_ascii=False) for _ in range(_ITEMS)]
         files[f"{name}.jsonl"] = "".join(f"{line}\n" for line in lines)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-LARGEST = 1e30  # a larger number is no figure
+LARGEST = 1e30  # a larger number counts as infinite
 EXTREMES = ("last", "first", "lowest", "highest")
 
 Numbers = npt.NDArray[np.float64]
@@ -26,10 +26,11 @@ class Value(NamedTuple):
 
 
 class Series:
-    """The values of a key by column. first, last, least, most: NaN if there are no values.
+    """Contain the values of a key by column.
 
-    low, high: least and largest value of each column, infinite without values. gaps: the columns
-    with a value that is NaN or infinite. first_gap: step of the first such value.
+    first, last, least, most: values, NaN if there are none. low, high: least and largest value of
+    each column, infinite without values. gaps: which columns contain NaN or an infinite value (bool
+    [columns]). first_gap: step of the first such value.
     """
 
     def __init__(self, columns: int) -> None:

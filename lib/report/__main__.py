@@ -27,7 +27,7 @@ _LIMITS = (
     ReportLimits(samples=0, charts=12, rows=20),
     ReportLimits(samples=0, charts=3, rows=5),
 )
-_MANY = 4  # runs; the curves of more have fewer columns
+_MANY = 4  # with more runs than this, the curves have fewer columns
 
 
 def main(argv: list[str]) -> None:

@@ -19,7 +19,7 @@ from lib.report.run_data import TOKENS, RunData, read_samples
 _SAMPLE_BYTES = 2000
 _COLUMNS = ("time", "event", "step")  # of the table of events
 _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/total"]
-# Title, unit, form, main key and other keys (a pattern) of each chart.
+# Title, unit, form, main key and a pattern for other keys of each chart.
 _CHARTS = (
     ("Loss", "nats per token", "wide", "train/loss_mean", "train/loss|eval/loss(/.+)?"),
     ("Bits per byte", "bits per byte", "", "eval/bits_per_byte", "eval/.+/bits_per_byte"),
@@ -34,7 +34,7 @@ _CHARTS = (
 
 
 class ReportLimits(NamedTuple):
-    """The most prompts of each run, charts, and rows of a table that a page shows."""
+    """Limit the prompts of each run, the charts, and the rows of a table on a page."""
 
     samples: int
     charts: int
@@ -42,7 +42,7 @@ class ReportLimits(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart. id: of its element. curves: the run and the key of each."""
+    """Describe a chart. id: ID of its element. curves: the run and the key of each curve."""
 
     title: str
     unit: str
@@ -98,7 +98,7 @@ def _compare(
 
 
 def _describe_problem(run: RunData, number: int, problem: Problem, places: Container[str]) -> Html:
-    """Return a problem with links to those of its chart and events that are in `places`."""
+    """Return a problem with links to its chart and events, if their IDs are in `places`."""
     links = [("see the chart", problem.chart)] if problem.chart else []
     links += [(f"event {event}", f"event-{number}-{event}") for event in problem.events[-5:]]
     words = [tag("a", text, href=f"#{place}") for text, place in links if place in places]
@@ -156,7 +156,10 @@ def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> I
 
 
 def _list_panels(runs: Sequence[RunData]) -> list[Panel]:
-    """Return the charts. Those of one run show several keys, those of several runs one key each."""
+    """Return the charts of a page.
+
+    A chart of one run shows several keys; a chart of several runs shows one key.
+    """
     present = {key for run in runs for key, series in run.series.items() if series}
     is_alone = len(runs) == 1
     panels = []
@@ -199,7 +202,7 @@ def _make_curves(runs: Sequence[RunData], panel: Panel) -> list[Line]:
 
 
 def _stack_phases(run: RunData) -> list[Line]:
-    """Return the phases of a step as areas above each other; the last one is the rest of it."""
+    """Return the phases of a step as stacked areas; the last area is the rest of the step."""
     curves = []
     above = np.zeros(COLUMNS)
     for number, key in enumerate(key for key in _PHASES if run.series[key]):

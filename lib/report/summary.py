@@ -15,7 +15,7 @@ from lib.core.events import Event
 from lib.report.run_data import TOKENS, RunData
 from lib.train.config import DEFAULTS
 
-# They say nothing about what a run trains.
+# Options that do not describe what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
 _STATUSES = {
     "complete": "is complete",
@@ -50,7 +50,7 @@ def describe_status(run: RunData) -> str:
 
 
 def list_figures(run: RunData) -> Texts:
-    """Return the most important figures of a run by name; without those that it lacks."""
+    """Return the most important figures of a run by name, as far as the run has them."""
     validation = run.series["eval/loss"]
     texts = {
         "training loss": _show(_find_loss(run), "{:.4f}"),
@@ -66,7 +66,7 @@ def list_figures(run: RunData) -> Texts:
 
 
 def compare_with_plan(run: RunData) -> Texts:
-    """Return what was planned or estimated, and what happened."""
+    """Return planned or estimated values of a run beside the real ones."""
     texts = {}
     step = max(run.state.get("step", 0), run.last.get("step", 0))
     if total := run.state.get("total_steps"):

@@ -21,11 +21,11 @@ from lib.pages.page import Html, escape, page, table, tag
 from lib.pages.svg import COLUMNS, Line, draw
 
 LARGEST = 2_000_000  # bytes of a page
-_SAMPLES = (10, 3, 0)  # of a rule; fewer if the page is too large
+_SAMPLES = (10, 3, 0)  # samples of each rule; a page that is too large gets fewer
 _SAMPLE_BYTES = 1000
 _MOST_PROBLEMS = 20
 _MOST_LANGUAGES = 80
-_BAR = 120  # pixels of 100 %
+_BAR = 120  # width in pixels of a bar for 100 %
 _TITLE = "Corpus report"
 
 
@@ -94,7 +94,7 @@ def _show_number(text: str) -> Html:
 
 
 def _draw_bar(share: float) -> Html:
-    """Return a bar that repeats a number for the eye; other readers skip it."""
+    """Return a bar that shows a number, hidden from screen readers."""
     width = round(_BAR * min(1.0, share), 1)
     shape = f'<g class="s0"><path class="area" d="M0,1h{width:g}v10h-{width:g}z"/></g>'
     return Html(
@@ -145,7 +145,7 @@ def _show_lengths(facts: CorpusFacts) -> list[Html]:
         _make_histogram("read", facts.lengths, first, bins, 0, "area"),
         _make_histogram("kept", facts.lengths_kept, first, bins, 1, ""),
     ]
-    # The axis ends just before the last bin does, because a label there would be cut.
+    # The axis ends just before the end of the last bin, where a label would be cut off.
     rows: list[tuple[str, Callable[[float], str]]] = [
         ("", lambda tick: units.size(find_bin_start(first + tick)))
     ]
