@@ -2,8 +2,8 @@
 
   python -m lib.evaluate.small_tasks DIR
 
-The tasks test skills that a sound model learns early, and need no knowledge; a broken model only
-guesses. The data is ours, so the repository may contain it.
+They test skills that a sound model learns early, and need no knowledge: a broken model answers them
+by chance. The data is ours, so it may lie in the repository.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def find_checkpoint(
 
     wanted: a step, latest or best. best_by: the figure that decides which checkpoint is the best,
     None for the figure of the run. A damaged checkpoint is an error; no older one replaces it.
-    Raises UsageError if the run has no such checkpoint, and ArtifactError if it is damaged.
+    Raises UsageError if `wanted` is no step, and ArtifactError if the checkpoint is missing or
+    damaged.
     """
     if not (experiment.model / "config.json").is_file():
         raise ArtifactError(

@@ -28,7 +28,7 @@ _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}
 
 
 class Metrics:
-    """Writes rows to all outputs; figures are not rounded. curve: the curve of loss.png."""
+    """Write rows to all outputs with unrounded figures. curve: the curve of loss.png."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Metrics:
 
 
 class Board:
-    """Appends to an event file of TensorBoard. Raises ImportError without that package.
+    """Append to an event file of TensorBoard. Raises ImportError without that package.
 
     TensorBoard's own writer has a thread, whose errors appear only at a later call. This class
     writes at once instead.
@@ -193,7 +193,7 @@ class Board:
         self._append(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
-        """Append an event, after those that begin the file or a launch."""
+        """Append an event. The events that begin a file or a launch are written first."""
         events = [*self._next, event]
         self._next = []
         failure: OSError | None = None
@@ -245,7 +245,7 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
             if row["step"] <= step:
                 kept.append(row)
                 ends_at = end
-    if kept != rows[: len(kept)]:  # somebody else has written the file
+    if kept != rows[: len(kept)]:  # another program has changed the file
         manifest.write_text(path, "".join(_format_line(row).decode() for row in kept))
     elif ends_at < end:
         with path.open("r+b") as file:
@@ -290,7 +290,7 @@ def _start_wandb(experiment: Experiment) -> Any:
 
 
 class Point(NamedTuple):
-    """A point of loss.png: the last figures of one or more adjacent rows, and their mean loss."""
+    """Contain a point of loss.png: the last figures of adjacent rows, and their mean loss."""
 
     tokens: int
     learning_rate: float
@@ -299,10 +299,10 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The points of loss.png, at most 4,000 for any number of rows.
+    """Contain the points of loss.png, at most 4,000 for any number of rows.
 
-    If there are more, adjacent points are merged. Later points then cover as many rows
-    as merged ones.
+    If there are more, adjacent points are merged. Later points then cover as many rows as merged
+    points.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Turn errors of torch and NCCL, and a diverged run, into errors that say what to do."""
+"""Replace errors of torch and NCCL by errors that say what to do, and describe a diverged run."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def divergence_error(
 ) -> UsageError:
     """Return the error for a run that cannot be rolled back, or was rolled back too often.
 
-    step: the last of the bad steps. in_a_row: their number.
+    step: the last of the bad steps. in_a_row: the number of consecutive bad steps.
     """
     tried = (
         f", after {rollbacks} rollbacks"
@@ -117,7 +117,7 @@ def _memory_error(text: str, config: Config, experiment: Experiment) -> UsageErr
     """Return the error for a failed allocation. On CUDA, write a snapshot of the allocator."""
     if torch.cuda.is_available():
         path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
-        with suppress(Exception):  # the error message matters more
+        with suppress(Exception):  # the failed allocation must be reported
             meters.write_snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     step = make_step_without_attention(config, get_world_size(), torch.cuda.is_available())
