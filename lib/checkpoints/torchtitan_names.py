@@ -76,7 +76,7 @@ def find_conversion(name: str, config: PretrainedConfig) -> Callable[[Tensor], T
     return None
 
 
-def explain(names: Iterable[str], config: PretrainedConfig) -> str:
+def explain_mismatch(names: Iterable[str], config: PretrainedConfig) -> str:
     """Return why a checkpoint of torchtitan cannot be translated, and what to do.
 
     names: names of the tensors that do not fit. Returns "" if the translation is not the reason.

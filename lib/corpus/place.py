@@ -79,10 +79,10 @@ class Workers:
 
 def _get_task_function() -> Callable[[tuple[Callable[[Any], Any], Any]], Any]:
     """Return the function that a worker calls with each task."""
-    return _apply
+    return _run_task
 
 
-def _apply(task: tuple[Callable[[Any], Any], Any]) -> Any:
+def _run_task(task: tuple[Callable[[Any], Any], Any]) -> Any:
     work, chunk = task
     return work(chunk)
 

@@ -33,7 +33,7 @@ class UnitPool:
     """
 
     def __init__(self, count: int, process: ProcessUnit = work_units.process_unit) -> None:
-        self._pool = workers.Pool(count, "units", _prepare, process, context=start_server())
+        self._pool = workers.Pool(count, "units", _prepare_worker, process, context=start_server())
 
     def __enter__(self) -> UnitPool:
         return self
@@ -86,7 +86,7 @@ def start_server() -> BaseContext:
     return context
 
 
-def _prepare(process: ProcessUnit) -> ProcessUnit:
+def _prepare_worker(process: ProcessUnit) -> ProcessUnit:
     """Return the function that a worker calls with a unit."""
     sys.setrecursionlimit(_RECURSION_LIMIT)
     return process

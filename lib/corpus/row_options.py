@@ -321,11 +321,6 @@ class RowOptions:
         "includes it)",
     )
 
-    def __post_init__(self) -> None:
-        """Sort the kinds in --extract, so that their order does not affect the identity."""
-        in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
-        object.__setattr__(self, "extract", in_order)
-
     @property
     def masks_later(self) -> bool:
         """Return whether rows are masked in the second pass, after near duplicates were found."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus.words import BATCH_CHARACTERS, WordGroup, draw_odd_numbers, find_words, mix
+from lib.corpus.words import BATCH_CHARACTERS, WordGroup, draw_odd_numbers, find_words, mix_bits
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["BATCH_CHARACTERS", "Shingles", "draw_odd_numbers", "hash_texts", "join_words", "mix"]
+__all__ = ["BATCH_CHARACTERS", "Shingles", "hash_texts", "join_words"]
 
 VERSION = 1  # version of the hashes; signatures of different versions cannot be compared
 
@@ -78,7 +78,7 @@ def _join_words(hashes: np.ndarray, ends: np.ndarray, words: int) -> Shingles:
     short = np.flatnonzero((counts > 0) & (counts < words))
     shingles = np.where(counts >= words, counts - words + 1, np.minimum(counts, 1))
     shingle_ends = np.cumsum(shingles)
-    full = mix(combined[is_first])
+    full = mix_bits(combined[is_first])
     if not len(short):
         return Shingles(full, shingle_ends)
     result = np.empty(int(shingle_ends[-1]), np.uint64)
@@ -99,4 +99,4 @@ def _hash_short(
     for number, factor in enumerate(draw_odd_numbers(words, 2)):
         has_word = counts > number
         whole[has_word] += hashes[starts[has_word] + number] * factor
-    return mix(whole)
+    return mix_bits(whole)

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 
     from lib.evaluate import open_model
 
-    source = open_model.find_source(opts.model, opts.cache_dir, opts.step, opts.model_name)
+    source = open_model.find_evaluated_model(opts.model, opts.cache_dir, opts.step, opts.model_name)
     log.info(
         f"suite: {suite_dir}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
@@ -175,12 +175,12 @@ def _evaluate(
     require_vocabulary(encoder.vocab_size, config.vocab_size, source.directory)
     window = open_model.choose_window(config, opts.max_length)
     suite = passes.encode_suite(tasks, encoder, window)
-    precision = opts.precision or open_model.default_precision(layout)
+    precision = opts.precision or open_model.choose_precision(layout)
     model = open_model.load_model(source, precision, layout, opts.trust_remote_code)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
     count = plan.count_passes(layout.dp_size)
     with Progress("evaluating", count, "batches", not opts.no_progress) as bar:
-        evaluated = scoring.evaluate(model, layout, tasks, suite, plan, bar.advance)
+        evaluated = scoring.evaluate_tasks(model, layout, tasks, suite, plan, bar.advance)
     log.info(f"{precision}, {units.duration(time.monotonic() - began)}")
     return evaluated, precision, window
 

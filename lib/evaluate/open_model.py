@@ -44,7 +44,9 @@ class EvaluatedModel:
         return self.checkpoint.path if self.checkpoint else self.directory
 
 
-def find_source(name: str, cache_dir: Path, step: str | None, base: str | None) -> EvaluatedModel:
+def find_evaluated_model(
+    name: str, cache_dir: Path, step: str | None, base: str | None
+) -> EvaluatedModel:
     """Return the model that a person names: as for `-m` of stage 04, by a run or a checkpoint.
 
     For a run, this is the checkpoint that `step` names (a number, latest or best), by default the
@@ -126,7 +128,7 @@ def choose_window(config: PretrainedConfig, asked: int | None) -> int:
     return asked or longest or _LONGEST
 
 
-def default_precision(layout: ParallelLayout) -> str:
+def choose_precision(layout: ParallelLayout) -> str:
     """Return bf16 on a GPU that computes in it, and fp32 elsewhere."""
     has_bf16 = layout.device.type == "cuda" and torch.cuda.is_bf16_supported(False)
     return "bf16" if has_bf16 else "fp32"

@@ -16,7 +16,7 @@ from lib.parallel.trial import trial_mode
 from lib.tokens.samples import IGNORED
 
 
-def evaluate(
+def evaluate_tasks(
     model: PreTrainedModel,
     layout: ParallelLayout,
     tasks: Sequence[Task],
@@ -28,10 +28,10 @@ def evaluate(
 
     The model is not changed or compiled. advance: called with 1 after each forward pass.
     """
-    return compute_results(tasks, suite, score(model, layout, suite, plan, advance))
+    return compute_results(tasks, suite, score_requests(model, layout, suite, plan, advance))
 
 
-def score(
+def score_requests(
     model: PreTrainedModel,
     layout: ParallelLayout,
     suite: EncodedSuite,

@@ -234,7 +234,7 @@ class _TaskLines:
             if isinstance(content, dict):
                 yield number, content
             else:
-                self.add(number, f"expected a JSON object, found {_describe(content)}")
+                self.add(number, f"expected a JSON object, found {_name_type(content)}")
 
     def add(self, number: int, problem: str) -> None:
         """Add a problem of a line. number: 0 for a problem of several lines."""
@@ -259,7 +259,7 @@ class _TaskLines:
             raise UsageError(f"{self.path} contains no item")
 
 
-def _describe(value: Any) -> str:
+def _name_type(value: Any) -> str:
     """Return a text that names the JSON type of a value."""
     kinds = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), "a number")
@@ -271,7 +271,7 @@ def _find_text_problem(content: Mapping[str, Any], key: str, may_be_empty: bool)
         return f"{key!r} is missing"
     value = content[key]
     if not isinstance(value, str):
-        return f"{key!r} must be a string, found {_describe(value)}"
+        return f"{key!r} must be a string, found {_name_type(value)}"
     if not value and not may_be_empty:
         return f"{key!r} is empty"
     return "" if _is_text(value) else f"{key!r} contains half of a surrogate pair, which is no text"
@@ -302,7 +302,7 @@ def _read_own_task(name: str, path: Path) -> Task:
             lines.add(number, "a task has either 'choices' or 'answer' in all of its lines")
             continue
         context = content["context"]
-        requests = tuple(_join(context, choice, header["delimiter"]) for choice in choices)
+        requests = tuple(_join_choice(context, choice, header["delimiter"]) for choice in choices)
         items.append(Item(requests, content.get("gold", 0)))
     lines.raise_if_any(len(items))
     metric = header["metric"] or (ACCURACY if True in kinds else BITS_PER_BYTE)
@@ -334,11 +334,11 @@ def _find_line_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield problem
     gold = content.get("gold")
     if type(gold) is not int or not 0 <= gold < len(choices):
-        found = f"found {gold}" if type(gold) is int else f"found {_describe(gold)}"
+        found = f"found {gold}" if type(gold) is int else f"found {_name_type(gold)}"
         yield f"'gold' must be an index from 0 to {len(choices) - 1}, {found}"
 
 
-def _join(context: str, choice: str, delimiter: str) -> Request:
+def _join_choice(context: str, choice: str, delimiter: str) -> Request:
     """Return the request for a choice, with a delimiter if no space separates the texts."""
     is_apart = not context or context[-1].isspace() or choice[0].isspace()
     return Request(context, choice if is_apart else delimiter + choice)
@@ -370,7 +370,7 @@ def _read_header(stem: Path) -> dict[str, str]:
         if key not in _HEADER_KEYS:
             problems.append(f"unknown key {key!r}; the keys are {', '.join(_HEADER_KEYS)}")
         elif not isinstance(value, str):
-            problems.append(f"{key} must be a text, found {_describe(value)}")
+            problems.append(f"{key} must be a text, found {_name_type(value)}")
         elif key == "metric" and value not in METRICS:
             problems.append(f"unknown metric {value!r}; the metrics are {', '.join(METRICS)}")
         else:

@@ -57,7 +57,7 @@ class Line(NamedTuple):
         return tag("span", Html(swatch), self.label)
 
 
-def draw(
+def draw_chart(
     key: str, title: str, unit: str, form: str, curves: Sequence[Line], end: float, rows: Labels
 ) -> Html:
     """Return a chart that is as wide as the element around it. key: ID of the chart.
@@ -86,7 +86,7 @@ def draw(
         f'<desc id="{key}-d">{escape(texts, 4000)}</desc>',
         f'<text x="{4 - _LEFT}" y="14">{escape(unit)}</text>',
     ]
-    marks = _log_ticks(low, high) if "log" in form else _ticks(low, high, 5)
+    marks = _list_log_ticks(low, high) if "log" in form else _list_ticks(low, high, 5)
     heights = [float(place(mark)) for mark in marks]
     for y, mark in zip(heights, marks, strict=True):
         label = units.count(mark) if abs(mark) >= 10_000 else f"{mark:.6g}"
@@ -95,7 +95,7 @@ def draw(
     for row, (name, _) in enumerate(rows):
         lines.append(f'<text x="{4 - _LEFT}" y="{bottom + 20 + 18 * row}">{escape(name)}</text>')
     lines.append(f'<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>')
-    for tick in _ticks(0, end, _TICKS):
+    for tick in _list_ticks(0, end, _TICKS):
         x = f"{100 * tick / end:.2f}%"
         lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
         for row, (_, show) in enumerate(rows):
@@ -120,7 +120,7 @@ def _find_limits(curves: Sequence[Line], is_log: bool, from_zero: bool) -> tuple
     return low if low == 0 else low - margin, high + margin
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
+def _list_ticks(low: float, high: float, most: int) -> list[float]:
     """Return at most `most` round numbers between two numbers."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -128,7 +128,7 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
+def _list_log_ticks(low: float, high: float) -> list[float]:
     """Return the powers of ten between two numbers, with their double and quintuple if few."""
     decades = math.log10(high / low)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)), 1 + int(decades / 8))

@@ -11,7 +11,7 @@ import numpy as np
 from lib.core import units
 from lib.pages.page import Html, escape, page, table, tag
 from lib.pages.series import EXTREMES
-from lib.pages.svg import COLUMNS, STYLES, Line, draw
+from lib.pages.svg import COLUMNS, STYLES, Line, draw_chart
 from lib.report import summary
 from lib.report.problems import SHOWN, Problem, find_problems
 from lib.report.run_data import TOKENS, RunData, read_samples
@@ -51,7 +51,7 @@ class Panel(NamedTuple):
     curves: list[tuple[RunData, str]]
 
 
-def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> Html:
+def compose_page(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> Html:
     """Return the page about runs. axis, end: see RunData."""
     title = f"Training report: {', '.join(run.name for run in runs)}"
     parts: list[object] = [tag("h1", title)]
@@ -61,7 +61,7 @@ def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits
         tiles = (tag("div", tag("dt", name), tag("dd", text)) for name, text in figures)
         parts.append(tag("dl", *tiles, class_="tiles"))
     else:
-        parts += _compare(runs, "Figures", summary.list_figures, limits.rows)
+        parts += _compare_runs(runs, "Figures", summary.list_figures, limits.rows)
     charts = list(_draw_charts(runs, axis, end, limits.charts))
     events = [_list_events(run, number, limits.rows) for number, run in enumerate(runs, 1)]
     places = set(re.findall(r' id="([^"]+)"', "".join([*charts, *events])))
@@ -77,13 +77,13 @@ def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits
     sections = [
         tag("section", *shown)
         for heading, list_texts in summary.TABLES.items()
-        if (shown := _compare(runs, heading, list_texts, limits.rows))
+        if (shown := _compare_runs(runs, heading, list_texts, limits.rows))
     ]
     parts.append(tag("div", *sections, class_="charts" if len(runs) < 3 else ""))
     return page(title, [*parts, tag("h2", "Events"), *events])
 
 
-def _compare(
+def _compare_runs(
     runs: Sequence[RunData],
     heading: str,
     list_texts: Callable[[RunData], Mapping[str, str]],
@@ -143,7 +143,7 @@ def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> I
         curves = _make_curves(runs, panel)
         # A faint curve lies below the others.
         below = sorted(curves, key=lambda curve: curve.form != "faint")
-        chart = draw(panel.id, panel.title, panel.unit, panel.form, below, end, rows)
+        chart = draw_chart(panel.id, panel.title, panel.unit, panel.form, below, end, rows)
         legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
         values = [[curve.label, *curve.facts.values()] for curve in curves]
         more = table(panel.unit, ["curve", *EXTREMES], values)

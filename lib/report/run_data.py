@@ -159,9 +159,10 @@ def _make_table(rows: Sequence[Sequence[Any]]) -> Numbers:
     try:
         return np.array(rows, dtype=float)
     except (ValueError, TypeError, OverflowError):
-        return np.array([[_read_number(value) for value in row] for row in rows])
+        return np.array([[read_number(value) for value in row] for row in rows])
 
 
-def _read_number(value: object) -> float:
-    is_number = isinstance(value, (int, float)) and abs(value) < LARGEST
+def read_number(value: object, most: float = LARGEST) -> float:
+    """Return a number below `most` from a file, and NaN for anything else."""
+    is_number = isinstance(value, (int, float)) and abs(value) < most
     return float(value) if is_number else np.nan  # type: ignore[arg-type]

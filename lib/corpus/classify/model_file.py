@@ -75,7 +75,7 @@ def read_labels(path: Path, option: str) -> list[str]:
             if file.read(4) != struct.pack("<i", _MAGIC):
                 raise InvalidModel("it does not begin as fastText writes it")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse(_Reader(data))
+                return _parse_model(_Reader(data))
     except FileNotFoundError:
         raise ArtifactError(f"{option} {path} does not exist") from None
     except (OSError, InvalidModel) as error:
@@ -88,7 +88,7 @@ def read_labels(path: Path, option: str) -> list[str]:
         ) from None
 
 
-def _parse(reader: _Reader) -> list[str]:
+def _parse_model(reader: _Reader) -> list[str]:
     _, version, *numbers = reader.read("<2i" + _SETTINGS[1:])
     if version not in _VERSIONS:
         raise InvalidModel(f"its format has version {version}, expected 11 or 12")

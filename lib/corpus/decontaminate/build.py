@@ -35,7 +35,7 @@ def identify_test_sets(row_options: RowOptions) -> dict[str, Any]:
     """Return the digest of each test set by its name, for the identity of a dataset."""
     if not row_options.decontaminate:
         return {}
-    return {"decontaminate": questions.identify(row_options.decontaminate)}
+    return {"decontaminate": questions.identify_sets(row_options.decontaminate)}
 
 
 def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _log_index(test_index: Index) -> None:
 @cache
 def _load_index(directories: tuple[Path, ...]) -> Index:
     found = index.build_index(questions.read_sets(directories))
-    digests = questions.identify(directories)
+    digests = questions.identify_sets(directories)
     if not any(each.protected for each in found.test_sets):
         raise UsageError(
             "--decontaminate: no question can be compared",

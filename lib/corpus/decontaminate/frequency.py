@@ -92,7 +92,7 @@ def sample_corpus(
     """
     import numpy as np
 
-    own = add_index(_read_only(row_options), test_index)
+    own = add_index(_make_reading_options(row_options), test_index)
     step = max(1, -(-len(units) // MOST_UNITS))
     chosen = [dataclasses.replace(unit, row_options=own) for unit in units[::step]]
     rows = 0
@@ -114,7 +114,7 @@ def sample_corpus(
     return is_frequent, Frequent(rows, least, len(ignored), digest)
 
 
-def _read_only(row_options: RowOptions) -> RowOptions:
+def _make_reading_options(row_options: RowOptions) -> RowOptions:
     """Return options that read the same rows without rules, columns and sidecars."""
     tables = (
         *(selection.RULES, selection.RULE_GROUPS, selection.COLUMNS),

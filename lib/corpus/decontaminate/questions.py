@@ -55,7 +55,7 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
     problems = Problems()
     found: list[SetFile] = []
     for directory in directories:
-        own = list(_walk(directory)) if directory.exists() else []
+        own = list(_list_sets_below(directory)) if directory.exists() else []
         if not directory.exists():
             problems.add(
                 f"--decontaminate {directory} does not exist",
@@ -79,7 +79,7 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
     return sorted(found)
 
 
-def identify(directories: Sequence[Path]) -> dict[str, str]:
+def identify_sets(directories: Sequence[Path]) -> dict[str, str]:
     """Return the digest of each test set by its name, wherever it is stored."""
     return {each.name: hashing.file_digest(each.path) for each in list_files(directories)}
 
@@ -118,7 +118,7 @@ def read_questions(path: Path) -> list[Question]:
     return list(found.values())
 
 
-def _walk(root: Path) -> Iterator[SetFile]:
+def _list_sets_below(root: Path) -> Iterator[SetFile]:
     """Yield the test sets below a directory; hidden files and directories are skipped."""
     if root.is_file():
         if root.name.endswith(_SUFFIXES):

@@ -108,7 +108,7 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
     if skipped:
         parts.append(f"{_join_counts(skipped, counts)} files, which are skipped")
     if kinds.HTML in missing:
-        parts.append(f"{_count(kinds.HTML, counts)} files, which are read with their tags")
+        parts.append(f"{_format_count(kinds.HTML, counts)} files, which are read with their tags")
     command = commands.as_typed(
         "--extract", ",".join(missing), "--overwrite", drop=["--overwrite", "--dry-run"]
     )
@@ -143,9 +143,9 @@ def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
 
 
 def _join_counts(found: Sequence[str], counts: Mapping[str, int]) -> str:
-    *names, last = [_count(kind, counts) for kind in found]
+    *names, last = [_format_count(kind, counts) for kind in found]
     return f"{', '.join(names)} and {last}" if names else last
 
 
-def _count(kind: str, counts: Mapping[str, int]) -> str:
+def _format_count(kind: str, counts: Mapping[str, int]) -> str:
     return f"{counts[kind]:,} {EXTRACTORS[kind].label}"

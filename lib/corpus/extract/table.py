@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from lib.corpus.extract.extracted import Extracted
@@ -44,7 +44,12 @@ def parse_kinds(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(
             f"expected kinds such as {','.join(EXTRACTORS)}, got {unknown[0]!r}"
         )
-    return [kind for kind in EXTRACTORS if kind in names]
+    return sort_kinds(names)
+
+
+def sort_kinds(kinds: Collection[str]) -> list[str]:
+    """Return kinds in the order of the table, each once."""
+    return [kind for kind in EXTRACTORS if kind in kinds]
 
 
 def load_extractor(kind: str) -> Extract:

@@ -126,7 +126,7 @@ def are_masked(earlier: Sequence[Mapping[str, Any]], row_options: RowOptions) ->
         "the datasets of --near-against were built with other masks",
         expected="the same --mask, --mask-phone-country, --mask-with and key for this dataset and "
         "all of them, or no --mask in all of them",
-        found="\n".join(dict.fromkeys(map(_spell, [ours, *masks]))),
+        found="\n".join(dict.fromkeys(map(_spell_masks, [ours, *masks]))),
         run=_format_remedy(theirs[0]) if masks == [theirs[0]] * len(masks) else "",
     )
 
@@ -143,7 +143,7 @@ def _format_remedy(masks: Mapping[str, Any]) -> str:
     )
 
 
-def _spell(masks: Mapping[str, Any]) -> str:
+def _spell_masks(masks: Mapping[str, Any]) -> str:
     """Return the options that produce the masks of a dataset, as typed."""
     if not masks:
         return "no --mask"

@@ -65,12 +65,12 @@ def mask_units(
             out = dataset.plan_work / f"masked.{Path(unit.out).name}.{unit.number:08d}"
             yield _MaskTask(parts, out, row_options)
 
-    with workers.Pool(count, "masks", _prepare, context=pool.start_server()) as processes:
+    with workers.Pool(count, "masks", _prepare_worker, context=pool.start_server()) as processes:
         for masked in processes.run(list_tasks()):
             yield waiting.popleft(), masked
 
 
-def _prepare() -> Callable[[_MaskTask], dict[str, MaskedPart]]:
+def _prepare_worker() -> Callable[[_MaskTask], dict[str, MaskedPart]]:
     return _mask_unit
 
 

@@ -106,7 +106,7 @@ class Planner:
                     rows=collector.rows, first_new=first_new, not_compared=collector.not_compared
                 )
             # After a kill, the arrays may contain a part of the interrupted walk.
-            near_plan.create(self._directory, self._state["rows"])
+            near_plan.create_arrays(self._directory, self._state["rows"])
             if self._row_options.keep_top is not None:
                 self._drop_low_scores(self._row_options.keep_top)
             if self._row_options.drops_near:
@@ -212,7 +212,7 @@ class Planner:
             workers.Pool(
                 max(1, min(self._workers, len(ranges))),
                 "sets",
-                shingle_sets.prepare,
+                shingle_sets.prepare_worker,
                 context=pool.start_server(),
             ) as processes,
             (self._directory / "candidates").open("wb") as candidates,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus import shingles
+from lib.corpus import words
 from lib.corpus.shingles import Shingles
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def compute_keys(texts: Shingles, bands: Bands) -> np.ndarray:
         np.minimum.reduceat(product, starts, out=minimum)
     by_band = minima.reshape(bands.number, bands.size, -1)
     sums = (by_band.astype(np.uint64) * factors[:, :, None]).sum(axis=1, dtype=np.uint64)
-    keys[has_words] = np.maximum(shingles.mix(sums), np.uint64(NO_KEY + 1)).T
+    keys[has_words] = np.maximum(words.mix_bits(sums), np.uint64(NO_KEY + 1)).T
     return keys
 
 
@@ -63,6 +63,6 @@ def _draw_numbers(bands: Bands) -> tuple[np.ndarray, np.ndarray]:
     import numpy as np
 
     count = bands.number * bands.size
-    orders = (shingles.draw_odd_numbers(count, 3) >> np.uint64(31)).astype(np.uint32)
-    factors = shingles.draw_odd_numbers(count, 4).reshape(bands)
+    orders = (words.draw_odd_numbers(count, 3) >> np.uint64(31)).astype(np.uint32)
+    factors = words.draw_odd_numbers(count, 4).reshape(bands)
     return orders | np.uint32(1), factors

@@ -31,7 +31,7 @@ _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
 _LARGEST = 10  # clusters that the manifest lists
 
 
-def create(directory: Path, rows: int) -> None:
+def create_arrays(directory: Path, rows: int) -> None:
     """Create the arrays of a plan that keeps all rows."""
     import numpy as np
 

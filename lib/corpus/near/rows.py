@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.corpus import shingles
+from lib.corpus import words
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import minhash
 from lib.corpus.near.signatures import EarlierDataset, ShardRows
@@ -161,7 +161,7 @@ class Collector:
         has_key = keys[:, 0] != minhash.NO_KEY
         self.not_compared += int((~has_key).sum())
         if self._row_options.near_within == SOURCE:  # rows of different sources must share no key
-            keys = shingles.mix(keys ^ sources[:, None])
+            keys = words.mix_bits(keys ^ sources[:, None])
             digests = digests.copy()
             digests[:, 0] ^= sources
         keys = np.where(has_key[:, None], np.maximum(keys, np.uint64(1)), np.uint64(minhash.NO_KEY))

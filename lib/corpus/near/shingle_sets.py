@@ -35,7 +35,7 @@ class SetsTask(NamedTuple):
     masks: bool
 
 
-def prepare() -> Callable[[SetsTask], np.ndarray]:
+def prepare_worker() -> Callable[[SetsTask], np.ndarray]:
     """Return the function that a worker calls with a task."""
     return write_sets
 

@@ -18,7 +18,7 @@ from lib.corpus.page.facts import (
 )
 from lib.corpus.row_tally import find_bin_start
 from lib.pages.page import Html, escape, page, table, tag
-from lib.pages.svg import COLUMNS, Line, draw
+from lib.pages.svg import COLUMNS, Line, draw_chart
 
 LARGEST = 2_000_000  # bytes of a page
 _SAMPLES = (10, 3, 0)  # samples of each rule; a page that is too large gets fewer
@@ -149,7 +149,7 @@ def _show_lengths(facts: CorpusFacts) -> list[Html]:
     rows: list[tuple[str, Callable[[float], str]]] = [
         ("", lambda tick: units.size(find_bin_start(first + tick)))
     ]
-    chart = draw("lengths", "Lengths of rows", "rows", "wide zero", curves, bins - 0.01, rows)
+    chart = draw_chart("lengths", "Lengths of rows", "rows", "wide zero", curves, bins - 0.01, rows)
     values = [
         [
             f"{units.size(find_bin_start(number))} to {units.size(find_bin_start(number + 1))}",
@@ -257,7 +257,7 @@ def _show_near(near: NearFacts) -> list[Html]:
         curves.append(Line("measured", low, high, gaps, texts, 1, "marked"))
     labels: list[tuple[str, Callable[[float], str]]] = [("Jaccard", lambda tick: f"{tick:g}")]
     title = "Probability that a pair of rows is compared"
-    chart = draw("recall", title, "probability", "wide zero", curves, 1.0, labels)
+    chart = draw_chart("recall", title, "probability", "wide zero", curves, 1.0, labels)
     bins = [
         (f"{each.similarity:.2f} to {each.similarity + 0.05:.2f}", each) for each in near.recall
     ]

@@ -46,7 +46,7 @@ class Texts:
         is_unit = self.layout.words.is_unit
         if not is_unit.any():
             return np.zeros(self.number, np.int64)
-        return repeats.lengths_of(
+        return repeats.find_lengths(
             np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends)
         )
 
@@ -89,7 +89,7 @@ class Texts:
     def repeated_line_characters(self) -> np.ndarray:
         """Return the share of the characters of lines that are in repeated lines."""
         lengths = self.layout.ends - self.layout.starts
-        return divide(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
+        return divide_or_nan(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
 
     def sum_lines(self, values: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
         """Return the sum of the values of the lines of each text.
@@ -106,10 +106,10 @@ class Texts:
 
     def share_lines(self, is_counted: np.ndarray) -> np.ndarray:
         """Return the share of the lines of each text for which a value is true."""
-        return divide(self.sum_lines(is_counted), self.lines)
+        return divide_or_nan(self.sum_lines(is_counted), self.lines)
 
 
-def divide(values: np.ndarray, totals: np.ndarray) -> np.ndarray:
+def divide_or_nan(values: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """Return quotients, NaN where the total is 0."""
     import numpy as np
 
@@ -122,18 +122,18 @@ def measure_gopher(texts: Texts, stop_words: Mapping[str, PhraseList]) -> dict[s
 
     layout = texts.layout
     words = texts.words
-    characters = repeats.lengths_of(texts.characters_before[layout.words.text_ends])
-    word_length = divide(characters - texts.units, layout.words.counts - texts.units)
+    characters = repeats.find_lengths(texts.characters_before[layout.words.text_ends])
+    word_length = divide_or_nan(characters - texts.units, layout.words.counts - texts.units)
     word_length[~texts.has_spaces] = np.nan
     tokens = layout.count_by_text(layout.tokens)
     return {
         "words": words,
         "word_length": word_length,
-        "hash_signs": divide(layout.count_by_text(layout.hash_signs), words),
-        "ellipses": divide(layout.count_by_text(layout.ellipses), words),
+        "hash_signs": divide_or_nan(layout.count_by_text(layout.hash_signs), words),
+        "ellipses": divide_or_nan(layout.count_by_text(layout.ellipses), words),
         "bullet_lines": texts.share_lines((layout.flags & BULLET) != 0),
         "ellipsis_lines": texts.share_lines((layout.flags & ELLIPSIS) != 0),
-        "letter_words": divide(tokens - layout.count_by_text(layout.plain), tokens),
+        "letter_words": divide_or_nan(tokens - layout.count_by_text(layout.plain), tokens),
         "stop_words": count_stop_words(texts, stop_words),
     }
 
@@ -157,7 +157,7 @@ def measure_gopher_repetition(texts: Texts) -> dict[str, np.ndarray]:
     layout = texts.layout
     repeated = texts.repeated_lines
     figures = {
-        "duplicate_lines": divide(
+        "duplicate_lines": divide_or_nan(
             np.bincount(texts.texts_of_lines[repeated], None, texts.number), texts.lines
         ),
         "duplicate_line_characters": texts.repeated_line_characters,
@@ -198,11 +198,11 @@ def _measure_paragraphs(texts: Texts) -> dict[str, np.ndarray]:
     repeated = repeats.find_repeats(hashes, paragraph_texts)
     number = texts.number
     return {
-        "duplicate_paragraphs": divide(
+        "duplicate_paragraphs": divide_or_nan(
             np.bincount(paragraph_texts[repeated], None, number),
             np.bincount(paragraph_texts, None, number),
         ),
-        "duplicate_paragraph_characters": divide(
+        "duplicate_paragraph_characters": divide_or_nan(
             np.bincount(paragraph_texts[repeated], characters[repeated], number),
             np.bincount(paragraph_texts, characters, number),
         ),
@@ -269,7 +269,7 @@ def measure_fineweb(texts: Texts, limits: Mapping[str, float]) -> dict[str, np.n
         "end_mark_lines": texts.share_lines((layout.flags & END_MARK) != 0),
         "short_lines": texts.share_lines(lengths <= limits["short_line_characters"]),
         "duplicate_line_characters": texts.repeated_line_characters,
-        "newlines": divide(_count_newlines(layout), texts.words),
+        "newlines": divide_or_nan(_count_newlines(layout), texts.words),
     }
 
 

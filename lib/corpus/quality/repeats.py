@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus.words import draw_odd_numbers, mix
+from lib.corpus.words import draw_odd_numbers, mix_bits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,7 +47,7 @@ def place_factors(places: np.ndarray) -> np.ndarray:
     """Return the factor (odd, uint64) of each place, to hash a sequence by a weighted sum."""
     import numpy as np
 
-    return mix(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
+    return mix_bits(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
 
 
 def _group_repeats(hashes: np.ndarray, texts: np.ndarray) -> _Repeats:
@@ -87,8 +87,8 @@ def measure_grams(
     import numpy as np
 
     count = len(text_ends)
-    texts = np.repeat(np.arange(count, dtype=np.int32), lengths_of(text_ends))
-    totals = np.maximum(lengths_of(before[text_ends]), 1)
+    texts = np.repeat(np.arange(count, dtype=np.int32), find_lengths(text_ends))
+    totals = np.maximum(find_lengths(before[text_ends]), 1)
     factors = draw_odd_numbers(_LONGEST, 5)
     results: dict[int, np.ndarray] = {}
     starts = np.arange(max(0, len(hashes) - 1))
@@ -104,7 +104,7 @@ def measure_grams(
         if n in tops:
             results[n] = _find_top(found, starts, n, before, of_texts, count) / totals
         elif n in repeats:
-            results[n] = _cover(starts[is_repeat], n, before, texts, count) / totals
+            results[n] = _count_covered(starts[is_repeat], n, before, texts, count) / totals
         # NOTE: an n-gram can only be repeated if both (n − 1)-grams in it are.
         is_repeat[found.previous] = True
         is_next = is_repeat[:-1] & is_repeat[1:]
@@ -116,7 +116,7 @@ def measure_grams(
     return results
 
 
-def lengths_of(ends: np.ndarray) -> np.ndarray:
+def find_lengths(ends: np.ndarray) -> np.ndarray:
     """Return the lengths of consecutive spans, the first of which starts at 0."""
     lengths = ends.copy()
     lengths[1:] -= ends[:-1]
@@ -145,7 +145,7 @@ def _find_top(
     return (tops >> 32) * (tops & 0xFFFFFFFF)
 
 
-def _cover(
+def _count_covered(
     starts: np.ndarray, n: int, before: np.ndarray, texts: np.ndarray, count: int
 ) -> np.ndarray:
     """Return the characters of the words in n-grams at increasing starts, each word once."""

@@ -44,25 +44,25 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
         side = "below" if is_minimum(name) else "above"
         meaning = thresholds.THRESHOLDS[name].meaning
         reason = f"{side} {name}={limit:.10g} ({meaning})"
-        rules.append(BatchRule(name, reason, partial(_check, judge, exempt, name, limit)))
+        rules.append(BatchRule(name, reason, partial(_check_rows, judge, exempt, name, limit)))
     return rules
 
 
-def _check(
+def _check_rows(
     judge: Judge, exempt: frozenset[str], name: str, limit: float, batch: RowBatch
 ) -> RowVerdict:
     """Return which rows of a batch a rule drops."""
-    values = batch.memo(_FIGURES, lambda own: _measure(judge, exempt, own))[name]
+    values = batch.memo(_FIGURES, lambda own: _measure_batch(judge, exempt, own))[name]
     dropped = is_dropped(name, limit, values)
-    return RowVerdict(dropped, list(map(_to_plain, values.tolist())) if dropped.any() else ())
+    return RowVerdict(dropped, list(map(_simplify_count, values.tolist())) if dropped.any() else ())
 
 
-def _to_plain(value: float) -> float | int:
+def _simplify_count(value: float) -> float | int:
     """Return a count as an integer."""
     return int(value) if value.is_integer() else value
 
 
-def _measure(judge: Judge, exempt: frozenset[str], batch: RowBatch) -> dict[str, np.ndarray]:
+def _measure_batch(judge: Judge, exempt: frozenset[str], batch: RowBatch) -> dict[str, np.ndarray]:
     """Return the figures of a batch, NaN for the rows of exempt sources."""
     import numpy as np
 

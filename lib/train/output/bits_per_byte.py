@@ -69,7 +69,7 @@ def compute_figures(parts: Mapping[str, TextLoss], is_complete: bool = True) -> 
     return figures
 
 
-def describe(figures: Mapping[str, float]) -> str:
+def describe_figures(figures: Mapping[str, float]) -> str:
     """Return bits per byte as a text for the console, "" if the figures contain none."""
     found = {_OF_SOURCE.fullmatch(key): value for key, value in figures.items()}
     by_source = {match[1]: value for match, value in found.items() if match}

@@ -64,7 +64,7 @@ def format_record(row: dict[str, Any], rank: int) -> str:
         "global_step": row["step"],
         "running_loss": round(row["train/loss_mean"], 4),
     }
-    record |= {short: _round(row[key]) for key, short in _SHORT_NAMES.items() if key in row}
+    record |= {short: _round_figure(row[key]) for key, short in _SHORT_NAMES.items() if key in row}
     record |= {key: round(value, 1) for key, value in row.items() if key.startswith("time/")}
     if row["perf/slowest_ratio"] > _STRAGGLER:
         record["slowest_rank"] = row["perf/slowest_rank"]
@@ -95,7 +95,7 @@ def _format_percent(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
 
 
-def _round(value: float) -> Any:
+def _round_figure(value: float) -> Any:
     """Return a number rounded to four significant digits; an integer keeps all of its digits."""
     if isinstance(value, int):
         return value

@@ -68,12 +68,12 @@ class TimedSteps(NamedTuple):
         """
         sums = dict.fromkeys(PHASES, 0.0)
         for phase, began, ended in self.spans:
-            sums[phase] += _milliseconds(began, ended)
-        sums["total"] = _milliseconds(self.began, self.ended)
+            sums[phase] += _measure_milliseconds(began, ended)
+        sums["total"] = _measure_milliseconds(self.began, self.ended)
         return {f"time/{phase}": ms / self.steps for phase, ms in sums.items()}
 
 
-def _milliseconds(began: Any, ended: Any) -> float:
+def _measure_milliseconds(began: Any, ended: Any) -> float:
     if isinstance(began, float):
         return (ended - began) * 1000
     return began.elapsed_time(ended)

@@ -328,12 +328,12 @@ class Curve:
             self.held_out.append((tokens, row["eval/loss"]))
         point = Point(tokens, row["train/learning_rate"], row["train/loss"], mean_loss(row))
         if 0 < self._rows_in_last < self._rows_per_point:
-            self.points[-1] = _merge(self.points[-1], point, self._rows_in_last)
+            self.points[-1] = _merge_points(self.points[-1], point, self._rows_in_last)
             self._rows_in_last += 1
             return
         if len(self.points) == _MOST_POINTS:
             pairs = zip(self.points[::2], self.points[1::2], strict=True)
-            self.points = [_merge(first, second) for first, second in pairs]
+            self.points = [_merge_points(first, second) for first, second in pairs]
             self._rows_per_point *= 2
         self.points.append(point)
         self._rows_in_last = 1
@@ -352,7 +352,7 @@ class Curve:
             return
         figure = Figure(figsize=(9, 5), dpi=110)  # pyplot would not work in several threads
         FigureCanvasAgg(figure)
-        _draw(figure, list(self.points), list(self.held_out), caption)
+        _draw_points(figure, list(self.points), list(self.held_out), caption)
         temporary = path.with_name(f"{path.stem}.tmp.png")  # only one process writes a run
         try:
             figure.savefig(temporary)
@@ -362,7 +362,7 @@ class Curve:
                 temporary.unlink(missing_ok=True)
 
 
-def _draw(
+def _draw_points(
     figure: Any, points: list[Point], held_out: list[tuple[int, float]], caption: str
 ) -> None:
     left = figure.subplots()
@@ -399,7 +399,7 @@ def _draw(
     figure.tight_layout()
 
 
-def _merge(first: Point, second: Point, rows: int = 1) -> Point:
+def _merge_points(first: Point, second: Point, rows: int = 1) -> Point:
     """Merge two points; the mean loss of the first one has the weight `rows`."""
     mean = (rows * first.mean_loss + second.mean_loss) / (rows + 1)
     return second._replace(mean_loss=mean)

@@ -175,7 +175,7 @@ class Report:
             began = time.monotonic()
             figures |= evaluation.measure(model, compute_loss, self._show_batches)
             loss = figures["eval/loss"]
-            by_text = bits_per_byte.describe(figures)
+            by_text = bits_per_byte.describe_figures(figures)
             log.info(
                 f"step {step:,}: validation loss {loss:.4f}, {by_text}{', ' if by_text else ''}in "
                 f"{units.duration(time.monotonic() - began)}"
