@@ -3,7 +3,7 @@
 # covers: lib/corpus/extract/epub.py, lib/corpus/extract/archive.py, lib/corpus/extract/markup.py
 # covers: lib/corpus/extract/xml_events.py, lib/corpus/extract/extracted.py
 # covers: lib/corpus/extract/table.py, lib/corpus/extract/options.py, lib/corpus/kinds.py
-"""Extract the text of documents; damaged and hostile ones cost only themselves."""
+"""The text of documents is extracted; a damaged or hostile document costs no other document."""
 
 from __future__ import annotations
 
