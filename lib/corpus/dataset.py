@@ -21,8 +21,7 @@ from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.decontaminate.prepared import PreparedOptions
 from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
-from lib.corpus.dropped import DROPPED_FILE
-from lib.corpus.kept_places import KeptPlaces
+from lib.corpus.dropped import DROPPED_FILE, KeptPlaces
 from lib.corpus.masks.matches import MaskedMatches, MaskTally
 from lib.corpus.masks.part_masker import MaskedPart
 from lib.corpus.near import plan as near_plan

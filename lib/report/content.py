@@ -17,7 +17,7 @@ from lib.report.problems import SHOWN, Problem, find_problems
 from lib.report.run_data import TOKENS, RunData, read_samples
 
 _SAMPLE_BYTES = 2000
-_COLUMNS = ("time", "event", "step")  # of the table of events
+_COLUMNS = ("time", "event", "step")  # columns of the table of events
 _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/total"]
 # Title, unit, form, main key and a pattern for other keys of each chart.
 _CHARTS = (

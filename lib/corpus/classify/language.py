@@ -1,4 +1,4 @@
-"""Label each row with its language, and drop rows in other languages than those of --language."""
+"""Label each row with its language, and drop rows in languages that --language does not name."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from functools import partial
 from lib.corpus.masks.finders import Finder, is_bounded
 
 _FEWEST_DIGITS = 8
-_MOST_DIGITS = 15  # by E.164
+_MOST_DIGITS = 15  # the most digits that E.164 allows
 # Groups of digits with single separators; a space or a hyphen may be one of Unicode's.
 _SEPARATOR = rb"(?:[ ./-]|\xc2\xa0|\xe2\x80[\x91\x93\xaf])"
 _AREA = _SEPARATOR + rb"?\([0-9]{1,5}\)" + _SEPARATOR + rb"?[0-9]{1,14}"
