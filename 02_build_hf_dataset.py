@@ -29,7 +29,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +42,7 @@ from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.extract import options as extraction
+from lib.corpus.extract import table
 from lib.corpus.inputs import InputFile
 from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
@@ -105,7 +106,11 @@ def parse(argv: Sequence[str]) -> BuildOptions:
     parser = options.Parser(__doc__)
     declared.add_options(parser, BuildOptions)
     parser.add_common("read files")
-    return declared.read_options(BuildOptions, parser.parse(argv))
+    opts = declared.read_options(BuildOptions, parser.parse(argv))
+    # The order of kinds and languages must not affect the identity of a dataset.
+    return replace(
+        opts, extract=table.sort_kinds(opts.extract), language=sorted(set(opts.language))
+    )
 
 
 def check_options(opts: BuildOptions) -> None:

@@ -31,12 +31,13 @@ _PAGE = 3  # names in an answer, so that listings have several pages
 
 @dataclass
 class S3Store:
-    """The objects of one bucket, by name, and the faults of the server.
+    """Contain the objects of one bucket by name, and the faults of the server.
 
-    checksums: by name, as S3 reports them. uploads: parts by number, by upload. keeps_checksums:
-    report them. corrupts: a bit changes in objects whose names match. status: answer all requests
-    with this error. hangs: answer nothing. seconds: time before the answer to an upload. requests:
-    method and name of each request.
+    checksums: by name, as S3 reports them. uploads: the parts of each upload, by number.
+    keeps_checksums: whether to report checksums. corrupts: pattern of the names of objects in which
+    a bit changes. status: the error with which all requests are answered. hangs: whether to answer
+    nothing. seconds: time before the answer to an upload. requests: method and name of each
+    request.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)

@@ -34,7 +34,7 @@ def read_ends(project: Path) -> list[list[str]]:
 
 
 def wait_for_ends(project: Path) -> list[list[str]]:
-    """Return all calls once there is one, and nothing that could call again is left."""
+    """Wait for a call and for the end of all processes that could call again; return all calls."""
     deadline = time.monotonic() + 60
     while not read_ends(project) or find_watchers(project):
         assert time.monotonic() < deadline, "the command was not called"

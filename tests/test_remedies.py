@@ -598,7 +598,7 @@ def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:
         patch.setattr(sys, "argv", words)
         opts = load_script(TRAIN[0]).parse(words[1:])
         opts = replace(opts, min_lr=0.009)
-        error = symptoms.divergence_error(4, 2, 3, opts, Experiment(opts.save_dir, "run"))
+        error = symptoms.make_divergence_error(4, 2, 3, opts, Experiment(opts.save_dir, "run"))
     done = subprocess.run(["bash", "-c", error.run], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (Path("outputs/run-lower-lr/checkpoints/step_00000004")).exists()

@@ -66,7 +66,7 @@ def fill(root: Path, count: int = 240) -> list[str]:
 
 
 def require_no_leak(directory: Path, *outputs: str) -> None:
-    """Assert that no file of a dataset and no output contains a secret, in whole or in parts."""
+    """Assert that no file of a dataset and no output contains a secret or a part of one."""
     files = [path.read_bytes() for path in directory.rglob("*") if path.is_file()]
     for secret in (*SECRETS, "joe.smith", "149.9.2", "30 1234", "3704 0044", "555-1234"):
         assert files and not any(secret.encode() in data for data in files), secret

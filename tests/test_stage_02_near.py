@@ -1,7 +1,7 @@
 # covers: 02_build_hf_dataset.py, lib/corpus/near/build.py, lib/corpus/near/plan.py
 # covers: lib/corpus/near/rows.py, lib/corpus/near/output.py, lib/corpus/near/signatures.py
 # covers: lib/corpus/near/shingle_sets.py
-"""Stage 02 with --dedup near: what it drops, on several machines, after kills, and again."""
+"""Stage 02 with --dedup near drops the same rows on several machines, after kills, and again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plant(draw: random.Random, clusters: int) -> list[str]:
 
 
 def keep_leaders(texts: Sequence[str]) -> list[int]:
-    """Return which texts a walk keeps that compares each with all texts kept before it."""
+    """Return the texts that a walk keeps if it compares each text with all kept ones before it."""
     kept: list[int] = []
     for number, text in enumerate(texts):
         if all(compare(text, texts[leader]) < THRESHOLD for leader in kept):

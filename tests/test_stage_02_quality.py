@@ -1,5 +1,5 @@
 # covers: 02_build_hf_dataset.py, lib/corpus/quality/rules.py
-"""Stage 02 with --quality: what it prints, drops and counts, on several machines too."""
+"""Stage 02 with --quality prints, drops and counts rows, on several machines as well."""
 
 from __future__ import annotations
 

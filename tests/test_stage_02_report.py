@@ -1,4 +1,4 @@
-# covers: lib/corpus/page/collect.py, lib/corpus/unit_rows.py, lib/corpus/kept_places.py
+# covers: lib/corpus/page/collect.py, lib/corpus/unit_rows.py, lib/corpus/dropped.py
 # covers: lib/corpus/sample_dropped.py
 """What stage 02 reports about dropped rows: report.html, dropped.jsonl and --sample-dropped."""
 

@@ -103,7 +103,7 @@ def _add_artifact_options(parser: options.Parser) -> None:
 
 
 def _add_wheel_options(parser: options.Parser) -> None:
-    """Add the options that choose the wheels for the far side."""
+    """Add the options that choose the wheels for the machines without a network."""
     parser.add_argument(
         "--python",
         default=f"{sys.version_info[0]}.{sys.version_info[1]}",

@@ -68,7 +68,7 @@ class AllRanks:
         self.store.set(f"{topic}/{self.rank}", json.dumps(value))
 
     def gather(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Return the values that ranks have shared under a topic, without ranks that are late."""
+        """Return the values that ranks have shared under a topic; late ranks are missing."""
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
         try:
             self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))

@@ -293,7 +293,9 @@ def require_fits(model: PreTrainedModel, run: ForeignRun, model_dir: Path) -> No
     with ForeignTensors(run, model) as stored:
         _, problems = plan_stored(model, stored)
         explanation = (
-            torchtitan_names.explain(problems, model.config) if stored.is_torchtitan else ""
+            torchtitan_names.explain_mismatch(problems, model.config)
+            if stored.is_torchtitan
+            else ""
         )
     _raise_if_any(run, model_dir, problems, explanation)
     _warn_if_mixed(run.directory)

@@ -1,4 +1,4 @@
-"""Translate the names and the rotary layout of torchtitan's Llama to those of transformers.
+"""Translate the tensors of torchtitan's Llama to the names and rotary layout of transformers.
 
 torchtitan rotates pairs of neighbouring features (x0, x1), (x2, x3), …; transformers rotates
 feature i of a head with feature i + half. The rows of the query and key projections are therefore
@@ -18,7 +18,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _OUTSIDE = {
     _MARK: "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",  # its name until 2026
+    "output.weight": "lm_head.weight",  # torchtitan's name of the head until 2026
     "lm_head.weight": "lm_head.weight",
 }
 _INSIDE = {
@@ -64,7 +64,7 @@ def translate_name(name: str) -> str | None:
 def find_conversion(name: str, config: PretrainedConfig) -> Callable[[Tensor], Tensor] | None:
     """Return the function that puts the rows of a tensor into the order of transformers.
 
-    name: as transformers has it. Returns None for tensors whose rows have the same order.
+    name: the tensor's name in transformers. Returns None if the rows have the same order in both.
     """
     heads = {
         "q_proj.weight": config.num_attention_heads,
@@ -76,10 +76,10 @@ def find_conversion(name: str, config: PretrainedConfig) -> Callable[[Tensor], T
     return None
 
 
-def explain(names: Iterable[str], config: PretrainedConfig) -> str:
+def explain_mismatch(names: Iterable[str], config: PretrainedConfig) -> str:
     """Return why a checkpoint of torchtitan cannot be translated, and what to do.
 
-    names: those of the tensors that do not fit. Returns "" if the translation is not the reason.
+    names: names of the tensors that do not fit. Returns "" if the translation is not the reason.
     """
     if not can_translate(config):
         reason = f"its names are known here for {_SUPPORTED} only, not for {config.model_type}"

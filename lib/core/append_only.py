@@ -39,7 +39,7 @@ class AppendOnlyFile:
             self._append()
 
     def take_back(self) -> list[bytes]:
-        """Remove and return the records that still wait."""
+        """Remove and return the records that are not written yet."""
         with self._lock:
             records = list(self._waiting)
             self._waiting.clear()

@@ -105,7 +105,7 @@ class ChatDocuments(Documents):
             self.tally.replaced += replaced
 
     def _add_row(self, chat: Conversation, place: Place) -> None:
-        """Add a row. Raises the errors of chat_rows.encode_chat; then no row is added."""
+        """Add a row. Raises the errors of chat_rows.encode_chat before anything is added."""
         encoded = chat_rows.encode_chat(chat)
         if not self._queues:
             self._train.add(chat, place, encoded, NO_VALUES.sidecars, NO_VALUES.columns)

@@ -1,4 +1,4 @@
-"""Write the rows of a chat dataset; lib/core/conversation.py describes their columns."""
+"""Write the rows of a chat dataset, whose columns lib/core/conversation.py describes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_schema() -> pa.Schema:
 
 
 class ChatPartWriter(parts.Part):
-    """Write conversations and count the written ones."""
+    """Write conversations, and count the conversations that are written."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ChatPartWriter(parts.Part):
         """Add a row.
 
         encoded: the conversation. sidecars: the value of the row for each sidecar, by name.
-        columns: its value for each column.
+        columns: the value of the row for each column.
         """
         if self._rows.size + encoded[-1] > parts.BATCH_BYTES and self._rows.rows:
             self.flush()
@@ -110,12 +110,13 @@ def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
     return collected.batch()
 
 
-# The contents, the optional fields (index of the turn, field, text), the tools, the size in bytes.
+# The contents of the turns, their optional fields (index of the turn, name of the field, text), the
+# tools, and the estimated memory of the row in bytes.
 EncodedChat = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
 
 
 def encode_chat(chat: Conversation) -> EncodedChat:
-    """Return the bytes of a conversation.
+    """Return the texts of a conversation in UTF-8, and the memory that its row needs.
 
     Raises UnicodeEncodeError if its text contains lone surrogates, and json_data.UnwritableValue if
     its tools or their arguments cannot be stored as JSON.

@@ -47,7 +47,7 @@ _PLAIN_ROLE_OF = {name: role for name, role in ROLE_OF.items() if name != "funct
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _COPIED = ("name", "tool_call_id")
 _WEIGHTS = ("weight", "train", "training")
-# The kinds of errors.jsonl for records that are refused.
+# Kinds of problems in errors.jsonl for refused records.
 KINDS = (
     "empty answer",
     "empty turn",
@@ -65,7 +65,7 @@ Record = dict[str, Any]
 
 
 def detect_format(record: Any) -> str:
-    """Return the format of a record by its keys, "" if they do not match any format."""
+    """Return the format of a record by its keys, "" if they match no format."""
     if not isinstance(record, dict):
         return ""
     for name, first, last in _SIGNS:
@@ -172,7 +172,7 @@ def _list_alpaca(record: Record) -> list[Any]:
 
 
 class _Format(NamedTuple):
-    """Describe a format: the keys of every record, and a function that lists the turns of one."""
+    """Describe a format: the keys of its records, and the function that lists a record's turns."""
 
     keys: tuple[str, ...]
     turns: Callable[[Record], list[Any]]
@@ -185,7 +185,7 @@ _FORMATS = {
     "alpaca": _Format(("instruction", "output"), _list_alpaca),
 }
 _SIGNS = [(name, keys[0], keys[-1]) for name, (keys, _) in _FORMATS.items()]
-# All keys of a record that are read.
+# All keys of a record that this module reads.
 KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
     "input",
     "history",
@@ -197,7 +197,7 @@ KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
 
 
 def _parse_list(value: Any, name: str) -> list[Any]:
-    """Return a list of turns, given as a list or as a string of JSON, such as a cell of CSV."""
+    """Return a list that a record contains as a list, or as JSON text as in a cell of CSV."""
     if isinstance(value, str):
         value = tool_calls.parse_json_text(value, name)
     if not isinstance(value, list):

@@ -21,8 +21,7 @@ from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.decontaminate.prepared import PreparedOptions
 from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
-from lib.corpus.dropped import DROPPED_FILE
-from lib.corpus.kept_places import KeptPlaces
+from lib.corpus.dropped import DROPPED_FILE, KeptPlaces
 from lib.corpus.masks.matches import MaskedMatches, MaskTally
 from lib.corpus.masks.part_masker import MaskedPart
 from lib.corpus.near import plan as near_plan
@@ -41,19 +40,19 @@ if TYPE_CHECKING:
 
 WORK = "unfinished"
 PARTS = f"{WORK}/parts"  # the output of the workers
-PLAN = f"{WORK}/near"  # of a build in two passes: the output of the workers, and the plan
+PLAN = f"{WORK}/near"  # in a build in two passes: the output of the workers, and the plan
 NOTE_BYTES = 256_000_000
 NOTE_SECONDS = 10.0
 _PROGRESS = f"{WORK}/progress.json"
-_VERSION = 4  # of the progress record; a build with another version starts anew
+_VERSION = 4  # the format of the progress record; after a change, a build starts anew
 
 
 class DatasetWriter:
     """Write a dataset: a single split into the directory itself, two splits into subdirectories.
 
     units: number of units added so far. dropped: number of dropped rows, by name of the decision.
-    masks: what was masked.
-    deletes_parts: of a build in two passes, delete the parts whose rows are safely written.
+    masks: counts of the masked matches. deletes_parts: in a build in two passes, delete the parts
+    whose rows are safely written.
 
     >>> with DatasetWriter(directory, row_options) as dataset:
     ...     for result in pool.run(units[dataset.units:]):
@@ -157,8 +156,8 @@ class DatasetWriter:
     def add(self, result: UnitResult, masked: Mapping[str, MaskedPart] | None = None) -> None:
         """Add the result of the next unit and delete its parts, unless they are kept for a merge.
 
-        masked: by split, the masked part of a second pass, deleted here. The units must be added in
-        order. Raises ArtifactError if a kept part is damaged.
+        masked: by split, the part that the second pass has masked; this method deletes it. Units
+        must be added in order. Raises ArtifactError if a kept part is damaged.
         """
         work_units.require_undamaged(result, self.plan_work if self._deletes_parts else None)
         if result.unit.begins:
@@ -217,7 +216,7 @@ class DatasetWriter:
             files.append(manifest.file_entry(self._directory, self._directory / DROPPED_FILE))
         if self._output:
             files += self._output.finish()
-            # First, so that a run that is killed in the next line leaves no part of a plan.
+            # The state goes first, so a run killed in the next line leaves no half of a plan.
             (self.plan_work / near_plan.STATE).unlink()
         if self.test_sets:
             path = self.test_sets.write(self._directory, self.tally.test_hits)
@@ -261,7 +260,7 @@ class DatasetWriter:
         }
 
     def follow(self, plan: RowPlan) -> None:
-        """Let a plan decide which rows are kept; call it before the first `add`."""
+        """Let a plan decide which rows are kept. Call this before the first `add`."""
         assert self._output
         self._output.plan = plan
 
@@ -277,14 +276,13 @@ class DatasetWriter:
 
     @property
     def planned_rows(self) -> int:
-        """Return the number of rows so far of a build in two passes, with dropped ones."""
+        """Return the number of rows so far in a build in two passes, including dropped rows."""
         return self._output.rows if self._output else 0
 
     def _select_rows(self, rows: UnitRows, planned: PlannedRows | None) -> np.ndarray | None:
         """Return how many times each row of a part is written ([rows], None: all once).
 
-        A decision sees only the rows that the decisions before it have kept, of which the plan is
-        the first.
+        A decision sees only the rows that the plan and earlier decisions have kept.
         """
         import numpy as np
 
@@ -426,7 +424,7 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
             records.safe_join(directory, name).stat().st_size < size
             for name, size in progress["files"].items()
         ):
-            progress = {}  # of another version, or a power cut lost data that the record lists
+            progress = {}  # another version wrote it, or a power cut lost data that it lists
     except (OSError, ValueError, KeyError, ArtifactError) as error:
         if is_of_disk(error):
             raise

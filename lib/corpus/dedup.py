@@ -17,9 +17,9 @@ _FIRST_SLOTS = 1 << 16
 class DigestSet:
     """Store digests in a numpy hash table with open addressing: 25 to 31 bytes per digest.
 
-    The digests are cryptographic, so their first half serves as the hash. Each is stored with its
-    number, in the order of the digests.
-    file: the digests so far, from which a resumed run fills its table.
+    The digests are cryptographic, so their first half serves as the hash. The table stores each
+    digest with its number in the order of arrival. file: the digests so far, from which a resumed
+    run fills its table.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class DigestSet:
             self._add(np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
     def add(self, *sidecars: np.ndarray) -> np.ndarray:
-        """Add digests and return which are new (bool [n]); of equal digests, only the first is new.
+        """Add digests and return which of them are new (bool [n]). A repeated digest is not new.
 
         sidecars: the digests, uint8 [n, 16].
         """
@@ -80,7 +80,7 @@ class DigestSet:
         return first
 
     def _hash(self, keys: np.ndarray) -> np.ndarray:
-        """Return the slot at which the search for each key begins (int64)."""
+        """Return the slot at which the search for each key begins (int64 [n])."""
         import numpy as np
 
         return (keys[:, 0] % np.uint64(len(self._table))).astype(np.int64)
@@ -120,7 +120,7 @@ class DigestSet:
 
 
 def _avoid_zeros(keys: np.ndarray) -> np.ndarray:
-    """Return keys of which none is zero, because a slot of zeros is free."""
+    """Return the keys with zero replaced, because a slot of zeros is free."""
     keys = keys.copy()
     keys[~keys.any(axis=1), 1] = 1
     return keys

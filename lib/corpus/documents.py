@@ -1,8 +1,8 @@
 """Collect documents from the readers, and report documents and files that yield no row.
 
-The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets. If
-rows are checked, measured or hashed, they wait in a queue until they fill a batch, and so do the
-lines of errors.jsonl between them: everything is written in the order of the input.
+The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets. Rows
+that are checked, measured or hashed wait in a queue until they fill a batch. Lines of errors.jsonl
+wait in the same queue, so everything is written in the order of the input.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOO_LARGE = (
 
 
 class RowValues(NamedTuple):
-    """What workers compute for a row: its value for each sidecar and for each extra column."""
+    """Contain the values of a row that workers compute: one for each sidecar and extra column."""
 
     sidecars: Mapping[str, bytes]
     columns: Sequence[Any]
@@ -47,7 +47,7 @@ NO_VALUES = RowValues({}, ())
 
 
 class _QueuedRow(NamedTuple):
-    """A row that waits for its batch. write: writes it, given its values."""
+    """Describe a row that waits for its batch. write: writes the row, given its values."""
 
     text: RowText
     sha256: bytes
@@ -57,11 +57,13 @@ class _QueuedRow(NamedTuple):
 class Documents(ABC):
     """Collect the documents of several files.
 
-    parts: one writer per split. errors, dropped: files for the lines of errors.jsonl and of
-    dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows of the
-    current file or span, before any are dropped. rows_of: by split, the number of rows after each
+    parts: one writer per split. errors, dropped: files for the lines of errors.jsonl and
+    dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows in the
+    current file or span, including dropped rows. rows_of: by split, the number of rows after each
     file or span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
-    extracts: kinds of documents whose text is extracted, which may take extract_seconds each.
+    extracts: kinds of documents whose text is extracted. extract_seconds: processor time that one
+    extraction may take.
+
     as_data: if true, readers pass each document with its position and with values of all types; if
     false, they may omit positions and values that are not strings. columns: the columns to read
     from a table, None for all columns with text.
@@ -100,14 +102,15 @@ class Documents(ABC):
         self._source = ""
         self._replaced_before = 0
         self._reports_before = 0
-        self._sizes: list[int] = []  # bytes of the rows of this file that do not wait in the queue
-        # Rows, and what is to be done between them.
+        self._sizes: list[int] = []  # bytes of each row of this file that does not enter the queue
+        # Rows that wait, and functions to call between them.
         self._queue: list[_QueuedRow | Callable[[], None]] = []
         self._queued_characters = 0
-        self._dropped_of: Counter[tuple[str, str]] = Counter()  # of a file, by kind and reason
+        # Dropped rows of the current file, by kind and reason.
+        self._dropped_of: Counter[tuple[str, str]] = Counter()
 
     def begin(self, path: str, source: str) -> None:
-        """Start a file. path: for errors.jsonl. source: for the column `source`."""
+        """Start a file. path: its name in errors.jsonl. source: its name in the column `source`."""
         self._path = path
         self._raw_source = source
         self._source = escape_path(source)
@@ -116,7 +119,7 @@ class Documents(ABC):
         self.rows = 0
 
     def end(self, is_whole: bool) -> None:
-        """Finish a file or span. is_whole: all of the file was read."""
+        """Finish a file or span. is_whole: whether the whole file was read, not a span of it."""
         if is_whole and self._count_reports() == self._reports_before:
             self.note("empty", "the file contains no document", SKIPPED_FILE)
         if replaced := self.tally.replaced - self._replaced_before:
@@ -157,7 +160,7 @@ class Documents(ABC):
         """
 
     def finish(self) -> None:
-        """Finish the parts; called after the last file."""
+        """Finish the parts. Call this after the last file."""
         self._flush()
         for rule in self._rules:
             if rule.finish:
@@ -204,7 +207,7 @@ class Documents(ABC):
         )
 
     def _add(self, text: RowText, sha256: bytes, write: Callable[[RowValues], None]) -> None:
-        """Let `write` write a row, after its batch is complete and unless a rule drops it."""
+        """Queue a row; `write` is called once its batch is complete, unless a rule drops it."""
         characters = text.characters
         if self._queued_characters + characters > shingles.BATCH_CHARACTERS:
             self._flush()
@@ -219,7 +222,7 @@ class Documents(ABC):
             action()
 
     def _flush(self) -> None:
-        """Write or drop the rows in the queue, and do what waits between them."""
+        """Write or drop the rows in the queue, and call the functions between them."""
         queue = self._queue
         self._queue = []
         self._queued_characters = 0
@@ -270,7 +273,7 @@ class Documents(ABC):
         return reasons
 
     def _count_rows(self, batch: RowBatch, reasons: Mapping[int, tuple[str, str, Any]]) -> None:
-        """Count the rows of a batch for the report, and those that rules drop."""
+        """Count the rows of a batch for the report, and the rows that rules drop."""
         counts = self.tally.row_counts
         sizes = [row.bytes for row in batch.rows]
         for source, rows in groupby(range(len(sizes)), lambda row: batch.rows[row].source):

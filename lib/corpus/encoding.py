@@ -28,7 +28,7 @@ def decode_text(data: bytes, fallback: str = "") -> tuple[str, int]:
     """
     if kinds.is_utf16(data):
         text = data.decode("utf-16", "replace")
-        in_file = data.decode("utf-16", "ignore").count(REPLACEMENT)  # not replaced here
+        in_file = data.decode("utf-16", "ignore").count(REPLACEMENT)  # the text itself has these
         return text, text.count(REPLACEMENT) - in_file
     data = data.removeprefix(UTF8_BOM)
     try:

@@ -26,7 +26,7 @@ _MAGIC = {
     b"ARROW1": "arrow",
 }
 _MAGICS = tuple(_MAGIC)
-# Kinds of documents whose text is between other things; --extract of stage 02 reads them.
+# Kinds of documents that contain more than text; --extract of stage 02 reads their text.
 HTML, PDF, DOCX, EPUB = DOCUMENTS = "html", "pdf", "docx", "epub"
 BINARY_DOCUMENTS = (PDF, DOCX, EPUB)
 _DOCUMENT_SUFFIXES = {
@@ -40,9 +40,9 @@ _DOCUMENT_SUFFIXES = {
     ".epub": EPUB,
 }
 _PDF_MAGIC = b"%PDF-"
-_PDF_MAGIC_WITHIN = 1024  # readers accept other bytes before it
+_PDF_MAGIC_WITHIN = 1024  # bytes in which PDF readers look for the signature
 _ZIP_MAGIC = b"PK\x03\x04"
-_OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # contains an encrypted DOCX
+_OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the container of an encrypted DOCX
 _EPUB_TYPE = b"mimetypeapplication/epub+zip"  # name and content of the first member
 _PAGE_START = re.compile(
     r"(?:\s|\ufeff|<\?xml[^>]{0,500}\?>|<!--(?:(?!-->).){0,5000}-->)*"
@@ -94,15 +94,16 @@ def find_suffix(name: str) -> str:
 
 
 def name_document(name: str) -> str:
-    """Return the kind of document that a path promises by its suffix, "" for other files."""
+    """Return the kind of document that the suffix of a path indicates, "" for other files."""
     return _DOCUMENT_SUFFIXES.get(find_suffix(name), "")
 
 
 def sniff_document(name: str, head: bytes) -> str:
     """Return `html`, `pdf`, `docx` or `epub` for a document of this kind, "" for other files.
 
-    name, head: as for `sniff_kind`, of a file that is not compressed. The suffix decides only
-    about pages without a beginning, and about archives whose first members do not tell.
+    name, head: as for `sniff_kind`; the file must not be compressed. The suffix decides only if the
+    content is ambiguous: a page without `<html>` or a doctype, or an archive whose first members
+    fit several kinds.
     """
     named = name_document(name)
     if head.startswith(_ZIP_MAGIC):

@@ -38,7 +38,7 @@ def make_text_schema(keep_source: bool) -> pa.Schema:
 
 
 def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
-    """Return a schema with the columns of selection.py. columns: the kind of each, by name."""
+    """Return a schema with columns of selection.py added. columns: the kind of each, by name."""
     import pyarrow as pa
 
     types = {"string": pa.string(), "int": pa.int64(), "float": pa.float32()}
@@ -130,8 +130,8 @@ class PartWriter(Part):
     ) -> None:
         """Add a row.
 
-        text: valid UTF-8. sidecars: the value of the row for each sidecar, by name. columns: its
-        value for each column.
+        text: valid UTF-8. sidecars: the value of the row for each sidecar, by name. columns: the
+        value of the row for each column.
         """
         if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
@@ -144,7 +144,7 @@ class PartWriter(Part):
     def extend(self, texts: Sequence[bytes], source: str) -> None:
         """Add several rows without sidecars and columns; the batches are the same as with `add`."""
         size = sum(map(len, texts)) + _ROW_OVERHEAD * len(texts)
-        if self._size + size > BATCH_BYTES:  # one of the rows may have to start a batch
+        if self._size + size > BATCH_BYTES:  # one of the rows may start a new batch
             for text in texts:
                 self.add(text, source)
             return
@@ -298,15 +298,15 @@ def rewrite_part(
 ) -> Iterator[tuple[bytes, int]]:
     """Yield the batch messages with the selected rows of a part, and the bytes of text in each.
 
-    copies: how many times each row is written ([rows], None: all once). lines_before: added to the
-    column `line`. cluster_sizes: for a new column ([rows]).
+    copies: how many times each row is written ([rows], None: all once). lines_before: number to add
+    to the column `line`. cluster_sizes: values of a new column ([rows], None: no new column).
     """
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     row = 0
-    # A mapped file is not read before its pages are needed, but an error of the disk kills.
+    # A mapped file is read page by page as needed, but a disk error then kills the process.
     open_file = pa.memory_map if part.stat().st_size > LARGE_PART else pa.OSFile
     with open_file(str(part)) as file:
         while file.tell() < file.size():

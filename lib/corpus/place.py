@@ -29,8 +29,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _CHUNK = 512
-_SWAP_WORK = 3_000_000  # files examined for exchanges at most, which takes a few seconds
-# Another file system, another user's file (protected_hardlinks), a file system without hard links.
+_SWAP_WORK = 3_000_000  # the most files to examine for exchanges, which takes a few seconds
+# Errors of os.link for another file system, another user's file (protected_hardlinks), and a file
+# system without hard links.
 _NO_HARDLINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
@@ -78,10 +79,10 @@ class Workers:
 
 def _get_task_function() -> Callable[[tuple[Callable[[Any], Any], Any]], Any]:
     """Return the function that a worker calls with each task."""
-    return _apply
+    return _run_task
 
 
-def _apply(task: tuple[Callable[[Any], Any], Any]) -> Any:
+def _run_task(task: tuple[Callable[[Any], Any], Any]) -> Any:
     work, chunk = task
     return work(chunk)
 
@@ -146,7 +147,7 @@ def choose_mode(source: Path, beside: Path, mode: str, needed: int) -> str:
     """Return the mode, or `copy` after a warning if hard links are impossible.
 
     beside: an existing directory on the file system of the destination. needed: bytes that copies
-    would take.
+    of all files would take.
     """
     if mode == "hardlink":
         probe = beside / "hardlink-probe"

@@ -24,7 +24,7 @@ _RECURSION_LIMIT = 10_000
 
 
 class UnitPool:
-    """Processes units in worker processes and yields the results in order.
+    """Process units in worker processes and yield the results in order.
 
     process: the function that a worker calls with a unit.
 
@@ -33,7 +33,7 @@ class UnitPool:
     """
 
     def __init__(self, count: int, process: ProcessUnit = work_units.process_unit) -> None:
-        self._pool = workers.Pool(count, "units", _prepare, process, context=start_server())
+        self._pool = workers.Pool(count, "units", _prepare_worker, process, context=start_server())
 
     def __enter__(self) -> UnitPool:
         return self
@@ -42,7 +42,10 @@ class UnitPool:
         self._pool.close()
 
     def run(self, units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
-        """Yield the result of each unit; only a few units run ahead, so parts do not pile up."""
+        """Yield the result of each unit in order.
+
+        Workers are only a few units ahead of the caller, so parts do not pile up.
+        """
         return self._pool.run(units, self._process_alone)
 
     def _process_alone(self, unit: WorkUnit) -> UnitResult:
@@ -85,7 +88,7 @@ def start_server() -> BaseContext:
     return context
 
 
-def _prepare(process: ProcessUnit) -> ProcessUnit:
+def _prepare_worker(process: ProcessUnit) -> ProcessUnit:
     """Return the function that a worker calls with a unit."""
     sys.setrecursionlimit(_RECURSION_LIMIT)
     return process

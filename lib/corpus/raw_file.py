@@ -33,10 +33,10 @@ class RawFile:
     """Read an input file, or the span [start, stop) of it.
 
     kind: format of the decompressed content. document: `html`, `pdf`, `docx` or `epub`, "" for
-    other files. head: its first bytes. start, stop: byte offsets in
+    other files. head: the first bytes of the decompressed content. start, stop: byte offsets in
     JSON Lines (the span contains the lines that begin in it), or indices of row groups in Parquet
     or record batches in Arrow. scratch: directory for decompressed files. damage: why the
-    compressed data ended early, "" if it is intact; known after everything is read.
+    compressed data ended early, "" if it is intact; set while the content is read.
     """
 
     def __init__(

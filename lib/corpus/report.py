@@ -1,4 +1,4 @@
-"""Report the result of stage 02: why a dataset is refused, warnings, and the printed summary."""
+"""Report the result of stage 02: errors that refuse a dataset, warnings and a printed summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
 
 _NAMED = 5
-_MOST_VALIDATION = 50  # percent
+_MOST_VALIDATION = 50  # percent; a larger validation split causes a warning
 
 
 def find_refusal(
@@ -102,7 +102,7 @@ def format_summary(
 
 
 def describe_masked(masks: MaskTally) -> str:
-    """Return the number of masked matches by kind, and the sources with the most of them."""
+    """Return a text with the number of masked matches by kind, and their main sources."""
     total = masks.total
     counts = ", ".join(f"{total[kind]:,} {kind}" for kind in KINDS if total[kind])
     if not counts:
@@ -117,7 +117,7 @@ def describe_masked(masks: MaskTally) -> str:
 
 
 def _count_documents(counts: Mapping[str, int]) -> str:
-    """Return numbers of documents by kind, such as `12 PDF, 3 DOCX`, in a fixed order."""
+    """Return a text with the number of documents by kind, such as `12 PDF, 3 DOCX`."""
     return ", ".join(f"{count:,} {kind.upper()}" for kind, count in sorted(counts.items()))
 
 

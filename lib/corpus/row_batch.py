@@ -1,4 +1,4 @@
-"""Contain the rows that rules, columns and sidecars look at, and the verdicts of rules."""
+"""Define the batches of rows that rules, columns and sidecars read, and the verdicts of rules."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class RowText:
-    """The text of a row as rules and sidecars see it.
+    """Contain the text of a row as rules and sidecars see it.
 
     strings: the text, or the contents of all turns of a conversation. If a text is larger than
-    memory, only its beginning is given. path: of the file, in the data folder. source: the path of
-    the file in the source. characters: length of the whole text (default: of strings). position:
-    number of the row in its file (or in a span of a large file), from 1. questions: contents of the
-    turns of the user, if the row is a conversation. size: of the whole text in bytes (default: of
-    strings).
+    memory, this is only its beginning. path: the file, relative to the data folder. source: the
+    file, relative to the source directory. characters: number of characters of the whole text
+    (default: counted in `strings`). position: number of the row in its file (or in a span of a
+    large file), from 1. questions: contents of the user's turns, if the row is a conversation.
+    size: bytes of the whole text in UTF-8 (default: counted in `strings`).
     """
 
     __slots__ = ("_characters", "_size", "_strings", "path", "position", "questions", "source")
@@ -72,12 +72,12 @@ class RowText:
 
 
 class RowBatch:
-    """Consecutive rows of a work unit, which may be from several files.
+    """Contain consecutive rows of a work unit, which may come from several files.
 
-    They have at most shingles.BATCH_CHARACTERS characters together; a longer row is alone.
+    A batch has at most words.BATCH_CHARACTERS characters; a longer row is a batch of its own.
 
-    columns: the values of the columns of selection.py that are on, one per row. Rules can read
-    them.
+    columns: by name, the values of the columns of selection.py that are on, one per row. Rules can
+    read them.
     """
 
     def __init__(self, rows: Sequence[RowText]) -> None:
@@ -91,17 +91,17 @@ class RowBatch:
         return [row.text for row in self.rows]
 
     def memo(self, key: str, compute: Callable[[RowBatch], T]) -> T:
-        """Return what `compute` returns for this batch; it is called once per key."""
+        """Return the result of `compute` for this batch. It is called only once per key."""
         if key not in self._computed:
             self._computed[key] = compute(self)
         return self._computed[key]
 
 
 class RowVerdict(NamedTuple):
-    """Tells which rows of a batch a rule drops.
+    """Contain which rows of a batch a rule drops, and why.
 
-    dropped: bool [rows]. values: what the rule has measured, one per row or empty. reasons: why
-    each row is dropped, if the reason differs from row to row.
+    dropped: bool [rows]. values: the measurement of the rule for each row, or empty. reasons: why
+    each row is dropped; empty if the reason is the same for all.
     """
 
     dropped: np.ndarray
@@ -110,10 +110,11 @@ class RowVerdict(NamedTuple):
 
 
 class BatchRule(NamedTuple):
-    """A rule that checks a batch of rows.
+    """Describe a rule that checks a batch of rows.
 
-    kind: its name in errors.jsonl, dropped.jsonl and the manifest. reason: completes the sentence
-    "3 rows are …". finish: adds what the rule has counted to the tally, after the last row.
+    kind: name of the rule in errors.jsonl, dropped.jsonl and the manifest. reason: a text that
+    completes the sentence "3 rows are …". finish: called after the last row, to add the counts of
+    the rule to the tally.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Declare the options of stage 02 that decide which rows a dataset has.
+"""Declare the options of stage 02 that decide which rows a dataset contains.
 
 Stage 02 parses `RowOptions` from the command line and passes it to its workers. To add an option,
 add a field to it.
@@ -27,7 +27,7 @@ ONCE = "1"
 UPSAMPLE = "upsample"
 CORPUS = "corpus"
 SOURCE = "source"
-# Options that only affect which near duplicates are dropped, after all signatures were computed.
+# Options that the search for near duplicates reads only after all signatures were computed.
 NEAR_CHOICES = (
     *("near_threshold", "near_candidates", "near_members", "near_keep", "near_against"),
     "near_within",
@@ -44,7 +44,7 @@ def parse_field_names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Contain the options that determine how documents become rows, and which rows are kept."""
+    """Declare the options that determine how documents become rows, and which rows are kept."""
 
     format: str = option(
         TEXT,
@@ -321,15 +321,9 @@ class RowOptions:
         "includes it)",
     )
 
-    def __post_init__(self) -> None:
-        """Sort --extract and --language, so that their order does not affect the identity."""
-        in_order = [kind for kind in table.EXTRACTORS if kind in self.extract]
-        object.__setattr__(self, "extract", in_order)
-        object.__setattr__(self, "language", sorted(set(self.language)))
-
     @property
     def masks_later(self) -> bool:
-        """Return whether rows are masked in the second pass, after similar rows were found."""
+        """Return whether rows are masked in the second pass, after near duplicates were found."""
         return bool(self.mask) and self.drops_near
 
     @property

@@ -1,7 +1,7 @@
-"""Count rows for the report: lengths, sources and languages, and samples of the dropped rows.
+"""Count rows for the report by length, source and language, and keep samples of dropped rows.
 
-The counts are bounded, whatever the size of the input. They do not depend on how the input is
-divided among workers, because the tallies of the work units are added in their order.
+A tally has a bounded size for any input. It does not depend on how the input is divided among
+workers, because the tallies of the work units are added in their order.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lib.corpus.scan import escape_path, find_source
 if TYPE_CHECKING:
     import numpy as np
 
-SAMPLES = 10  # of each rule
-TEXT_CHARACTERS = 200  # of a sample
-# Of a text that is masked for a sample: more than masks can shorten to a sample, so that no match
-# is shown in part.
+SAMPLES = 10  # samples of each rule
+TEXT_CHARACTERS = 200  # characters of the text in a sample
+# Characters of a row to mask before its sample is cut. Masks never shorten so many characters to a
+# sample, so no sample ends inside a match.
 READ_CHARACTERS = 20_000
 _PER_DECADE = 5  # bins between a length and ten times that length
 _DECADES = 13
@@ -33,7 +33,7 @@ OTHERS = "(other directories)"
 TOP_LEVEL = "(no directory)"
 _OTHER_LANGUAGES = "(others)"
 _TEXT = 500  # characters of any other text in a sample
-# Counts of a source, and the beginning of the names of those by rule.
+# Names of the counts of a source. The last one is the prefix of the counts by rule.
 _READ = "rows"
 _BYTES = "bytes"
 _DROPPED_BYTES = "dropped_bytes"
@@ -41,7 +41,11 @@ _DROPPED = "dropped: "
 
 
 class DroppedSample(NamedTuple):
-    """Describe a dropped row. kept: the place of the kept row that it duplicates, "" if none."""
+    """Describe a dropped row.
+
+    key: see `make_key`. value: the measurement of the rule, as text. kept: the place of the kept
+    row that this row duplicates, "" if there is none.
+    """
 
     key: int
     path: str
@@ -55,12 +59,12 @@ class DroppedSample(NamedTuple):
 class RowTally:
     """Count rows.
 
-    rows, bytes: read, before any are dropped. lengths, dropped_lengths: rows by bin of their
-    length. dropped_bytes: by rule. sources: counts of each top-level directory, see list_sources.
-    languages, dropped_languages: rows by the column `language`. samples: by rule, those with the
-    smallest keys. excerpts: the beginning of the kept row of each of the largest clusters, by
-    the row's number. most_samples: of each rule. uncounted: tallies of an earlier version, without
-    these counts.
+    rows, bytes: size of the input, including dropped rows. lengths, dropped_lengths: number of rows
+    by the bin of their length. dropped_bytes: bytes by rule. sources: counts of each top-level
+    directory, see list_sources. languages, dropped_languages: number of rows by the column
+    `language`. samples: by rule, the samples with the smallest keys. excerpts: the beginning of the
+    kept row of each of the largest clusters, by the row's number. most_samples: samples to keep for
+    each rule. uncounted: number of added tallies from an earlier version, which lack these counts.
     """
 
     rows: int = 0
@@ -77,7 +81,10 @@ class RowTally:
     uncounted: int = 0
 
     def add_rows(self, source: str, sizes: Sequence[int] | np.ndarray) -> None:
-        """Count rows of a file that were read. source: path in the source. sizes: in bytes."""
+        """Count rows that were read from a file.
+
+        source: path of the file in the source directory. sizes: bytes of each row.
+        """
         total = int(sum(sizes))
         self.rows += len(sizes)
         self.bytes += total
@@ -111,7 +118,10 @@ class RowTally:
     def add_sample(
         self, rule: str, key: int, path: str, position: int, value: Any, text: str, kept: str = ""
     ) -> None:
-        """Keep a dropped row as a sample, if its key is one of the smallest. path: not escaped."""
+        """Keep a dropped row as a sample if its key is one of the smallest.
+
+        path: the path of the file, not escaped.
+        """
         if self.takes_sample(rule, key):
             shown = (escape_path(path)[:_TEXT], position, format_value(value), cut_text(text))
             self._insert(rule, DroppedSample(key, *shown, kept[:_TEXT]))
@@ -134,9 +144,9 @@ class RowTally:
                 self._insert(rule, sample._replace(position=sample.position + rows_before))
 
     def list_sources(self) -> list[dict[str, Any]]:
-        """Return the name of each source with its rows, bytes, dropped_bytes and dropped (by rule).
+        """Return the `name`, `rows`, `bytes` and `dropped_bytes` of each source.
 
-        The dropped rows of a rule are counted under its name.
+        `dropped` contains the number of dropped rows by rule.
         """
         return [
             {
@@ -157,7 +167,7 @@ class RowTally:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any] | None) -> RowTally:
-        """Return the tally that `to_json` has converted; None: of a version without it."""
+        """Return the tally that `to_json` has converted. value: None from a version without it."""
         if value is None:
             return cls(uncounted=1)
         tally = cls(**value)
@@ -193,7 +203,7 @@ def make_key(path: str, position: int) -> int:
 
 
 def format_value(value: Any) -> str:
-    """Return what a rule has measured as text."""
+    """Return the measurement of a rule as text."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)[:_TEXT]

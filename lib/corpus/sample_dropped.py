@@ -22,9 +22,9 @@ SAMPLE_BYTES = 64_000_000
 def print_examples(
     folder: Path, files: Sequence[InputFile], row_options: RowOptions, most: int, workers: int
 ) -> None:
-    """Print what the rules drop in a sample of the input.
+    """Print examples of the rows that the rules drop in a sample of the input.
 
-    most: examples of each rule. The sample depends on the input only.
+    most: the most examples of each rule. The sample depends on the input only.
     """
     rules = selection.list_rules(row_options)
     decisions = selection.list_decisions_on(row_options)
@@ -82,7 +82,7 @@ def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:
 
 
 def _mark_later_part(counts: RowTally) -> None:
-    """Say in the samples that their positions do not count from the beginning of the file."""
+    """Note in the path of each sample that its position does not count from the file's start."""
     for samples in counts.samples.values():
         samples[:] = [each._replace(path=f"{each.path} (a later part)") for each in samples]
 

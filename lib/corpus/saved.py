@@ -108,7 +108,8 @@ def _require_one_split(
 def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:
     """Return the error for splits that would be mixed.
 
-    first: the split in the command that the error suggests."""
+    first: the split in the command that the error suggests. read: the splits that would be mixed.
+    """
     return UsageError(
         f"{directory} contains several splits of a dataset, which would all be trained on",
         found=", ".join(sorted(read)),

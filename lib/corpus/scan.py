@@ -1,4 +1,4 @@
-"""List the files of a source tree, and the reason why others are skipped."""
+"""List the files of a source tree, and the reason why each skipped file is skipped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PATTERN = "pattern"
 OWN_OUTPUT = "output of this stage"
 ARTIFACT = "made by a stage"
 DESCRIPTION = "describes a dataset"
-# Artifacts that are not raw files, and their names in messages.
+# Artifacts in which the scan looks for no raw files, and their names in messages.
 _ARTIFACT_NAMES = {
     "dataset": "dataset",
     "dataset-parts": "dataset part",
@@ -65,7 +65,7 @@ class TreeEntry:
 
 @dataclass(frozen=True)
 class Rules:
-    """Select the files that a scan takes. A glob matches the relative path or the basename."""
+    """Define which files a scan takes. A glob matches the relative path or the basename."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class Scan:
         try:
             info = item.stat(follow_symlinks=False)
             if stat.S_ISLNK(info.st_mode) and not item.name.startswith("."):
-                if reason := self._skip_reason_of_link(item):
+                if reason := self._explain_skipped_link(item):
                     return TreeEntry(path, skipped=reason)
                 info = item.stat()
         except OSError as error:
@@ -127,12 +127,12 @@ class Scan:
             reason = {errno.ENOENT: DANGLES, errno.ELOOP: LOOPS}.get(error.errno or 0, UNREADABLE)
             return TreeEntry(path, skipped=reason)
         if not stat.S_ISDIR(info.st_mode):
-            reason = self._skip_reason_of_file(item.name, path, info)
+            reason = self._explain_skipped_file(item.name, path, info)
             return TreeEntry(path, info.st_size, info.st_mtime_ns, reason)
-        reason = self._skip_reason_of_directory(item, path, info, above)
+        reason = self._explain_skipped_directory(item, path, info, above)
         return TreeEntry(path + "/", skipped=reason) if reason else _get_directory_id(info)
 
-    def _skip_reason_of_link(self, item: os.DirEntry) -> str:
+    def _explain_skipped_link(self, item: os.DirEntry) -> str:
         target = os.path.realpath(item.path, strict=True)
         if self.rules.follow_symlinks:
             return ""
@@ -140,7 +140,7 @@ class Scan:
         # too would train on the same text twice.
         return INSIDE if Path(target).is_relative_to(self.root) else OUTSIDE
 
-    def _skip_reason_of_file(self, name: str, path: str, info: os.stat_result) -> str:
+    def _explain_skipped_file(self, name: str, path: str, info: os.stat_result) -> str:
         if name.startswith("."):
             return HIDDEN
         if not stat.S_ISREG(info.st_mode):
@@ -152,7 +152,7 @@ class Scan:
             return DESCRIPTION
         return "" if info.st_size else EMPTY
 
-    def _skip_reason_of_directory(
+    def _explain_skipped_directory(
         self, item: os.DirEntry, path: str, info: os.stat_result, above: tuple
     ) -> str:
         if item.name.startswith("."):

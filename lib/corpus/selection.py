@@ -1,20 +1,21 @@
 """Decide which rows a dataset keeps, by the tables RULES, RULE_GROUPS, SIDECARS and DECISIONS.
 
 A rule looks at each row alone and drops it for a reason. So the order of the rules and the number
-of workers do not change which rows are kept. A row of RULES gets one row of the dataset at a time.
-A row of RULE_GROUPS stands for several rules that share an option or a computation; they get the
-rows in batches. Every rule checks every row, so that the report can say what each would drop alone.
+of workers do not change which rows are kept. An entry of RULES checks one row of the dataset at a
+time. An entry of RULE_GROUPS stands for several rules that share an option or a computation, and
+these rules check rows in batches. Every rule checks every row, so the report can show how many rows
+each rule would drop alone.
 
-A column is a value per row that a worker computes and that the dataset contains (COLUMNS). Rules
-can read it.
+A column (COLUMNS) contains a value for each row. A worker computes it, rules can read it, and the
+dataset contains it.
 
 A sidecar is a value of fixed width that a worker computes for each row and writes to a file beside
 the rows, such as a digest of the text. A decision reads the sidecars of all rows in order and
-selects the rows to keep, such as the rows that equal no earlier row.
+selects the rows to keep, such as the rows that equal no earlier row. Some decisions cannot be made
+in one pass, such as which rows are near duplicates; TWO_PASS_DECISIONS contains these.
 
 A rule, column or decision is on if its field of RowOptions does not have the default value. A
-sidecar is computed if a decision that is on reads it. TWO_PASS_DECISIONS contains the choices among
-rows that cannot be made in one pass, such as which rows are near duplicates.
+sidecar is computed if a decision that is on reads it.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from lib.corpus.words import WORDS, find_words
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_CHARACTERS = 16_000_000  # of a text that is compared to find near duplicates
+MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near duplicates
 
 
 class Rule(NamedTuple):
-    """A reason to drop a row that depends on this row alone.
+    """Describe a reason to drop a row that depends on this row alone.
 
-    option: the field of RowOptions that switches it on. find_reason: function of the text of a row
-    and the value of the option; it returns why the row is dropped, "" to keep it. The reason
-    completes the sentence "3 rows are …". measure: returns what dropped.jsonl shows as the value of
-    a dropped row.
+    option: the field of RowOptions that switches the rule on. find_reason: called with the text of
+    a row and the value of the option; returns why the row is dropped, or "" to keep it. The reason
+    completes the sentence "3 rows are …". measure: returns the value of a dropped row for
+    dropped.jsonl.
     """
 
     option: str
@@ -59,7 +60,7 @@ class Rule(NamedTuple):
 
 
 class RuleGroup(NamedTuple):
-    """Rules that an option of RowOptions switches on together.
+    """Describe rules that one option of RowOptions switches on together.
 
     list_kinds: returns the kinds of the rules that are on, in their order. start: returns these
     rules; each work unit calls it.
@@ -71,10 +72,10 @@ class RuleGroup(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column of the dataset with a value that a worker computes for each row.
+    """Describe a column of the dataset with a value that a worker computes for each row.
 
-    option: the field of RowOptions that switches it on. kind: `string`, `int` or `float`. start:
-    returns the function that computes the values of a batch; each work unit calls it.
+    option: the field of RowOptions that switches the column on. kind: `string`, `int` or `float`.
+    start: returns the function that computes the values of a batch; each work unit calls it.
     """
 
     option: str
@@ -83,11 +84,11 @@ class Column(NamedTuple):
 
 
 class Sidecar(NamedTuple):
-    """A value that workers compute for each row and store beside the rows.
+    """Describe a value that workers compute for each row and store beside the rows.
 
-    width: bytes per row (0: it depends on the options). measure: function of the text of a row and
-    the SHA-256 of its content; it returns the value of the row in `width` bytes. measure_batch: if
-    given, it computes the values of a batch instead: array [rows, …].
+    width: bytes per row (0: it depends on the options). measure: called with the text of a row and
+    the SHA-256 of its content; returns the value of the row as `width` bytes. measure_batch: if
+    given, called with a batch instead; returns an array [rows, …].
     """
 
     width: int
@@ -120,11 +121,12 @@ class Decider(Protocol):
 
 
 class Decision(NamedTuple):
-    """A choice among all rows of a dataset, made from their sidecars in order.
+    """Describe a choice among all rows of a dataset, made from their sidecars in order.
 
-    option: the field of RowOptions that switches it on. sidecars: names of the sidecars that it
-    reads. start: returns the decider of a dataset; its argument is the path of the decider's file.
-    problem, reason: the kind and the end of the sentence "3 rows of train are …" in errors.jsonl.
+    option: the field of RowOptions that switches the decision on. sidecars: names of the sidecars
+    that the decision reads. start: returns the decider of a dataset, given the path of the
+    decider's file. problem: kind of the line in errors.jsonl. reason: the end of its message "3
+    rows of train are …".
     """
 
     option: str
@@ -135,10 +137,10 @@ class Decision(NamedTuple):
 
 
 class TwoPassDecision(NamedTuple):
-    """A choice that needs the sidecars of all rows, after the first pass over the input.
+    """Describe a choice that needs the sidecars of all rows, after the first pass over the input.
 
-    It is on if `option` has `value`, or without a value if the option does not have its default.
-    Other fields: see Decision.
+    The choice is on if `option` has `value`. If `value` is empty, it is on if the option does not
+    have its default. Other fields: see Decision.
     """
 
     option: str
@@ -159,7 +161,7 @@ def _find_short(row: RowText, min_chars: int) -> str:
 
 
 def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
-    """Return the band keys of a batch; a text that is too long to be compared has none."""
+    """Return the band keys (uint64 [rows, bands]); NO_KEY for a text too long to compare."""
     if all(map(_is_compared, batch.rows)):
         groups = batch.memo(WORDS, lambda own: find_words(own.texts))
     else:
@@ -202,7 +204,8 @@ SIDECARS: dict[str, Sidecar] = {
     "positions": Sidecar(8, lambda row, sha256: row.position.to_bytes(8, "little")),
 }
 
-_EVERY_DECISION = {"positions", "sizes"}  # of the dropped rows, for dropped.jsonl and the report
+# Sidecars that every decision needs, to describe dropped rows in dropped.jsonl and in the report.
+_EVERY_DECISION = {"positions", "sizes"}
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
@@ -244,7 +247,7 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
 
 
 def _check_rows(rule: Rule, value: Any) -> Any:
-    """Return the check of a batch by a rule for one row. value: of its option."""
+    """Return a function that applies a rule to each row of a batch. value: value of its option."""
     import numpy as np
 
     def check(batch: RowBatch) -> RowVerdict:
@@ -317,7 +320,7 @@ def list_sidecars(row_options: RowOptions) -> dict[str, Sidecar]:
 
 
 def list_decisions_on(row_options: RowOptions) -> list[str]:
-    """Return the names of the decisions that can drop rows, also if another one makes them."""
+    """Return the names of the decisions that can drop rows, including those that a plan makes."""
     return [
         name for name in list_counts(row_options) if _is_on(row_options, get_decision(name).option)
     ]
@@ -331,7 +334,8 @@ def get_decision(name: str) -> Decision | TwoPassDecision:
 def list_counts(row_options: RowOptions) -> list[str]:
     """Return the names of the decisions whose dropped rows the manifest counts.
 
-    They are in the order of application: a two-pass decision with an option of its own comes first.
+    They are in the order of application: a two-pass decision whose option no other decision shares
+    comes first.
     """
     shared = {decision.option for decision in DECISIONS.values()}
     two_pass = list_two_pass_decisions(row_options)
@@ -340,7 +344,7 @@ def list_counts(row_options: RowOptions) -> list[str]:
 
 
 def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict[str, str]:
-    """Return, by kind, the option and value of each rule or decision that dropped rows."""
+    """Return the typed option of each rule or decision that dropped rows, by its kind."""
     decisions: dict[str, Decision | TwoPassDecision] = {**DECISIONS, **TWO_PASS_DECISIONS}
     options = {
         **list_rules(row_options),
@@ -354,9 +358,9 @@ def describe_dropped(row_options: RowOptions, counts: Mapping[str, int]) -> dict
 
 
 def spell_option(row_options: RowOptions, name: str) -> str:
-    """Return an option with its value, as typed. name: its field.
+    """Return an option with its value, as typed. name: the field of RowOptions.
 
-    Of a path only the name is given, so that the report of a dataset does not depend on its place.
+    Only the last part of a path is kept, so the report of a dataset does not depend on its place.
     """
     value = getattr(row_options, name)
     values = value if isinstance(value, list | tuple) else [value]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 500_000_000
 _SYNC_BYTES = 64_000_000  # a shard is synced several times before it is full
 _CHUNK = 1 << 20
-_MAX_WAITING = 4  # pending syncs; with more, the writer waits for the disk
+_MAX_WAITING = 4  # with more pending syncs, the writer waits for the disk
 _UNFINISHED = "data-{:05d}.unfinished"
 
 
@@ -82,8 +82,8 @@ class Shard:
 class ShardWriter:
     """Write one split of a dataset: shards of about 500 MB, in the order of the parts.
 
-    directory: directory of the split. shards: the result of `state` from a stopped run, to continue
-    it. `finish` renames the shards and writes the JSON files.
+    directory: directory of the split. shards: to continue a stopped run, the result of its `state`.
+    `finish` renames the shards and writes the JSON files.
     """
 
     def __init__(
@@ -127,8 +127,9 @@ class ShardWriter:
     ) -> None:
         """Append a part.
 
-        copies: how many times each row is written ([rows], None: all once). lines_before: added to
-        the column `line`. cluster_sizes: for the column of this name ([rows], None: without it).
+        copies: how many times each row is written ([rows], None: all once). lines_before: number to
+        add to the column `line`. cluster_sizes: values of the column of this name ([rows], None: no
+        such column).
         """
         if not rows or (copies is not None and not copies.any()):
             return

@@ -8,21 +8,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus.words import BATCH_CHARACTERS, WordGroup, draw_odd_numbers, find_words, mix
+from lib.corpus.words import BATCH_CHARACTERS, WordGroup, draw_odd_numbers, find_words, mix_bits
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["BATCH_CHARACTERS", "Shingles", "draw_odd_numbers", "hash_texts", "join_words", "mix"]
+__all__ = ["BATCH_CHARACTERS", "Shingles", "hash_texts", "join_words"]
 
-VERSION = 1  # of the hashes; signatures of another version cannot be compared
+VERSION = 1  # version of the hashes; signatures of different versions cannot be compared
 
 
 class Shingles(NamedTuple):
     """Contain the shingles of several texts.
 
-    hashes: uint64, text after text, with repetitions. ends: int64 [texts], where those of each text
-    end.
+    hashes: uint64, text after text, with repetitions. ends: int64 [texts], where the hashes of each
+    text end.
     """
 
     hashes: np.ndarray
@@ -39,7 +39,7 @@ def hash_texts(texts: Sequence[str], words: int) -> Shingles:
 
 
 def join_words(groups: Sequence[WordGroup], words: int) -> Shingles:
-    """Return the shingles of the texts of a batch, from their words; see hash_texts."""
+    """Return the shingles of the texts of a batch from their words. words: see hash_texts."""
     import numpy as np
 
     results = [_join_words(group.words.hashes, group.words.text_ends, words) for group in groups]
@@ -58,7 +58,11 @@ def join_words(groups: Sequence[WordGroup], words: int) -> Shingles:
 
 
 def _join_words(hashes: np.ndarray, ends: np.ndarray, words: int) -> Shingles:
-    """Return the shingles of texts. hashes: of all words. ends: where the words of a text end."""
+    """Return the shingles of texts.
+
+    hashes: uint64, the hashes of all words. ends: int64 [texts], where the words of each text end.
+    words: see hash_texts.
+    """
     import numpy as np
 
     factors = draw_odd_numbers(words, 1)
@@ -74,7 +78,7 @@ def _join_words(hashes: np.ndarray, ends: np.ndarray, words: int) -> Shingles:
     short = np.flatnonzero((counts > 0) & (counts < words))
     shingles = np.where(counts >= words, counts - words + 1, np.minimum(counts, 1))
     shingle_ends = np.cumsum(shingles)
-    full = mix(combined[is_first])
+    full = mix_bits(combined[is_first])
     if not len(short):
         return Shingles(full, shingle_ends)
     result = np.empty(int(shingle_ends[-1]), np.uint64)
@@ -95,4 +99,4 @@ def _hash_short(
     for number, factor in enumerate(draw_odd_numbers(words, 2)):
         has_word = counts > number
         whole[has_word] += hashes[starts[has_word] + number] * factor
-    return mix(whole)
+    return mix_bits(whole)

@@ -101,11 +101,11 @@ def process_unit(unit: WorkUnit) -> UnitResult:
         return result
     result = work_units.process_unit(unit)
     if result.changed:
-        return result  # without a record, because a file has changed
+        return result  # no record is written, because a file has changed
     result.digests = {path.name: hashing.file_digest(path) for path in unit.parts()}
     record = vars(result) | {"unit": None, "tally": result.tally.to_json()}
     if not result.rows_read:
-        del record["rows_read"]  # as before the field existed
+        del record["rows_read"]  # keeps the record equal to those of versions without this field
     if not result.masked:
         del record["masked"]
     manifest.write_json(unit.part(work_units.RECORD), record)

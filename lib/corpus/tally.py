@@ -31,8 +31,8 @@ FAILURES = {
     "encrypted",
     "timeout",
 }
-_NAMED = 3  # paths printed per format
-_LISTED = 1000  # paths listed in the manifest per format
+_NAMED = 3  # paths per format that an error prints
+_LISTED = 1000  # paths per format that the manifest lists
 _MOST_OTHERS = 3
 _MOST_MIXED = 20
 FirstUse = tuple[str, "int | None"]  # a format, and the line of its first conversation

@@ -1,4 +1,4 @@
-"""Read what is known about the rows of a unit, and record those that a decision drops."""
+"""Read the sidecars and texts of a unit's rows, and record the rows that a decision drops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-# Returns what a decision has measured for a row, and the kept row that it duplicates.
+# A function that returns the measurement of a decision for a row, and the kept row it duplicates.
 Describe = Callable[[int], "tuple[Any, dict[str, Any] | None]"]
 _TEXT_BYTES = 4 * row_tally.READ_CHARACTERS
 
@@ -147,7 +147,7 @@ class DroppedRows:
     ) -> int:
         """Record the rows that a decision drops, and return their number. is_dropped: bool [rows].
 
-        describe: of the number of a dropped row.
+        describe: called with the number of a dropped row.
         """
         total = 0
         for span, start, stop in self._rows.list_spans():

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORDS = "words"  # key of the words in a RowBatch, which rules and sidecars share
-BATCH_CHARACTERS = 1 << 17  # arrays of more characters would not fit the caches of a core
+BATCH_CHARACTERS = 1 << 17  # larger arrays would not fit the caches of a core
 # The marks of a character: a kind, which is one of three, and flags.
 SEPARATOR, LETTER, UNIT = range(3)
 KIND = 3
@@ -72,7 +72,7 @@ class Words(NamedTuple):
 
 
 class WordGroup(NamedTuple):
-    """Contain the words of those texts of a batch that are all ASCII, or of the other ones.
+    """Contain the words of all ASCII texts of a batch, or of all other texts.
 
     members: numbers of the texts in the batch.
     """
@@ -84,8 +84,9 @@ class WordGroup(NamedTuple):
 class Piece(NamedTuple):
     """Contain a piece of joined texts: whole lines, unless a line is longer than a batch.
 
-    first: position in the joined texts. codes: of characters, in lower case. marks: uint8. starts,
-    ends: of the words, in the piece. sums: of the values of all characters before each.
+    first: position of the piece in the joined texts. codes: code points of the characters in lower
+    case. marks: uint8, the marks of the characters. starts, ends: positions of the words in the
+    piece. sums: uint64 [characters + 1], the sum of the values of all characters before each one.
     """
 
     first: int
@@ -96,13 +97,13 @@ class Piece(NamedTuple):
     sums: np.ndarray
 
     def hash_spans(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return a hash (uint64) of the characters of each span, which it depends on alone.
+        """Return a hash (uint64) of each span, which depends on the characters of the span alone.
 
-        It is the sum of the values of its characters, each multiplied by a power of its position in
-        the span. Sums of all characters so far give it by one subtraction.
+        The hash is the sum of the characters' values, each multiplied by a power that depends on
+        its position in the span. One subtraction of `sums` computes it.
         """
-        _, inverses, _ = _character_tables()
-        return mix((self.sums[ends] - self.sums[starts]) * inverses[starts])
+        _, inverses, _ = _make_character_tables()
+        return mix_bits((self.sums[ends] - self.sums[starts]) * inverses[starts])
 
 
 def draw_odd_numbers(count: int, seed: int) -> np.ndarray:
@@ -110,11 +111,11 @@ def draw_odd_numbers(count: int, seed: int) -> np.ndarray:
     import numpy as np
 
     steps = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_BASE)
-    return mix(steps + np.uint64(seed)) | np.uint64(1)
+    return mix_bits(steps + np.uint64(seed)) | np.uint64(1)
 
 
-def mix(values: np.ndarray) -> np.ndarray:
-    """Return uint64 values whose bits all depend on all bits of the given ones, one to one."""
+def mix_bits(values: np.ndarray) -> np.ndarray:
+    """Return a permutation of uint64 values in which each bit depends on all bits of the input."""
     import numpy as np
 
     mixed = values ^ (values >> np.uint64(30))
@@ -147,7 +148,7 @@ def find_words(
 
 
 class _PieceReader:
-    """Read texts that are all ASCII, or all processed as Unicode, in pieces."""
+    """Read texts in pieces: texts that are all ASCII, or texts that are processed as Unicode."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         import numpy as np
@@ -156,20 +157,20 @@ class _PieceReader:
         if joined.isascii():
             characters = joined.lower().encode()
             self._codes = np.frombuffer(characters, np.uint8)
-            self._marks = np.frombuffer(characters.translate(_ascii_marks()), np.uint8)
+            self._marks = np.frombuffer(characters.translate(_list_ascii_marks()), np.uint8)
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
         else:
             parts = [unicodedata.normalize("NFC", text).lower() for text in texts]
             joined = "\n".join(parts)
             codes = np.frombuffer(joined.encode("utf-32-le", "surrogatepass"), np.uint32)
             self._codes = np.minimum(codes, np.uint32(_LAST_CODE))
-            self._marks = np.take(_character_marks(), self._codes)
+            self._marks = np.take(_list_character_marks(), self._codes)
             lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         self._edges = np.zeros(len(texts) + 1, np.int64)
         np.cumsum(lengths + 1, out=self._edges[1:])
 
     def read_words(self, group: int, visit: Callable[[int, Piece], None] | None) -> Words:
-        """Return the words; see find_words."""
+        """Return the words of the texts. group, visit: see find_words."""
         import numpy as np
 
         starts = [np.empty(0, np.int64)]
@@ -187,12 +188,12 @@ class _PieceReader:
             hashes.append(piece.hash_spans(piece.starts, piece.ends))
             units.append((piece.marks[piece.starts] & UNIT) != 0)
             first = last
-        all_starts = _concatenate(starts)
+        all_starts = _join_arrays(starts)
         return Words(
             all_starts,
-            _concatenate(ends),
-            _concatenate(hashes),
-            _concatenate(units),
+            _join_arrays(ends),
+            _join_arrays(hashes),
+            _join_arrays(units),
             np.searchsorted(all_starts, self._edges[1:]),
             self._edges,
         )
@@ -213,7 +214,7 @@ class _PieceReader:
         return first + int(breaks[-1]) + 1 if len(breaks) else last
 
 
-def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
+def _join_arrays(arrays: list[np.ndarray]) -> np.ndarray:
     """Return arrays as one; the first one is empty and only gives the type."""
     import numpy as np
 
@@ -245,11 +246,11 @@ def _cut_piece(first: int, codes: np.ndarray, marks: np.ndarray) -> Piece:
         edges = np.flatnonzero(changes)
         starts = edges[::2]
         ends = edges[1::2]
-    powers, _, values = _character_tables()
+    powers, _, values = _make_character_tables()
     if codes.dtype == np.uint8:
         terms = values[codes]
     else:
-        terms = mix(codes.astype(np.uint64) + np.uint64(_BASE))
+        terms = mix_bits(codes.astype(np.uint64) + np.uint64(_BASE))
     terms *= powers[: len(codes)]
     sums = np.zeros(len(codes) + 1, np.uint64)
     np.cumsum(terms, out=sums[1:])
@@ -257,7 +258,7 @@ def _cut_piece(first: int, codes: np.ndarray, marks: np.ndarray) -> Piece:
 
 
 @cache
-def _character_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _make_character_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the powers of the base, their inverses, and the values of the ASCII characters."""
     import numpy as np
 
@@ -266,7 +267,7 @@ def _character_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         powers[0] = 1
         return np.cumprod(powers)
 
-    values = mix(np.arange(128, dtype=np.uint64) + np.uint64(_BASE))
+    values = mix_bits(np.arange(128, dtype=np.uint64) + np.uint64(_BASE))
     # NOTE: freeing so large a block makes glibc keep freed memory below that size. Otherwise it
     # returns the arrays of each batch to the kernel, and page faults take longer than the work.
     np.empty(_KEPT_BYTES, np.uint8)
@@ -293,7 +294,7 @@ def _make_marks(count: int) -> np.ndarray:
 
 
 @cache
-def _character_marks() -> np.ndarray:
+def _list_character_marks() -> np.ndarray:
     """Return the marks of all code points up to _LAST_CODE, which separates words."""
     import numpy as np
 
@@ -301,6 +302,6 @@ def _character_marks() -> np.ndarray:
 
 
 @cache
-def _ascii_marks() -> bytes:
+def _list_ascii_marks() -> bytes:
     """Return the marks of the first 256 code points, as a table for bytes.translate."""
     return _make_marks(256).tobytes()

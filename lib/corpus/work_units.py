@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 UNIT_BYTES = 16_000_000
-RECORD = "json"  # name of the part with the result of a unit, see split_parts.py
+RECORD = "json"  # the part with the result of a unit, see split_parts.py
 _FREE = "free"  # directory for parts whose files can be reused
 _FILE_OVERHEAD = 16_000  # opening a file takes about as long as reading this many bytes
 
@@ -65,9 +65,9 @@ class FileSpan:
 class WorkUnit:
     """Describe the input that a worker reads in one task.
 
-    number: index of the unit in its split of the data folder, from 0. folder: the data folder. out:
+    number: index of the unit in its split of the data folder. folder: the data folder. out:
     directory for the parts of the unit. avoid: files that have crashed a worker process. samples:
-    dropped rows of each rule whose beginning is kept.
+    the most samples of dropped rows to keep for each rule.
     """
 
     number: int
@@ -112,11 +112,11 @@ class WorkUnit:
 class UnitResult:
     """Describe the result of a unit.
 
-    rows, text_bytes: by split. lines: see Documents. rows_read: rows of the last span before any
-    were dropped (if anything can drop rows). rows_of: by split, the number of rows after each span
-    (if a decision is on). digests: digests of the parts by file name, if the parts are
-    kept for a merge. changed: path of the first file that changed since it was listed, and a
-    description of the change. masked: by split, what was masked (the fields of MaskedMatches).
+    rows, text_bytes: numbers by split. lines: see Documents. rows_read: number of rows of the last
+    span, including dropped rows (if anything can drop rows). rows_of: by split, the number of rows
+    after each span (if a decision is on). digests: digests of the parts by file name, if the parts
+    are kept for a merge. changed: path of the first file that changed since it was listed, and a
+    description of the change. masked: by split, the fields of MaskedMatches.
     """
 
     unit: WorkUnit
@@ -348,7 +348,8 @@ def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, B
 def release_part(part: Path) -> None:
     """Release a part whose content is in the dataset, so that a later unit can overwrite it.
 
-    Its pages are already in memory, so overwriting it takes a quarter of the time of a new file.
+    The pages of the file are in memory, so overwriting it takes a quarter of the time of a new
+    file.
     """
     if UNIT_BYTES // 4 < part.stat().st_size < 2 * UNIT_BYTES:
         free = part.parent / _FREE
@@ -397,7 +398,7 @@ def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
             readers.read_documents(raw, documents)
     except OSError as error:
         if isinstance(from_os_error(error), DiskFullError):
-            raise  # writing a part failed, which is no problem of the input
+            raise  # a part could not be written, which is not the fault of the input
         documents.note("unreadable", error.strerror or str(error), SKIPPED_FILE)
     except MemoryError:
         documents.note("unreadable", "too large for the memory of this machine", SKIPPED_FILE)

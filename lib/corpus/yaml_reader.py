@@ -27,7 +27,7 @@ class _UnexpandableDocument(Exception):
 
 
 class _Merge:
-    """Stands for the merge key `<<`."""
+    """Stand for the merge key `<<`."""
 
 
 def read_yaml(raw: RawFile, documents: Documents) -> None:

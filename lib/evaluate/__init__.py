@@ -1,1 +1,1 @@
-"""Evaluate a model on a suite of tasks: rank choices, and bits per byte of answers."""
+"""Evaluate a model on a suite of tasks: accuracy of its choices, and bits per byte of answers."""

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 
     from lib.evaluate import open_model
 
-    source = open_model.find_source(opts.model, opts.cache_dir, opts.step, opts.model_name)
+    source = open_model.find_evaluated_model(opts.model, opts.cache_dir, opts.step, opts.model_name)
     log.info(
         f"suite: {suite_dir}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
@@ -162,25 +162,25 @@ def _require_writable(path: Path) -> None:
 def _evaluate(
     opts: Options, source: EvaluatedModel, tasks: Sequence[Task], layout: ParallelLayout
 ) -> tuple[list[TaskResult], str, int]:
-    """Return the results, the precision and the window. All ranks must call this."""
+    """Return the results, the precision and the window in tokens. All ranks must call this."""
     from lib.evaluate import open_model, passes, scoring
     from lib.models.architecture import read_config
     from lib.tokens.build import require_vocabulary
     from lib.tokens.encode import Encoder
 
     began = time.monotonic()
-    # First what the config and the tokenizer show, since loading may take minutes.
+    # The config and the tokenizer are checked first, since loading the weights may take minutes.
     config = read_config(source.directory, opts.trust_remote_code).get_text_config()
     encoder = Encoder(source.directory, 1)
     require_vocabulary(encoder.vocab_size, config.vocab_size, source.directory)
     window = open_model.choose_window(config, opts.max_length)
     suite = passes.encode_suite(tasks, encoder, window)
-    precision = opts.precision or open_model.default_precision(layout)
+    precision = opts.precision or open_model.choose_precision(layout)
     model = open_model.load_model(source, precision, layout, opts.trust_remote_code)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
     count = plan.count_passes(layout.dp_size)
     with Progress("evaluating", count, "batches", not opts.no_progress) as bar:
-        evaluated = scoring.evaluate(model, layout, tasks, suite, plan, bar.advance)
+        evaluated = scoring.evaluate_tasks(model, layout, tasks, suite, plan, bar.advance)
     log.info(f"{precision}, {units.duration(time.monotonic() - began)}")
     return evaluated, precision, window
 

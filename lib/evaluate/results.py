@@ -17,10 +17,11 @@ _COLUMNS = ("task", "items", "metric", "value", "chance", "licence")
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The figures of a task.
+    """Contain the figures of a task.
 
-    values: by metric. errors: the standard errors of the accuracies. chance: accuracy of random
-    choices, None without choices. cut: requests whose context did not fit the window.
+    metric: the metric that the table shows. values: figures by metric. errors: standard errors of
+    the accuracies, by metric. chance: accuracy of random choices, None without choices. cut: number
+    of requests whose context did not fit the window.
     """
 
     task: str
@@ -57,7 +58,7 @@ def compute_results(
 ) -> list[TaskResult]:
     """Return the results of tasks.
 
-    log_likelihoods: nats, float64 [distinct requests of the suite].
+    log_likelihoods: float64 [distinct requests of the suite], in nats.
     """
     results = []
     place = 0
@@ -85,7 +86,7 @@ def format_table(results: Sequence[TaskResult]) -> list[str]:
 def _compute_result(
     task: Task, suite: EncodedSuite, requests: Sequence[int], log_likelihoods: np.ndarray
 ) -> TaskResult:
-    """Return the result of a task. requests: the distinct request of each of its requests."""
+    """Return the result of a task. requests: for each of its requests, the distinct request."""
     correct: dict[str, list[bool]] = {ACCURACY: [], PER_CHAR: [], PER_TOKEN: []}
     nats = []
     size = 0
@@ -118,6 +119,6 @@ def _compute_result(
 
 
 def _count_characters(item: Item) -> np.ndarray:
-    """Return the characters of each choice, without the space that separates it."""
+    """Return the number of characters of each choice, without the space before it."""
     texts = [request.continuation for request in item.requests]
     return np.array([max(1, len(text.removeprefix(" "))) for text in texts])

@@ -16,7 +16,7 @@ from lib.parallel.trial import trial_mode
 from lib.tokens.samples import IGNORED
 
 
-def evaluate(
+def evaluate_tasks(
     model: PreTrainedModel,
     layout: ParallelLayout,
     tasks: Sequence[Task],
@@ -24,14 +24,14 @@ def evaluate(
     plan: BatchPlan,
     advance: Callable[[int], object] = lambda passes: None,
 ) -> list[TaskResult]:
-    """Return the results of tasks; all ranks must call this, and all get the same results.
+    """Return the results of tasks, the same on all ranks. All ranks must call this.
 
-    Nothing of the model changes, and nothing is compiled. advance: called with 1 after each pass.
+    The model is not changed or compiled. advance: called with 1 after each forward pass.
     """
-    return compute_results(tasks, suite, score(model, layout, suite, plan, advance))
+    return compute_results(tasks, suite, score_requests(model, layout, suite, plan, advance))
 
 
-def score(
+def score_requests(
     model: PreTrainedModel,
     layout: ParallelLayout,
     suite: EncodedSuite,
@@ -54,7 +54,7 @@ def score(
     by_row = np.zeros(len(suite.rows))
     for rows, sums in computed:
         by_row[[row.number for row in rows]] = -sums[: len(rows)].cpu().numpy()
-    # Each row has one value other than 0, or several equal ones if ranks read the same batches.
+    # Ranks that read the same batch have the same value for a row; all other ranks have 0.
     copies = layout.ranks // layout.dp_size
     by_row = np.array(layout.sum_over_ranks(by_row.tolist())) / copies
     totals = np.zeros(len(suite.tokens))

@@ -78,7 +78,7 @@ def make_files() -> dict[str, str]:
     """Return the content of each file by its name."""
     files = {}
     for name, (make, description) in _TASKS.items():
-        # Not the hash of the name, which Python changes from process to process.
+        # The seed is a sum, because Python's hash of a name changes from process to process.
         rng = random.Random(sum(name.encode()))
         lines = [json.dumps(_make_item(rng, make), ensure_ascii=False) for _ in range(_ITEMS)]
         files[f"{name}.jsonl"] = "".join(f"{line}\n" for line in lines)

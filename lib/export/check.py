@@ -231,7 +231,7 @@ def _check_template_place(facts: DirectoryFacts) -> Iterator[Remark]:
 def _check_stops(facts: DirectoryFacts) -> Iterator[Remark]:
     """Find tokens that end a text in one config, but not in the other.
 
-    These programs read generation_config.json, so only tokens that it lacks are lost to them.
+    These programs read generation_config.json, so they miss only the tokens that it lacks.
     """
     stops = list_stops(facts.generation)
     others = list_stops(facts.text_config)
@@ -299,7 +299,7 @@ def _check_scaling(facts: DirectoryFacts) -> Iterator[Remark]:
 
 
 def _knows(names: frozenset[str], by_type: bool = False) -> Rule:
-    """Return the rule that a program must know the architecture, or else the model type."""
+    """Return the rule that a program must know the architecture, or the model type if by_type."""
 
     def check(facts: DirectoryFacts) -> Iterator[Remark]:
         name = facts.model_type if by_type else facts.architecture
@@ -384,7 +384,7 @@ def _format_verdict(remarks: list[Remark]) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Print what each program makes of a directory.
+    """Print for each program whether it reads a directory.
 
     Raises ArtifactError if one of them will refuse or misread it.
     """

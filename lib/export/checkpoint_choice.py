@@ -19,9 +19,10 @@ def find_checkpoint(
 ) -> commit.Checkpoint:
     """Return the checkpoint of a run that --step names.
 
-    wanted: a step, latest or best. best_by: the figure that decides which one is the best, None for
-    that of the run. If the checkpoint is damaged, no older one is used instead. Raises UsageError
-    or ArtifactError.
+    wanted: a step, latest or best. best_by: the figure that decides which checkpoint is the best,
+    None for the figure of the run. A damaged checkpoint is an error; no older one replaces it.
+    Raises UsageError if `wanted` is no step, and ArtifactError if the checkpoint is missing or
+    damaged.
     """
     if not (experiment.model / "config.json").is_file():
         raise ArtifactError(

@@ -1,1 +1,1 @@
-"""Draw charts and write pages of one HTML file. Knows no run and no corpus."""
+"""Draw charts and write pages of one HTML file, for runs and datasets alike."""

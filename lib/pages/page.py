@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lib.core import run_records
 
-MOST_ROWS = 80  # of a table
+MOST_ROWS = 80  # rows of a table, unless a caller allows more
 _LONGEST = 400  # bytes of a text as HTML, unless a caller allows more
 _TORN = re.compile(r"&[^;]*$")  # a character reference that was cut
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

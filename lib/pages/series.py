@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-LARGEST = 1e30  # a larger number is no figure
+LARGEST = 1e30  # a larger number counts as infinite
 EXTREMES = ("last", "first", "lowest", "highest")
 
 Numbers = npt.NDArray[np.float64]
@@ -26,10 +26,11 @@ class Value(NamedTuple):
 
 
 class Series:
-    """The values of a key by column. first, last, least, most: NaN if there are no values.
+    """Contain the values of a key by column.
 
-    low, high: least and largest value of each column, infinite without values. gaps: the columns
-    with a value that is NaN or infinite. first_gap: step of the first such value.
+    first, last, least, most: values, NaN if there are none. low, high: least and largest value of
+    each column, infinite without values. gaps: which columns contain NaN or an infinite value (bool
+    [columns]). first_gap: step of the first such value.
     """
 
     def __init__(self, columns: int) -> None:
@@ -84,7 +85,7 @@ class Series:
             return self._total / self._count
 
     def describe(self) -> dict[str, str]:
-        """Return the last, first, lowest and highest value in words."""
+        """Return the last, first, lowest and highest value as texts by name."""
         values = (self.last, self.first, self.least, self.most)
         pairs = zip(EXTREMES, values, strict=True)
         return {name: f"{value:.5g} at step {step:,}" for name, (value, step) in pairs}

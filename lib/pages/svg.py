@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG. Knows nothing about runs."""
+"""Draw charts as inline SVG."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from lib.core import units
 from lib.pages.page import Html, escape, tag
 from lib.pages.series import Numbers
 
-COLUMNS = 420  # into which the values between both ends of an axis are merged
-STYLES = 16  # of curves that can be told apart
+COLUMNS = 420  # columns between both ends of an axis, into which values are merged
+STYLES = 16  # distinguishable styles of curves
 _LEFT = 66  # pixels around the axes; .chart in style.css has the same
 _TOP = 36
 _BOTTOM = 48
-_TICKS = 4  # of the horizontal axis, whose labels fit a narrow window
+_TICKS = 4  # ticks of the horizontal axis, whose labels fit a narrow window
 _MOST_MARKS = 60
-_TINY = 1e-30  # for a logarithmic axis, and less
+_TINY = 1e-30  # a logarithmic axis shows smaller values as this one
 
 Labels = Sequence[tuple[str, Callable[[float], str]]]
 
 
 class Line(NamedTuple):
-    """The least and the largest value in each column; not finite in a column without values.
+    """Describe a curve by the least and the largest value in each column.
 
-    gaps: columns after which the curve is interrupted. facts: its values in words, by name. form:
-    any of the words `faint`, `marked` (values, if they are few), `area` (from `low` to `high`).
-    means: the mean of each column, which a band shows as a line; None for no such line.
+    low, high: [columns], not finite in a column without values. gaps: columns after which the curve
+    is interrupted (bool [columns]). facts: texts about the values, by name. form: any of the words
+    `faint`, `marked` (mark the values, if there are few) and `area` (fill from `low` to `high`).
+    means: mean of each column, drawn as a line over the band; None for no such line.
     """
 
     label: str
@@ -48,7 +49,7 @@ class Line(NamedTuple):
         return f'<g class="s{self.style} {self.form}">{title}{drawing}</g>'
 
     def legend(self) -> Html:
-        """Return a short piece of the curve, and its label."""
+        """Return the entry of the legend: a short piece of the curve, and its label."""
         path = "M1,1h26v10h-26z" if "area" in self.form else "M1,6h26"
         mark = '<circle cx="14" cy="6" r="3.5"/>' if "marked" in self.form else ""
         piece = self.render(f'<path d="{path}"/>{mark}')
@@ -56,16 +57,16 @@ class Line(NamedTuple):
         return tag("span", Html(swatch), self.label)
 
 
-def draw(
+def draw_chart(
     key: str, title: str, unit: str, form: str, curves: Sequence[Line], end: float, rows: Labels
 ) -> Html:
-    """Return a chart as wide as the element around it. key: its id.
+    """Return a chart that is as wide as the element around it. key: ID of the chart.
 
     Texts and lines keep their size at any width: places along the horizontal axis are shares of the
     width between the axes, and each curve lies in a box that is stretched. form: any of the words
-    `wide` (and so also higher), `log` and `zero`. `zero`: the vertical axis begins at 0, as the
-    horizontal one always does. end: value at the end of the horizontal axis. rows: name and format
-    of each row of labels below it.
+    `wide` (wider and higher), `log` (logarithmic vertical axis) and `zero` (vertical axis from 0;
+    the horizontal axis always begins at 0). end: value at the end of the horizontal axis. rows:
+    name and format of each row of labels below that axis.
     """
     bottom = 312 if "wide" in form else 232
     low, high = _find_limits(curves, "log" in form, "zero" in form)
@@ -85,7 +86,7 @@ def draw(
         f'<desc id="{key}-d">{escape(texts, 4000)}</desc>',
         f'<text x="{4 - _LEFT}" y="14">{escape(unit)}</text>',
     ]
-    marks = _log_ticks(low, high) if "log" in form else _ticks(low, high, 5)
+    marks = _list_log_ticks(low, high) if "log" in form else _list_ticks(low, high, 5)
     heights = [float(place(mark)) for mark in marks]
     for y, mark in zip(heights, marks, strict=True):
         label = units.count(mark) if abs(mark) >= 10_000 else f"{mark:.6g}"
@@ -94,7 +95,7 @@ def draw(
     for row, (name, _) in enumerate(rows):
         lines.append(f'<text x="{4 - _LEFT}" y="{bottom + 20 + 18 * row}">{escape(name)}</text>')
     lines.append(f'<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>')
-    for tick in _ticks(0, end, _TICKS):
+    for tick in _list_ticks(0, end, _TICKS):
         x = f"{100 * tick / end:.2f}%"
         lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
         for row, (_, show) in enumerate(rows):
@@ -119,7 +120,7 @@ def _find_limits(curves: Sequence[Line], is_log: bool, from_zero: bool) -> tuple
     return low if low == 0 else low - margin, high + margin
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:
+def _list_ticks(low: float, high: float, most: int) -> list[float]:
     """Return at most `most` round numbers between two numbers."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -127,8 +128,8 @@ def _ticks(low: float, high: float, most: int) -> list[float]:
     return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _log_ticks(low: float, high: float) -> list[float]:
-    """Return powers of ten between two numbers; over few decades also 2 and 5 times a power."""
+def _list_log_ticks(low: float, high: float) -> list[float]:
+    """Return the powers of ten between two numbers, with their double and quintuple if few."""
     decades = math.log10(high / low)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)), 1 + int(decades / 8))
     ticks = [f * 10.0**power for power in powers for f in ((1, 2, 5) if decades < 2 else (1,))]
@@ -147,7 +148,7 @@ def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], height: 
     area = ""
     line = ""
     for piece in (piece.tolist() for piece in np.split(columns, gaps) if len(piece)):
-        if is_filled:  # so that a spike stays visible
+        if is_filled:  # a filled band keeps a spike visible
             edge = [(x, top[x]) for x in piece] + [(x, bottom[x]) for x in reversed(piece)]
             area += "M" + "L".join(f"{x},{y:g}" for x, y in edge) + "h0"
         if "area" not in curve.form and (curve.means is not None or not is_band):

@@ -1,1 +1,1 @@
-"""Write report.html, which shows what one or more runs did. No other package imports this one."""
+"""Write report.html, a page about one or more runs. No other package imports this one."""

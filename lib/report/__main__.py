@@ -16,7 +16,7 @@ from pathlib import Path
 from lib.core import log, manifest, options, paths, stage
 from lib.core.errors import UsageError
 from lib.pages.svg import COLUMNS, STYLES
-from lib.report.content import ReportLimits, compose
+from lib.report.content import ReportLimits, compose_page
 from lib.report.run_data import find_axis, read_runs
 
 _LARGEST = 2_000_000  # bytes of a page
@@ -28,7 +28,7 @@ _LIMITS = (
     ReportLimits(samples=0, charts=12, rows=20),
     ReportLimits(samples=0, charts=3, rows=5),
 )
-_MANY = 4  # runs; the curves of more have fewer columns
+_MANY = 4  # with more runs than this, the curves have fewer columns
 
 
 def main(argv: list[str]) -> None:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     axis, end = find_axis(experiments)
     columns = COLUMNS if len(experiments) <= _MANY else COLUMNS // 2
     runs = read_runs(experiments, axis, end, columns)
-    pages = (compose(runs, axis, end, limits) for limits in _LIMITS)
+    pages = (compose_page(runs, axis, end, limits) for limits in _LIMITS)
     text = next(text for text in pages if len(text.encode()) <= _LARGEST)
     path = opts.out or experiments[0].report
     manifest.write_text(path, text)

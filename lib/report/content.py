@@ -11,15 +11,15 @@ import numpy as np
 from lib.core import units
 from lib.pages.page import Html, escape, page, table, tag
 from lib.pages.series import EXTREMES
-from lib.pages.svg import COLUMNS, STYLES, Line, draw
+from lib.pages.svg import COLUMNS, STYLES, Line, draw_chart
 from lib.report import summary
 from lib.report.problems import SHOWN, Problem, find_problems
 from lib.report.run_data import TOKENS, RunData, read_samples
 
 _SAMPLE_BYTES = 2000
-_COLUMNS = ("time", "event", "step")  # of the table of events
+_COLUMNS = ("time", "event", "step")  # columns of the table of events
 _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/total"]
-# Title, unit, form, main key and other keys (a pattern) of each chart.
+# Title, unit, form, main key and a pattern for other keys of each chart.
 _CHARTS = (
     ("Loss", "nats per token", "wide", "train/loss_mean", "train/loss|eval/loss(/.+)?"),
     ("Bits per byte", "bits per byte", "", "eval/bits_per_byte", "eval/.+/bits_per_byte"),
@@ -34,7 +34,7 @@ _CHARTS = (
 
 
 class ReportLimits(NamedTuple):
-    """The most prompts of each run, charts, and rows of a table that a page shows."""
+    """Limit the prompts of each run, the charts, and the rows of a table on a page."""
 
     samples: int
     charts: int
@@ -42,7 +42,7 @@ class ReportLimits(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A chart. id: of its element. curves: the run and the key of each."""
+    """Describe a chart. id: ID of its element. curves: the run and the key of each curve."""
 
     title: str
     unit: str
@@ -51,7 +51,7 @@ class Panel(NamedTuple):
     curves: list[tuple[RunData, str]]
 
 
-def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> Html:
+def compose_page(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> Html:
     """Return the page about runs. axis, end: see RunData."""
     title = f"Training report: {', '.join(run.name for run in runs)}"
     parts: list[object] = [tag("h1", title)]
@@ -61,7 +61,7 @@ def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits
         tiles = (tag("div", tag("dt", name), tag("dd", text)) for name, text in figures)
         parts.append(tag("dl", *tiles, class_="tiles"))
     else:
-        parts += _compare(runs, "Figures", summary.list_figures, limits.rows)
+        parts += _compare_runs(runs, "Figures", summary.list_figures, limits.rows)
     charts = list(_draw_charts(runs, axis, end, limits.charts))
     events = [_list_events(run, number, limits.rows) for number, run in enumerate(runs, 1)]
     places = set(re.findall(r' id="([^"]+)"', "".join([*charts, *events])))
@@ -77,13 +77,13 @@ def compose(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits
     sections = [
         tag("section", *shown)
         for heading, list_texts in summary.TABLES.items()
-        if (shown := _compare(runs, heading, list_texts, limits.rows))
+        if (shown := _compare_runs(runs, heading, list_texts, limits.rows))
     ]
     parts.append(tag("div", *sections, class_="charts" if len(runs) < 3 else ""))
     return page(title, [*parts, tag("h2", "Events"), *events])
 
 
-def _compare(
+def _compare_runs(
     runs: Sequence[RunData],
     heading: str,
     list_texts: Callable[[RunData], Mapping[str, str]],
@@ -98,7 +98,7 @@ def _compare(
 
 
 def _describe_problem(run: RunData, number: int, problem: Problem, places: Container[str]) -> Html:
-    """Return a problem with links to those of its chart and events that are in `places`."""
+    """Return a problem with links to its chart and events, if their IDs are in `places`."""
     links = [("see the chart", problem.chart)] if problem.chart else []
     links += [(f"event {event}", f"event-{number}-{event}") for event in problem.events[-5:]]
     words = [tag("a", text, href=f"#{place}") for text, place in links if place in places]
@@ -143,7 +143,7 @@ def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> I
         curves = _make_curves(runs, panel)
         # A faint curve lies below the others.
         below = sorted(curves, key=lambda curve: curve.form != "faint")
-        chart = draw(panel.id, panel.title, panel.unit, panel.form, below, end, rows)
+        chart = draw_chart(panel.id, panel.title, panel.unit, panel.form, below, end, rows)
         legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
         values = [[curve.label, *curve.facts.values()] for curve in curves]
         more = table(panel.unit, ["curve", *EXTREMES], values)
@@ -156,7 +156,10 @@ def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> I
 
 
 def _list_panels(runs: Sequence[RunData]) -> list[Panel]:
-    """Return the charts. Those of one run show several keys, those of several runs one key each."""
+    """Return the charts of a page.
+
+    A chart of one run shows several keys; a chart of several runs shows one key.
+    """
     present = {key for run in runs for key, series in run.series.items() if series}
     is_alone = len(runs) == 1
     panels = []
@@ -199,7 +202,7 @@ def _make_curves(runs: Sequence[RunData], panel: Panel) -> list[Line]:
 
 
 def _stack_phases(run: RunData) -> list[Line]:
-    """Return the phases of a step as areas above each other; the last one is the rest of it."""
+    """Return the phases of a step as stacked areas; the last area is the rest of the step."""
     curves = []
     above = np.zeros(COLUMNS)
     for number, key in enumerate(key for key in _PHASES if run.series[key]):

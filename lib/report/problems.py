@@ -13,18 +13,20 @@ from lib.report.run_data import RunData
 SHOWN = {*PROBLEMS, Event.START, Event.RESUME, Event.COMPLETE}  # events that a report lists
 _LOSS = "train/loss_mean"
 _MEMORY = "memory/max_peak_gib"
-_WINDOW = 8  # columns before a loss
-_JUMP = 2.0  # times the mean of the rows before, from which a loss is a jump
-_STRAGGLER = 1.5  # times the median rank's time, on average
-_WAITING = 0.05  # share of the step time
-_FULL = 0.95  # share of the memory
-_WORSE = 1.01  # times the lowest validation loss
+# Figures from which a report lists a problem.
+_WINDOW = 8  # columns before a loss, whose mean the loss is compared with
+_JUMP = 2.0  # a jump of the loss, as a multiple of that mean
+_STRAGGLER = 1.5  # mean time of the slowest rank, as a multiple of the median rank's time
+_WAITING = 0.05  # time spent waiting for data, as a share of the step time
+_FULL = 0.95  # peak memory, as a share of the GPU's memory
+_WORSE = 1.01  # last validation loss, as a multiple of the lowest one
 
 
 class Problem(NamedTuple):
-    """A problem in one or two sentences. events: numbers of the events that show it, from 1.
+    """Describe a problem of a run.
 
-    chart: the key of the chart that shows it, empty if there is none.
+    text: one or two sentences. events: numbers of the events that show the problem, from 1. chart:
+    the key of the chart that shows it, empty if there is none.
     """
 
     text: str
@@ -33,7 +35,7 @@ class Problem(NamedTuple):
 
 
 def find_problems(run: RunData) -> list[Problem]:
-    """Return the problems of a run: those that its events report, then those of its figures."""
+    """Return the problems of a run: first from its events, then from its figures."""
     return _read_events(run.events) + _read_figures(run)
 
 
@@ -95,7 +97,7 @@ def _read_figures(run: RunData) -> list[Problem]:
 
 
 def _find_jumps(run: RunData) -> list[int]:
-    """Return the steps near which the loss of a step is far above the mean of those before."""
+    """Return the steps near which the loss is far above the mean of earlier steps."""
     means = run.series["train/loss"].column_means()
     columns = np.flatnonzero(np.isfinite(means))
     steps = []

@@ -22,22 +22,23 @@ except ImportError:  # four times slower
     from json import loads as _load_json
 
 TOKENS = "train/tokens_seen"
-# The keys that most rows have. The keys of evaluations, which vary, are found.
+# Keys of most rows. The keys of evaluations vary, so the rows are searched for them.
 KEYS = f"""step {TOKENS} train/loss train/loss_mean train/grad_norm train/learning_rate
 perf/tokens_per_sec perf/mfu perf/slowest_ratio time/data time/forward time/backward time/update
 time/total memory/current_gib memory/window_peak_gib memory/max_peak_gib memory/total_gib
 memory/alloc_retries""".split()
-_MOST_KEYS = 200  # of a hostile file
+_MOST_KEYS = 200  # keys to read, which bounds the memory for a hostile file
 _CHUNK = 1 << 20  # bytes of rows that are read at once
 _TAIL = 256 << 10  # bytes that contain the last row
 _STEADY = 10  # step from which the remaining time is well estimated
 
 
 class RunData:
-    """The files of a run. axis: key of the horizontal axis. end: its largest value.
+    """Contain the files of a run.
 
-    series: by key. first, last: the first and the last row. timed: the first row that estimates the
-    remaining time well. Each of these rows is empty if there is none.
+    axis: key of the horizontal axis. end: the largest value on the axis. series: values by key.
+    first, last: the first and the last row. timed: the first row with a good estimate of the
+    remaining time. Each of these rows is empty if there is none.
     """
 
     def __init__(self, experiment: Experiment, axis: str, end: float, columns: int) -> None:
@@ -59,7 +60,10 @@ class RunData:
                 self._add_rows(rows)
 
     def seconds(self, since: str = "") -> float:
-        """Return the time between the first sign of life, or `since`, and the last one."""
+        """Return the seconds from `since` to the last sign of life of the run.
+
+        since: a time in the format of events.jsonl (default: the first sign of life).
+        """
         times = [str(row.get("time", "")) for row in (*self.events, self.first, self.last) if row]
         seconds = [second for text in times if (second := journal.parse_time(text))]
         began = journal.parse_time(since) or min(seconds, default=0.0)
@@ -104,7 +108,7 @@ def find_axis(experiments: Sequence[Experiment]) -> tuple[str, float]:
 def read_runs(
     experiments: Sequence[Experiment], axis: str, end: float, columns: int
 ) -> list[RunData]:
-    """Return the history of each run; if two runs have the same name, by their paths."""
+    """Return the history of each run. If two runs have the same name, they get their paths."""
     runs = [RunData(experiment, axis, end, columns) for experiment in experiments]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
@@ -155,9 +159,10 @@ def _make_table(rows: Sequence[Sequence[Any]]) -> Numbers:
     try:
         return np.array(rows, dtype=float)
     except (ValueError, TypeError, OverflowError):
-        return np.array([[_read_number(value) for value in row] for row in rows])
+        return np.array([[read_number(value) for value in row] for row in rows])
 
 
-def _read_number(value: object) -> float:
-    is_number = isinstance(value, (int, float)) and abs(value) < LARGEST
+def read_number(value: object, most: float = LARGEST) -> float:
+    """Return a number below `most` from a file, and NaN for anything else."""
+    is_number = isinstance(value, (int, float)) and abs(value) < most
     return float(value) if is_number else np.nan  # type: ignore[arg-type]

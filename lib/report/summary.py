@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from lib.core import declared, options, units
 from lib.core.events import Event
-from lib.report.run_data import TOKENS, RunData
+from lib.report.run_data import TOKENS, RunData, read_number
 from lib.train.config import DEFAULTS
 
-# They say nothing about what a run trains.
+# Options that do not describe what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
 _STATUSES = {
     "complete": "is complete",
@@ -40,9 +40,9 @@ def describe_status(run: RunData) -> str:
     skipped = sum(count for count in steps if isinstance(count, int))
     parts = [
         f"step {step:,}{share}",
-        _show(_find_loss(run), "training loss {:.4f}"),
+        _format_number(_find_loss(run), "training loss {:.4f}"),
         f"{units.duration(run.seconds())} from its first to its last record",
-        _show(run.series["perf/tokens_per_sec"].mean, "{:,.0f} tokens/s"),
+        _format_number(run.series["perf/tokens_per_sec"].mean, "{:,.0f} tokens/s"),
         units.counted(restarts, "restart"),
         units.counted(skipped, "skipped step"),
     ]
@@ -50,28 +50,28 @@ def describe_status(run: RunData) -> str:
 
 
 def list_figures(run: RunData) -> Texts:
-    """Return the most important figures of a run by name; without those that it lacks."""
+    """Return the most important figures of a run by name, as far as the run has them."""
     validation = run.series["eval/loss"]
     texts = {
-        "training loss": _show(_find_loss(run), "{:.4f}"),
-        "validation loss": _show(validation.last.value, "{:.4f}"),
-        "lowest validation": _show(validation.least.value, "{:.4f}"),
-        "tokens": _show(run.series[TOKENS].last.value, units.count),
-        "tokens/s, mean": _show(run.series["perf/tokens_per_sec"].mean, "{:,.0f}"),
-        "MFU, mean": _show(run.series["perf/mfu"].mean, "{:.1%}"),
-        "peak memory": _show(run.series["memory/max_peak_gib"].most.value, _format_gib),
+        "training loss": _format_number(_find_loss(run), "{:.4f}"),
+        "validation loss": _format_number(validation.last.value, "{:.4f}"),
+        "lowest validation": _format_number(validation.least.value, "{:.4f}"),
+        "tokens": _format_number(run.series[TOKENS].last.value, units.count),
+        "tokens/s, mean": _format_number(run.series["perf/tokens_per_sec"].mean, "{:,.0f}"),
+        "MFU, mean": _format_number(run.series["perf/mfu"].mean, "{:.1%}"),
+        "peak memory": _format_number(run.series["memory/max_peak_gib"].most.value, _format_gib),
         "ranks": str(next((e["ranks"] for e in reversed(run.events) if "ranks" in e), "")),
     }
     return {name: text for name, text in texts.items() if text}
 
 
 def compare_with_plan(run: RunData) -> Texts:
-    """Return what was planned or estimated, and what happened."""
+    """Return planned or estimated values of a run beside the real ones."""
     texts = {}
     step = max(run.state.get("step", 0), run.last.get("step", 0))
     if total := run.state.get("total_steps"):
         texts["steps"] = f"{total:,} planned, {step:,} done"
-    left = _read_number(run.timed.get("perf/eta_sec"))
+    left = read_number(run.timed.get("perf/eta_sec"), _LARGEST)
     if left == left:
         is_over = run.state.get("status") == "complete"
         texts["time"] = (
@@ -79,13 +79,13 @@ def compare_with_plan(run: RunData) -> Texts:
             f"{units.duration(run.seconds(run.timed.get('time', '')))} "
             f"{'taken' if is_over else 'so far'}"
         )
-    estimate = _read_number(run.state.get("memory_estimate_gib"))
+    estimate = read_number(run.state.get("memory_estimate_gib"), _LARGEST)
     total_gib = run.series["memory/total_gib"].most.value
     texts["memory per rank"] = "not measured"
-    if peak := _show(run.series["memory/max_peak_gib"].most.value, _format_gib):
+    if peak := _format_number(run.series["memory/max_peak_gib"].most.value, _format_gib):
         texts["memory per rank"] = (
-            f"{_show(estimate, _format_gib) or 'not'} estimated, {peak} at the peak"
-            + _show(total_gib, lambda gib: f", {_format_gib(gib)} available")
+            f"{_format_number(estimate, _format_gib) or 'not'} estimated, {peak} at the peak"
+            + _format_number(total_gib, lambda gib: f", {_format_gib(gib)} available")
         )
     return texts
 
@@ -142,13 +142,7 @@ def _find_loss(run: RunData) -> float:
     return (run.series["train/loss_mean"] or run.series["train/loss"]).last.value
 
 
-def _read_number(value: object) -> float:
-    """Return a number that may be in a file; NaN for anything else."""
-    is_number = isinstance(value, (int, float)) and abs(value) < _LARGEST
-    return float(value) if is_number else math.nan  # type: ignore[arg-type]
-
-
-def _show(value: float, form: str | Callable[[float], str]) -> str:
+def _format_number(value: float, form: str | Callable[[float], str]) -> str:
     """Return a number as text; an empty text for NaN."""
     if math.isnan(value):
         return ""

@@ -167,9 +167,9 @@ def list_validation_splits(
 
 
 class Mixture(Samples):
-    """Indexes the samples of several corpora consecutively, and mixes them in the stream.
+    """Index the samples of several corpora consecutively, and mix them in the stream.
 
-    parts: the samples of each corpus. weights: their shares of the stream, integers.
+    parts: the samples of each corpus. weights: integers, the relative shares of the corpora.
     """
 
     def __init__(

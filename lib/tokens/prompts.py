@@ -26,7 +26,11 @@ _EXPECTED = 'a text file with a prompt per line, or JSON Lines with "prompt" or 
 
 
 class RawPrompt(NamedTuple):
-    """A prompt of the file. place: for messages. messages: None for text. tools: of messages."""
+    """Contain a prompt of the file.
+
+    place: names the prompt in errors. messages: None for a prompt of plain text. tools: the tools
+    of the messages.
+    """
 
     place: str
     text: str

@@ -112,7 +112,7 @@ class Plan:
                 )
 
     def describe(self) -> dict[str, str]:
-        """Return the steps, epochs and learning rate, and how they follow, as table rows."""
+        """Return the steps, epochs and learning rate with their derivation, as table rows."""
         global_batch = self.division.global_batch
         total_samples = self.total_steps * global_batch
         tokens = f"{self.total_steps * self.tokens_per_step:,} tokens"

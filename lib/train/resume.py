@@ -141,7 +141,9 @@ def roll_back(
         except ArtifactError as error:
             log.warn(error.render())
     if checkpoint is None:
-        raise symptoms.divergence_error(diverged_at, bad_steps, state.rollbacks, config, experiment)
+        raise symptoms.make_divergence_error(
+            diverged_at, bad_steps, state.rollbacks, config, experiment
+        )
     checkpointer.load(checkpoint, state)
     float8.update_scales(state.model)
     # The weights go back, the position in the data does not.

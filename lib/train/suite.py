@@ -153,7 +153,7 @@ class SuiteEvaluation:
         from lib.evaluate import results, scoring
 
         began = time.monotonic()
-        evaluated = scoring.evaluate(
+        evaluated = scoring.evaluate_tasks(
             self._model, self._layout, self._tasks, self._suite, self._batches, advance
         )
         seconds = units.duration(time.monotonic() - began)

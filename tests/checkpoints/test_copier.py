@@ -125,7 +125,7 @@ def test_each_checkpoint_is_copied_and_old_copies_are_pruned(
 def test_the_next_launch_copies_what_is_missing(
     run: Experiment, recorder: Recorder, new: Callable[..., Copier], tmp_path: Path
 ) -> None:
-    """That is the newest first, then those that retention keeps for long, and no others."""
+    """The newest is copied first, then only the checkpoints that retention keeps for long."""
     for step, loss in ((10, 3.0), (11, 1.0), (12, 2.0), (13, 4.0), (14, 5.0)):
         save(run, step, eval_loss=loss)
     assert new(tmp_path / "second", 14, keep_every=5).wait(60)

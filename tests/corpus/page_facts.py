@@ -18,7 +18,7 @@ from lib.corpus.row_tally import DroppedSample
 
 
 def make_facts(text: str = "Once upon a time there was a row.", samples: int = 10) -> CorpusFacts:
-    """Return facts with every section. text: of all samples, names and clusters."""
+    """Return facts with every section. text: the text of all samples, names and clusters."""
     shown = [
         DroppedSample(n, f"web/{text}.jsonl", n, f"{n / 10:g}", text, "a.txt, row 2")
         for n in range(10)

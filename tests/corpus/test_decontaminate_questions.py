@@ -48,7 +48,7 @@ def test_the_question_is_found_by_its_key(tmp_path):
         ],
         "inner/b": [(1, "compressed")],
     }
-    assert list(questions.identify([tmp_path])) == ["a", "inner/b"]
+    assert list(questions.identify_sets([tmp_path])) == ["a", "inner/b"]
     assert read(tmp_path / "a.jsonl").keys() == {"a"}
 
 

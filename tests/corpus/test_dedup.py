@@ -1,5 +1,5 @@
 # covers: lib/corpus/dedup.py
-"""A set of digests: which are new, and the number of each known one, also after a resume."""
+"""A set of digests knows which are new, and the number of each known one, also after a resume."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ def walk(
 ) -> tuple[dict[int, tuple[int, float]], Walk]:
     """Return the leader of each dropped document.
 
-    sets: of each document. bands: for each band, the key of each document; each key of a band
-    becomes a group.
+    sets: the set of each document. bands: for each band, the key of each document; each key of a
+    band becomes a group.
     """
     np.concatenate([np.array(each, np.uint64) for each in sets]).tofile(directory / "sets")
     np.arange(len(sets)).tofile(directory / "documents")

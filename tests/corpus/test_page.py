@@ -1,5 +1,5 @@
 # covers: lib/corpus/page/content.py, lib/corpus/page/facts.py
-"""The page about a dataset, from facts without a dataset: what it shows, and hostile texts."""
+"""The page about a dataset shows its facts, and hostile texts do nothing on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Score JSON Lines with lm-eval: a script for an environment of its own.
+"""Score JSON Lines with lm-eval, as a script that runs in an environment of its own.
 
 usage: peer.py MODEL SUITE OUT: a task of lm-eval for each .jsonl file, and the figures as JSON
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.evaluate.open_model import find_source
+from lib.evaluate.open_model import find_evaluated_model
 from tests.conftest import run_stage
 from tests.evaluate.test_evaluate import evaluate, read_values
 from tests.training import SMALL_RUN
@@ -60,24 +60,24 @@ def test_a_checkpoint_gives_the_figures_of_its_export(
 def test_what_cannot_be_evaluated_is_refused(project: Path) -> None:
     run_stage("04_train_fsdp.py", "-e", "lora", *RUN, *LORA, cwd=project)
     run = project / "outputs" / "lora"
-    source = find_source(str(run / "checkpoints"), project, None, str(project / "model"))
+    source = find_evaluated_model(str(run / "checkpoints"), project, None, str(project / "model"))
     assert source.checkpoint and source.checkpoint.step == 4
     with pytest.raises(ArtifactError, match="no checkpoint of step 7"):
-        find_source(str(run), project, "7", None)
+        find_evaluated_model(str(run), project, "7", None)
     with pytest.raises(UsageError, match="--step must be a number"):
-        find_source(str(run), project, "newest", None)
+        find_evaluated_model(str(run), project, "newest", None)
     with pytest.raises(UsageError, match="--step and --model-name need a run"):
-        find_source(str(project / "model"), project, "2", "x")
+        find_evaluated_model(str(project / "model"), project, "2", "x")
     with pytest.raises(UsageError, match="is not the base model of this run"):
-        find_source(str(run), project, None, str(run / "model"))
+        find_evaluated_model(str(run), project, None, str(run / "model"))
     shutil.move(project / "model", project / "moved")
     with pytest.raises(ArtifactError, match=r"the base model .* is gone") as caught:
-        find_source(str(run), project, None, None)
+        find_evaluated_model(str(run), project, None, None)
     assert "-m NAME|DIR" in caught.value.hint
-    assert find_source(str(run), project, None, str(project / "moved")).base
+    assert find_evaluated_model(str(run), project, None, str(project / "moved")).base
     (run / "checkpoints" / "step_00000004" / "dcp" / ".metadata").unlink()
     with pytest.raises(ArtifactError, match="is damaged"):
-        find_source(str(run), project, None, str(project / "moved"))
+        find_evaluated_model(str(run), project, None, str(project / "moved"))
 
 
 @pytest.mark.slow

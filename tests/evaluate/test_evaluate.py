@@ -159,12 +159,12 @@ def test_a_run_without_checkpoints_stands_for_its_newest_export(
 ) -> None:
     from lib.core.errors import ArtifactError, UsageError
     from lib.core.paths import Experiment
-    from lib.evaluate.open_model import find_source
+    from lib.evaluate.open_model import find_evaluated_model
 
     run = Experiment(tmp_path, "exp")
     run.model.mkdir(parents=True)
     with pytest.raises(ArtifactError) as caught:
-        find_source(str(run.root), tmp_path, None, None)
+        find_evaluated_model(str(run.root), tmp_path, None, None)
     assert "no checkpoint and no export" in str(caught.value)
     for step, name in ((20, "final"), (10, "step_00000010")):
         export = run.exports / name
@@ -180,13 +180,13 @@ def test_a_run_without_checkpoints_stands_for_its_newest_export(
             files=files,
             summary={"step": step},
         )
-    source = find_source(str(run.root), tmp_path, None, None)
+    source = find_evaluated_model(str(run.root), tmp_path, None, None)
     assert (source.path, source.checkpoint) == (run.exports / "final", None)
     (run.exports / "final" / "model.safetensors").unlink()
     with pytest.raises(ArtifactError):
-        find_source(str(run.root), tmp_path, None, None)
+        find_evaluated_model(str(run.root), tmp_path, None, None)
     with pytest.raises((ArtifactError, UsageError)):
-        find_source("nothing", tmp_path, None, None)
+        find_evaluated_model("nothing", tmp_path, None, None)
 
 
 def test_texts_that_cannot_be_scored_are_reported_before_the_weights_are_read(

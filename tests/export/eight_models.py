@@ -181,5 +181,5 @@ def compute_loss(logits: torch.Tensor) -> float:
 
 
 def load_export(out: Path) -> torch.nn.Module:
-    """Return an export as this transformers loads it."""
+    """Return an export as the installed transformers loads it."""
     return AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()

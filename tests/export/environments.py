@@ -1,4 +1,4 @@
-"""Make environments with other packages than the tests', which borrow the rest from the tests'."""
+"""Make environments with packages of their own, which borrow all others from the tests' one."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_the_tokenizer_encodes_like_that_of_the_base(out: Path) -> None:
 
 
 def test_transformers_computes_the_loss_of_the_run(out: Path) -> None:
-    """On 4,096 tokens, and without added keys the logits are the same to the bit."""
+    """The loss on 4,096 tokens is equal; without added keys, the logits are equal to the bit."""
     torch.set_num_threads(1)
     model = eight_models.load_export(out)
     with torch.no_grad():

@@ -81,7 +81,7 @@ def make_curve(values: dict[int, float], **more: object) -> Line:
 
 def draw(*curves: Line, form: str = "", end: float = 1000.0) -> str:
     """Return a page with one chart, which passes the check."""
-    chart = svg.draw("key", "Title", "unit", form, curves, end, [("tokens", str)])
+    chart = svg.draw_chart("key", "Title", "unit", form, curves, end, [("tokens", str)])
     text = page.page("title", [page.tag("h1", "title"), chart])
     check_page(text)
     assert not re.search(r"nan|inf\b", chart)

@@ -1,5 +1,5 @@
 # covers: lib/tokens/text_bytes.py, lib/tokens/split_writer.py
-"""Bytes of tokens for several kinds of vocabularies, and names of sources."""
+"""The bytes of tokens are known for several kinds of vocabularies, and sources get names."""
 
 from __future__ import annotations
 

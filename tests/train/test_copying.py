@@ -100,7 +100,7 @@ def test_damaged_copies_leave_nothing_behind(run: Experiment) -> None:
 def test_a_place_that_cannot_be_read_ends_the_launch(
     run: Experiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the run would begin again at step 0."""
+    """If copies cannot be read, the launch fails, since the run would begin again at step 0."""
     for kind in (UsageError, StageError):
 
         def fail(*_: object, kind: type[StageError] = kind) -> None:

@@ -75,8 +75,8 @@ def test_a_first_loss_of_nan_names_weights_or_precision() -> None:
 
 def test_a_diverged_run_gets_a_command_with_a_lower_rate(tmp_path: Path) -> None:
     run = replace(PLAIN, lr=1e-3, min_lr=1e-4, max_steps=100), Experiment(tmp_path, "run")
-    assert "no checkpoint" in symptoms.divergence_error(50, 20, 0, *run).problem
-    error = symptoms.divergence_error(50, 20, 3, *run)
+    assert "no checkpoint" in symptoms.make_divergence_error(50, 20, 0, *run).problem
+    error = symptoms.make_divergence_error(50, 20, 3, *run)
     assert "20 bad steps in a row, after 3 rollbacks" in error.problem
     assert "since step 30" in error.found
     assert "-e run-lower-lr --lr 0.0001" in error.run

@@ -1,4 +1,4 @@
-"""Label each row with its language, and drop rows in other languages than those of --language."""
+"""Label each row with its language, and drop rows in languages that --language does not name."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lib.corpus.classify.predictor import Classifier
 from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
 
-UNDETERMINED = "und"  # the label of short texts and of texts below the score
-ALL = "all"  # as the value of --language: label all rows, drop none
+UNDETERMINED = "und"  # the label of short texts, and of texts below --language-score
+ALL = "all"  # the value of --language that labels all rows and drops none
 COLUMN = "language"
-KIND = "language"  # of the rule
-CUT = 500  # characters
+KIND = "language"  # the kind of the rule in errors.jsonl and dropped.jsonl
+CUT = 500  # characters in each cut of a text
 LEAST_LETTERS = 20
 LEAST_SHARE = 0.01  # a smaller score of a cut counts as 0
 _MOST_SCORE = 1.001  # fastText adds 0.00001 to a probability
@@ -61,7 +61,7 @@ def find_language(classifier: Classifier, text: str, least: float) -> str:
         best = min(sums, key=lambda label: (-sums[label], label), default=UNDETERMINED)
         others = max((sums[label] for label in sums if label != best), default=0.0)
         if sums[best] >= needed and sums[best] > others + (len(cuts) - number) * _MOST_SCORE:
-            return best  # whatever the other cuts are
+            return best  # no score of the other cuts can change the result
     return best if sums[best] >= needed else UNDETERMINED
 
 
@@ -72,7 +72,7 @@ def label_batch(row_options: RowOptions, batch: RowBatch) -> list[str]:
 
 
 def list_kept(row_options: RowOptions) -> list[str]:
-    """Return the labels of the rows to keep, [] to keep all."""
+    """Return the labels of the rows to keep; an empty list keeps all rows."""
     return [] if row_options.language == [ALL] else row_options.language
 
 
@@ -137,7 +137,10 @@ def describe_language(row_options: RowOptions) -> dict[str, str]:
 
 
 def identify_language(row_options: RowOptions) -> dict[str, Any]:
-    """Return what identifies the model, wherever its file is; {} if rows are not labelled."""
+    """Return the entry of the model in the identity of a dataset; {} if rows are not labelled.
+
+    It contains the digest of the file and not its path.
+    """
     if not row_options.language:
         return {}
     return {"language_model": hashing.file_digest(row_options.language_model, "sha256")}

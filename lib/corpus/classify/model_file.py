@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 from lib.core import units
 from lib.core.errors import ArtifactError
 
-PREFIX = "__label__"  # of a label in the file
+PREFIX = "__label__"  # the file stores each label with this prefix
 _MAGIC = 793_712_314
 _VERSIONS = (11, 12)
 _SUPERVISED = 3  # the kind of a model that classifies
 _LOSSES = range(1, 5)
 _SETTINGS = "<12id"
 _LABEL = 1  # the type of an entry in the dictionary
-_MOST_COUNT = 10**15  # of a label, in fastText's Huffman tree
-_CENTROIDS = 256  # per part of a quantised row
+_MOST_COUNT = 10**15  # the largest count of a label that fastText's Huffman tree can hold
+_CENTROIDS = 256  # centroids for each part of a quantised row
 _LARGEST_ROW = 1 << 20  # numbers in a row of a matrix
 
 
@@ -38,7 +38,7 @@ class _ModelSettings(NamedTuple):
     word_ngrams: int
     kind: int
     bucket: int
-    longest: int  # n-gram of characters
+    longest: int  # characters in the longest n-gram
 
 
 class _Reader:
@@ -49,7 +49,7 @@ class _Reader:
         self.position = 0
 
     def read(self, form: str) -> tuple[Any, ...]:
-        """Return the next values. form: of struct, little-endian."""
+        """Return the next values. form: their format in the language of `struct`."""
         start = self.skip(struct.calcsize(form))
         return struct.unpack_from(form, self.data, start)
 
@@ -67,15 +67,15 @@ class _Reader:
 def read_labels(path: Path, option: str) -> list[str]:
     """Return the labels of a classifier without their prefix, in the order of the file.
 
-    option: names the file in errors. Raises ArtifactError if the file is missing, damaged, or
-    something else.
+    option: the option that names the file, for errors. Raises ArtifactError if the file is missing,
+    damaged, or no fastText classifier.
     """
     try:
         with path.open("rb") as file:
             if file.read(4) != struct.pack("<i", _MAGIC):
                 raise InvalidModel("it does not begin as fastText writes it")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _parse(_Reader(data))
+                return _parse_model(_Reader(data))
     except FileNotFoundError:
         raise ArtifactError(f"{option} {path} does not exist") from None
     except (OSError, InvalidModel) as error:
@@ -88,7 +88,7 @@ def read_labels(path: Path, option: str) -> list[str]:
         ) from None
 
 
-def _parse(reader: _Reader) -> list[str]:
+def _parse_model(reader: _Reader) -> list[str]:
     _, version, *numbers = reader.read("<2i" + _SETTINGS[1:])
     if version not in _VERSIONS:
         raise InvalidModel(f"its format has version {version}, expected 11 or 12")
@@ -123,7 +123,10 @@ def _parse(reader: _Reader) -> list[str]:
 
 
 def _read_dictionary(reader: _Reader, words: int, labels: int) -> list[str]:
-    """Return the labels of the dictionary: entries of a text, a zero, a count and a type."""
+    """Read the dictionary and return its labels.
+
+    An entry consists of a text, a zero byte, a count and a type.
+    """
     data = reader.data
     names = []
     for number in range(words + labels):

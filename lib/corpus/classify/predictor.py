@@ -1,7 +1,7 @@
 """Load fastText classifiers and classify texts with them.
 
-The package fasttext-predict is imported only here. It is an optional one, so its presence and the
-model file are checked before any file of the input is read.
+The package fasttext-predict is imported only here. It is optional, so stage 02 checks its presence
+and the model file before it reads any file of the input.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def list_scores(classifier: Classifier, text: str, least: float = 0.0) -> list[t
         line = line.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     try:
         labels, scores = classifier.predict(line, -1, least)
-    except RuntimeError as error:  # fastText has met a value that is not a number
+    except RuntimeError as error:  # fastText found NaN in the model
         raise ArtifactError("the model of a classifier is damaged", found=str(error)) from None
     names = (label.removeprefix(model_file.PREFIX) for label in labels)
     return list(zip(names, scores, strict=True))

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 COLUMN = "quality"
-KIND = "quality model"  # of the rule, and of the decision of --keep-top
-DEFAULT_LABEL = "hq"  # of the classifiers that follow DataComp-LM
+KIND = "quality model"  # the kind of the rule, and of the decision of --keep-top
+DEFAULT_LABEL = "hq"  # the label of good texts in the classifiers that follow DataComp-LM
 _OPTION = "--quality-model"
 _LABEL_OPTION = "--quality-label"
 _SHOWN = 40  # labels in an error
@@ -32,7 +32,7 @@ def score_batch(row_options: RowOptions, batch: RowBatch) -> list[float]:
 
 
 def collect_scores(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
-    """Return the scores of a batch, as they are in the column (float32 [rows])."""
+    """Return the values of the column `quality` for a batch (float32 [rows])."""
     import numpy as np
 
     return np.array(batch.columns[COLUMN], np.float32)
@@ -108,7 +108,10 @@ def describe_scores(row_options: RowOptions) -> dict[str, str]:
 
 
 def identify_scores(row_options: RowOptions) -> dict[str, Any]:
-    """Return what identifies the classifier, wherever its file is; {} without one."""
+    """Return the entry of the classifier in the identity of a dataset; {} without one.
+
+    It contains the digest of the file and not its path.
+    """
     if row_options.quality_model is None:
         return {}
     return {"quality_model": hashing.file_digest(row_options.quality_model, "sha256")}

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import numpy as np
 
 BLOCK = 1 << 20  # scores to process at once
-BINS = 20  # of the scores in the report
+BINS = 20  # bins of the histogram of scores in the report
 _HALF = 16  # bits of a score that are counted in one pass
 
 
 class ScoreThreshold(NamedTuple):
-    """Separate the rows to keep: those above a score, and the first `ties` rows that equal it.
+    """Separate the rows to keep: all rows above a score, and the first `ties` rows with that score.
 
-    bits: of the score, a float32 that is not negative.
+    bits: the score as the bits of a float32 that is not negative.
     """
 
     bits: int
@@ -33,16 +33,16 @@ class ScoreThreshold(NamedTuple):
 
 
 def count_kept(rows: int, share: float) -> int:
-    """Return the number of rows to keep: the share, rounded, and at least one of any rows."""
+    """Return the number of rows to keep: the rounded share, but at least one of any rows."""
     return min(rows, max(1, math.floor(rows * share + 0.5)))
 
 
 def find_threshold(scores: Path, first: int, kept: int) -> ScoreThreshold:
-    """Return the threshold that keeps the `kept` highest scores, and of equal ones the first.
+    """Return the threshold that keeps the `kept` highest scores; among equal scores, the first.
 
-    scores: file of float32, none of them negative. first: index of the first one that counts. The
-    bits of such floats are in the order of their values, so two passes that count one half of the
-    bits each find the threshold exactly.
+    scores: a file of float32 values, none of them negative. first: index of the first score that
+    counts. The bits of such floats are in the order of their values. So two passes, each of which
+    counts one half of the bits, find the threshold exactly.
     """
     import numpy as np
 
@@ -56,9 +56,9 @@ def find_threshold(scores: Path, first: int, kept: int) -> ScoreThreshold:
 
 
 def _count_halves(scores: Path, first: int, upper: int | None) -> np.ndarray:
-    """Return how many scores have each value in their upper 16 bits.
+    """Return, for each value of the upper 16 bits, the number of scores with it (int [65,536]).
 
-    upper: instead, count the lower 16 bits of the scores with these upper bits.
+    upper: if given, count the lower 16 bits instead, of the scores with these upper bits.
     """
     import numpy as np
 
@@ -81,7 +81,10 @@ def _read_blocks(scores: Path, first: int) -> Iterator[np.ndarray]:
 
 
 def _find_bin(counts: np.ndarray, kept: int) -> tuple[int, int]:
-    """Return the bin with the last of the `kept` highest values, and how many of it are kept."""
+    """Return the bin of the lowest kept value, and how many values of that bin are kept.
+
+    kept: number of values to keep, from the highest bin down.
+    """
     import numpy as np
 
     above = np.cumsum(counts[::-1])

@@ -19,14 +19,14 @@ from lib.corpus.decontaminate.prepared import PreparedOptions, add_index
 from lib.corpus.inputs import InputFile
 from lib.corpus.row_options import RowOptions
 
-_ALL = "all"  # index with all n-grams, for the sample
+_ALL = "all"  # directory of the index with all n-grams, which the sample uses
 _INDEX = "index"
 _NAMED = 10
-_FREQUENT = "frequent n-grams of the test sets"  # a name in the identity of parts
+_FREQUENT = "frequent n-grams of the test sets"  # a key in the identity of parts
 
 
 def require_test_sets(row_options: RowOptions) -> None:
-    """Raise UsageError if the test sets cannot be read, or if none of their questions counts."""
+    """Raise UsageError if the test sets cannot be read, or if no question can be compared."""
     if row_options.decontaminate:
         _load_index(tuple(row_options.decontaminate))
 
@@ -35,13 +35,14 @@ def identify_test_sets(row_options: RowOptions) -> dict[str, Any]:
     """Return the digest of each test set by its name, for the identity of a dataset."""
     if not row_options.decontaminate:
         return {}
-    return {"decontaminate": questions.identify(row_options.decontaminate)}
+    return {"decontaminate": questions.identify_sets(row_options.decontaminate)}
 
 
 def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str, Any]:
     """Return the identity of a dataset for its parts, with the digest of the frequent n-grams.
 
-    Which n-grams are frequent depends on the whole input, and parts only record their own split.
+    The identity of parts contains only their own split, but which n-grams are frequent depends on
+    the whole input.
     """
     if not isinstance(row_options, PreparedOptions):
         return identity
@@ -52,7 +53,7 @@ def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str,
 class IndexBuilder(NamedTuple):
     """Build the index of the test sets for a build of stage 02.
 
-    files: the whole input in folder, also what other machines read.
+    files: the whole input in `folder`, including the files that other machines read.
     """
 
     folder: Path
@@ -61,7 +62,10 @@ class IndexBuilder(NamedTuple):
     progress: bool
 
     def __call__(self, row_options: RowOptions) -> RowOptions:
-        """Return the options with an index, if they name test sets. It exists until the end."""
+        """Return the options with an index if they name test sets.
+
+        The index is a temporary directory, which is deleted when this process ends.
+        """
         is_prepared = isinstance(row_options, PreparedOptions) or not row_options.decontaminate
         return row_options if is_prepared else self._prepare(row_options)
 
@@ -82,7 +86,7 @@ class IndexBuilder(NamedTuple):
 
 
 def _log_index(test_index: Index) -> None:
-    """Print how many questions can be compared, and what is frequent."""
+    """Print how many questions are compared, and how many n-grams are ignored as frequent."""
     total = sum(each.questions for each in test_index.test_sets)
     protected = sum(each.protected for each in test_index.test_sets)
     frequent = test_index.frequent
@@ -101,7 +105,7 @@ def _log_index(test_index: Index) -> None:
 @cache
 def _load_index(directories: tuple[Path, ...]) -> Index:
     found = index.build_index(questions.read_sets(directories))
-    digests = questions.identify(directories)
+    digests = questions.identify_sets(directories)
     if not any(each.protected for each in found.test_sets):
         raise UsageError(
             "--decontaminate: no question can be compared",

@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 FREQUENT = 0.001  # share of the rows from which an n-gram is frequent
-FEWEST_ROWS = 10  # that contain a frequent n-gram, so that copies in a tiny corpus are none
+# The fewest rows with a frequent n-gram. With less, copies in a tiny corpus would be frequent.
+FEWEST_ROWS = 10
 MOST_UNITS = 64
-MOST_CHARACTERS = 1 << 26  # of all sampled units
+MOST_CHARACTERS = 1 << 26  # characters of the sample, for all units together
 
 
 class UnitSample(NamedTuple):
-    """Tell how many rows of a unit contain n-grams of test questions.
+    """Contain the number of rows of a unit with each n-gram of test questions.
 
-    rows: number of rows read. members: numbers of n-grams in the index. counts: rows with each.
+    rows: number of rows read. members: the n-grams that occur, by their numbers in the index.
+    counts: the number of rows with each of them.
     """
 
     rows: int
@@ -47,7 +49,7 @@ class UnitSample(NamedTuple):
 
 
 class _Enough(Exception):
-    """Raised after enough rows of a unit."""
+    """Raised to end the reading of a unit after enough rows."""
 
 
 class _Counter:
@@ -62,7 +64,7 @@ class _Counter:
         self._left = characters
 
     def __call__(self, batch: RowBatch) -> RowVerdict:
-        """Count the n-grams of a batch; a rule that drops all of its rows."""
+        """Count the n-grams of a batch, as a rule that drops all rows."""
         import numpy as np
 
         grams = matching.hash_batch(batch)
@@ -90,7 +92,7 @@ def sample_corpus(
     """
     import numpy as np
 
-    own = add_index(_read_only(row_options), test_index)
+    own = add_index(_make_reading_options(row_options), test_index)
     step = max(1, -(-len(units) // MOST_UNITS))
     chosen = [dataclasses.replace(unit, row_options=own) for unit in units[::step]]
     rows = 0
@@ -112,8 +114,8 @@ def sample_corpus(
     return is_frequent, Frequent(rows, least, len(ignored), digest)
 
 
-def _read_only(row_options: RowOptions) -> RowOptions:
-    """Return options that read the same rows, and neither check nor measure them otherwise."""
+def _make_reading_options(row_options: RowOptions) -> RowOptions:
+    """Return options that read the same rows without rules, columns and sidecars."""
     tables = (
         *(selection.RULES, selection.RULE_GROUPS, selection.COLUMNS),
         *(selection.DECISIONS, selection.TWO_PASS_DECISIONS),

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-SAMPLES = 3  # per test set
+SAMPLES = 3  # hits of each test set that the report shows
 
 
 class HitSample(NamedTuple):
     """A question that occurs in a document.
 
-    path, position: of the document. question: its number in the set. share: of its n-grams that the
-    document contains. n_gram: the first of them in the document.
+    path, position: the place of the document. question: number of the question in its set. share:
+    the part of its n-grams that the document contains. n_gram: the first of them in the document.
     """
 
     path: str
@@ -28,8 +28,8 @@ class HitSample(NamedTuple):
 class SetHits:
     """Count the hits of a test set.
 
-    documents: with any of its questions. questions: number of documents by the number of the
-    question. samples: the first hits.
+    documents: number of documents with any question of the set. questions: number of documents with
+    a question, by the number of the question. samples: the first hits.
     """
 
     documents: int = 0
@@ -41,8 +41,9 @@ class SetHits:
 class TestHits:
     """Count the hits of all test sets.
 
-    compared: number of documents. documents: with any question. beginnings: documents larger than
-    memory, of which only the beginning was compared. sets: by name, only those with hits.
+    compared: number of compared documents. documents: number of documents with any question.
+    beginnings: number of documents that are larger than memory, so that only their beginning was
+    compared. sets: the test sets with hits, by name.
     """
 
     __test__ = False  # pytest collects classes with this name otherwise

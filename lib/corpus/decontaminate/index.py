@@ -1,10 +1,13 @@
 """Build the index of the n-grams of all test questions.
 
-A question is compared by its distinct n-grams of eight words that count. The words that all
-questions of a set begin or end with do not count, such as an instruction or examples. Neither do
-n-grams that more than ten questions of a set share, nor those that are frequent in the corpus
-(frequency.py). A question with fewer than 13 n-grams that count (20 words in a row) is unprotected:
-it is too short to tell a copy from a coincidence. The report names it.
+A question is compared by its distinct n-grams of eight words. These n-grams do not count:
+
+- n-grams with words that all questions of a set begin or end with, such as an instruction;
+- n-grams that more than ten questions of a set share;
+- n-grams that are frequent in the corpus (frequency.py).
+
+A question with fewer than 13 n-grams that count (20 words in a row) is unprotected: it is too short
+to tell a copy from a coincidence. The report lists these questions.
 """
 
 from __future__ import annotations
@@ -21,26 +24,28 @@ from lib.corpus.decontaminate.questions import Question
 if TYPE_CHECKING:
     import numpy as np
 
-WORDS = 8  # of an n-gram
-SHORTEST = 20  # words of a question that is protected
-FEWEST = SHORTEST - WORDS + 1  # n-grams of a question that is protected
-MOST_QUESTIONS = 10  # of a set, that may share an n-gram
-# Why a question is unprotected.
+WORDS = 8  # words of an n-gram
+SHORTEST = 20  # words of the shortest protected question
+FEWEST = SHORTEST - WORDS + 1  # n-grams of the shortest protected question
+MOST_QUESTIONS = 10  # questions of a set that may share an n-gram which counts
+# The reasons why a question is unprotected.
 SHORT = "short"
 SHARED = "shared"
 FREQUENT = "frequent"
-_BITS_PER_GRAM = 16  # in a row of the table; at most 1 in 16 other n-grams passes it
-_SHIFT = 24  # bits of a hash that the second row does not look at
+# Bits in a row of the Bloom filter for each n-gram; at most 1 in 16 other n-grams passes a row.
+_BITS_PER_GRAM = 16
+_SHIFT = 24  # the highest bits of a hash, which do not place it in the second row of the filter
 _ARRAYS = ("hashes", "ends", "postings", "sizes", "sets", "numbers", "table")
 _SETS = "sets.json"
-_NOTHING = 1 << 62  # more n-grams than a question has, so that it is never hit
+_NOTHING = 1 << 62  # size of an unprotected question: no row contains so many of its n-grams
 
 
 @dataclass
 class TestSet:
     """Describe a test set.
 
-    unprotected: numbers of such questions, in order, by the reason. digest: of its file.
+    unprotected: the increasing numbers of the unprotected questions, by reason. digest: the digest
+    of the set's file.
     """
 
     __test__ = False  # pytest collects classes with this name otherwise
@@ -57,10 +62,10 @@ class TestSet:
 
 
 class Frequent(NamedTuple):
-    """Tell which n-grams are ignored because they are frequent in the corpus.
+    """Describe the n-grams that are ignored because they are frequent in the corpus.
 
-    rows: number of sampled rows. least: rows that contain a frequent n-gram are more than this.
-    ignored: number of frequent n-grams. digest: of these n-grams.
+    rows: number of sampled rows. least: an n-gram is frequent if more rows than this contain it.
+    ignored: number of frequent n-grams. digest: the digest of these n-grams.
     """
 
     rows: int = 0
@@ -75,10 +80,11 @@ NO_FREQUENT = Frequent()
 class Index(NamedTuple):
     """Contain the n-grams of all questions of all sets.
 
-    hashes: uint64, sorted and distinct. ends: int64, where the postings of each hash end. postings:
-    int32, questions that contain the hash. sizes: int64, number of n-grams of each question. sets:
-    int32, number of the set of each question. numbers: int64, its number in the set. table: uint8
-    [2, …], a Bloom filter: a hash has one bit in each row.
+    hashes: uint64, sorted and distinct. ends: int64 [hashes], where the postings of each hash end.
+    postings: int32, the questions that contain a hash, hash after hash. sizes: int64 [questions],
+    the number of n-grams. sets: int32 [questions], the number of the set. numbers: int64
+    [questions], the number of the question in its set. table: uint8 [2, bytes], a Bloom filter in
+    which a hash has one bit in each row.
     """
 
     hashes: np.ndarray
@@ -93,7 +99,7 @@ class Index(NamedTuple):
 
 
 class _SetGrams(NamedTuple):
-    """The n-grams of a set: distinct per question, question after question."""
+    """Contain the distinct n-grams of each question of a set, and the number of each question."""
 
     hashes: list[np.ndarray]
     numbers: list[int]
@@ -132,9 +138,9 @@ def build_index(sets: Iterable[tuple[str, Sequence[Question]]]) -> Index:
 
 
 def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) -> Index:
-    """Return the index without frequent n-grams (bool [hashes]).
+    """Return the index without frequent n-grams.
 
-    Questions that keep too few n-grams become unprotected.
+    is_ignored: bool [hashes]. Questions that keep too few n-grams become unprotected.
     """
     import numpy as np
 
@@ -206,7 +212,10 @@ def find_members(index: Index, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _look_up(table: np.ndarray, row: int, hashes: np.ndarray) -> np.ndarray:
-    """Return whether a row of the table contains hashes, as uint8; an error is always a yes."""
+    """Return which hashes a row of the Bloom filter may contain (uint8 [hashes]).
+
+    A hash that it contains is never missed; other hashes may be reported as well.
+    """
     import numpy as np
 
     places, bits = _place_hashes(hashes, row, table.shape[1])
@@ -236,7 +245,7 @@ def _make_table(hashes: np.ndarray) -> np.ndarray:
 
 
 def _find_grams(questions: Sequence[Question], test_set: TestSet) -> _SetGrams:
-    """Return the n-grams of a set that count; adds the unprotected questions to the test set."""
+    """Return the n-grams of a set that count, and add the unprotected questions to `test_set`."""
     import numpy as np
 
     words = list(_hash_by_text(questions, 1))
@@ -302,13 +311,13 @@ def _split_by_text(texts: list[str], words: int) -> Iterator[np.ndarray]:
 
 
 def _count_common(sequences: Sequence[np.ndarray]) -> int:
-    """Return with how many words all questions begin, if there are several different ones."""
+    """Return the number of words that all questions begin with; 0 unless questions differ."""
     import numpy as np
 
     contents = [own.tobytes() for own in sequences if len(own)]
     low = np.frombuffer(min(contents, default=b""), np.uint64)
     high = np.frombuffer(max(contents, default=b""), np.uint64)
-    # What the first and the last one in this order share, all of them share.
+    # In sorted order, the words that the first and the last question share are shared by all.
     differences = np.flatnonzero(low[: len(high)] != high[: len(low)])
     if len(differences):
         return int(differences[0])
@@ -318,8 +327,8 @@ def _count_common(sequences: Sequence[np.ndarray]) -> int:
 def _drop_shared(grams: np.ndarray, is_shared: np.ndarray) -> np.ndarray:
     """Return the n-grams of a question without shared ones.
 
-    Those at its beginning and end are instructions, so the n-grams that overlap them go too: they
-    mix words of the instruction and of the question.
+    Shared n-grams at the beginning and the end are instructions. The n-grams that overlap them are
+    dropped as well, because they mix words of the instruction and of the question.
     """
     import numpy as np
 

@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from lib.corpus.tally import Tally
 
 KIND = "test set"
-_DIGITS = 2  # of a share
+_DIGITS = 2  # decimals of a share in texts
 
 
 class Hits(NamedTuple):
     """Contain the pairs of a row and a question with a sufficient share, sorted by both.
 
-    rows: number in the batch. questions: number in the index. shares: of the question's n-grams
-    that the row contains. positions: of the first of these n-grams, among those of the row.
+    All arrays are [pairs]. rows: number of the row in the batch. questions: number of the question
+    in the index. shares: the part of the question's n-grams that the row contains. positions: the
+    place of the first of these n-grams among the n-grams of the row.
     """
 
     rows: np.ndarray
@@ -43,7 +44,8 @@ class Hits(NamedTuple):
 def find_hits(test_index: Index, grams: Shingles, least: float) -> Hits:
     """Return which questions occur in rows.
 
-    grams: of the rows. least: share of a question's n-grams from which it occurs.
+    grams: the n-grams of the rows. least: the smallest share of a question's n-grams that a row
+    must contain to be a hit.
     """
     import numpy as np
 
@@ -101,7 +103,10 @@ class TestSetRule:
 
 
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
-    """Return the rule that drops rows with test questions; while the corpus is sampled, count."""
+    """Return the rule that drops rows with test questions.
+
+    While the corpus is sampled, return a rule that counts n-grams instead.
+    """
     assert isinstance(row_options, PreparedOptions)
     if row_options.counter:
         return [BatchRule(KIND, "", row_options.counter)]
@@ -115,12 +120,12 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
 
 @cache
 def open_cached(directory: str) -> Index:
-    """Return the index in a directory; a process opens it once."""
+    """Return the index in a directory; each process opens it only once."""
     return index.open_index(Path(directory))
 
 
 def hash_batch(batch: RowBatch) -> Shingles:
-    """Return the n-grams of rows; of a conversation, those of the user's turns."""
+    """Return the n-grams of rows; for a conversation, the n-grams of the user's turns."""
     if any(row.questions for row in batch.rows):
         texts = [_get_text(row) for row in batch.rows]
         return shingles.hash_texts(texts, index.WORDS)
@@ -131,7 +136,7 @@ def hash_batch(batch: RowBatch) -> Shingles:
 def _note_hits(
     batch: RowBatch, test_index: Index, found: Hits, hits: TestHits
 ) -> Sequence[str | None]:
-    """Count the hits of a batch. Returns the best hit of each row in words, None without one."""
+    """Add the hits of a batch to `hits`; return a text about the best hit of each row, or None."""
     values: list[str | None] = [None] * len(batch.rows)
     best = [0.0] * len(batch.rows)
     seen: set[tuple[int, str]] = set()
@@ -156,12 +161,12 @@ def _note_hits(
 
 
 def _get_text(row: RowText) -> str:
-    """Return the text of a row that is compared: of a conversation, the turns of the user."""
+    """Return the compared text of a row; for a conversation, the turns of the user."""
     return "\n".join(row.questions) if row.questions else row.text
 
 
 def quote_gram(text: str, position: int) -> str:
-    """Return an n-gram of a text as it is compared. position: of its first word."""
+    """Return an n-gram of a text in its compared form. position: number of its first word."""
     normal = text if text.isascii() else unicodedata.normalize("NFC", text)
     (group,) = find_words([text])
     starts = group.words.starts

@@ -1,4 +1,4 @@
-"""Contain the options of rows together with what was prepared before the first row is read."""
+"""Extend the options of rows by the index of the test sets, which is built before rows are read."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class PreparedOptions(RowOptions):
     """The options of rows, and the index of the test sets.
 
-    test_index: directory of the index. counter: while the corpus is sampled, the check that takes
-    the place of the rule.
+    test_index: directory of the index. counter: the check that replaces the rule while the corpus
+    is sampled.
     """
 
     test_index: str = dataclasses.field(default="", kw_only=True)

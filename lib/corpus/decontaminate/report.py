@@ -13,22 +13,22 @@ from lib.corpus.decontaminate.prepared import PreparedOptions
 from lib.corpus.page.facts import Section
 
 FILE = "decontamination.json"
-MOST_HIT = 0.02  # share of a set's questions, from which the report puts it at the top
-_LISTED = 10  # numbers of unprotected questions, per set and reason
-_SHOWN = 10  # test sets in the table
+MOST_HIT = 0.02  # a set with a larger share of its questions in the corpus is a problem
+_LISTED = 10  # unprotected questions that the report lists, for each set and reason
+_SHOWN = 10  # test sets in the printed summary
 _MOST_ROWS = 300  # test sets on the page of the dataset
 _DIGITS = 4
 
 
 class SetReport(NamedTuple):
-    """Join a test set with what was found of it."""
+    """Join a test set with its hits."""
 
     test_set: TestSet
     hits: SetHits
 
     @property
     def share(self) -> float:
-        """Return the share of the questions that occur, among those that were compared."""
+        """Return the share of the compared questions that occur in the corpus."""
         return len(self.hits.questions) / max(1, self.test_set.protected)
 
     def describe(self, drops: bool) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class SetReport(NamedTuple):
 
 
 class TestSetReport:
-    """Report the hits of all test sets. row_options: with the index of a build."""
+    """Report the hits of all test sets. row_options: the options with the index of a build."""
 
     __test__ = False  # pytest collects classes with this name otherwise
 

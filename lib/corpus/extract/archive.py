@@ -10,18 +10,18 @@ import zlib
 from lib.corpus.extract.extracted import DAMAGED, ENCRYPTED, TOO_LARGE, Refusal
 
 MOST_MEMBERS = 20_000
-MOST_BYTES = 256_000_000  # that all members which are read may have when unpacked
+MOST_BYTES = 256_000_000  # the most unpacked bytes of all members that are read
 MOST_RATIO = 250  # unpacked ÷ packed bytes of a member; XML of documents has 5 to 50
 SMALL_BYTES = 4_000_000  # a member of this size may have any ratio
-_IS_ENCRYPTED = 0x1  # flag of a member
+_IS_ENCRYPTED = 0x1  # the flag of an encrypted member
 _ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, ValueError)
 
 
 class Archive:
-    """Give the members of a zip archive by name; raises Refusal beyond the limits.
+    """Read the members of a zip archive by name.
 
-    Only the members that a caller reads count towards the limits on bytes, so the images of a
-    document cost nothing.
+    Raises Refusal for a damaged archive, and beyond the limits. Only the members that a caller
+    reads count towards the limits on bytes, so the images of a document cost nothing.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -42,7 +42,7 @@ class Archive:
         return name in self._members
 
     def read(self, name: str) -> bytes:
-        """Return the content of a member."""
+        """Return the content of a member; raises Refusal if it is damaged or too large."""
         member = self._members.get(name)
         if member is None:
             raise Refusal(DAMAGED, f"the zip archive has no member {name!r}")

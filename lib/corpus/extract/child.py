@@ -1,7 +1,7 @@
-"""The child process that extracts the text of files: it may hang, crash or run out of memory.
+"""Extract the text of files in a child process, which may hang, crash or run out of memory.
 
-The kernel ends it at the limit of processor time or of elapsed time, also in the middle of C code.
-`process.py` starts it and sends it files.
+The kernel ends the process at a limit of processor time or elapsed time, even in the middle of C
+code. `process.py` starts the process and sends it files.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lib.corpus.extract.table import load_extractor
 
 MEMORY_BYTES = 2 << 30  # address space of this process
 MOST_TEXT_BYTES = 64_000_000
-LARGE_BYTES = MEMORY_BYTES // 2  # a process that has used more has probably failed for that
-WAITING = 5  # times the processor time that a file may take in elapsed time
+LARGE_BYTES = MEMORY_BYTES // 2  # a process that fails after using more has probably run out of it
+WAITING = 5  # limit of the elapsed time, as a multiple of the limit of the processor time
 _OOM_SCORE = "1000"  # if memory runs out, the kernel ends this process rather than its parent
 
 
 def serve(connection: Connection) -> None:
     """Answer requests until the parent process ends or closes the connection.
 
-    A request consists of two messages: kind, fallback encoding and seconds as JSON, and the bytes
-    of the file. So does an answer: `kind`, `message`, `replaced`, `lost` and `peak` as JSON, and
-    the text in UTF-8. `kind` is "" if the text was extracted; `peak` is the memory that this
-    process has used at most, in bytes.
+    A request consists of two messages: a JSON list of the kind, the fallback encoding and the
+    seconds, and then the bytes of the file. An answer consists of two messages as well: a JSON
+    object with `kind`, `message`, `replaced`, `lost` and `peak`, and then the text in UTF-8. `kind`
+    is "" if the text was extracted. `peak` is the peak memory of this process in bytes.
     """
     with suppress(EOFError, OSError):
         while True:
@@ -70,12 +70,12 @@ def _extract(kind: str, data: bytes, fallback: str) -> tuple[dict[str, Any], byt
 
 
 def describe_memory() -> str:
-    """Return the message for a file whose extraction needs too much memory."""
+    """Return the error message for a file whose extraction needs too much memory."""
     return f"extracting its text needs more than {MEMORY_BYTES >> 30} GiB of memory"
 
 
 def _measure_peak() -> int:
-    """Return the memory that this process has used at most, in bytes."""
+    """Return the peak memory of this process in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

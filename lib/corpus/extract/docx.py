@@ -19,8 +19,8 @@ from lib.corpus.extract.xml_events import XmlHandler, parse_xml
 _OLE_MAGIC = b"\xd0\xcf\x11\xe0"  # Word stores a document with a password in such a container
 _DOCUMENT = "word/document.xml"
 _NOTES = ("footnotes", "endnotes")
-# Deleted text, the old place of moved text, a second version of a drawing for old programs, and
-# properties, in which `tab` is a tab stop.
+# Elements without text to extract: deleted text, the old place of moved text, a second version of a
+# drawing for old programs, and properties, in which `tab` is a tab stop.
 _SKIPPED = {"del", "moveFrom", "Fallback", "pPrChange", "tabs"}
 _BREAKS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
@@ -29,8 +29,8 @@ def extract_docx(data: bytes, fallback: str) -> Extracted:
     """Return the text of a document, with its footnotes and endnotes at the end.
 
     Paragraphs are separated by blank lines, list items and rows of a table by line ends, and cells
-    by tabs. Headers, footers and comments are left out. fallback: not used, since XML declares its
-    encoding.
+    by tabs. Headers, footers and comments are left out. fallback: unused, since XML declares its
+    encoding. Raises Refusal if the file yields no text.
     """
     if data.startswith(_OLE_MAGIC):
         raise Refusal(ENCRYPTED, "the DOCX file is encrypted, or it is a DOC file of Word 97")
@@ -79,14 +79,14 @@ def _find_document(archive: Archive) -> str:
 
 
 class _Mark(NamedTuple):
-    """A reference to a note. kind: `footnotes` or `endnotes`."""
+    """Describe a reference to a note. kind: `footnotes` or `endnotes`."""
 
     kind: str
     id: str
 
 
 class _Block(NamedTuple):
-    """A paragraph or a table. is_item: it is an item of a list."""
+    """Describe a paragraph or a table. is_item: whether it is an item of a list."""
 
     text: str
     is_item: bool = False
@@ -95,19 +95,19 @@ class _Block(NamedTuple):
 class _Body(XmlHandler):
     """Collect the blocks of a document or of its notes.
 
-    marks: references to notes, in the order of the text; their numbers are their positions. notes:
+    marks: references to notes in the order of the text, which gives them their numbers. notes:
     texts of notes by ID, if this is the part with the notes.
     """
 
     def __init__(self) -> None:
         self.marks: list[_Mark] = []
         self.notes: dict[str, str] = {}
-        self._blocks: list[list[_Block]] = [[]]  # of the body, and of the open cells and notes
+        self._blocks: list[list[_Block]] = [[]]  # blocks of the body, and of open cells and notes
         self._paragraphs: list[list[str]] = []  # a text box is a paragraph inside another one
         self._is_item: list[bool] = []
         self._rows: list[list[list[str]]] = []  # cells of the rows of the open tables
         self._note = ""
-        self._skipped = 0  # open elements inside an element that is skipped, with itself
+        self._skipped = 0  # depth inside a skipped element; 0 outside of one
         self._is_text = False
         self._is_hidden = False
 

@@ -31,7 +31,7 @@ def extract_epub(data: bytes, fallback: str) -> Extracted:
     """Return the text of the chapters in the order of the book's spine.
 
     Chapters are separated by blank lines. The table of contents is left out. fallback: encoding of
-    a chapter that declares none and is not UTF-8.
+    a chapter that declares none and is not UTF-8. Raises Refusal if the file yields no text.
     """
     archive = Archive(data)
     chapters = _list_chapters(archive)
@@ -66,7 +66,7 @@ def extract_epub(data: bytes, fallback: str) -> Extracted:
 
 
 class _Item(NamedTuple):
-    """A file of the book. name: in the archive."""
+    """Describe a file of the book. name: its path in the archive."""
 
     name: str
     media_type: str
@@ -106,7 +106,7 @@ class _Package(XmlHandler):
 
 
 class _Encryption(XmlHandler):
-    """Collect the names of encrypted files. Some fonts are, in books whose text is not."""
+    """Collect the names of encrypted files, which may be only the fonts of a readable book."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -143,7 +143,7 @@ def _list_chapters(archive: Archive) -> list[str]:
 
 
 def _list_encrypted(archive: Archive) -> set[str]:
-    """Return the names of the files that a reader needs a key for."""
+    """Return the names of the files that cannot be read without a key."""
     encryption = _Encryption()
     if _ENCRYPTION in archive:
         parse_xml(archive.read(_ENCRYPTION), _ENCRYPTION, encryption)

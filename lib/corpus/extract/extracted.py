@@ -1,4 +1,4 @@
-"""What an extractor returns or raises."""
+"""Define what an extractor returns, and the exception that it raises."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LINE_ENDS = re.compile(r"\r\n?")
 
 
 class Extracted(NamedTuple):
-    """The text of a file.
+    """Contain the text of a file.
 
     replaced: number of invalid bytes that were replaced or decoded by the fallback encoding. lost:
-    describes parts of the file that could not be read, "" if it was read completely.
+    a description of the parts of the file that could not be read, "" if all of it was read.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Extracted(NamedTuple):
 
 
 class Refusal(Exception):
-    """Raised if a file yields no text. kind: for errors.jsonl. message: describes the cause."""
+    """Raised if a file yields no text. kind, message: problem and cause for errors.jsonl."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

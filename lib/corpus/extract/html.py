@@ -12,9 +12,9 @@ _HEAD = 4096  # bytes in which a page may declare its encoding; browsers look at
 _DECLARED = re.compile(
     rb"""<(?:meta\s[^>]*?charset|\?xml\s[^>]*?encoding)\s*=\s*["']?\s*([\w.:+-]+)""", re.IGNORECASE
 )
-# Browsers read these as Windows-1252, which contains all their letters.
+# Browsers read these encodings as Windows-1252, which contains all of their letters.
 _AS_CP1252 = {"iso8859-1", "ascii", "latin_1"}
-# Their bytes are ASCII, so that they look like UTF-8.
+# Text in these encodings consists of ASCII bytes, so it looks like UTF-8.
 _SEVEN_BIT = ("iso2022", "hz", "utf-7")
 
 
@@ -22,11 +22,12 @@ def extract_html(data: bytes, fallback: str) -> Extracted:
     """Return the main text of a page, or all its text if it has no main part.
 
     fallback: encoding of a page that declares none and is not UTF-8, "" to replace invalid bytes.
+    Raises Refusal if the page yields no text.
     """
     from resiliparse.extract.html2text import extract_plain_text
 
     page, replaced = decode_page(data, fallback)
-    # A NUL or a lone surrogate would end or refuse the text.
+    # For resiliparse, a NUL ends the text, and a lone surrogate is an error.
     page = clean_text(page)
     for is_main in (True, False):
         text = clean_text(
@@ -49,9 +50,9 @@ def extract_html(data: bytes, fallback: str) -> Extracted:
 def decode_page(data: bytes, fallback: str) -> tuple[str, int]:
     """Return the text of a page and the number of replacements in it.
 
-    The encoding is that of a byte order mark, UTF-8 if all bytes are valid, the declared one, or
-    the fallback, in this order. Many pages in UTF-8 declare another encoding; text in another
-    encoding is hardly ever valid UTF-8 by chance.
+    The encoding is the first of these: that of a byte order mark, UTF-8 if all bytes are valid, the
+    declared encoding, the fallback. UTF-8 precedes the declared encoding because many pages in
+    UTF-8 declare another one, and text in another encoding is hardly ever valid UTF-8 by chance.
     """
     declared = _find_declared(data[:_HEAD])
     if kinds.is_utf16(data) or not declared:
@@ -61,7 +62,7 @@ def decode_page(data: bytes, fallback: str) -> tuple[str, int]:
             return data.removeprefix(kinds.UTF8_BOM).decode(), 0
         except UnicodeDecodeError:
             pass
-    if declared.startswith(("utf-8", "utf-16", "utf-32")):  # contradicted by the bytes
+    if declared.startswith(("utf-8", "utf-16", "utf-32")):  # the bytes contradict it
         return encoding.decode_text(data, fallback)
     text = data.decode(declared, "replace")
     return text, text.count(encoding.REPLACEMENT)

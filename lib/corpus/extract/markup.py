@@ -36,7 +36,7 @@ class _ChapterReader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self._parts: list[str] = []
-        self._hidden = ""  # the open element whose content is left out
+        self._hidden = ""  # name of the open element whose content is left out
         self._preformatted = 0
 
     def handle_starttag(self, tag: str, attrs: object) -> None:

@@ -13,7 +13,7 @@ from lib.corpus.extract.table import EXTRACTORS, find_version
 from lib.corpus.inputs import FILE_LIST, InputFile
 from lib.corpus.row_options import CHAT, RowOptions
 
-_MOST_OPENED = 1_000  # files without a telling suffix that are looked into
+_MOST_OPENED = 1_000  # the most files without a suffix to open
 
 
 def require_extraction(row_options: RowOptions) -> None:
@@ -71,8 +71,9 @@ def warn_about_documents(row_options: RowOptions, folder: Path, files: Sequence[
 def count_documents(folder: Path, files: Sequence[InputFile]) -> Counter[str]:
     """Return the number of HTML, PDF, DOCX and EPUB files by kind, before they are read.
 
-    The suffix tells the kind. Files without any suffix are opened, but at most a thousand,
-    spread evenly: opening a million files would take minutes. Workers count by content later.
+    A file is counted by its suffix. Files without any suffix are opened, but at most a thousand of
+    them, spread evenly, because opening a million files would take minutes. Workers count by
+    content later.
     """
     counts = Counter(filter(None, (kinds.name_document(file.path) for file in files)))
     nameless = [file for file in files if not kinds.find_suffix(file.path)]
@@ -107,7 +108,7 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
     if skipped:
         parts.append(f"{_join_counts(skipped, counts)} files, which are skipped")
     if kinds.HTML in missing:
-        parts.append(f"{_count(kinds.HTML, counts)} files, which are read with their tags")
+        parts.append(f"{_format_count(kinds.HTML, counts)} files, which are read with their tags")
     command = commands.as_typed(
         "--extract", ",".join(missing), "--overwrite", drop=["--overwrite", "--dry-run"]
     )
@@ -142,9 +143,9 @@ def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
 
 
 def _join_counts(found: Sequence[str], counts: Mapping[str, int]) -> str:
-    *names, last = [_count(kind, counts) for kind in found]
+    *names, last = [_format_count(kind, counts) for kind in found]
     return f"{', '.join(names)} and {last}" if names else last
 
 
-def _count(kind: str, counts: Mapping[str, int]) -> str:
+def _format_count(kind: str, counts: Mapping[str, int]) -> str:
     return f"{counts[kind]:,} {EXTRACTORS[kind].label}"

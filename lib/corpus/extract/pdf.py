@@ -20,7 +20,8 @@ _HYPHEN = "\ufffe"  # stands for a hyphen at the end of a line, and for the line
 def extract_pdf(data: bytes, fallback: str) -> Extracted:
     """Return the text of all pages, in the order of the pages, separated by a blank line.
 
-    fallback: not used, since a PDF maps its characters to Unicode itself.
+    fallback: unused, since a PDF maps its characters to Unicode itself. Raises Refusal if the file
+    yields no text.
     """
     import pypdfium2
 

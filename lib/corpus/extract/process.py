@@ -1,4 +1,4 @@
-"""Start the child process that extracts text, and survive its end."""
+"""Start the child process that extracts text, and replace it when it dies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lib.corpus.extract import child
 from lib.corpus.extract.extracted import CRASH, TIMEOUT, TOO_LARGE, Extracted, Refusal
 
 _TRIES = 2  # the kernel may have ended the child for the memory of another process
-# A child that has used more memory is replaced, so that what it can extract, and what its end
-# means, does not depend on the files before.
+# A child that has used more memory than this is replaced, so that its next result does not depend
+# on the files that it extracted before.
 _MOST_KEPT_BYTES = child.LARGE_BYTES // 2
 
 
@@ -80,14 +80,14 @@ class Extraction:
                 [sys.executable, "-m", child.__name__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # libraries print what errors.jsonl says too
+                stderr=subprocess.DEVNULL,  # libraries print errors that errors.jsonl lists too
                 pass_fds=[theirs.fileno()],
             )
         self._connection = ours
         return ours
 
     def _describe_end(self, seconds: int) -> Refusal:
-        """Return why the child has died, and forget it."""
+        """Collect the exit status of a dead child, and return the reason of its death."""
         assert self._process is not None
         _, status, usage = os.wait4(self._process.pid, 0)
         code = os.waitstatus_to_exitcode(status)

@@ -7,7 +7,7 @@ from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Refusal
 from lib.corpus.extract.process import share_extraction
 from lib.corpus.raw_file import RawFile
 
-MOST_FILE_BYTES = 256_000_000  # of a document, which is held in memory
+MOST_FILE_BYTES = 256_000_000  # a larger document is skipped, because it must fit in memory
 
 
 def read_document(raw: RawFile, documents: Documents) -> None:

@@ -1,11 +1,11 @@
-"""The kinds of files whose text can be extracted: their packages, versions and extractors."""
+"""List the kinds of files whose text can be extracted, with their extractors and packages."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from lib.corpus.extract.extracted import Extracted
@@ -14,11 +14,11 @@ Extract = Callable[[bytes, str], Extracted]
 
 
 class Extractor(NamedTuple):
-    """How files of a kind become text.
+    """Describe how files of a kind become text.
 
     label: name of the kind in messages. function: `module:function` below lib/corpus/extract; it
     takes the bytes of a file and the fallback encoding, and returns the text or raises Refusal.
-    version: to be raised if our code gives other text for the same file. package: of
+    version: increase it when our code returns other text for the same file. package: a name in
     requirements-optional.txt, "" if none is needed.
     """
 
@@ -44,7 +44,12 @@ def parse_kinds(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(
             f"expected kinds such as {','.join(EXTRACTORS)}, got {unknown[0]!r}"
         )
-    return [kind for kind in EXTRACTORS if kind in names]
+    return sort_kinds(names)
+
+
+def sort_kinds(kinds: Collection[str]) -> list[str]:
+    """Return kinds in the order of the table, each once."""
+    return [kind for kind in EXTRACTORS if kind in kinds]
 
 
 def load_extractor(kind: str) -> Extract:

@@ -8,11 +8,11 @@ from xml.parsers import expat
 
 from lib.corpus.extract.extracted import DAMAGED, Refusal
 
-DEEPEST = 1_000  # elements inside each other; Word nests about twenty
+DEEPEST = 1_000  # the deepest nesting of elements; Word nests about twenty
 
 
 class XmlHandler:
-    """Receive the events of `parse_xml`. Subclasses override what they need.
+    """Receive the events of `parse_xml`. Subclasses override the methods that they need.
 
     Names are without their namespace: documents use various prefixes, and Office has two sets of
     namespaces for the same elements.

@@ -55,15 +55,18 @@ _SCHEMES = re.compile(
     "|(?:50|5[6-8]|63|67).{14}(?:.{3})?"  # Maestro
     "|220[0-4].{12}",  # Mir
 )
-# Groups of four digits beside the digits, in a longer number.
+# A group of four digits after a match, which shows that the match is a part of a longer number.
 _GROUP_AFTER = re.compile(rb"[0-9]{4}(?![0-9A-Za-z])")
 _GROUP_BEFORE = re.compile(rb"(?<![0-9A-Za-z])[0-9]{4}\Z")
-_GROUP_BYTES = 6  # of the separator, four digits and a character before them
+_GROUP_BYTES = 6  # length of a separator, four digits and the character before them
 _LONGEST_UNBROKEN = 16  # longer numbers in one piece are mostly identifiers
 
 
 def find_iban(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the IBAN that begins at an index. low, high: of the line. None: there is none."""
+    """Return start and end of the IBAN at an index, None if there is none.
+
+    low, high: start and end of the line, as for all finders.
+    """
     size = _IBAN_LENGTHS.get(text[at : at + 2].decode("ascii", "ignore"))
     found = _IBAN.match(text, at, min(high, at + _LONGEST_IBAN)) if size else None
     if not found or not size:
@@ -86,7 +89,7 @@ def _skip_characters(text: bytes, start: int, end: int, count: int) -> int | Non
 
 
 def find_card(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the number of a card that begins at an index. low, high: of the line."""
+    """Return start and end of the card number that begins at an index, None if there is none."""
     found = _CARD.match(text, at, high)
     if not found or not is_bounded(text, at, found.end(), low, high):
         return None

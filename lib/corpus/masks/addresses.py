@@ -1,4 +1,4 @@
-"""Find public IP addresses, and tell IPv4 addresses from versions and numbers of sections."""
+"""Find public IP addresses, and distinguish IPv4 addresses from versions and section numbers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 
 from lib.corpus.masks.finders import Finder, is_bounded
 
-_CONTEXT_BYTES = 40  # before an address, in which words are searched
+_CONTEXT_BYTES = 40  # bytes before an address to search for words
 _LONGEST_V6 = 45
-_FEWEST_GROUPS = 3  # of an IPv6 address: `x[2001::2]` is a slice
+_FEWEST_GROUPS = 3  # groups of an IPv6 address; with fewer, `x[2001::2]` is a slice
 _MOST_OF_A_HEADING = 30
 _HEADING = re.compile(rb" {1,8}[A-Z][A-Za-z]")
 # Registered arcs of object identifiers (OID): X.500 attributes, extensions, IANA, curves.
@@ -17,7 +17,7 @@ _OBJECT_IDENTIFIER = re.compile(rb"2\.5\.(?:4|29)\.|1\.3\.(?:6|14|36|101|132)\."
 _V4 = re.compile(rb"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")
 _V6 = re.compile(rb"[0-9a-fA-F]{4}(?::[0-9a-fA-F]{0,4}){2,7}")
 _MORE_GROUPS = re.compile(rb":[:0-9a-zA-Z]")
-# Words before a number with three dots that is no address, and signs as in `pkg==1.2.3.4`.
+# Words and signs that precede a number with three dots that is no address, as in `pkg==1.2.3.4`.
 _OTHER_NUMBER = re.compile(
     rb"(?:(?<!con)version|revision|release|firmware|build|section|chapter|clause|paragraph|article"
     rb"|appendix|annex|figure|spec|oid|identifier|(?:\b|_)(?:v|ver|rev|sec|sect|ch|chap|fig|art))"
@@ -39,7 +39,7 @@ _SPECIAL_V6 = tuple(map(ipaddress.IPv6Network, ("2001::/23", "2001:db8::/32", "3
 
 
 def find_v4(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the public IPv4 address whose first dot is at an index. low, high: of the line."""
+    """Return start and end of the public IPv4 address whose first dot is at an index, or None."""
     start = at
     while start > max(low, at - 4) and text[start - 1 : start].isdigit():
         start -= 1
@@ -81,7 +81,7 @@ def _is_heading(text: bytes, octets: list[int], start: int, end: int, low: int, 
 
 
 def find_v6(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the public IPv6 address whose first colon is at an index. low, high: of the line."""
+    """Return start and end of the public IPv6 address whose first colon is at an index, or None."""
     start = at - 4
     found = _V6.match(text, start, high)
     if start < low or not found:

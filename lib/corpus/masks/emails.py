@@ -1,4 +1,4 @@
-"""Find e-mail addresses, also those with letters beyond ASCII, and `joe [at] example.com`."""
+"""Find e-mail addresses, with letters of any script, and the spelling `joe [at] example.com`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lib.corpus.masks.finders import LETTER, UNSPACED, Finder
 
 _LONGEST_LOCAL = 64  # characters, by RFC 5321
 _LONGEST_DOMAIN = 253
-_MOST_BYTES = 4 * (_LONGEST_DOMAIN + 2)  # of a domain and the characters after it
-_URL_BYTES = 256  # in which the scheme of a URL is searched before an address
+_MOST_BYTES = 4 * (_LONGEST_DOMAIN + 2)  # bytes of a domain and of the characters after it
+_URL_BYTES = 256  # bytes before an address to search for the scheme of a URL
 _MARKS = "\u0300-\u036f"  # accents that follow their letter, as file systems write them
 _LOCAL_BYTES = (
     b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789.!#$%&'*+-/=?^_`{|}~"
@@ -40,12 +40,12 @@ _IS_VERSION = re.compile(r"\d+\.\d")  # as in `package@1.0.0-alpha.beta`
 
 
 def find_address(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the e-mail address around an `@`. low, high: of the line. None: there is none."""
+    """Return start and end of the e-mail address around an `@`, None if there is none."""
     return _join_parts(text, at, at + 1, low, high, _DOMAIN)
 
 
 def find_spelt_address(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the address around an `[at]` whose bracket closes at this index."""
+    """Return start and end of the address around an `[at]` that ends at an index, or None."""
     opening = max(text.rfind(bracket, max(low, at - 5), at) for bracket in (b"[", b"("))
     if opening < 0:
         return None
@@ -58,7 +58,7 @@ def find_spelt_address(text: bytes, at: int, low: int, high: int) -> tuple[int, 
 def _join_parts(
     text: bytes, left: int, right: int, low: int, high: int, domains: re.Pattern[str]
 ) -> tuple[int, int] | None:
-    """Return the address whose local part ends at `left` and whose domain begins at `right`."""
+    """Return the span of an address: `left` ends its local part, `right` starts its domain."""
     start = _find_local_start(text, left, low)
     end = _find_domain_end(text, right, high, domains) if start is not None else None
     if start is None or end is None:

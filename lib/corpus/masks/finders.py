@@ -1,7 +1,7 @@
 """Describe how matches of one kind are found: first a rare byte, then a pattern at that place.
 
-A line of text is the unit: no match, and no word that decides about a match, reaches beyond a
-newline. So the lines of a text may be masked in any grouping, with the same result.
+Each line of a text is searched alone. No match crosses a newline, and no word on another line
+decides about a match. So the lines of a text may be masked in any grouping, with the same result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 # In the shape of a text, each digit is 0, each capital letter A, and each other letter a. Bytes
-# beyond ASCII count as letters here; `is_letter_before` and `is_letter_after` look closer.
+# beyond ASCII count as letters here; `is_letter_before` and `is_letter_after` decode them.
 _LETTERS = bytes(byte for byte in range(256) if byte > 127 or chr(byte).islower())
 _CAPITALS = bytes(range(ord("A"), ord("Z") + 1))
 _DIGITS = b"0123456789"
@@ -23,7 +23,7 @@ UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\ua4cf\uac00-\ud7af\uf900-\ufaff\ufe30-\ufe4f"
     "\uff00-\uffef\U00020000-\U0003ffff"
 )
-LETTER = f"[^\\W{UNSPACED}]"  # also digits and the underscore
+LETTER = f"[^\\W{UNSPACED}]"  # matches digits and the underscore as well
 _IS_LETTER = re.compile(LETTER)
 _LONGEST_CHARACTER = 4  # bytes
 
@@ -31,10 +31,10 @@ _LONGEST_CHARACTER = 4  # bytes
 class Finder(NamedTuple):
     """Describe one way to find a kind of match.
 
-    anchor: pattern for the place to look at; it begins with a rare byte and consumes only this
-    byte, so that a place is never skipped. uses_shape: search the shape of the text. find: function
-    of the text, the index of the place, and the start and end of its line; it returns the start and
-    end of the match, None if there is none.
+    anchor: pattern of the places to examine. It begins with a rare byte and consumes only this
+    byte, so no place is skipped. uses_shape: whether to search the shape of the text instead of the
+    text. find: called with the text, the index of the place, and the start and end of its line;
+    returns the start and end of the match, None if there is none.
     """
 
     anchor: re.Pattern[bytes]
@@ -43,7 +43,7 @@ class Finder(NamedTuple):
 
 
 def is_letter_before(text: bytes, start: int, low: int) -> bool:
-    """Return whether a letter, digit or underscore stands before an index. low: of the line."""
+    """Return whether a letter, digit or underscore precedes an index. low: start of the line."""
     if start <= low:
         return False
     if text[start - 1] < 128:
@@ -53,7 +53,7 @@ def is_letter_before(text: bytes, start: int, low: int) -> bool:
 
 
 def is_letter_after(text: bytes, end: int, high: int) -> bool:
-    """Return whether a letter, digit or underscore stands at an index. high: end of the line."""
+    """Return whether a letter, digit or underscore is at an index. high: end of the line."""
     if end >= high:
         return False
     if text[end] < 128:
@@ -63,7 +63,7 @@ def is_letter_after(text: bytes, end: int, high: int) -> bool:
 
 
 def is_bounded(text: bytes, start: int, end: int, low: int, high: int) -> bool:
-    """Return whether no letter or digit stands beside a match, and no dot that belongs to a number.
+    """Return whether no letter, digit or dot of a longer number adjoins a match.
 
     A dot after the match may end a sentence, so it counts only before a letter or digit.
     """

@@ -1,4 +1,4 @@
-"""Read the options of --mask, and describe what the masked text depends on."""
+"""Read the options of --mask, and describe the masks in the identity of a dataset."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lib.corpus.masks.choices import HASH, KINDS, PHONE
 from lib.corpus.masks.masker import Masker
 from lib.corpus.row_options import RowOptions
 
-VERSION = 1  # of the patterns; a dataset records it
+VERSION = 1  # version of the patterns, which the identity of a dataset contains
 _FEWEST_KEY_BYTES = 16
 _DIGEST_BYTES = 8
 _NEW_KEY = "a new key: head -c 32 /dev/urandom > mask.key"
@@ -32,7 +32,10 @@ def _make_masker(kinds: Sequence[str], countries: Sequence[str], key: Path | Non
 
 
 def identify_masks(row_options: RowOptions) -> dict[str, Any]:
-    """Return what the masked text depends on, {} without --mask; of the key only a digest."""
+    """Return the entries of the masks in the identity of a dataset, {} without --mask.
+
+    They contain a digest of the key and not the key itself.
+    """
     if not row_options.mask:
         return {}
     key = row_options.mask_key
@@ -125,13 +128,13 @@ def are_masked(earlier: Sequence[Mapping[str, Any]], row_options: RowOptions) ->
         "the datasets of --near-against were built with other masks",
         expected="the same --mask, --mask-phone-country, --mask-with and key for this dataset and "
         "all of them, or no --mask in all of them",
-        found="\n".join(dict.fromkeys(map(_spell, [ours, *masks]))),
+        found="\n".join(dict.fromkeys(map(_spell_masks, [ours, *masks]))),
         run=_format_remedy(theirs[0]) if masks == [theirs[0]] * len(masks) else "",
     )
 
 
 def _format_remedy(masks: Mapping[str, Any]) -> str:
-    """Return the typed command with the options of an earlier dataset, "" if it needs a key."""
+    """Return this command with the masks of an earlier dataset, "" if these need a key."""
     if masks["mask_key"] or masks["mask_version"] != VERSION:
         return ""
     countries = masks["mask_phone_country"]
@@ -142,8 +145,8 @@ def _format_remedy(masks: Mapping[str, Any]) -> str:
     )
 
 
-def _spell(masks: Mapping[str, Any]) -> str:
-    """Return the options of a dataset as typed."""
+def _spell_masks(masks: Mapping[str, Any]) -> str:
+    """Return the options that produce the masks of a dataset, as typed."""
     if not masks:
         return "no --mask"
     countries = ",".join(masks["mask_phone_country"])

@@ -1,4 +1,4 @@
-"""Replace matches in texts: scan many texts at once, and look closely only at some lines."""
+"""Replace matches in texts: scan many texts at once, then search only the lines with candidates."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _SEPARATORS = re.compile(rb"[^A-Za-z0-9]+")
 class Masker:
     """Replace the matches of some kinds.
 
-    kinds: among KINDS. countries: whose national telephone numbers are included. key: for hashes;
-    without it, all matches of a kind become the same constant.
+    kinds: some of choices.KINDS. countries: the countries whose national telephone numbers are
+    replaced. key: the secret for hashes; without it, all matches of a kind become the same
+    constant.
     """
 
     def __init__(self, kinds: Sequence[str], countries: Sequence[str], key: bytes = b"") -> None:
@@ -71,7 +72,7 @@ class Masker:
         return masked, hits
 
     def may_match(self, text: bytes) -> bool:
-        """Return False if a text has no match. This is faster than to mask it."""
+        """Return False if a text cannot contain a match. This is faster than masking the text."""
         shape = self._make_shape(text)
         return any(
             finder.anchor.search(shape if finder.uses_shape else text)
@@ -92,8 +93,8 @@ class Masker:
     def _mask_line(self, line: bytes, row: int, hits: MaskedMatches) -> bytes:
         """Return a line without matches.
 
-        What stands beside a match may be a match as soon as the first one is replaced, so the line
-        is searched until nothing is found.
+        After a match is replaced, the text beside it may become a match. So the line is searched
+        again until nothing is found.
         """
         while matches := self._find_matches(line):
             pieces = []
@@ -146,7 +147,7 @@ class Masker:
             key=self._key,
             person=kind.encode(),
         )
-        # Letters only, so that the hash contains no match itself.
+        # The hash consists of letters, so that it contains no match.
         return f"<{kind}:".encode() + digest.hexdigest().encode().translate(_LETTERS) + b">"
 
 
@@ -179,7 +180,7 @@ def _search(finder: Finder, line: bytes, shape: bytes) -> Iterator[tuple[int, in
 
 
 def normalize_match(kind: str, match: bytes) -> bytes:
-    """Return what a hash is computed from: equal for all spellings of one address or number."""
+    """Return the bytes to hash, which are equal for all spellings of one address or number."""
     if kind in (EMAIL, IP):
         return match.decode().lower().encode()
     return _SEPARATORS.sub(b"", match)

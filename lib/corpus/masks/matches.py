@@ -1,4 +1,4 @@
-"""Record what was masked: the kind and the row of each match, and the shapes of a few of them."""
+"""Record masked matches: the kind and the row of each, and the shapes of a few of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lib.corpus.masks.choices import EMAIL, IBAN, KINDS
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_SHAPES = 10  # examples per kind
-_MOST_SOURCES = 1000  # in the manifest
+MOST_SHAPES = 10  # shapes to keep for each kind
+_MOST_SOURCES = 1000  # sources that the manifest lists
 _SPELT_AT = re.compile(r"\s?[\[(]\s?at\s?[\])]\s?", re.IGNORECASE)
 
 
@@ -22,8 +22,8 @@ _SPELT_AT = re.compile(r"\s?[\[(]\s?at\s?[\])]\s?", re.IGNORECASE)
 class MaskedMatches:
     """List the matches in some rows.
 
-    rows: for each kind, the row of each match, increasing. shapes: for each kind, the rows and the
-    shapes of the first matches (see `describe_shape`).
+    rows: for each kind, the increasing row numbers of the matches. shapes: for each kind, the row
+    and the shape (see `describe_shape`) of the first matches.
     """
 
     rows: dict[str, list[int]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class MaskedMatches:
             shapes.append((row, describe_shape(kind, match)))
 
     def move(self, rows: Sequence[int]) -> MaskedMatches:
-        """Return the matches with other row numbers. rows: the new number of each row."""
+        """Return the matches with new row numbers. rows: the new number of each row."""
         return MaskedMatches(
             {kind: [rows[row] for row in numbers] for kind, numbers in self.rows.items()},
             {
@@ -60,7 +60,8 @@ class MaskedMatches:
 class MaskTally:
     """Count the matches in the rows that a dataset contains.
 
-    sources: for each source, the number of matches by kind. shapes: by kind, of the first matches.
+    sources: for each source, the number of matches by kind. shapes: for each kind, the shapes of
+    the first matches.
     """
 
     sources: dict[str, Counter[str]] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class MaskTally:
 
 
 def describe_shape(kind: str, match: bytes) -> str:
-    """Return how a match looks without what it says, such as `a…@b….de` or `+00 000 0000000`."""
+    """Return the form of a match without its content, such as `a…@b….de` or `+00 000 0000000`."""
     text = match.decode(errors="replace")
     if kind == EMAIL:
         local, _, domain = _SPELT_AT.sub("@", text).partition("@")

@@ -20,16 +20,21 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-_PIECE_BYTES = 16_000_000  # of a large text
+_PIECE_BYTES = 16_000_000  # bytes in a piece of a large text
 _LONGEST_LINE = 64_000_000  # bytes; a longer line of a large text is cut after a space
 _COPIED = 1 << 20
-_ESCAPE = re.compile(rb"\\(?:u[0-9a-fA-F]{4}|.)")  # in JSON; it would look like a letter
-_TEXT_FIELDS = (chat_rows.CONTENT, "reasoning_content", "name")  # of a turn
+# An escape in JSON, which would look like a letter beside a match.
+_ESCAPE = re.compile(rb"\\(?:u[0-9a-fA-F]{4}|.)")
+_TEXT_FIELDS = (chat_rows.CONTENT, "reasoning_content", "name")  # masked fields of a turn
 
 
 @dataclass
 class MaskedPart:
-    """Describe a masked part. path: None without a match. text_bytes: added by the masks."""
+    """Describe a masked part.
+
+    path: the new file, None if the part has no match. text_bytes: number of bytes that the masks
+    add.
+    """
 
     hits: MaskedMatches = field(default_factory=MaskedMatches)
     path: Path | None = None
@@ -49,7 +54,7 @@ def mask_part(
     masked = MaskedPart()
     rows = 0
     file: BinaryIO | None = None
-    # A mapped file is not read before its pages are needed.
+    # A mapped file is read page by page as needed.
     open_file = pa.memory_map if part.stat().st_size > parts.LARGE_PART else pa.OSFile
     with open_file(str(part)) as source, part.open("rb") as raw:
         start = 0
@@ -142,7 +147,7 @@ def _mask_conversations(
 
 
 def _list_texts(column: pa.Array, kept: np.ndarray, rows: np.ndarray) -> list[bytes | None]:
-    """Return the texts of a column, None for those in rows that are not kept."""
+    """Return the texts of a column, None for each text in a row that is not kept."""
     import pyarrow as pa
 
     texts = column.cast(pa.large_binary()).to_pylist()
@@ -240,7 +245,7 @@ def _mask_large_row(
 ) -> Iterator[bytes] | None:
     """Return the message of a batch with one large text, None if it has no match.
 
-    The message comes in pieces. out: a file is created beside it for the time being.
+    The message comes in pieces. out: a path; a temporary file is created beside it.
     """
     text = batch.column("text").buffers()[2]
     path = out.with_name(f"{out.name}.text")
@@ -286,7 +291,7 @@ def _cut_text(text: memoryview) -> Iterator[tuple[int, int]]:
 
 
 def _find_character(text: memoryview, stop: int) -> int:
-    """Return the last beginning of a character up to an index."""
+    """Return the start of the last character that begins at or before an index."""
     while stop and text[stop] & 0xC0 == 0x80:
         stop -= 1
     return stop

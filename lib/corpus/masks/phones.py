@@ -9,7 +9,7 @@ from functools import partial
 from lib.corpus.masks.finders import Finder, is_bounded
 
 _FEWEST_DIGITS = 8
-_MOST_DIGITS = 15  # by E.164
+_MOST_DIGITS = 15  # the most digits that E.164 allows
 # Groups of digits with single separators; a space or a hyphen may be one of Unicode's.
 _SEPARATOR = rb"(?:[ ./-]|\xc2\xa0|\xe2\x80[\x91\x93\xaf])"
 _AREA = _SEPARATOR + rb"?\([0-9]{1,5}\)" + _SEPARATOR + rb"?[0-9]{1,14}"
@@ -24,11 +24,12 @@ _AMERICAN = re.compile(
 )
 _DATE = re.compile(rb"[0-9]{2}([ ./-])[0-9]{2}\1[0-9]{2}(?:[0-9]{2})?(?:[ ./-]|\Z)")
 _DECIMAL = re.compile(rb"\+[0-9]+\.[0-9]+")
-_POSTAL_CODE = re.compile(rb"0[0-9]{4}-[0-9]{4}(?![0-9])")  # of the USA, as in MA 02111-1307
+_POSTAL_CODE = re.compile(rb"0[0-9]{4}-[0-9]{4}(?![0-9])")  # a US ZIP code, as in MA 02111-1307
 _TRUNK = re.compile(rb"\(0\)")  # dialled within the country only
 _NO_DIGIT = re.compile(rb"[^0-9]+")
 
-# Country code → the fewest and the most digits after it. Others: any number that E.164 allows.
+# Country code → the fewest and the most digits after it. Other codes: any number of digits that
+# E.164 allows.
 _LENGTHS = {
     code: (fewest, most)
     for codes, fewest, most in (
@@ -72,9 +73,9 @@ COUNTRIES = tuple(sorted([*_AMERICAN_COUNTRIES, *_NATIONAL_LENGTHS]))
 
 
 def find_international(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the number after a `+`. low, high: of the line. None: there is none.
+    """Return start and end of the number after a `+`, None if there is none.
 
-    If the digits after it are too many, its last groups are not part of it.
+    If there are too many digits, the last groups do not belong to the number.
     """
     if at > low and text[at - 1] in b")]+":  # a sum in code
         return None
@@ -114,7 +115,10 @@ def _is_international(number: bytes) -> bool:
 def _find_national(
     lengths: Sequence[tuple[int, int]], text: bytes, at: int, low: int, high: int
 ) -> tuple[int, int] | None:
-    """Return the number whose first 0 is at an index, and which has one of the lengths."""
+    """Return start and end of the number whose first 0 is at an index, None if there is none.
+
+    lengths: the fewest and the most digits of such numbers, by country.
+    """
     start = at - (at > low and text[at - 1] == ord("("))
     if start > low and text[start - 1] in b"+-/,:)":
         return None
@@ -130,7 +134,7 @@ def _find_national(
 
 
 def _find_american(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
-    """Return the number of the USA or Canada whose last separator is at an index."""
+    """Return start and end of the US number whose last separator is at an index, or None."""
     for start in range(max(low, at - len("1 (212) 555")), at - len("212 555") + 1):
         found = _AMERICAN.match(text, start, high)
         if not found or found.end() != at + len("-1234"):
@@ -147,7 +151,7 @@ _INTERNATIONAL_FINDER = Finder(
 
 
 def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
-    """Return how numbers are found. countries: whose national formats are included."""
+    """Return the finders of telephone numbers. countries: the countries with national formats."""
     finders = [_INTERNATIONAL_FINDER]
     if any(country in _AMERICAN_COUNTRIES for country in countries):
         finders += [

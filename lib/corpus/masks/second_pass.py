@@ -23,9 +23,10 @@ MaskedUnit = tuple[UnitResult, Mapping[str, MaskedPart]]
 
 
 class _MaskTask(NamedTuple):
-    """Describe the parts of a unit. parts: by split, the part, its digest and which rows to mask.
+    """Describe the parts of a unit that a worker masks.
 
-    out: beginning of the paths of the masked parts.
+    parts: by split, the path of the part, its digest, and which rows to mask (bool [rows]). out:
+    the common beginning of the paths of the masked parts.
     """
 
     parts: dict[str, tuple[Path, str, np.ndarray]]
@@ -36,7 +37,7 @@ class _MaskTask(NamedTuple):
 def mask_units(
     results: Iterable[UnitResult], dataset: DatasetWriter, opts: RowOptions, count: int
 ) -> Iterator[MaskedUnit]:
-    """Yield each unit with its masked parts by split, {} if it needs no masks in this pass.
+    """Yield each unit with its masked parts by split; {} for a unit that this pass need not mask.
 
     results: the units that the dataset takes next. count: number of worker processes.
     """
@@ -64,12 +65,12 @@ def mask_units(
             out = dataset.plan_work / f"masked.{Path(unit.out).name}.{unit.number:08d}"
             yield _MaskTask(parts, out, row_options)
 
-    with workers.Pool(count, "masks", _prepare, context=pool.start_server()) as processes:
+    with workers.Pool(count, "masks", _prepare_worker, context=pool.start_server()) as processes:
         for masked in processes.run(list_tasks()):
             yield waiting.popleft(), masked
 
 
-def _prepare() -> Callable[[_MaskTask], dict[str, MaskedPart]]:
+def _prepare_worker() -> Callable[[_MaskTask], dict[str, MaskedPart]]:
     return _mask_unit
 
 

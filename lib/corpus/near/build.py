@@ -2,10 +2,10 @@
 
 The first pass has written a part and sidecars for each work unit. This module numbers the rows of
 all units in order (rows of earlier datasets come first), collects their sidecars in arrays on disk
-(rows.py: places, scores, digests, keys), and then, step by step and as the options ask:
+(rows.py: places, scores, digests, keys), and then takes those of these steps that the options need:
 
 1. drops the rows with the lowest scores (classify/top_scores.py);
-2. drops rows whose content equals an earlier row's;
+2. drops rows whose content equals that of an earlier row;
 3. sorts the keys of each band, to find the rows that share one (key_groups.py);
 4. computes the sets of shingles of these rows (shingle_sets.py);
 5. walks the rows in order and finds the leader of each near duplicate (leaders.py).
@@ -45,8 +45,8 @@ from lib.corpus.work_units import UnitResult
 if TYPE_CHECKING:
     import numpy as np
 
-_VERSION = 2  # of the files in the working directory; those of another version are deleted
-_DOCUMENTS_AT_ONCE = 1 << 13  # with a shared key, in one step of the walk
+_VERSION = 2  # version of the files in the working directory; files of another version are deleted
+_DOCUMENTS_AT_ONCE = 1 << 13  # documents with a shared key in one step of the walk
 
 
 class Planner:
@@ -88,7 +88,10 @@ class Planner:
         return "walk" in self._state or ("top" in self._state and not self._row_options.drops_near)
 
     def make_plan(self, results: Iterable[UnitResult], progress: bool) -> near_plan.RowPlan:
-        """Return the plan. results: of all units in order; not read if the plan is complete."""
+        """Return the plan.
+
+        results: the results of all units in order; not read if the plan is complete.
+        """
         if not self.is_planned:
             collector = Collector(
                 self._directory, self._row_options, self._files, not self.is_collected
@@ -103,8 +106,8 @@ class Planner:
                 self._note(
                     rows=collector.rows, first_new=first_new, not_compared=collector.not_compared
                 )
-            # After a kill, the arrays may contain a part of an earlier walk.
-            near_plan.create(self._directory, self._state["rows"])
+            # After a kill, the arrays may contain a part of the interrupted walk.
+            near_plan.create_arrays(self._directory, self._state["rows"])
             if self._row_options.keep_top is not None:
                 self._drop_low_scores(self._row_options.keep_top)
             if self._row_options.drops_near:
@@ -117,7 +120,7 @@ class Planner:
         )
 
     def _note(self, **facts: Any) -> None:
-        os.sync()  # the files of the step must survive a power cut before the record lists it
+        os.sync()  # the files of a step must be on disk before the record says that it is finished
         self._state |= facts
         manifest.write_json(self._directory / near_plan.STATE, self._state)
 
@@ -125,7 +128,7 @@ class Planner:
         return DiskArray(self._directory / name, dtype, width=width)
 
     def _drop_low_scores(self, share: float) -> None:
-        """Drop all rows but the share with the highest scores; of equal scores, keep the first."""
+        """Keep the share of rows with the highest scores; among equal scores, the first rows."""
         import numpy as np
 
         first_new = self._state["first_new"]
@@ -178,7 +181,7 @@ class Planner:
         log.info(f"near duplicates: {units.counted(copies, 'row')} equal earlier rows")
 
     def _group(self) -> None:
-        """Write, for each band, which rows share a key."""
+        """Write to a file for each band which rows share a key."""
         if "pairs" in self._state:
             return
         bands = self._row_options.near_bands
@@ -210,7 +213,7 @@ class Planner:
             workers.Pool(
                 max(1, min(self._workers, len(ranges))),
                 "sets",
-                shingle_sets.prepare,
+                shingle_sets.prepare_worker,
                 context=pool.start_server(),
             ) as processes,
             (self._directory / "candidates").open("wb") as candidates,

@@ -17,9 +17,9 @@ BLOCK = 1 << 18  # entries to process at once
 class DiskArray:
     """Map a file as an array; `release` removes its pages from the memory of this process.
 
-    shape: a new file is created with this shape, filled with zeros (default: open an existing
-    file). width: columns of an existing file, 0 for an array of one dimension. is_fixed: open the
-    existing file for reading only.
+    shape: create a new file with this shape, filled with zeros (default: open an existing file).
+    width: number of columns in an existing file, 0 for an array of one dimension. is_fixed: open
+    the existing file for reading only.
     """
 
     def __init__(

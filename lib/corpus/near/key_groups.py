@@ -1,7 +1,7 @@
 """Find the documents that share a key, by sorting on disk.
 
-If there are more documents than are sorted in memory, the keys are first distributed to files by
-their highest bits, so that equal keys are in the same file.
+If memory cannot hold the keys of all documents, the keys are first distributed to files by their
+highest bits, so that equal keys are in the same file.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from lib.corpus.near.minhash import NO_KEY
 if TYPE_CHECKING:
     import numpy as np
 
-SORTED_AT_ONCE = 1 << 22  # records of 16 or 24 bytes; sorting them takes about four times that
+SORTED_AT_ONCE = 1 << 22  # records of 16 or 24 bytes; sorting takes four times their memory
 _MOST_BUCKETS = 512  # files that are open at once
 
 
 def write_groups(
     keys: DiskArray, is_omitted: DiskArray | None, first_new: int, out: Path, limit: int = 0
 ) -> int:
-    """Write which documents share a key: `(document, group)` in the order of the documents.
+    """Write which documents share a key, and return the number of pairs `(document, group)`.
 
-    keys: uint64 [documents] or [documents, columns]. is_omitted: documents with a value other than
-    zero are in no group, nor are documents with NO_KEY in the first column. first_new: a group of
-    smaller documents only is omitted. out: file for uint64 pairs; a group is named by an index
-    that leaves room for one index per member. limit: see SORTED_AT_ONCE. Returns the number of
-    pairs.
+    keys: uint64 [documents] or [documents, columns]; a document with NO_KEY in the first column is
+    in no group. is_omitted: documents with a value other than zero are in no group either.
+    first_new: number of the first new document; groups without a new document are omitted. out:
+    file for the pairs (uint64), in the order of the documents. The number of a group is followed by
+    as many unused numbers as the group has further members. limit: see SORTED_AT_ONCE.
     """
     import numpy as np
 
@@ -114,7 +114,7 @@ class _Buckets:
             file.write(records[order[edges[number] : edges[number + 1]]].tobytes())
 
     def read(self) -> Iterator[np.ndarray]:
-        """Yield the records of each bucket, and delete it."""
+        """Yield the records of each bucket, and delete the bucket."""
         import numpy as np
 
         if self._memory:

@@ -1,9 +1,9 @@
 """Decide which documents are near duplicates: walk them in order, and keep the leaders.
 
-A document is compared with earlier kept documents (leaders) that share a band key with it: first
-with those that share the most keys, and among equals with the earliest. It is dropped at the first
-whose exact Jaccard similarity reaches the threshold. So a dropped document is always similar to a
-kept one, and a chain of similar documents does not carry further than one step.
+A document is compared with the earlier kept documents (leaders) that share a band key with it. The
+leaders with the most shared keys come first, and among equals the earliest. The document is dropped
+at the first leader whose exact Jaccard similarity reaches the threshold. So a dropped document is
+always similar to a kept one, and not only to another dropped one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     import numpy as np
 
 _CACHED_BYTES = 32_000_000
-_SAMPLED_LEADERS = 16  # of one document, for the estimate of the recall
+_SAMPLED_LEADERS = 16  # leaders of one document that the sample for the recall contains
 
 
 @dataclass
 class WalkCounts:
-    """Count what a walk did.
+    """Count the documents and comparisons of a walk.
 
-    documents: those that share a key with another one. compared: pairs whose exact similarity was
-    computed. candidates_reached: documents with more leaders than are compared. members_reached:
-    keys that had their largest number of leaders when another document was kept, counted once for
-    each such document and key.
+    documents: number of documents that share a key with another one. compared: number of pairs
+    whose exact similarity was computed. candidates_reached: number of documents with more leaders
+    than the limit for comparisons. members_reached: how often a kept document could not become a
+    leader of a key, because the key had its largest number of leaders.
     """
 
     documents: int = 0
@@ -45,9 +45,10 @@ class WalkCounts:
 class Limits:
     """Contain the settings of a walk.
 
-    threshold: Jaccard similarity from which a document is dropped. candidates: leaders that a
-    document is compared with. members: leaders that are remembered for a key. first_new: earlier
-    documents belong to other corpora and are leaders without a comparison.
+    threshold: Jaccard similarity from which a document is dropped. candidates: the most leaders
+    that a document is compared with. members: the most leaders of a key. first_new: number of the
+    first new document; earlier documents belong to other datasets and become leaders without a
+    comparison.
     """
 
     threshold: float
@@ -141,7 +142,7 @@ class Walk:
         return None
 
     def _list_shared(self, groups: np.ndarray) -> np.ndarray:
-        """Return the leaders of some groups, once per shared group."""
+        """Return the leaders of some groups (int64); a leader of several groups is repeated."""
         import numpy as np
 
         counts = self._group_counts.values[groups]
@@ -166,7 +167,7 @@ class Walk:
         return leaders[order[: self._limits.candidates]].tolist()
 
     def _sample_pairs(self, sample: RecallSample, document: int, groups: np.ndarray) -> None:
-        """Add the pairs of a document to the sample, unless a group does not know all leaders."""
+        """Add the pairs of a document to the sample, unless one of its groups is full."""
         import numpy as np
 
         if (self._group_counts.values[groups] >= self._limits.members).any():

@@ -1,4 +1,4 @@
-"""Compute MinHash band keys, by which near-duplicate texts find each other.
+"""Compute MinHash band keys, which near-duplicate texts share.
 
 A signature is a list of minima of a text's shingles, each under another order of the shingles. Two
 texts with Jaccard similarity s share a minimum with probability s. A band is a group of consecutive
@@ -11,13 +11,13 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus import shingles
+from lib.corpus import words
 from lib.corpus.shingles import Shingles
 
 if TYPE_CHECKING:
     import numpy as np
 
-VERSION = 1  # of the keys; keys of another version cannot be compared
+VERSION = 1  # version of the keys; keys of different versions cannot be compared
 NO_KEY = 0  # the key of a text that is not compared
 CURVE = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
@@ -53,16 +53,16 @@ def compute_keys(texts: Shingles, bands: Bands) -> np.ndarray:
         np.minimum.reduceat(product, starts, out=minimum)
     by_band = minima.reshape(bands.number, bands.size, -1)
     sums = (by_band.astype(np.uint64) * factors[:, :, None]).sum(axis=1, dtype=np.uint64)
-    keys[has_words] = np.maximum(shingles.mix(sums), np.uint64(NO_KEY + 1)).T
+    keys[has_words] = np.maximum(words.mix_bits(sums), np.uint64(NO_KEY + 1)).T
     return keys
 
 
 @cache
 def _draw_numbers(bands: Bands) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers of the orders, and those that combine the minima of each band."""
+    """Return the multipliers that order the shingles, and those that combine minima to a key."""
     import numpy as np
 
     count = bands.number * bands.size
-    orders = (shingles.draw_odd_numbers(count, 3) >> np.uint64(31)).astype(np.uint32)
-    factors = shingles.draw_odd_numbers(count, 4).reshape(bands)
+    orders = (words.draw_odd_numbers(count, 3) >> np.uint64(31)).astype(np.uint32)
+    factors = words.draw_odd_numbers(count, 4).reshape(bands)
     return orders | np.uint32(1), factors

@@ -1,4 +1,4 @@
-"""Follow a plan, and write what it adds to a dataset.
+"""Follow a plan in the second pass, and write the signatures of the kept rows.
 
 If near duplicates are dropped, `near/` contains the signatures of the kept rows, for later datasets
 (signatures.py).
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class PlanOutput:
-    """Follow a plan, row by row. rows: number of rows so far.
+    """Follow a plan, row by row.
 
-    directory: the dataset. The files continue after their present end.
+    directory: the dataset; signatures are appended to its files. rows: number of rows so far.
     """
 
     plan: RowPlan
@@ -56,13 +56,13 @@ class PlanOutput:
     ) -> tuple[float, dict[str, Any] | None]:
         """Return the similarity of a dropped row to the kept row that it duplicates, and that row.
 
-        For a row of low score, return the score and None. row: among the planned rows.
+        For a row with a low score, returns the score and None. row: its index in `planned`.
         """
         leader = int(planned.leaders[row]) - 1
         return planned.find_value(row), self.plan.describe_row(leader) if leader >= 0 else None
 
     def add_excerpts(self, rows: UnitRows, counts: RowTally) -> None:
-        """Keep the beginning of the rows that stand for the largest clusters.
+        """Keep the beginning of the kept row of each of the largest clusters.
 
         rows: the rows of the last call of `select`.
         """

@@ -1,4 +1,4 @@
-"""Store which rows the second pass writes, how often, and why it drops the others."""
+"""Store a plan: how often the second pass writes each row, and why it drops the others."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ STATE = "state.json"  # the finished steps; without it, the work starts anew
 LEADERS = "leaders"  # int64: 1 + the number of the kept row that a row duplicates, 0: it is kept
 RULES = "rules"  # uint8
 SIMILARITIES = "similarities"  # float32
-SIZES = "sizes"  # uint32: number of rows that were dropped against this one
-SCORES = "scores"  # float32, of --quality-model
-KEPT, COPY, NEAR, LOW = range(4)  # rules
-# In the tables of selection.py, in the order of application.
+SIZES = "sizes"  # uint32: number of rows that were dropped as duplicates of this one
+SCORES = "scores"  # float32, from --quality-model
+KEPT, COPY, NEAR, LOW = range(4)  # values of RULES
+# Names of the rules in the tables of selection.py, in the order of application.
 RULE_NAMES = {LOW: "low_scores", COPY: "duplicates", NEAR: "near_duplicates"}
-# FineWeb-2: from this size of a cluster on, its row is written so many times.
+# Smallest size of a cluster → how many times its kept row is written, as in FineWeb-2.
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
-_LARGEST = 10  # clusters in the manifest
+_LARGEST = 10  # clusters that the manifest lists
 
 
-def create(directory: Path, rows: int) -> None:
+def create_arrays(directory: Path, rows: int) -> None:
     """Create the arrays of a plan that keeps all rows."""
     import numpy as np
 
@@ -66,7 +66,7 @@ class PlanArrays:
     def finish(self) -> list[list[int]]:
         """Count the rows of each cluster; return the largest as `[size, row]`.
 
-        A copy of a row that was dropped belongs to the same leader, with the same similarity.
+        An exact copy of a dropped row gets the leader and the similarity of that row.
         """
         import numpy as np
 
@@ -93,8 +93,9 @@ class PlanArrays:
 class PlannedRows(NamedTuple):
     """Contain the plan of some rows, one entry per row in each array.
 
-    copies: how many times the row is written. sizes: of its cluster. leaders: see LEADERS. scores:
-    None unless a share of the rows is kept.
+    copies: how many times the row is written. sizes: rows in its cluster. rules: why it is dropped,
+    see RULE_NAMES. leaders: see LEADERS. similarities: to the leader. places: number of the file,
+    and position in it. scores: None unless --keep-top is on.
     """
 
     copies: np.ndarray
@@ -110,7 +111,7 @@ class PlannedRows(NamedTuple):
         return [(name, self.rules == rule) for rule, name in RULE_NAMES.items()]
 
     def find_value(self, row: int) -> float:
-        """Return what a decision has measured for a dropped row: its similarity or its score."""
+        """Return the measurement for a dropped row: its similarity to the leader, or its score."""
         rule = self.rules[row]
         if rule == LOW and self.scores is not None:
             return float(self.scores[row])
@@ -118,7 +119,7 @@ class PlannedRows(NamedTuple):
 
 
 class RowPlan:
-    """Read the plan. It is made by build.py."""
+    """Read a plan that build.py has made."""
 
     def __init__(
         self,
@@ -161,7 +162,10 @@ class RowPlan:
         return self._state.get("recall", [])
 
     def select(self, first: int, rows: int) -> PlannedRows:
-        """Return the plan of rows. first: of all rows of the build, without earlier datasets."""
+        """Return the plan of consecutive rows.
+
+        first: number of the first one among all rows of the build, without earlier datasets.
+        """
         import numpy as np
 
         start = self._state["first_new"] + first
@@ -187,7 +191,7 @@ class RowPlan:
         return planned
 
     def describe_row(self, number: int) -> dict[str, Any]:
-        """Return where a row is. number: of all rows, with those of earlier datasets."""
+        """Return path and position of a row. number: among all rows, including earlier datasets."""
         file, position = map(int, self._places.values[number])
         for earlier in self._earlier:
             if file < len(earlier.paths):
@@ -197,7 +201,7 @@ class RowPlan:
         return {"path": self.paths[file][0], "position": position}
 
     def list_own_places(self, places: np.ndarray) -> np.ndarray:
-        """Return places with the numbers of `paths` instead of those of all files."""
+        """Return places in which files are numbered without the files of earlier datasets."""
         import numpy as np
 
         own = places.copy()
@@ -215,7 +219,7 @@ class RowPlan:
         return reports
 
     def _report_near(self) -> dict[str, Any]:
-        """Return settings, probabilities, counts, caps and the largest clusters."""
+        """Return the settings, probabilities, counts, limits and largest clusters of the search."""
         options = self._row_options
         walk = self._state["walk"]
         bands = Bands(options.near_bands, options.near_band_size)

@@ -1,15 +1,15 @@
-"""Estimate which share of the similar pairs of a corpus was compared, from the pairs themselves.
+"""Estimate which share of the similar pairs of a corpus was compared, from the compared pairs.
 
-A pair is compared if it shares the key of at least one band, so the missed pairs are never seen.
-How many there are follows from the pairs that share one or two bands: if each of b bands finds a
-pair with the same probability, independently of the others, then the expected number of missed
-pairs is (b − 1) ÷ b · once² ÷ (2 · twice). This is Chao's estimate of unseen species. It does not
-use the formula of the probability curve, so it is a check of that formula. If the pairs of a bin
-differ in their probability, more pairs are missed than it says.
+A pair is compared if it shares the key of at least one band, so a missed pair is never seen. But
+the number of missed pairs can be estimated from the pairs that share one or two bands. If each of b
+bands finds a pair with the same probability, independently of the others, then the expected number
+is (b − 1) ÷ b · once² ÷ (2 · twice). This is Chao's estimate of unseen species. It does not use the
+formula of the probability curve, so it checks that formula. If the pairs of a bin differ in their
+probability, the estimate is too low.
 
 The sample contains every pair of some documents with the earlier kept documents that share a key
-with them, also those that the walk needs not compare. Otherwise, pairs that share few bands would
-be too rare in it.
+with them, including pairs that the walk need not compare. Otherwise, pairs that share few bands
+would be too rare in the sample.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from lib.corpus.near.minhash import Bands
 
 _FIRST = 10  # the first bin begins at 10 ÷ 20
 _BINS = 20  # between the similarities 0 and 1
-_SAMPLED = 8000  # documents, at most about twice as many
+_SAMPLED = 8000  # documents in the sample; at most about twice as many
 _MIXER = 0x9E3779B97F4A7C15  # odd, so the products of consecutive numbers are spread evenly
-ENOUGH = 30  # pairs from which a recall is estimated
+ENOUGH = 30  # the fewest pairs from which a recall is estimated
 
 
 class Recall(NamedTuple):
     """Describe the pairs of one bin, which begins at `similarity`.
 
-    pairs: sampled pairs. expected: the recall by the formula, for the similarities of these pairs.
-    measured: the recall by the estimate, None for too few pairs.
+    pairs: number of sampled pairs. expected: the recall that the formula predicts for their
+    similarities. measured: the estimated recall, None if there are too few pairs.
     """
 
     similarity: float
@@ -47,16 +47,17 @@ class Recall(NamedTuple):
 class RecallSample:
     """Collect pairs of documents.
 
-    documents: number of documents that share a key with another one. threshold: from which a
-    document is dropped; the pairs from it on are also counted together.
+    documents: number of documents that share a key with another one. threshold: the similarity from
+    which a document is dropped; pairs at or above it are also counted together.
     """
 
     def __init__(self, bands: Bands, documents: int, threshold: float) -> None:
         self._bands = bands
         self._threshold = threshold
         self._step = max(1, documents // _SAMPLED)
-        # By bin: pairs, pairs that share one band, two bands, and the estimated pairs with those
-        # that the bands have missed by the formula. The last bin begins at the threshold.
+        # For each bin, the number of pairs, of pairs that share one band, of pairs that share two
+        # bands, and of all pairs that the formula expects, including missed ones. The last bin
+        # begins at the threshold.
         self.counts: list[list[float]] = [[0, 0, 0, 0.0] for _ in range(_BINS - _FIRST + 1)]
 
     def selects(self, document: int) -> bool:
@@ -77,9 +78,9 @@ class RecallSample:
 
 
 def estimate_recall(counts: Sequence[Sequence[float]], bands: Bands, threshold: float) -> Any:
-    """Return the recall of each bin with pairs, and of all pairs from the threshold on (or None).
+    """Return the recall of each bin with pairs, and the recall of all pairs from the threshold on.
 
-    counts: of a RecallSample.
+    counts: the counts of a RecallSample. The second result is None without such pairs.
     """
     starts = [*(number / _BINS for number in range(_FIRST, _BINS)), threshold]
     bins = list(_estimate(starts, counts, bands))
@@ -93,7 +94,7 @@ def _estimate(
     for start, (pairs, once, twice, estimated) in zip(starts, counts, strict=True):
         if not pairs:
             continue
-        # Chao's estimate in the form that is defined, and nearly unbiased, without such pairs.
+        # This form of Chao's estimate is nearly unbiased, and defined for `twice` = 0 as well.
         missed = (bands.number - 1) / bands.number * once * (once - 1) / (2 * (twice + 1))
         yield Recall(
             start,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.corpus import shingles
+from lib.corpus import words
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import minhash
 from lib.corpus.near.signatures import EarlierDataset, ShardRows
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class RowRange(NamedTuple):
     """Describe consecutive rows in one file: a part, or a shard of an earlier dataset.
 
-    first: number of the first row in the build. shard: None for a part, whose rows all have a
-    number. digest: of a part.
+    first: number of the first row in the build. shard: which rows of a shard are numbered; None for
+    a part, in which every row has a number. digest: of a part.
     """
 
     first: int
@@ -38,7 +38,7 @@ class RowRange(NamedTuple):
         return self.shard is not None
 
     def row_numbers(self, documents: np.ndarray) -> np.ndarray:
-        """Return the rows in the file of some documents (int64)."""
+        """Return the row numbers in the file of some documents (int64)."""
         rows = documents - self.first
         return rows if self.shard is None else self.shard.list_rows(rows)
 
@@ -51,10 +51,10 @@ def read_sidecar(path: Path, rows: int, dtype: Any) -> np.ndarray:
 
 
 class Collector:
-    """Collect the sidecars of all rows: places, and as needed scores, digests and keys by band.
+    """Collect the sidecars of all rows: places, and if needed scores, digests and keys by band.
 
-    rows: number of rows so far. not_compared: rows without a key. ranges: where the rows are. The
-    files are written if `is_writing`; otherwise only the ranges are collected.
+    rows: number of rows so far. not_compared: number of rows without a key. ranges: the files with
+    the rows. is_writing: whether to write the sidecars; otherwise only the ranges are collected.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class Collector:
 
         has_key = keys[:, 0] != minhash.NO_KEY
         self.not_compared += int((~has_key).sum())
-        if self._row_options.near_within == SOURCE:  # rows of two sources share no key
-            keys = shingles.mix(keys ^ sources[:, None])
+        if self._row_options.near_within == SOURCE:  # rows of different sources must share no key
+            keys = words.mix_bits(keys ^ sources[:, None])
             digests = digests.copy()
             digests[:, 0] ^= sources
         keys = np.where(has_key[:, None], np.maximum(keys, np.uint64(1)), np.uint64(minhash.NO_KEY))

@@ -24,8 +24,8 @@ class SetsTask(NamedTuple):
     """Describe the sets that a worker computes.
 
     path: a part, or a shard if is_shard is true. digest: of a part. rows: increasing row numbers in
-    it (int64). out: file for the sets. masks: the rows are masked first, as the rows of earlier
-    datasets were.
+    that file (int64). out: file for the sets. masks: whether to mask the rows first, as the rows of
+    earlier datasets are masked.
     """
 
     path: str
@@ -37,15 +37,15 @@ class SetsTask(NamedTuple):
     masks: bool
 
 
-def prepare() -> Callable[[SetsTask], np.ndarray | None]:
+def prepare_worker() -> Callable[[SetsTask], np.ndarray | None]:
     """Return the function that a worker calls with a task."""
     return write_sets
 
 
 def write_sets(task: SetsTask) -> np.ndarray | None:
-    """Write the set of each row: its distinct hashes, uint64, sorted.
+    """Write the set of each row (its distinct hashes, uint64, sorted), and return their sizes.
 
-    Returns their sizes, None if the part is damaged: to read one may end the process.
+    Returns None if the part is damaged, because reading it might end the process.
     """
     import numpy as np
 

@@ -1,8 +1,9 @@
 """Keep the signatures of a dataset beside it, and read those of an earlier dataset.
 
-`near/` in a dataset contains, for each split, one entry per kept row in four files: the band keys,
-the digest of the content, its place (number of the file, position in it) and the number of the row
-in the split. `paths.json` lists the files, `parameters.json` the options that the keys depend on.
+`near/` in a dataset contains four files for each split, with one entry per kept row: the band keys,
+the digest of the content, the place (number of the file, position in it) and the number of the row
+in the split. `paths.json` lists the files. `parameters.json` contains the options that the keys
+depend on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _KEYS, _DIGESTS, _PLACES, _ROWS = FILES = "keys", "digests", "places", "rows"
 
 
 def describe_parameters(row_options: RowOptions) -> dict[str, int]:
-    """Return what the band keys depend on, by option or name."""
+    """Return the values that the band keys depend on, by option or name."""
     return {
         "--near-words": row_options.near_words,
         "--near-bands": row_options.near_bands,
@@ -70,7 +71,7 @@ class SignatureWriter:
         return list(self._files.values())
 
     def append(self, split: str, values: Mapping[str, np.ndarray]) -> None:
-        """Append the entries of some rows. values: by name in FILES, one row per entry."""
+        """Append the entries of some rows. values: one array per key of FILES, a row per entry."""
         for name in FILES:
             self._files[split, name].write(values[name].tobytes())
 
@@ -94,8 +95,8 @@ class SignatureWriter:
 class ShardRows:
     """Describe the entries of one shard.
 
-    entries: of the split, the row number of each. start, count: the entries of this shard. first:
-    the shard's first row in the split.
+    entries: the row number in the split of each entry of the split. start, count: the range of the
+    entries of this shard. first: number of the shard's first row in the split.
     """
 
     path: Path
@@ -116,8 +117,8 @@ class ShardRows:
 class EarlierDataset:
     """Read the signatures of a dataset that was built with --dedup near.
 
-    is_verified: the digests of the signatures were compared before. Raises ArtifactError if the
-    dataset is damaged.
+    is_verified: whether the files were already compared with their digests. Raises ArtifactError if
+    the dataset is damaged.
     """
 
     def __init__(self, directory: Path, is_verified: bool) -> None:
@@ -138,7 +139,10 @@ class EarlierDataset:
         self._shards = artifacts.find_dataset_files(directory).splits
 
     def open(self, split: str, name: str, width: int = 0) -> DiskArray:
-        """Return an array of a split (uint64). name: in FILES. width: its columns, 0 for one."""
+        """Return an array of a split (uint64).
+
+        name: a key of FILES. width: number of columns, 0 for an array of one dimension.
+        """
         import numpy as np
 
         return DiskArray(self._home / f"{split}.{name}", np.uint64, width=width, is_fixed=True)
@@ -169,7 +173,7 @@ def require_earlier(row_options: RowOptions) -> None:
 
 
 def identify_earlier(row_options: RowOptions) -> dict[str, Any]:
-    """Return what identifies the datasets of --near-against, {} without one."""
+    """Return the entries of --near-against in the identity of a dataset, {} without the option."""
     if not row_options.near_against:
         return {}
     return {"near_against": identify_datasets(row_options.near_against)}
@@ -203,9 +207,9 @@ def require_parameters(directory: Path, row_options: RowOptions) -> None:
 
 
 def are_masked(row_options: RowOptions) -> bool:
-    """Return whether the rows of the earlier datasets are masked, with the masks of this one.
+    """Return whether the rows of the earlier datasets are masked.
 
-    Raises UsageError if some of them are masked in another way.
+    Raises UsageError if some of them are masked in another way than this dataset.
     """
     manifests = [
         manifest.read_manifest(directory, _KIND, "the dataset")
@@ -215,7 +219,7 @@ def are_masked(row_options: RowOptions) -> bool:
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return what identifies earlier datasets, wherever they are stored."""
+    """Return the identities of earlier datasets, which do not contain their paths."""
     found: list[dict[str, Any]] = []
     for directory in directories:
         if directory.name in {each["name"] for each in found}:

@@ -61,7 +61,7 @@ def collect_facts(
     summary = dataset.summary()
     tally = dataset.tally
     counts = tally.row_counts
-    kept = counts.lengths - counts.dropped_lengths  # of a Counter: without zeros
+    kept = counts.lengths - counts.dropped_lengths  # a Counter leaves out counts of 0
     return CorpusFacts(
         unit="conversation" if row_options.format == CHAT else "document",
         files=identity["inputs"]["files"],
@@ -113,7 +113,7 @@ def _list_rules(
     names.sort(key=lambda name: planned.index(name) if name in planned else len(planned))
     for name in names:
         decision = selection.get_decision(name)
-        # Each further row of equal content is a duplicate, so more rows have as many, or more.
+        # Every later row of equal content is a duplicate, so more rows never have fewer duplicates.
         is_exact = name in selection.DECISIONS
         rows = decided.get(name, 0)
         rules.append(
@@ -192,7 +192,7 @@ def _describe_near(plan: RowPlan, counts: RowTally, row_options: RowOptions) -> 
 
 
 def _describe_scores(plan: RowPlan | None, row_options: RowOptions) -> list[Section]:
-    """Return the table of the scores of --keep-top, if it selects rows."""
+    """Return a table of the scores if --keep-top selects rows, otherwise nothing."""
     if plan is None or row_options.keep_top is None:
         return []
     top = plan.summary["quality"]

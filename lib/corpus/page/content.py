@@ -18,14 +18,14 @@ from lib.corpus.page.facts import (
 )
 from lib.corpus.row_tally import find_bin_start
 from lib.pages.page import Html, escape, page, table, tag
-from lib.pages.svg import COLUMNS, Line, draw
+from lib.pages.svg import COLUMNS, Line, draw_chart
 
 LARGEST = 2_000_000  # bytes of a page
-_SAMPLES = (10, 3, 0)  # of a rule; fewer if the page is too large
+_SAMPLES = (10, 3, 0)  # samples of each rule; a page that is too large gets fewer
 _SAMPLE_BYTES = 1000
 _MOST_PROBLEMS = 20
 _MOST_LANGUAGES = 80
-_BAR = 120  # pixels of 100 %
+_BAR = 120  # width in pixels of a bar for 100 %
 _TITLE = "Corpus report"
 
 
@@ -94,7 +94,7 @@ def _show_number(text: str) -> Html:
 
 
 def _draw_bar(share: float) -> Html:
-    """Return a bar that repeats a number for the eye; other readers skip it."""
+    """Return a bar that shows a number, hidden from screen readers."""
     width = round(_BAR * min(1.0, share), 1)
     shape = f'<g class="s0"><path class="area" d="M0,1h{width:g}v10h-{width:g}z"/></g>'
     return Html(
@@ -145,11 +145,11 @@ def _show_lengths(facts: CorpusFacts) -> list[Html]:
         _make_histogram("read", facts.lengths, first, bins, 0, "area"),
         _make_histogram("kept", facts.lengths_kept, first, bins, 1, ""),
     ]
-    # The axis ends just before the last bin does, because a label there would be cut.
+    # The axis ends just before the end of the last bin, where a label would be cut off.
     rows: list[tuple[str, Callable[[float], str]]] = [
         ("", lambda tick: units.size(find_bin_start(first + tick)))
     ]
-    chart = draw("lengths", "Lengths of rows", "rows", "wide zero", curves, bins - 0.01, rows)
+    chart = draw_chart("lengths", "Lengths of rows", "rows", "wide zero", curves, bins - 0.01, rows)
     values = [
         [
             f"{units.size(find_bin_start(number))} to {units.size(find_bin_start(number + 1))}",
@@ -257,7 +257,7 @@ def _show_near(near: NearFacts) -> list[Html]:
         curves.append(Line("measured", low, high, gaps, texts, 1, "marked"))
     labels: list[tuple[str, Callable[[float], str]]] = [("Jaccard", lambda tick: f"{tick:g}")]
     title = "Probability that a pair of rows is compared"
-    chart = draw("recall", title, "probability", "wide zero", curves, 1.0, labels)
+    chart = draw_chart("recall", title, "probability", "wide zero", curves, 1.0, labels)
     bins = [
         (f"{each.similarity:.2f} to {each.similarity + 0.05:.2f}", each) for each in near.recall
     ]

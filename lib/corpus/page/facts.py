@@ -13,15 +13,16 @@ from lib.corpus.near.minhash import Bands
 from lib.corpus.near.recall import Recall
 from lib.corpus.row_tally import DroppedSample, find_bin_start
 
-HALF = 0.5  # share of its rows from which the loss of a source is reported
+HALF = 0.5  # a source that loses at least this share of its rows is reported
 
 
 @dataclass(frozen=True)
 class RuleFacts:
     """Describe what one rule or decision dropped.
 
-    option: as typed. rows, bytes: dropped in the order of application. alone: rows that it would
-    drop if it were the only rule, None if that is not known. is_least: `alone` is a lower limit.
+    option: the option as typed. rows, bytes: size of the rows that it dropped, after the rules
+    before it. alone: number of rows that it would drop if it were the only rule, None if unknown.
+    is_least: whether `alone` is a lower limit.
     """
 
     name: str
@@ -35,7 +36,7 @@ class RuleFacts:
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """Describe a top-level directory. dropped: rows by rule."""
+    """Describe a top-level directory. dropped: number of dropped rows by rule."""
 
     name: str
     rows: int
@@ -62,7 +63,8 @@ class Cluster:
 class NearFacts:
     """Describe the search for near duplicates.
 
-    recall: the bins with pairs. above: all pairs from the threshold on. counts: by label, in words.
+    recall: recall of each bin with pairs. above: recall of all pairs from the threshold on. counts:
+    further counts as texts, by label.
     """
 
     bands: Bands
@@ -91,10 +93,11 @@ class Section:
 class CorpusFacts:
     """Describe a dataset.
 
-    unit: what a row is, `document` or `conversation`. rows, text_bytes: read, before any row is
-    dropped. written: rows by split. lengths, lengths_kept: rows by bin, see row_tally.py.
-    languages: rows that were read and rows that were dropped, by language. uncounted: work units
-    of an earlier version, without figures by row. parameters, versions, digests: by name.
+    unit: the name of a row, `document` or `conversation`. rows, text_bytes: size of the input,
+    including dropped rows. written: number of rows by split. lengths, lengths_kept: number of rows
+    by the bin of their length, see row_tally.py. languages: number of rows and of dropped rows, by
+    language. uncounted: number of work units from an earlier version, which lack figures of rows.
+    parameters, versions, digests: texts by name.
     """
 
     unit: str
@@ -124,7 +127,7 @@ class CorpusFacts:
         return sum(rule.rows for rule in self.rules)
 
     def list_problems(self) -> list[str]:
-        """Return what a reader should know first, in sentences."""
+        """Return the problems of the dataset, as sentences for the head of the page."""
         problems = []
         if self.uncounted:
             problems.append(

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Compares texts with the thresholds in force.
+    """Measure texts for the quality rules that are on.
 
-    limits: see find_limits. lists: by the language of a text.
+    limits: see find_limits. lists: word lists by the language of a text.
     """
 
     def __init__(self, limits: Mapping[str, float | None], lists: Mapping[str, WordLists]) -> None:
@@ -43,9 +43,9 @@ class Judge:
     def measure(
         self, layouts: Sequence[tuple[list[int], Layout]], languages: Sequence[str]
     ) -> dict[str, np.ndarray]:
-        """Return the figure of each rule (float [texts]), NaN where it cannot judge a text.
+        """Return the figure of each rule (float [texts]), NaN where the rule cannot judge a text.
 
-        layouts: see find_layouts. languages: of all texts of the batch.
+        layouts: see find_layouts. languages: the language of each text of the batch.
         """
         import numpy as np
 
@@ -71,7 +71,7 @@ class Judge:
 
 
 def is_dropped(name: str, limit: float, values: np.ndarray) -> np.ndarray:
-    """Return which values are beyond the limit of a rule (bool); NaN is not."""
+    """Return which values are beyond the limit of a rule (bool [texts]); NaN never is."""
     return values < limit if is_minimum(name) else values > limit
 
 

@@ -1,8 +1,8 @@
-"""Find the lines and tokens of texts, in flat arrays, from the pieces of the pass over the words.
+"""Find the lines and tokens of texts, in flat arrays, while the words of the texts are found.
 
-A line is between two newlines, without white space around it; lines of white space are left out. A
-token is between two characters of white space. Lines and tokens are compared in lower case and NFC.
-A line of more than 131,072 characters counts as several.
+A line is the text between two newlines, without surrounding white space; blank lines are left out.
+A token is the text between two characters of white space. Lines and tokens are compared in lower
+case and NFC. A line of more than 131,072 characters counts as several lines.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     import numpy as np
 
 _ELLIPSIS = 0x2026
-# Flags of a line.
+# Flags of a line, combined in one number.
 BULLET, END_MARK, ELLIPSIS = (1 << bit for bit in range(3))
 
 
 class Layout(NamedTuple):
     """Contain the words, lines and tokens of several texts.
 
-    Positions are those in the joined texts, int64. starts, ends, hashes, flags (uint8), numbers: of
-    the lines; the number counts newlines, so it differs by more than 1 where a line is blank.
-    longest: characters of the longest token of each line. tokens: positions of tokens. plain: those
-    without a letter. newlines, braces, symbols: positions of `\\n`, `{`, and of `#` or an
-    ellipsis. breaks: positions after the end of a sentence.
+    Positions are indices in the joined texts, int64. Arrays with an entry for each line: starts,
+    ends, hashes (uint64), flags (uint8), numbers (newlines before the line, so a blank line leaves
+    a gap) and longest (characters of the longest token). Arrays of positions: tokens, plain (tokens
+    without a letter), newlines, braces (`{`), hash_signs (`#`), ellipses, and breaks (the ends of
+    sentences).
     """
 
     words: Words
@@ -47,27 +47,27 @@ class Layout(NamedTuple):
     breaks: np.ndarray
 
     def count_by_text(self, positions: np.ndarray) -> np.ndarray:
-        """Return how many of some increasing positions are in each text."""
+        """Return the number of positions in each text (int [texts]). positions: increasing."""
         import numpy as np
 
         edges = np.searchsorted(positions, self.words.edges)
         return edges[1:] - edges[:-1]
 
     def number_texts(self, positions: np.ndarray) -> np.ndarray:
-        """Return the number of the text for each of some increasing positions."""
+        """Return the number of the text with each position. positions: increasing."""
         import numpy as np
 
         return np.repeat(np.arange(len(self.words.text_ends)), self.count_by_text(positions))
 
     def find_lines(self, positions: np.ndarray) -> np.ndarray:
-        """Return the line in which each of some positions is; positions are not before any line."""
+        """Return the number of the line of each position; a line must begin before it."""
         import numpy as np
 
         return np.searchsorted(self.starts, positions, "right") - 1
 
 
 def find_layouts(texts: Sequence[str]) -> list[tuple[list[int], Layout]]:
-    """Return the layout of a batch's texts in one or two groups, with their numbers; see words."""
+    """Return the layout of each group of `words.find_words`, with the numbers of its texts."""
     finders: list[_LayoutFinder] = []
 
     def visit(group: int, piece: Piece) -> None:
@@ -160,7 +160,7 @@ def _find_plain(marks: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.n
 
 
 def _find_ellipses(codes: np.ndarray, dots: np.ndarray) -> np.ndarray:
-    """Return where three dots or the character `…` begin; a run of 7 dots has two."""
+    """Return the positions of `...` and `…`; a run of 7 dots contains two ellipses."""
     import numpy as np
 
     is_follower = np.diff(dots, prepend=-2) == 1

@@ -1,7 +1,7 @@
 """Measure texts for the quality rules: one figure per text, for many texts at once.
 
-There is one function for each family of rules. A figure is NaN if a rule cannot judge the text: the
-text has no words or lines, or its script has no spaces and the rule needs them.
+There is one function for each family of rules. A figure is NaN if the rule cannot judge the text,
+because the text has no words or lines, or because its script has no spaces and the rule needs them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _LOREM_IPSUM = PhraseList(["lorem ipsum"])
 
 
 class Texts:
-    """Several texts, with the figures that families share.
+    """Compute the figures of several texts that the families share.
 
-    languages: of each text, None if it is unknown. All figures are arrays [texts].
+    languages: the language of each text, None if it is unknown. Figures are arrays [texts] unless
+    stated otherwise.
     """
 
     def __init__(self, layout: Layout, languages: Sequence[str | None]) -> None:
@@ -45,13 +46,13 @@ class Texts:
         is_unit = self.layout.words.is_unit
         if not is_unit.any():
             return np.zeros(self.number, np.int64)
-        return repeats.lengths_of(
+        return repeats.find_lengths(
             np.searchsorted(np.flatnonzero(is_unit), self.layout.words.text_ends)
         )
 
     @cached_property
     def characters_before(self) -> np.ndarray:
-        """Return how many characters are in the words before each word, [words + 1]."""
+        """Return the number of characters in all words before each word, [words + 1]."""
         import numpy as np
 
         words = self.layout.words
@@ -61,7 +62,7 @@ class Texts:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """Return the number of words; two characters of a script without spaces are one."""
+        """Return the number of words; two characters of a script without spaces are one word."""
         return self.layout.words.counts - self.units / 2
 
     @cached_property
@@ -88,10 +89,13 @@ class Texts:
     def repeated_line_characters(self) -> np.ndarray:
         """Return the share of the characters of lines that are in repeated lines."""
         lengths = self.layout.ends - self.layout.starts
-        return divide(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
+        return divide_or_nan(self.sum_lines(lengths, self.repeated_lines), self.sum_lines(lengths))
 
     def sum_lines(self, values: np.ndarray, lines: np.ndarray | None = None) -> np.ndarray:
-        """Return the sum of the values of the lines of each text, or of the selected lines."""
+        """Return the sum of the values of the lines of each text.
+
+        values: [lines]. lines: selects the lines to include (default: all).
+        """
         import numpy as np
 
         texts = self.texts_of_lines
@@ -102,10 +106,10 @@ class Texts:
 
     def share_lines(self, is_counted: np.ndarray) -> np.ndarray:
         """Return the share of the lines of each text for which a value is true."""
-        return divide(self.sum_lines(is_counted), self.lines)
+        return divide_or_nan(self.sum_lines(is_counted), self.lines)
 
 
-def divide(values: np.ndarray, totals: np.ndarray) -> np.ndarray:
+def divide_or_nan(values: np.ndarray, totals: np.ndarray) -> np.ndarray:
     """Return quotients, NaN where the total is 0."""
     import numpy as np
 
@@ -118,24 +122,24 @@ def measure_gopher(texts: Texts, stop_words: Mapping[str, PhraseList]) -> dict[s
 
     layout = texts.layout
     words = texts.words
-    characters = repeats.lengths_of(texts.characters_before[layout.words.text_ends])
-    word_length = divide(characters - texts.units, layout.words.counts - texts.units)
+    characters = repeats.find_lengths(texts.characters_before[layout.words.text_ends])
+    word_length = divide_or_nan(characters - texts.units, layout.words.counts - texts.units)
     word_length[~texts.has_spaces] = np.nan
     tokens = layout.count_by_text(layout.tokens)
     return {
         "words": words,
         "word_length": word_length,
-        "hash_signs": divide(layout.count_by_text(layout.hash_signs), words),
-        "ellipses": divide(layout.count_by_text(layout.ellipses), words),
+        "hash_signs": divide_or_nan(layout.count_by_text(layout.hash_signs), words),
+        "ellipses": divide_or_nan(layout.count_by_text(layout.ellipses), words),
         "bullet_lines": texts.share_lines((layout.flags & BULLET) != 0),
         "ellipsis_lines": texts.share_lines((layout.flags & ELLIPSIS) != 0),
-        "letter_words": divide(tokens - layout.count_by_text(layout.plain), tokens),
+        "letter_words": divide_or_nan(tokens - layout.count_by_text(layout.plain), tokens),
         "stop_words": count_stop_words(texts, stop_words),
     }
 
 
 def count_stop_words(texts: Texts, lists: Mapping[str, PhraseList]) -> np.ndarray:
-    """Return how many different stop words each text contains, NaN without a list for it."""
+    """Return the number of different stop words in each text, NaN without a list for the text."""
     import numpy as np
 
     result = np.full(texts.number, np.nan)
@@ -153,7 +157,7 @@ def measure_gopher_repetition(texts: Texts) -> dict[str, np.ndarray]:
     layout = texts.layout
     repeated = texts.repeated_lines
     figures = {
-        "duplicate_lines": divide(
+        "duplicate_lines": divide_or_nan(
             np.bincount(texts.texts_of_lines[repeated], None, texts.number), texts.lines
         ),
         "duplicate_line_characters": texts.repeated_line_characters,
@@ -194,11 +198,11 @@ def _measure_paragraphs(texts: Texts) -> dict[str, np.ndarray]:
     repeated = repeats.find_repeats(hashes, paragraph_texts)
     number = texts.number
     return {
-        "duplicate_paragraphs": divide(
+        "duplicate_paragraphs": divide_or_nan(
             np.bincount(paragraph_texts[repeated], None, number),
             np.bincount(paragraph_texts, None, number),
         ),
-        "duplicate_paragraph_characters": divide(
+        "duplicate_paragraph_characters": divide_or_nan(
             np.bincount(paragraph_texts[repeated], characters[repeated], number),
             np.bincount(paragraph_texts, characters, number),
         ),
@@ -210,7 +214,7 @@ def measure_c4(
 ) -> dict[str, np.ndarray]:
     """Return the figures of C4's rules.
 
-    limits: the thresholds of lines. phrases: by language, of lines that C4 removes.
+    limits: the thresholds of lines. phrases: by language, the phrases of lines that C4 removes.
     """
     layout = texts.layout
     is_kept = _select_c4_lines(texts, limits, phrases)
@@ -265,7 +269,7 @@ def measure_fineweb(texts: Texts, limits: Mapping[str, float]) -> dict[str, np.n
         "end_mark_lines": texts.share_lines((layout.flags & END_MARK) != 0),
         "short_lines": texts.share_lines(lengths <= limits["short_line_characters"]),
         "duplicate_line_characters": texts.repeated_line_characters,
-        "newlines": divide(_count_newlines(layout), texts.words),
+        "newlines": divide_or_nan(_count_newlines(layout), texts.words),
     }
 
 

@@ -15,14 +15,14 @@ _PREFIX_BITS = 12  # a table of all prefixes fits the fastest cache
 
 
 class Matches(NamedTuple):
-    """Contain the places of phrases. words: number of the first word; phrases: of the phrase."""
+    """Contain the matches of a list, each as the number of its first word and of its phrase."""
 
     words: np.ndarray
     phrases: np.ndarray
 
 
 class PhraseList:
-    """A list of words and phrases, which are compared by their words; see lib/corpus/words.py."""
+    """Find the words and phrases of a list in texts. lib/corpus/words.py defines their words."""
 
     def __init__(self, phrases: Sequence[str]) -> None:
         self._phrases = tuple(dict.fromkeys(phrases))
@@ -54,7 +54,7 @@ class PhraseList:
             for number, value in enumerate(phrase[1:], 1):
                 matches = matches[matches + number < len(words.hashes)]
                 matches = matches[words.hashes[matches + number] == value]
-            if len(phrase) > 1:  # the phrase must not begin in one text and end in another
+            if len(phrase) > 1:  # a match must not begin in one text and end in another
                 ends = words.text_ends[np.searchsorted(words.text_ends, matches, "right")]
                 matches = matches[matches + len(phrase) <= ends]
             found.append(matches)

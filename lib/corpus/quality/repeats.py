@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus.words import draw_odd_numbers, mix
+from lib.corpus.words import draw_odd_numbers, mix_bits
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Each sorted value consists of a hash and, in its low bits, the number of an item. The number of
-# bits must not depend on the other texts of a batch, which has fewer items than that.
+# Each sorted value consists of a hash and, in its low bits, the number of an item. No batch has
+# more items than these bits can count. Their number is constant, so that results do not depend on
+# the other texts of a batch.
 _NUMBER_BITS = 20
 _LONGEST = 10
 
@@ -34,7 +35,8 @@ class _Repeats(NamedTuple):
 def find_repeats(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """Return the numbers of items that repeat earlier ones of the same text, increasing.
 
-    hashes: uint64. texts: the number of the text of each item; those of a text are consecutive.
+    hashes: uint64 [items]. texts: [items], the number of the text; the items of a text are
+    consecutive.
     """
     import numpy as np
 
@@ -42,10 +44,10 @@ def find_repeats(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 
 def place_factors(places: np.ndarray) -> np.ndarray:
-    """Return an odd number (uint64) for each place in a sequence, to hash the sequence by a sum."""
+    """Return the factor (odd, uint64) of each place, to hash a sequence by a weighted sum."""
     import numpy as np
 
-    return mix(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
+    return mix_bits(places.astype(np.uint64) + np.uint64(1)) | np.uint64(1)
 
 
 def _group_repeats(hashes: np.ndarray, texts: np.ndarray) -> _Repeats:
@@ -73,26 +75,27 @@ def measure_grams(
     tops: Collection[int],
     repeats: Collection[int],
 ) -> dict[int, np.ndarray]:
-    """Return, by n, the share of the characters of words that repeated n-grams contain [texts].
+    """Return the share of the characters of words in repeated n-grams, by n ([texts]).
 
-    hashes: of all words. before: characters in the words before each word, [words + 1]. tops: the
-    values of n for which this is the most frequent n-gram, its characters times the number of its
-    occurrences, if it has two (of several equally frequent ones the longest). repeats: the values
-    of n for which these are the words of all repeats, each word once.
-    A text without words has the share 0.
+    hashes: hashes of all words. before: characters in the words before each word, [words + 1].
+    text_ends: where the words of each text end. A text without words has the share 0.
+
+    tops: values of n for which only the most frequent n-gram counts, with its characters times its
+    occurrences, if there are two or more. Of several equally frequent n-grams, the longest counts.
+    repeats: values of n for which all repeats count, each of their words once.
     """
     import numpy as np
 
     count = len(text_ends)
-    texts = np.repeat(np.arange(count, dtype=np.int32), lengths_of(text_ends))
-    totals = np.maximum(lengths_of(before[text_ends]), 1)
+    texts = np.repeat(np.arange(count, dtype=np.int32), find_lengths(text_ends))
+    totals = np.maximum(find_lengths(before[text_ends]), 1)
     factors = draw_odd_numbers(_LONGEST, 5)
     results: dict[int, np.ndarray] = {}
     starts = np.arange(max(0, len(hashes) - 1))
     sums = hashes[:-1] * factors[0]
     of_texts = texts[:-1].copy()
     crossing = text_ends[(text_ends > 0) & (text_ends < len(hashes))] - 1
-    of_texts[crossing] = -1 - crossing  # no pair of words of two texts equals another one
+    of_texts[crossing] = -1 - crossing  # an n-gram across two texts equals no other n-gram
     for n in range(2, max((*tops, *repeats), default=0) + 1):
         sums += (hashes[1:] if n == 2 else hashes[starts + (n - 1)]) * factors[n - 1]
         found = _group_repeats(sums, of_texts)
@@ -101,7 +104,7 @@ def measure_grams(
         if n in tops:
             results[n] = _find_top(found, starts, n, before, of_texts, count) / totals
         elif n in repeats:
-            results[n] = _cover(starts[is_repeat], n, before, texts, count) / totals
+            results[n] = _count_covered(starts[is_repeat], n, before, texts, count) / totals
         # NOTE: an n-gram can only be repeated if both (n − 1)-grams in it are.
         is_repeat[found.previous] = True
         is_next = is_repeat[:-1] & is_repeat[1:]
@@ -113,7 +116,7 @@ def measure_grams(
     return results
 
 
-def lengths_of(ends: np.ndarray) -> np.ndarray:
+def find_lengths(ends: np.ndarray) -> np.ndarray:
     """Return the lengths of consecutive spans, the first of which starts at 0."""
     lengths = ends.copy()
     lengths[1:] -= ends[:-1]
@@ -142,7 +145,7 @@ def _find_top(
     return (tops >> 32) * (tops & 0xFFFFFFFF)
 
 
-def _cover(
+def _count_covered(
     starts: np.ndarray, n: int, before: np.ndarray, texts: np.ndarray, count: int
 ) -> np.ndarray:
     """Return the characters of the words in n-grams at increasing starts, each word once."""

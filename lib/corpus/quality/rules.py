@@ -22,10 +22,10 @@ from lib.corpus.words import WORDS, WordGroup
 if TYPE_CHECKING:
     import numpy as np
 
-MOST_CHARACTERS = 16_000_000  # of a text; the rules do not look at the rest
+MOST_CHARACTERS = 16_000_000  # the rules measure only so many characters of a text
 _FIGURES = "quality figures"
 _NO_LANGUAGES = {"all", "und"}  # values of --language that name no language
-_SHOWN = 20  # sources in an error
+_SHOWN = 20  # sources that an error lists
 
 
 def list_rules(row_options: RowOptions) -> list[str]:
@@ -44,25 +44,25 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
         side = "below" if is_minimum(name) else "above"
         meaning = thresholds.THRESHOLDS[name].meaning
         reason = f"{side} {name}={limit:.10g} ({meaning})"
-        rules.append(BatchRule(name, reason, partial(_check, judge, exempt, name, limit)))
+        rules.append(BatchRule(name, reason, partial(_check_rows, judge, exempt, name, limit)))
     return rules
 
 
-def _check(
+def _check_rows(
     judge: Judge, exempt: frozenset[str], name: str, limit: float, batch: RowBatch
 ) -> RowVerdict:
     """Return which rows of a batch a rule drops."""
-    values = batch.memo(_FIGURES, lambda own: _measure(judge, exempt, own))[name]
+    values = batch.memo(_FIGURES, lambda own: _measure_batch(judge, exempt, own))[name]
     dropped = is_dropped(name, limit, values)
-    return RowVerdict(dropped, list(map(_to_plain, values.tolist())) if dropped.any() else ())
+    return RowVerdict(dropped, list(map(_simplify_count, values.tolist())) if dropped.any() else ())
 
 
-def _to_plain(value: float) -> float | int:
+def _simplify_count(value: float) -> float | int:
     """Return a count as an integer."""
     return int(value) if value.is_integer() else value
 
 
-def _measure(judge: Judge, exempt: frozenset[str], batch: RowBatch) -> dict[str, np.ndarray]:
+def _measure_batch(judge: Judge, exempt: frozenset[str], batch: RowBatch) -> dict[str, np.ndarray]:
     """Return the figures of a batch, NaN for the rows of exempt sources."""
     import numpy as np
 
@@ -111,7 +111,7 @@ def _cache_judge(
 def require_quality(row_options: RowOptions) -> None:
     """Raise UsageError if options of the quality rules contradict each other.
 
-    They also do if a rule needs words of a language, and there is no list of them.
+    Also raises it if a rule needs a word list of a language that has none.
     """
     problems = Problems()
     families = row_options.quality
@@ -172,9 +172,9 @@ def require_sources(row_options: RowOptions, files: Sequence[InputFile]) -> None
 
 
 def identify_quality(row_options: RowOptions) -> dict[str, Any]:
-    """Return the thresholds in force, and what else decides which rows the rules drop.
+    """Return the entries of the quality rules in the identity of a dataset, {} if no rule is on.
 
-    The keys are the options that these values replace in the identity; {} if no rule is on.
+    They replace options of the same names by the thresholds in force and the digest of the words.
     """
     if not row_options.quality:
         return {}

@@ -1,7 +1,7 @@
 """Name the quality rules of stage 02 and their thresholds, and read their options.
 
-The name of a threshold is `family.name`. `min_` or `max_` begins the name of a rule; the rest is
-the name of its figure (measures.py). The other thresholds describe lines.
+The name of a threshold is `family.name`. The name of a rule begins with `min_` or `max_`; the rest
+is the name of its figure (measures.py). The other thresholds define which lines count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ C4 = "c4"
 FINEWEB = "fineweb"
 FAMILIES = GOPHER, REPETITION, C4, FINEWEB
 OFF = "off"
-_SIMILAR = 0.5  # the lowest ratio of difflib for a suggestion
+_SIMILAR = 0.5  # the lowest similarity by difflib of a suggested name
 STOP_WORDS = "gopher.min_stop_words"
 PHRASES = "c4.phrases"
 END_MARKS = "c4.end_marks"
@@ -30,8 +30,9 @@ _MOST_REPEATED = {2: 0.20, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12,
 class QualityThreshold(NamedTuple):
     """Describe a threshold.
 
-    default: as published. meaning: of the figure, or of the threshold of lines. is_rule: whether a
-    row may be dropped by it alone. off: value of a threshold of lines that is switched off.
+    default: the published value. meaning: a description of the figure, or of the threshold of
+    lines. is_rule: whether the threshold alone can drop a row. off: value of a threshold of lines
+    that is switched off.
     """
 
     default: float

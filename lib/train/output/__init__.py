@@ -1,1 +1,1 @@
-"""Write all that a run reports: rows, log, events, state, metrics, pages; run the end command."""
+"""Write the log, rows, events, state, metrics and pages of a run, and run its end command."""

@@ -25,10 +25,10 @@ from lib.train.output.meters import Meters
 from lib.train.output.report import Report
 from lib.train.state import TrainState
 
-_ESTIMATE_S = 60.0  # to wait for the memory estimate, which would slow the measured steps down
+_ESTIMATE_S = 60.0  # the longest wait for the memory estimate, which would slow measured steps down
 _GIB = 1 << 30
 _PHASES = ("data", "forward", "backward", "update")
-# The figures of a row that belong to the result.
+# Prefixes of the figures that the result contains.
 _FIGURES = ("train/loss", "perf/", "time/", "memory/")
 _LAUNCH_FIGURES = ("perf/run_tokens_per_sec", "perf/eta_sec")  # they include the warm-up
 _OPTIONS = (
@@ -45,7 +45,7 @@ _OPTIONS = (
 
 
 class NoCheckpoints(Checkpointer):
-    """A checkpointer that saves nothing, and finds nothing."""
+    """Replace the checkpointer of a bench: save nothing, and find nothing."""
 
     def __init__(self) -> None:
         pass
@@ -74,7 +74,7 @@ class NoCheckpoints(Checkpointer):
 
 
 class BenchReport(Report):
-    """Reports a row after the warm-up and one after the measured steps, and then the result."""
+    """Report a row after the warm-up and one after the measured steps, and then the result."""
 
     def __init__(
         self,

@@ -17,18 +17,18 @@ from torch import Tensor
 
 KEY = "eval/bits_per_byte"
 _OF_SOURCE = re.compile(r"eval/(.+)/bits_per_byte")
-_MOST_SHOWN = 6  # sources in a line of the console
+_MOST_SHOWN = 6  # sources that a line of the console shows
 
 
 class TextLoss(NamedTuple):
-    """The loss of some text. nats: summed over labels. bytes: of the text they stand for."""
+    """Contain the loss of some text: nats, summed over labels, and bytes of the labels' text."""
 
     nats: float
     bytes: float
 
 
 class SourceLosses:
-    """Sums nats and bytes by source; the nats stay on the device until the end."""
+    """Sum nats and bytes by source; the nats stay on the device until the end."""
 
     def __init__(self, sources: int, device: torch.device) -> None:
         self._nats = torch.zeros(sources, dtype=torch.float64, device=device)
@@ -37,13 +37,13 @@ class SourceLosses:
     def add(self, token_losses: list[Tensor], sources: np.ndarray, sizes: np.ndarray) -> None:
         """Add a micro-batch.
 
-        token_losses: float32, B·T in all, in the order of the rows. sources, sizes: source and
-        bytes of each label, int64 [B, T]; a source of -1 is not counted.
+        token_losses: losses in nats, float32, B·T values in all, in the order of the rows. sources,
+        sizes: source and bytes of each label, int64 [B, T]; a label with source -1 is not counted.
         """
         losses = torch.cat(token_losses)
         source_of = torch.from_numpy(sources.ravel()).to(losses.device)
         for source in np.unique(sources[sources >= 0]).tolist():
-            # Not index_add_, whose order varies on a GPU.
+            # index_add_ would sum in an order that varies on a GPU.
             chosen = torch.where(source_of == source, losses, 0.0)
             self._nats[source] += chosen.sum(dtype=torch.float64)
             self._bytes[source] += sizes[sources == source].sum()
@@ -56,8 +56,8 @@ class SourceLosses:
 def compute_figures(parts: Mapping[str, TextLoss], is_complete: bool = True) -> dict[str, float]:
     """Return bits per byte as figures of a row: the total, and each part if there are several.
 
-    parts: loss by source or dataset. is_complete: the parts are the whole validation split;
-    otherwise there is no total.
+    parts: loss by source or dataset. is_complete: whether the parts are the whole validation split;
+    if not, there is no total.
     """
     losses = {name: part for name, part in parts.items() if part.bytes}
     if not losses:
@@ -69,7 +69,7 @@ def compute_figures(parts: Mapping[str, TextLoss], is_complete: bool = True) -> 
     return figures
 
 
-def describe(figures: Mapping[str, float]) -> str:
+def describe_figures(figures: Mapping[str, float]) -> str:
     """Return bits per byte as a text for the console, "" if the figures contain none."""
     found = {_OF_SOURCE.fullmatch(key): value for key, value in figures.items()}
     by_source = {match[1]: value for match, value in found.items() if match}

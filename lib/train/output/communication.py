@@ -28,9 +28,10 @@ _OPERATOR = "aten::"
 
 
 class Communication(NamedTuple):
-    """The share of communication in the time of a step, as a mean over all ranks.
+    """Contain the share of communication in the time of a step, as a mean over all ranks.
 
-    total: time with a running collective. exposed: the part of it without any computation.
+    total: share of the time with a running collective. exposed: share of the time with a running
+    collective and no computation.
     """
 
     total: float
@@ -38,10 +39,10 @@ class Communication(NamedTuple):
 
 
 class CommunicationProfiler:
-    """Profiles the steps after `after`, up to `last`, and computes the share of communication.
+    """Profile the steps after `after`, up to `last`, and compute the share of communication.
 
-    It replaces the `Profiler` of a run. All ranks must use it in the same way. result: None if
-    nothing was measured. problem: the reason. source: a text about the measured events.
+    This replaces the `Profiler` of a run. All ranks must use it in the same way. result: None if
+    nothing was measured. problem: why not. source: a text about the measured events.
     """
 
     def __init__(self, after: int, last: int, layout: ParallelLayout) -> None:

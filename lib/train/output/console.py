@@ -6,7 +6,7 @@ from typing import Any
 
 from lib.core import units
 
-_SHORT_NAMES = {  # in rank logs, in this order
+_SHORT_NAMES = {  # names of figures in rank logs, in the order of the log
     "train/loss": "loss",
     "train/grad_norm": "grad_norm",
     "train/learning_rate": "lr",
@@ -29,7 +29,7 @@ _STRAGGLER = 1.5  # ratio to the median rank from which a line names the slowest
 
 
 class ConsoleLines:
-    """Formats rows as lines for people. A column is as wide as its widest value so far."""
+    """Format rows as lines for people. A column is as wide as its widest value so far."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = f"{total_steps:,}"
@@ -64,7 +64,7 @@ def format_record(row: dict[str, Any], rank: int) -> str:
         "global_step": row["step"],
         "running_loss": round(row["train/loss_mean"], 4),
     }
-    record |= {short: _round(row[key]) for key, short in _SHORT_NAMES.items() if key in row}
+    record |= {short: _round_figure(row[key]) for key, short in _SHORT_NAMES.items() if key in row}
     record |= {key: round(value, 1) for key, value in row.items() if key.startswith("time/")}
     if row["perf/slowest_ratio"] > _STRAGGLER:
         record["slowest_rank"] = row["perf/slowest_rank"]
@@ -74,7 +74,7 @@ def format_record(row: dict[str, Any], rank: int) -> str:
 
 
 def _list_remarks(row: dict[str, Any]) -> list[str]:
-    """Return the cells at the end of a line that only some rows need."""
+    """Return the cells that only some rows need, for the end of a line."""
     remarks = []
     if "perf/eta_sec" in row:
         remarks.append(f"eta {units.duration(row['perf/eta_sec'])}")
@@ -95,7 +95,7 @@ def _format_percent(share: float) -> str:
     return f"{100 * share:.{0 if share >= 0.0995 or not share else 1}f} %"
 
 
-def _round(value: float) -> Any:
+def _round_figure(value: float) -> Any:
     """Return a number rounded to four significant digits; an integer keeps all of its digits."""
     if isinstance(value, int):
         return value

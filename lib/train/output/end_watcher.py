@@ -32,13 +32,13 @@ if TYPE_CHECKING:  # slow to import, and the watcher does not need it
     from lib.train.config import Config
 
 _ROOT = Path(__file__).resolve().parents[3]
-# Not `-m`, which would search the current directory of the user first.
+# `-m` would search the current directory of the user first.
 _PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from lib.train.output import end_watcher; end_watcher.main()"
 )
 _CHECK_EVERY_S = 0.5
-_MARGIN_S = on_end.KILL_S + 5.0  # to start the command, and to record its outcome
+_MARGIN_S = on_end.KILL_S + 5.0  # time to start and kill the command, and to record its outcome
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -66,7 +66,7 @@ def make_launch_ending(code: int, error: BaseException | None) -> Ending | None:
 
 
 class Watcher:
-    """The watcher of this process, in another session, which no signal to a rank reaches."""
+    """Control the watcher of this process, in a session that no signal to a rank reaches."""
 
     def __init__(self, config: Config, experiment: Experiment) -> None:
         self._seconds = config.on_end_seconds
@@ -96,7 +96,7 @@ class Watcher:
             log.warn(f"the command of --on-end will not run if this process is killed: {error}")
 
     def finish(self, code: int, error: BaseException | None) -> None:
-        """Send the ending of the launch to the watcher, and wait for the command; never raise."""
+        """Send the ending of the launch to the watcher and wait for the command. Raises nothing."""
         if self._process is None or self._process.stdout is None:
             return
         watchdog.stop()  # the wait below has its own limit
@@ -164,7 +164,10 @@ def _find_ending(job: dict[str, Any], experiment: Experiment) -> Ending | None:
 
 
 def _must_run_command(job: dict[str, Any], ending: Ending) -> bool:
-    """Return whether this process must run the command: the launch is over, no launcher lives."""
+    """Return whether this process must run the command.
+
+    It must if the launch is over and no launcher is alive to run the command.
+    """
     if job["launcher"]:
         return liveness.is_alive(job["launcher"]) is False
     if ending.status == "complete" or not job["torchrun"]:

@@ -1,10 +1,10 @@
 """Write and read what a run records about itself: config.yaml, state.json and events.jsonl.
 
-config.yaml also says which launch wrote it. A launch is what a person started once, however often a
-launcher restarts it. torchrun and the launchers repeat the options that were typed. But two options
-must act only once per launch: after a restart, --overwrite would discard the launch's own work, and
---resume never would refuse it. So config.yaml contains the marks of its launch (IDs that all
-processes of a launch share), and a process with one of these marks knows that it is a restart.
+config.yaml also names the launch that wrote it. A launch begins when a person starts a run, and it
+includes all restarts by a launcher. torchrun and the launchers repeat the typed options. But two
+options must act only once per launch: after a restart, --overwrite would discard the launch's own
+work, and --resume never would refuse it. So config.yaml contains the marks of its launch (IDs that
+all processes of a launch share), and a process with one of these marks knows that it is a restart.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class Journal:
-    """Writes config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks.
+    """Write config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks.
 
-    is_kept: False for a bench, which writes nothing on any rank. is_restart: a launcher has started
-    this launch again. has_started: this launch has written state.json, so it was not refused.
-    prometheus: the file metrics.prom, which shows the status too.
+    is_kept: False for a bench, which writes nothing on any rank. is_restart: whether a launcher has
+    started this launch again. has_started: whether this launch has written state.json, so that it
+    was not refused. prometheus: the writer of metrics.prom, which shows the status too.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Journal:
     ) -> None:
         """Write config.yaml: options, versions, argv and the commit of the code.
 
-        resolved: values of all options. settled: values of the options that nobody typed. launch,
+        resolved: values of all options. settled: values of the options that were filled in. launch,
         run: IDs of this start and of the run. launched_by: the marks of the launch.
         """
         if not self._active:
@@ -147,7 +147,7 @@ class Journal:
 
 
 def _overwrite(path: Path, content: bytes) -> bool:
-    """Replace the content of an existing file in place. Return whether that succeeded."""
+    """Overwrite the content of an existing file in place, and return whether that succeeded."""
     try:
         with path.open("r+b", buffering=0) as file:
             written = file.write(content)
@@ -208,7 +208,7 @@ def parse_time(text: object) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """The launch of all ranks. marks: its IDs. has_begun: this start is a restart."""
+    """Describe the launch of all ranks. marks: its IDs. has_begun: whether this is a restart."""
 
     marks: list[str]
     has_begun: bool
@@ -241,7 +241,7 @@ def is_restart(experiment: Experiment) -> bool:
 def drop_one_time_options(config: Config, has_begun: bool) -> Config:
     """Return the options of a restart without --overwrite and --resume never, and log that.
 
-    has_begun: this start is a restart; otherwise the options stay as they are.
+    has_begun: whether this start is a restart; if not, the options stay as they are.
     """
     typed = (["--overwrite"] if config.overwrite else []) + (
         ["--resume never"] if config.resume == "never" else []

@@ -23,12 +23,12 @@ from lib.train.config import Config
 
 PHASES = ("data", "forward", "backward", "update", "optimizer")  # `optimizer` is in `update`
 _COLLECT_EVERY = 100  # steps between two garbage collections
-_MOST_ALLOCATIONS = 1_000_000  # in the allocator's history
+_MOST_ALLOCATIONS = 1_000_000  # allocations that the allocator's history keeps
 _TABLE_ROWS = 40
 
 
 class Pace:
-    """Times the steps of a launch, including the evaluations and saves between them.
+    """Time the steps of a launch, including the evaluations and saves between them.
 
     The first step is left out, because it compiles, allocates and warms up.
     """
@@ -45,15 +45,15 @@ class Pace:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Return the mean so far; None before the second step has ended."""
+        """Return the mean seconds per step so far; None before the second step has ended."""
         return (time.perf_counter() - self._began) / (self.steps - 1) if self.steps > 1 else None
 
 
 class TimedSteps(NamedTuple):
-    """Start and end of each phase of some steps, which the GPU may not have reached yet.
+    """Contain start and end of each phase of some steps, which the GPU may not have reached yet.
 
-    spans: phase, start and end. A time is an event of the stream on CUDA, and the seconds of
-    `time.perf_counter` on a CPU. steps: number of steps.
+    spans: name, start and end of each phase. A time is an event of the stream on CUDA, and the
+    seconds of `time.perf_counter` on a CPU. steps: number of steps.
     """
 
     spans: list[tuple[str, Any, Any]]
@@ -68,19 +68,19 @@ class TimedSteps(NamedTuple):
         """
         sums = dict.fromkeys(PHASES, 0.0)
         for phase, began, ended in self.spans:
-            sums[phase] += _milliseconds(began, ended)
-        sums["total"] = _milliseconds(self.began, self.ended)
+            sums[phase] += _measure_milliseconds(began, ended)
+        sums["total"] = _measure_milliseconds(self.began, self.ended)
         return {f"time/{phase}": ms / self.steps for phase, ms in sums.items()}
 
 
-def _milliseconds(began: Any, ended: Any) -> float:
+def _measure_milliseconds(began: Any, ended: Any) -> float:
     if isinstance(began, float):
         return (ended - began) * 1000
     return began.elapsed_time(ended)
 
 
 class Timers:
-    """Times the phases of the steps since the last `capture`: `with timers("forward"): ...`.
+    """Time the phases of the steps since the last `capture`: `with timers("forward"): ...`.
 
     On CUDA this records events on the stream, so neither timing nor capturing waits for the device.
     """
@@ -123,7 +123,7 @@ class Timers:
 
 
 class StepProfiler(Protocol):
-    """Profiles some steps of a run. step: from 1."""
+    """Profile some steps of a run. step: from 1."""
 
     def begin_step(self, step: int) -> None: ...
 
@@ -131,7 +131,7 @@ class StepProfiler(Protocol):
 
 
 class Profiler:
-    """Profiles the time and memory of every operation from one step to another.
+    """Profile the time and memory of every operation from one step to another.
 
     span: first and last step, None for no profile. Each rank writes
     rank_00000.steps_10-12.json.gz (open it in Perfetto or chrome://tracing), a .txt with a table of
@@ -201,7 +201,7 @@ def write_snapshot(path: Path) -> None:
 
 
 class Meters:
-    """The timers, the profiler, the memory figures and the watchdog of a rank.
+    """Measure the steps of a rank with its timers, profiler, memory figures and watchdog.
 
     As a context manager, it makes Python collect garbage every 100 steps, on all ranks in the same
     steps.
@@ -221,7 +221,7 @@ class Meters:
         memory_before: float,
         step: int,
     ) -> None:
-        """step: the step after which the run continues."""
+        """Start to measure a run. step: the step after which the run continues."""
         self._layout = layout
         self.flops = flops
         self.peak = peak
@@ -243,7 +243,7 @@ class Meters:
         )
 
     def __enter__(self) -> Meters:
-        # If each rank collected garbage at its own time, each would make the others wait in turn.
+        # If ranks collected garbage at different times, each would make the others wait.
         # Objects that exist now stay for the whole run and are never examined again.
         gc.collect()
         gc.freeze()
@@ -254,7 +254,7 @@ class Meters:
         self.show_end()
 
     def show_end(self) -> None:
-        """Show the watchdog that this process is at the end of the run, and still works."""
+        """Show the watchdog that this process works at the end of the run."""
         self.watchdog.enter("end")
 
     def begin_step(self, step: int) -> None:

@@ -28,7 +28,7 @@ _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}
 
 
 class Metrics:
-    """Writes rows to all outputs; figures are not rounded. curve: the curve of loss.png."""
+    """Write rows to all outputs with unrounded figures. curve: the curve of loss.png."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Metrics:
 
 
 class Board:
-    """Appends to an event file of TensorBoard. Raises ImportError without that package.
+    """Append to an event file of TensorBoard. Raises ImportError without that package.
 
     TensorBoard's own writer has a thread, whose errors appear only at a later call. This class
     writes at once instead.
@@ -195,7 +195,7 @@ class Board:
         self._append(self._event(wall_time=time.time(), step=step, summary=summary))
 
     def _append(self, event: Any) -> None:
-        """Append an event, after those that begin the file or a launch."""
+        """Append an event. The events that begin a file or a launch are written first."""
         events = [*self._next, event]
         self._next = []
         failure: OSError | None = None
@@ -247,7 +247,7 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
             if row["step"] <= step:
                 kept.append(row)
                 ends_at = end
-    if kept != rows[: len(kept)]:  # somebody else has written the file
+    if kept != rows[: len(kept)]:  # another program has changed the file
         manifest.write_text(path, "".join(_format_line(row).decode() for row in kept))
     elif ends_at < end:
         with path.open("r+b") as file:
@@ -292,7 +292,7 @@ def _start_wandb(experiment: Experiment) -> Any:
 
 
 class Point(NamedTuple):
-    """A point of loss.png: the last figures of one or more adjacent rows, and their mean loss."""
+    """Contain a point of loss.png: the last figures of adjacent rows, and their mean loss."""
 
     tokens: int
     learning_rate: float
@@ -301,10 +301,10 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The points of loss.png, at most 4,000 for any number of rows.
+    """Contain the points of loss.png, at most 4,000 for any number of rows.
 
-    If there are more, adjacent points are merged. Later points then cover as many rows
-    as merged ones.
+    If there are more, adjacent points are merged. Later points then cover as many rows as merged
+    points.
     """
 
     def __init__(self) -> None:
@@ -330,12 +330,12 @@ class Curve:
             self.held_out.append((tokens, row["eval/loss"]))
         point = Point(tokens, row["train/learning_rate"], row["train/loss"], mean_loss(row))
         if 0 < self._rows_in_last < self._rows_per_point:
-            self.points[-1] = _merge(self.points[-1], point, self._rows_in_last)
+            self.points[-1] = _merge_points(self.points[-1], point, self._rows_in_last)
             self._rows_in_last += 1
             return
         if len(self.points) == _MOST_POINTS:
             pairs = zip(self.points[::2], self.points[1::2], strict=True)
-            self.points = [_merge(first, second) for first, second in pairs]
+            self.points = [_merge_points(first, second) for first, second in pairs]
             self._rows_per_point *= 2
         self.points.append(point)
         self._rows_in_last = 1
@@ -354,7 +354,7 @@ class Curve:
             return
         figure = Figure(figsize=(9, 5), dpi=110)  # pyplot would not work in several threads
         FigureCanvasAgg(figure)
-        _draw(figure, list(self.points), list(self.held_out), caption)
+        _draw_points(figure, list(self.points), list(self.held_out), caption)
         temporary = path.with_name(f"{path.stem}.tmp.png")  # only one process writes a run
         try:
             figure.savefig(temporary)
@@ -364,7 +364,7 @@ class Curve:
                 temporary.unlink(missing_ok=True)
 
 
-def _draw(
+def _draw_points(
     figure: Any, points: list[Point], held_out: list[tuple[int, float]], caption: str
 ) -> None:
     left = figure.subplots()
@@ -401,7 +401,7 @@ def _draw(
     figure.tight_layout()
 
 
-def _merge(first: Point, second: Point, rows: int = 1) -> Point:
+def _merge_points(first: Point, second: Point, rows: int = 1) -> Point:
     """Merge two points; the mean loss of the first one has the weight `rows`."""
     mean = (rows * first.mean_loss + second.mean_loss) / (rows + 1)
     return second._replace(mean_loss=mean)

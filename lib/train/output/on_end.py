@@ -25,9 +25,9 @@ from lib.train.output.journal import Journal, format_time
 
 EXIT_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 KILL_S = 3.0  # the most seconds that it takes to kill a command
-_TERMINATE_S = 2.0  # of these seconds, between SIGTERM and SIGKILL
+_TERMINATE_S = 2.0  # the part of KILL_S between SIGTERM and SIGKILL
 _DRAIN_S = 0.5
-_MOST_OUTPUT = 64 << 10  # bytes of its output to keep
+_MOST_OUTPUT = 64 << 10  # bytes of the command's output to keep
 _TAIL = 256 << 10  # bytes to read at the end of metrics.jsonl
 _LONGEST_REASON = 500
 # Variables of this launch. The command may itself start torchrun or another run.
@@ -38,7 +38,7 @@ _LAUNCH_VARIABLES = re.compile(
 
 
 class Ending(NamedTuple):
-    """The ending of a launch. status: as in state.json. reason: one line, "" if complete."""
+    """Describe how a launch ended. status: as in state.json. reason: one line, "" if complete."""
 
     status: str
     exit_code: int
@@ -61,8 +61,8 @@ def run_command(
 ) -> str:
     """Run a command with `sh -c`, record its outcome as an event, and return a text about it.
 
-    environment: other variables than those about the run. Takes at most `seconds` and KILL_S, and
-    raises nothing.
+    environment: the variables of the command, without those about the run. The call takes at most
+    `seconds` + KILL_S, and raises nothing.
     """
     facts = read_facts(experiment, ending)
     began = time.monotonic()
@@ -107,7 +107,7 @@ def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
 def build_user_environment() -> dict[str, str]:
     """Return the environment of this process without the changes of this project and of torchrun.
 
-    So a command of the user may use the network, and is no rank.
+    So a command of the user may use the network, and does not count as a rank.
     """
     return {
         name: value

@@ -18,22 +18,22 @@ from lib.core.paths import Experiment
 from lib.train.output import on_end
 
 _ROOT = Path(__file__).resolve().parents[3]
-# Not `-m`, which would search the current directory of the user first. An alarm ends the process
-# even if a file system hangs for a while.
+# `-m` would search the current directory of the user first. An alarm ends the process even if a
+# file system hangs for a while.
 _PROGRAM = (
     "import sys; sys.path[0] = sys.argv.pop(1); import os, runpy, signal; os.nice(19); "
     "signal.alarm(int(sys.argv.pop(1))); runpy.run_module('lib.report', run_name='__main__')"
 )
 _LONGEST_S = 120
-_PATIENCE_S = 10.0  # at the end of a run, whose page should be there when its command returns
-# More threads would take time from the ranks.
+_PATIENCE_S = 10.0  # the longest wait for the page at the end of a run
+# More threads would take processor time from the ranks.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class PageWriter:
-    """Starts the child processes that write report.html. Any thread may use it.
+    """Start the child processes that write report.html. Any thread may use it.
 
-    is_active: False on all ranks but 0, and for a bench, which write no page.
+    is_active: False on all ranks except 0 and for a bench; then no page is written.
     """
 
     def __init__(self, experiment: Experiment, is_active: bool) -> None:
@@ -45,13 +45,13 @@ class PageWriter:
 
     @property
     def is_failing(self) -> bool:
-        """Return whether the last page could not be written, as far as that is known."""
+        """Return whether a child process that has ended could not write the last page."""
         return self._may_fail.is_failing
 
     def start(self, is_last: bool = False) -> None:
-        """Start to write the page, unless an earlier child process still does.
+        """Start to write the page, unless an earlier child process is still writing it.
 
-        is_last: end the earlier process instead, because the files have changed since it read them.
+        is_last: replace that process, because the files have changed since it read them.
         """
         if not self._is_active:
             return
@@ -90,7 +90,7 @@ class PageWriter:
                 self._note_outcome()
 
     def _note_outcome(self) -> None:
-        """Warn if the last process, which has ended, has failed: with the line that says why."""
+        """Warn if the last process has failed, with the line of its output that says why."""
         process = self._process
         self._process = None
         if process is None or process.stderr is None:
@@ -104,7 +104,7 @@ class PageWriter:
         self._warn(OSError(reason) if process.returncode else None)
 
     def _warn(self, error: Exception | None) -> None:
-        """Log an error once, until there is none. error: None if the page could be written."""
+        """Log an error once. error: None if the page was written; the next error is then logged."""
         with self._may_fail:
             if error is not None:
                 raise error

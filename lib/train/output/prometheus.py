@@ -18,15 +18,15 @@ from lib.core.paths import Experiment
 
 PREFIX = "llm_train_"
 STATUSES = ("running", "complete", "preempted", "failed", "disk_full")
-_SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # to the base units of Prometheus
+_SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # factors to base units
 _PART = re.compile(r"eval/(.+)/bits_per_byte")
 _LAYER = re.compile(r"/layer_(\d+)/")
-_EVERY_S = 1.0  # between two writes of rows; Prometheus reads less often
-_STICKY = "eval/"  # figures that stay until they are measured again
+_EVERY_S = 1.0  # time between two writes of rows; Prometheus reads less often
+_STICKY = "eval/"  # prefix of the figures that stay until they are measured again
 
 
 class GaugeValue(NamedTuple):
-    """A value of a gauge, with its labels besides `exp`."""
+    """Contain a value of a gauge, with its labels besides `exp`."""
 
     name: str
     help: str
@@ -35,7 +35,7 @@ class GaugeValue(NamedTuple):
 
 
 class PrometheusFile:
-    """Replaces metrics.prom at each change of state.json and after rows, at most once per second.
+    """Replace metrics.prom at each change of state.json and after rows, at most once per second.
 
     Any thread may call it.
     """
@@ -148,6 +148,6 @@ def _escape(text: str, in_quotes: bool = False) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return a number as Go reads it."""
+    """Return a number in the form that Go's parser accepts."""
     text = repr(value)
     return {"nan": "NaN", "inf": "+Inf", "-inf": "-Inf"}.get(text, text)

@@ -45,7 +45,7 @@ _ON_BAR = ("loss", "validation", "eta")
 
 
 class Report:
-    """Reports the steps of a run. Rank 0 reports for all ranks; each rank logs its own figures.
+    """Report the steps of a run. Rank 0 reports for all ranks; each rank logs its own figures.
 
     A row is captured at the end of its step and written after the next step has been launched, so
     neither the host nor the device waits for the figures.
@@ -71,7 +71,7 @@ class Report:
         config = self._plan.config
         rank = self._layout.rank
         steps = self._plan.total_steps
-        # loss.png may be looked at without the run beside it.
+        # People look at loss.png without the run beside it.
         self._caption = (
             f"{experiment.root.name}: {state.model.config.model_type}, "
             f"{self._layout.ranks} × {self._layout.device.type}"
@@ -126,7 +126,7 @@ class Report:
     def _write_after_error(self, captured: CapturedRow) -> None:
         """Write the row that was captured before an error, if there are no other ranks."""
         if self._layout.ranks == 1:
-            with suppress(Exception):  # the error that ends the run matters more
+            with suppress(Exception):  # the error that ends the run must be reported
                 self.write_captured()
         else:
             log.to_file(
@@ -164,7 +164,7 @@ class Report:
     def add_validation(
         self, evaluation: Evaluation, model: nn.Module, compute_loss: LossFunction
     ) -> None:
-        """Measure what is due at the captured step, print it and add it to the captured row.
+        """Evaluate what is due at the captured step, print the figures and add them to the row.
 
         All ranks must call this.
         """
@@ -175,7 +175,7 @@ class Report:
             began = time.monotonic()
             figures |= evaluation.measure(model, compute_loss, self._show_batches)
             loss = figures["eval/loss"]
-            by_text = bits_per_byte.describe(figures)
+            by_text = bits_per_byte.describe_figures(figures)
             log.info(
                 f"step {step:,}: validation loss {loss:.4f}, {by_text}{', ' if by_text else ''}in "
                 f"{units.duration(time.monotonic() - began)}"
@@ -192,7 +192,7 @@ class Report:
             )
 
     def _show_pass(self, passes: int) -> None:
-        """Show the watchdog that an evaluation still works. passes: forward passes just done."""
+        """Show the watchdog that an evaluation works. passes: forward passes just completed."""
         self._meters.watchdog.enter("evaluation")
 
     def add_samples(self, sampling: Sampling) -> None:
@@ -260,7 +260,7 @@ class Report:
     def _log_duration(self, left: int) -> None:
         """Log the measured step time and how long the `left` remaining steps take."""
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # only this once; so far the host may have been ahead
+            torch.cuda.synchronize()  # only once: until now the host may have been ahead
         seconds = self._pace.seconds_per_step or 0.0
         saves = self._plan.config.ckpt_freq * seconds
         log.info(

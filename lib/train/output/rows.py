@@ -1,4 +1,7 @@
-"""Compute the figures of a row: captured at the end of a step, read once the device has done it."""
+"""Compute the figures of a row: capture them at the end of a step, and read them later.
+
+They can be read without a wait once the device has completed the step.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +50,10 @@ def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
 
 
 class CapturedLoss(NamedTuple):
-    """Summed losses of this rank, and label tokens of all ranks.
+    """Contain summed losses of this rank, and numbers of label tokens of all ranks.
 
-    sums: [2], last step and window, see `copy_to_host`. steps: steps in the window.
+    sums: [2], the losses of the last step and of the window in nats, see `copy_to_host`. steps:
+    number of steps in the window.
     """
 
     sums: torch.Tensor
@@ -71,7 +75,7 @@ class CapturedLoss(NamedTuple):
 
 
 class LossWindow:
-    """Sums the training loss of a step, and of the steps since the last row, on the device."""
+    """Sum the training loss of a step, and of the steps since the last row, on the device."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
@@ -106,7 +110,7 @@ class LossWindow:
 
 
 class CapturedRow(NamedTuple):
-    """The figures of a step, captured when the host ended the step, for a row written later.
+    """Contain the figures of a step, captured when the host ended the step, for a later row.
 
     position: position in the data after the step. norm_and_skipped: the gradient norm and the
     values of a SkippedSteps, see `copy_to_host`. load: load of the experts. validation: figures
@@ -131,7 +135,7 @@ class CapturedRow(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """The last of too many bad steps in a row, and the position in the data after it.
+    """Describe the last of too many consecutive bad steps, and the position in the data after it.
 
     The run may have taken another step since. A rollback undoes that step as well.
     """
@@ -228,9 +232,9 @@ def read_row(
 def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float]:
     """Return figures about the slowest rank and the one with the largest memory peak.
 
-    All ranks take as long for a step as the slowest one. They do not wait for each other only while
-    they load data or run the optimizer. local_ms: milliseconds of these phases, by rank. peaks:
-    GiB, by rank.
+    All ranks take as long for a step as the slowest one. Only the loading of data and the optimizer
+    run without waiting for other ranks, so these phases show the slowest rank. local_ms: their
+    milliseconds by rank. peaks: GiB by rank.
     """
     slowest = max(range(len(local_ms)), key=local_ms.__getitem__)
     usual = max(statistics.median(local_ms), 1e-9)
@@ -243,9 +247,9 @@ def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float
 
 
 class Evaluation:
-    """Measures the loss over the first --eval-batches global batches of each validation split.
+    """Measure the loss over the first --eval-batches global batches of each validation split.
 
-    suite: also evaluates the model on tasks, at steps of its own.
+    suite: evaluates the model on tasks as well, at the steps that it defines.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Turn errors of torch and NCCL, and a diverged run, into errors that say what to do."""
+"""Replace errors of torch and NCCL by errors that say what to do, and describe a diverged run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def explain_error(
     """Return an error that says what to do, None for an error that is clear or is a bug."""
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return _memory_error(text, config, experiment)
+        return _make_memory_error(text, config, experiment)
     if "does not have a deterministic implementation" in text:
         return UsageError(
             "--deterministic on cannot train this model",
@@ -49,7 +49,7 @@ def explain_error(
             run=commands.as_typed("--deterministic", "off"),
         )
     if isinstance(error, dist.DistError) or re.search(r"Connection (closed|reset) by peer", text):
-        return meeting.launcher_error() if launcher.is_gone() else _lost_rank_error(text)
+        return meeting.launcher_error() if launcher.is_gone() else _make_lost_rank_error(text)
     return None
 
 
@@ -75,12 +75,12 @@ def require_finite(loss: float, step: int, config: Config) -> None:
         )
 
 
-def divergence_error(
+def make_divergence_error(
     step: int, in_a_row: int, rollbacks: int, config: Config, experiment: Experiment
 ) -> UsageError:
     """Return the error for a run that cannot be rolled back, or was rolled back too often.
 
-    step: the last of the bad steps. in_a_row: their number.
+    step: the last of the bad steps. in_a_row: the number of consecutive bad steps.
     """
     tried = (
         f", after {rollbacks} rollbacks"
@@ -91,11 +91,11 @@ def divergence_error(
         f"training has diverged: {in_a_row} bad steps in a row{tried}",
         found=f"the weights have not changed since step {step - in_a_row}",
         hint=f"a lower learning rate, under another experiment name; {_SEE_PAGE}",
-        run=_lower_rate_command(config, experiment),
+        run=_format_lower_rate_command(config, experiment),
     )
 
 
-def _lower_rate_command(config: Config, experiment: Experiment) -> str:
+def _format_lower_rate_command(config: Config, experiment: Experiment) -> str:
     """Return the command that continues from the newest complete checkpoint at a tenth of --lr."""
     name = f"{experiment.root.name}-lower-lr"
     rates = ["-e", name, "--lr", f"{config.lr / 10:g}", "--min-lr", f"{config.min_lr / 10:g}"]
@@ -113,11 +113,11 @@ def _lower_rate_command(config: Config, experiment: Experiment) -> str:
     )
 
 
-def _memory_error(text: str, config: Config, experiment: Experiment) -> UsageError:
+def _make_memory_error(text: str, config: Config, experiment: Experiment) -> UsageError:
     """Return the error for a failed allocation. On CUDA, write a snapshot of the allocator."""
     if torch.cuda.is_available():
         path = experiment.profile / f"rank_{log.rank():05d}.out_of_memory.pickle"
-        with suppress(Exception):  # the error message matters more
+        with suppress(Exception):  # the failed allocation must be reported
             meters.write_snapshot(path)
             log.info(f"allocator snapshot for pytorch.org/memory_viz: {path}")
     step = make_step_without_attention(config, get_world_size(), torch.cuda.is_available())
@@ -129,7 +129,7 @@ def _memory_error(text: str, config: Config, experiment: Experiment) -> UsageErr
     )
 
 
-def _lost_rank_error(text: str) -> StageError:
+def _make_lost_rank_error(text: str) -> StageError:
     """Return the error for a connection to another rank that broke. text: the error of torch."""
     timed_out = "timeout" in text.lower() or "timed out" in text.lower()
     problem = (
