@@ -9,8 +9,9 @@ documents (each is similar to the one before), copies, one text in many slight v
 templates with different content. Then it runs stage 02 with `--dedup none`, `exact` and `near`, and
 prints seconds, CPU seconds of the process tree and its memory. It computes the Jaccard similarity
 of the planted pairs from the words themselves, and compares dropped.jsonl with it. --grow also
-measures the memory for inputs of 1, 4 and 16 times so many megabytes. All files are deleted at the
-end.
+measures the memory for inputs of 1, 4 and 16 times so many megabytes, and --members builds a corpus
+of so many variants of one text. --all adds a build with all rules, masks and test sets. All files
+are deleted at the end.
 """
 
 from __future__ import annotations
@@ -166,12 +167,54 @@ def measure_growth(work: Path, megabytes: int, workers: int) -> None:
         shutil.rmtree(work / "out")
 
 
+def measure_members(work: Path, members: int, workers: int) -> None:
+    """Print what becomes of a corpus in which every text is a variant of the same one."""
+    source = work / "members"
+    source.mkdir()
+    words = Planter(work / "unused")._make_text()[:100]
+    with (source / "members.jsonl").open("w") as file:
+        for number in range(members):
+            words[number % 100], before = f"n{number}", words[number % 100]
+            file.write(json.dumps({"text": " ".join(words)}) + "\n")
+            words[number % 100] = before
+    run = run_command([*stage_command(source, work / "out", workers), "--dedup", "near"], work)
+    summary = json.loads((work / "out/manifest.json").read_text())["summary"]
+    print(
+        f"\n{members:,} variants of one text: {run.seconds:.1f} s, {run.cpu:.1f} s of CPU, "
+        f"{run.memory / _MB:,.0f} MB; {summary['rows']:,} rows kept, "
+        f"{summary['near']['compared_pairs']:,} pairs compared, --near-candidates reached by "
+        f"{summary['near']['candidates_reached']:,} rows, --near-members "
+        f"{summary['near']['members_reached']:,} times"
+    )
+    shutil.rmtree(source)
+    shutil.rmtree(work / "out")
+
+
+def list_all_options(work: Path) -> list[str]:
+    """Return the options of a build with every rule that needs no model, and write a test set."""
+    draw = random.Random(2)
+    test_sets = work / "test_sets"
+    test_sets.mkdir()
+    with (test_sets / "questions.jsonl").open("w") as file:
+        for _ in range(10_000):
+            question = " ".join(f"q{draw.randrange(10**6)}" for _ in range(40))
+            file.write(json.dumps({"question": question}) + "\n")
+    return [
+        *("--dedup", "near", "--quality", "gopher,gopher-repetition,c4,fineweb"),
+        *("--mask", "email,ip,phone,iban,card", "--decontaminate", str(test_sets)),
+        *("--quality-set", "gopher.min_stop_words=0,c4.min_sentences=0"),
+        *("--quality-set", "fineweb.min_end_mark_lines=0"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dir", type=Path, help="scratch directory (default: a temporary one)")
     parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--grow", type=int, default=0)
+    parser.add_argument("--members", type=int, default=0)
+    parser.add_argument("--all", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         work = Path(name)
@@ -181,12 +224,14 @@ def main() -> None:
         print(
             "| --dedup | workers | seconds | rate | per core of CPU | memory |\n" + "|---" * 6 + "|"
         )
+        choices = {"all": list_all_options(work)} if args.all else {}
+        choices |= {dedup: ["--dedup", dedup] for dedup in ("none", "exact", "near")}
         for workers in args.workers:
-            for dedup in ("none", "exact", "near"):
+            for dedup, options in choices.items():
                 shutil.rmtree(work / "out", ignore_errors=True)
                 os.sync()
                 command = stage_command(work / "planted", work / "out", workers)
-                run = run_command([*command, "--dedup", dedup], work)
+                run = run_command([*command, *options], work)
                 print_row(
                     dedup,
                     workers,
@@ -197,9 +242,11 @@ def main() -> None:
                 )
         print_findings(planter, work / "planted", work / "out")
         print(f"\nload at the end {os.getloadavg()}")
+        shutil.rmtree(work / "planted")
+        shutil.rmtree(work / "out")
+        if args.members:
+            measure_members(work, args.members, max(args.workers))
         if args.grow:
-            shutil.rmtree(work / "planted")
-            shutil.rmtree(work / "out")
             measure_growth(work, args.grow, max(args.workers))
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -87,6 +88,18 @@ def test_every_module_is_covered_by_a_test() -> None:
         names = house.list_covered(path)
         assert names, f"{path} begins with no `# covers:` line"
         assert not [name for name in names if not any(house.ROOT.glob(name))], path
+
+
+def test_every_short_module_has_a_reason() -> None:
+    design = (house.ROOT / "docs/explanation/design.md").read_text()
+    listed = set(re.findall(r"`((?:lib|launch)/[\w/]+\.py)`", design.split("## Short modules")[1]))
+    short = [
+        path.relative_to(house.ROOT).as_posix()
+        for room in ("lib", "launch")
+        for path in sorted((house.ROOT / room).rglob("*.py"))
+        if path.name != "__init__.py" and len(path.read_text().splitlines()) < 60
+    ]
+    assert not [name for name in short if name not in listed]
 
 
 def test_the_table_has_a_column_per_tree(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import shutil
@@ -93,7 +94,7 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     options = ("--data-folder", "raw_text", "--decontaminate", "sets")
     done = stage(SCRIPT, *options, "--save-dir", "out")
     assert "no question can be compared in 1 test set: short" in done.stdout
-    assert "24 documents with questions dropped" in done.stdout
+    assert "24 documents with questions of" in done.stdout
     report = read_report(tmp_path / "out")
     sets = {each["name"]: each for each in report["test_sets"]}
     assert [*sets] == ["quiz", "inner/clean", "legal", "short"]
@@ -125,7 +126,7 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     assert f"question 1: {quiz['samples'][0]['n_gram']}" in page
 
     only = stage(SCRIPT, *options, "--decontaminate-report-only", "--save-dir", "only")
-    assert "24 documents with questions found, kept" in only.stdout
+    assert "none dropped for them" in only.stdout
     kept = read_report(tmp_path / "only")
     assert kept["test_sets"][0] == quiz | {"dropped": 0}
     summary = json.loads((tmp_path / "only/manifest.json").read_text())["summary"]
@@ -223,6 +224,18 @@ def test_bad_test_sets_are_refused_before_anything_is_read(stage, tmp_path, cont
         done = stage(SCRIPT, *options, *more, expect=2)
         assert words in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "hf_datasets").exists()
+
+
+def test_a_build_deletes_the_index_of_a_killed_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "test-sets-killed").mkdir()
+    (tmp_path / "test-sets-killed/lock").touch()
+    (tmp_path / "test-sets-running").mkdir()
+    with (tmp_path / "test-sets-running/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = test_sets.make_directory()
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted(["test-sets-running", made.name])
 
 
 def test_options_without_test_sets_are_refused(stage, tmp_path):

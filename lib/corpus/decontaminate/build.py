@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,8 @@ from lib.corpus.row_options import RowOptions
 
 _ALL = "all"  # directory of the index with all n-grams, which the sample uses
 _INDEX = "index"
+_PREFIX = "test-sets-"  # of temporary directories
+_LOCK = "lock"
 _NAMED = 10
 _FREQUENT = "frequent n-grams of the test sets"  # a key in the identity of parts
 
@@ -70,8 +74,7 @@ class IndexBuilder(NamedTuple):
         return row_options if is_prepared else self._prepare(row_options)
 
     def _prepare(self, row_options: RowOptions) -> RowOptions:
-        work = Path(tempfile.mkdtemp(prefix="test-sets-"))
-        stage.call_at_end(lambda code, error: shutil.rmtree(work, ignore_errors=True))
+        work = make_directory()
         whole = _load_index(tuple(row_options.decontaminate))
         index.save_index(whole, work / _ALL)
         tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
@@ -83,6 +86,27 @@ class IndexBuilder(NamedTuple):
         shutil.rmtree(work / _ALL)
         _log_index(final)
         return add_index(row_options, str(work / _INDEX))
+
+
+def make_directory() -> Path:
+    """Return a new temporary directory, which is deleted when this process ends.
+
+    The kernel releases the lock of a killed process, so its directory is found and deleted here.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), (left / _LOCK).open("rb") as its_lock:
+            fcntl.flock(its_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = (work / _LOCK).open("wb")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+    def delete(code: int, error: BaseException | None) -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        lock.close()
+
+    stage.call_at_end(delete)
+    return work
 
 
 def _log_index(test_index: Index) -> None:

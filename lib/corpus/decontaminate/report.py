@@ -119,11 +119,14 @@ class TestSetReport:
                     f"question {sample.question}: {sample.n_gram}" if sample else "",
                 ]
             )
-        verb = "kept, as asked" if self._row_options.decontaminate_report_only else "dropped"
+        was_dropped = (
+            "No document was dropped for them"
+            if self._row_options.decontaminate_report_only
+            else "This rule dropped the documents that no earlier rule had dropped"
+        )
         note = (
-            f"Test questions that occur in documents. These documents were {verb}. The share is "
-            f"that of the questions that could be compared. {FILE} lists all test sets and "
-            "questions."
+            f"Test questions that occur in documents. {was_dropped}. The share is that of the "
+            f"questions that could be compared. {FILE} lists all test sets and questions."
         )
         head = ["test set", "questions", "not compared", "found", "share", "documents", "sample"]
         problems = [
@@ -138,11 +141,10 @@ class TestSetReport:
         found = self.list_sets(hits)
         summary = self.summarise(hits)
         hit = [each for each in found if each.hits.documents]
-        verb = "dropped" if not self._row_options.decontaminate_report_only else "found, kept"
+        kept = ", none dropped for them" if self._row_options.decontaminate_report_only else ""
         lines = {
-            "test sets": f"questions of {summary['sets_hit']} of "
-            f"{units.counted(len(found), 'set')} occur, "
-            f"{units.counted(hits.documents, 'document')} with questions {verb}; "
+            "test sets": f"{units.counted(hits.documents, 'document')} with questions of "
+            f"{summary['sets_hit']} of {units.counted(len(found), 'set')}{kept}; "
             f"{summary['unprotected']:,} of {units.counted(summary['questions'], 'question')} "
             f"could not be compared; {save_dir}/{FILE} lists all"
         }
