@@ -254,7 +254,7 @@ def test_include_and_exclude_may_be_repeated(stage, raw, tmp_path):
     )
     paths = set(files_of(tmp_path / "splits"))
     assert paths and all(path.startswith("dir0/") for path in paths)
-    assert "--include dir1/* matches no file" in done.stdout
+    assert "--include dir1/* matches none of the files" in done.stdout
     assert "--exclude depe matches nothing" in done.stdout and "--exclude deep" not in done.stdout
     assert "dir0/* matches" not in done.stdout
     (tmp_path / "run.yaml").write_text(

@@ -218,7 +218,7 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
 
 def test_the_package_stays_small_and_nothing_imports_it() -> None:
     package = [*(ROOT / "lib" / "report").glob("*.py")]
-    assert sum(len(path.read_text().splitlines()) for path in package) < 720
+    assert sum(len(path.read_text().splitlines()) for path in package) < 760
     others = [*(ROOT / "lib").rglob("*.py"), *ROOT.glob("0*.py"), *(ROOT / "launch").rglob("*.py")]
     imports = re.compile(r"^\s*(from|import) lib\.report", re.MULTILINE)
     assert not [p for p in others if p not in package and imports.search(p.read_text())]
