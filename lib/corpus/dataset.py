@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
@@ -163,8 +163,10 @@ class DatasetWriter:
         if result.unit.begins:
             self._lines_before = 0
             self._rows_before = 0
-        self._add_errors(result)
-        self._add_dropped(result)
+        _copy_lines(result.unit.part("errors"), self._errors, "line", self._lines_before)
+        dropped = result.unit.part("dropped")
+        if self._dropped and dropped.exists():  # parts of an earlier version lack this file
+            _copy_lines(dropped, self._dropped, "position", self._rows_before)
         for split, writer in self._writers.items():
             rows = UnitRows(result, split, self._rows_before)
             planned = self._output.select(rows) if self._output else None
@@ -332,36 +334,6 @@ class DatasetWriter:
     ) -> tuple[float, dict[str, Any] | None]:
         return 1.0, self._kept[name].describe_row(leaders[row])
 
-    def _add_errors(self, result: UnitResult) -> None:
-        """Append the unit's lines to errors.jsonl.
-
-        In a later span of a large file, line numbers are shifted to count from the file's start.
-        """
-        with result.unit.part("errors").open("rb") as lines:
-            for text in lines:
-                if self._lines_before:
-                    problem = json.loads(text)
-                    if problem["line"] is not None:
-                        problem["line"] += self._lines_before
-                    text = json.dumps(problem).encode() + b"\n"
-                self._errors.write(text)
-
-    def _add_dropped(self, result: UnitResult) -> None:
-        """Append the unit's lines to dropped.jsonl.
-
-        In a later span of a large file, positions are shifted to count from the file's start.
-        """
-        path = result.unit.part("dropped")
-        if self._dropped is None or not path.exists():
-            return
-        with path.open("rb") as lines:
-            for text in lines:
-                if self._rows_before:
-                    row = json.loads(text)
-                    row["position"] += self._rows_before
-                    text = json.dumps(row).encode() + b"\n"
-                self._dropped.write(text)
-
     def _note_progress(self) -> None:
         self._errors.flush()
         for file in (
@@ -411,6 +383,22 @@ class DatasetWriter:
         self._flusher.then(write)
         self._unnoted = 0
         self._noted_at = time.monotonic()
+
+
+def _copy_lines(part: Path, file: BinaryIO, key: str, before: int) -> None:
+    """Append the JSON Lines of a part to a file.
+
+    key: a number that counts from the beginning of a span. before: added to this number, so that it
+    counts from the beginning of the file.
+    """
+    with part.open("rb") as lines:
+        for text in lines:
+            if before:
+                content = json.loads(text)
+                if content[key] is not None:
+                    content[key] += before
+                text = json.dumps(content).encode() + b"\n"
+            file.write(text)
 
 
 def _restore_progress(directory: Path) -> dict[str, Any]:
