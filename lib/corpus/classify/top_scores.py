@@ -41,8 +41,8 @@ def find_threshold(scores: Path, first: int, kept: int) -> ScoreThreshold:
     """Return the threshold that keeps the `kept` highest scores; among equal scores, the first.
 
     scores: a file of float32 values, none of them negative. first: index of the first score that
-    counts. The bits of such floats are in the order of their values. So two passes, each of which
-    counts one half of the bits, find the threshold exactly.
+    counts. The bits of such floats are in the order of their values. So two passes find the
+    threshold exactly: the first counts the upper half of the bits, the second the lower half.
     """
     import numpy as np
 
