@@ -106,11 +106,9 @@ def parse(argv: Sequence[str]) -> BuildOptions:
     parser = options.Parser(__doc__)
     declared.add_options(parser, BuildOptions)
     parser.add_common("read files")
-    opts = declared.read_options(BuildOptions, parser.parse(argv))
+    opts = declared.drop_repeats(declared.read_options(BuildOptions, parser.parse(argv)))
     # The order of kinds and languages must not affect the identity of a dataset.
-    return replace(
-        opts, extract=table.sort_kinds(opts.extract), language=sorted(set(opts.language))
-    )
+    return replace(opts, extract=table.sort_kinds(opts.extract), language=sorted(opts.language))
 
 
 def check_options(opts: BuildOptions) -> None:

@@ -280,6 +280,7 @@ def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path
     given = ("--data-folder", "raw", "--save-dir", "out", "--min-chars", 1)
     done = stage(SCRIPT, *given, "--fields", "text")
     assert "2 of 25 documents" in done.stdout
+    assert "already done" in stage(SCRIPT, *given, "--fields", "text,text").stdout
     assert "body (23), meta.title (23)" in done.stdout
     (tmp_path / "raw" / "b.txt").write_text("plain text is not touched")
     done = stage(SCRIPT, *given, "--fields", "text,zzz", "--overwrite")

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
+from lib.core import units
 from lib.corpus import encoding, row_tally, selection, shingles
 from lib.corpus.dropped import format_dropped
 from lib.corpus.masks.mask_options import make_masker
@@ -296,7 +297,7 @@ class Documents(ABC):
     def _end_rows(self, path: str) -> None:
         """Note how many rows of a file or span were dropped, and where its rows end."""
         for (kind, reason), count in self._dropped_of.items():
-            message = f"{count} rows are {reason}"
+            message = f"{units.counted_are(count, 'row')} {reason}"
             self._errors.write(format_problem(path, None, None, kind, message, DROPPED_ROWS))
             self.tally.problems[kind] += 1
         self._dropped_of.clear()

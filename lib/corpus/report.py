@@ -58,7 +58,7 @@ def find_refusal(
         )
     if len(tally.failed) > max_error_rate * files:
         return UsageError(
-            f"{len(tally.failed):,} of {files:,} files failed, more than "
+            f"{len(tally.failed):,} of {units.counted(files, 'file')} failed, more than "
             f"--max-error-rate {max_error_rate:g}",
             found=found,
         )
@@ -71,12 +71,14 @@ def format_summary(
     """Return the lines of the printed summary by label. total: bytes of the input files."""
     summary = dataset.summary()
     tally = dataset.tally
-    rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
+    *others, (split, count) = dataset.rows.items()
+    counts_of = [f"{number:,} {name}" for name, number in others]
+    rows = ", ".join([*counts_of, units.counted(count, f"{split} row")])
     lines = {
         "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
         f"{units.counted(tally.documents, _name_records(row_options))}",
         **(tally.chat.format_lines() if row_options.format == CHAT else {}),
-        "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
+        "out": f"{rows}, {units.size(summary['text_bytes'])} of text",
     }
     counts = tally.dropped + dataset.dropped
     for kind, option in selection.describe_dropped(row_options, counts).items():
@@ -149,7 +151,7 @@ def list_warnings(
         documents = tally.documents + without
         warnings.append(
             f"--fields {','.join(row_options.fields)} found text in only {tally.documents:,} of "
-            f"{documents:,} documents ({100 * tally.documents / documents:.1f} %)"
+            f"{units.counted(documents, 'document')} ({100 * tally.documents / documents:.1f} %)"
             + describe_other_fields(tally)
         )
     if names := [name for name, count in tally.as_text.most_common() if count]:
@@ -176,7 +178,9 @@ def list_warnings(
         )
     for kind, option in selection.describe_dropped(row_options, tally.dropped).items():
         if tally.dropped[kind] > rows:
-            warnings.append(f"{option} dropped {tally.dropped[kind]:,} of {total:,} rows")
+            warnings.append(
+                f"{option} dropped {tally.dropped[kind]:,} of {units.counted(total, 'row')}"
+            )
     if row_options.validation_percent and not all(rows_of.values()):
         warnings.append(
             "the validation split is empty: the corpus is too small for --validation-percent "

@@ -58,7 +58,7 @@ def print_examples(
     log.info(
         "rows that each rule drops in a sample of "
         f"{units.size(sum(unit.bytes for unit in chosen))} from {units.size(total)} of input "
-        f"({tally.row_counts.rows:,} rows):"
+        f"({units.counted(tally.row_counts.rows, 'row')}):"
     )
     found = [kind for kind in rules if tally.alone[kind]]
     for kind in found:

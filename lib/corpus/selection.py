@@ -50,8 +50,8 @@ class Rule(NamedTuple):
 
     option: the field of RowOptions that switches the rule on. find_reason: called with the text of
     a row and the value of the option; returns why the row is dropped, or "" to keep it. The reason
-    completes the sentence "3 rows are …". measure: returns the value of a dropped row for
-    dropped.jsonl.
+    completes the sentences "3 rows are …" and "1 row is …". measure: returns the value of a dropped
+    row for dropped.jsonl.
     """
 
     option: str
@@ -126,7 +126,7 @@ class Decision(NamedTuple):
     option: the field of RowOptions that switches the decision on. sidecars: names of the sidecars
     that the decision reads. start: returns the decider of a dataset, given the path of the
     decider's file. problem: kind of the line in errors.jsonl. reason: the end of its message "3
-    rows of train are …".
+    train rows are …", or "1 train row is …".
     """
 
     option: str
@@ -209,9 +209,7 @@ _EVERY_DECISION = {"positions", "sizes"}
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
-    "duplicates": Decision(
-        "dedup", ("digests",), DigestSet, "duplicate", "duplicates of earlier rows"
-    )
+    "duplicates": Decision("dedup", ("digests",), DigestSet, "duplicate", "equal to an earlier row")
 }
 
 # Decisions that need the sidecars of all rows before they can select the first one. A build with
@@ -225,7 +223,7 @@ TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
         NEAR,
         ("digests", "keys"),
         "near duplicate",
-        "near duplicates of kept rows",
+        "similar to a kept row",
     ),
 }
 

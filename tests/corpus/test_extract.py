@@ -391,6 +391,7 @@ def test_documents_are_counted_before_they_are_read(tmp_path, monkeypatch):
     assert "2 PDF and 1 DOCX files, which are skipped, and 3 HTML files, which" in text
     assert "--extract html,pdf,docx --overwrite" in text
     assert "HTML" not in options.describe_skipped(counts, ["html"])
+    assert "1 DOCX file, which is skipped;" in options.describe_skipped({"docx": 1}, [])
     assert not options.describe_skipped(counts, ALL)
     monkeypatch.setattr(options, "_MOST_OPENED", 1)
     assert options.count_documents(tmp_path, files) == counts

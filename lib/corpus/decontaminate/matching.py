@@ -115,7 +115,7 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
         row_options.decontaminate_share,
         row_options.decontaminate_report_only,
     )
-    return [BatchRule(KIND, "documents with test questions", rule.check, rule.finish)]
+    return [BatchRule(KIND, "contaminated by test questions", rule.check, rule.finish)]
 
 
 @cache

@@ -190,10 +190,9 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
     if isinstance(value, list):
         return [_mask_value(item, masker, hits) for item in value]
     if isinstance(value, dict):
+        keys = _separate_keys({key: _mask_value(key, masker, hits) for key in value})
         return {
-            _mask_value(key, masker, hits): (
-                item if _is_name(key, item, value) else _mask_value(item, masker, hits)
-            )
+            keys[key]: item if _is_name(key, item, value) else _mask_value(item, masker, hits)
             for key, item in value.items()
         }
     is_number = isinstance(value, int) and not isinstance(value, bool)
@@ -204,6 +203,24 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
         return value
     hits.extend(own, 0)
     return masked.decode()
+
+
+def _separate_keys(keys: dict[str, str]) -> dict[str, str]:
+    """Return the masked keys of an object by their keys, with a number where two became equal.
+
+    Otherwise one of their values would be lost. A key without a match stays as it is.
+    """
+    used = {key for key, masked in keys.items() if key == masked}
+    separate = {}
+    for key, masked in keys.items():
+        name = masked
+        number = 1
+        while name in used and key != masked:
+            number += 1
+            name = f"{masked} ({number})"
+        used.add(name)
+        separate[key] = name
+    return separate
 
 
 def _is_name(key: str, item: Any, holder: dict[str, Any]) -> bool:
