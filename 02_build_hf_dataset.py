@@ -35,7 +35,7 @@ from pathlib import Path
 
 from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
-from lib.core.errors import Problems
+from lib.core.errors import Problems, name_full_disk
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.classify import language, scores
@@ -233,7 +233,7 @@ def build_split(
     opts: BuildOptions, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
     """Build the parts of one split; after a kill, a later run reuses the finished units."""
-    with build:
+    with name_full_disk(build.partial.parent, "another --save-dir"), build:
         tasks = work_units.cut_files(opts.data_folder, files, build.dir, row_options)
         total = sum(file.bytes for file in files)
         rows = 0
@@ -406,6 +406,7 @@ def main(argv: list[str]) -> None:
         return
 
     with (
+        name_full_disk(build.partial.parent, "another --save-dir"),
         build,
         DatasetWriter(build.dir, row_options, opts.has_two_passes and not opts.merge) as dataset,
     ):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.core import declared, log, run_records, units
+from lib.core.errors import MOVE_TEMPORARY, name_full_disk
 from lib.corpus import selection, work_units
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
@@ -42,7 +43,10 @@ def print_examples(
     only_rules = dataclasses.replace(
         row_options, **{name: getattr(defaults, name) for name in (*off, "near_against")}
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with (
+        name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         tasks = work_units.cut_splits(folder, files, Path(scratch), only_rules)
         chosen = [dataclasses.replace(unit, samples=most) for unit in choose_units(tasks)]
         if not chosen:

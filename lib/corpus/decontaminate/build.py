@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.core import log, stage, units
-from lib.core.errors import UsageError
+from lib.core.errors import MOVE_TEMPORARY, UsageError, name_full_disk
 from lib.corpus import work_units
 from lib.corpus.decontaminate import frequency, index, questions
 from lib.corpus.decontaminate.index import SHORTEST, Index
@@ -74,16 +74,17 @@ class IndexBuilder(NamedTuple):
         return row_options if is_prepared else self._prepare(row_options)
 
     def _prepare(self, row_options: RowOptions) -> RowOptions:
-        work = make_directory()
-        whole = _load_index(tuple(row_options.decontaminate))
-        index.save_index(whole, work / _ALL)
-        tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
-        is_frequent, frequent = frequency.sample_corpus(
-            row_options, str(work / _ALL), tasks, self.workers, self.progress
-        )
-        final = index.ignore_frequent(whole, is_frequent, frequent)
-        index.save_index(final, work / _INDEX)
-        shutil.rmtree(work / _ALL)
+        with name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY):
+            work = make_directory()
+            whole = _load_index(tuple(row_options.decontaminate))
+            index.save_index(whole, work / _ALL)
+            tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
+            is_frequent, frequent = frequency.sample_corpus(
+                row_options, str(work / _ALL), tasks, self.workers, self.progress
+            )
+            final = index.ignore_frequent(whole, is_frequent, frequent)
+            index.save_index(final, work / _INDEX)
+            shutil.rmtree(work / _ALL)
         _log_index(final)
         return add_index(row_options, str(work / _INDEX))
 
