@@ -129,7 +129,7 @@ def check_options(opts: BuildOptions) -> None:
         )
     problems.collect(opts.require_consistent)
     problems.collect(partial(extraction.require_extraction, opts))
-    problems.collect(partial(test_sets.require_test_sets, opts))
+    problems.collect(partial(test_sets.require_test_sets, opts, not opts.no_progress))
     problems.collect(partial(quality.require_quality, opts))
     problems.collect(partial(signatures.require_earlier, opts))
     problems.collect(partial(mask_options.require_masks, opts))

@@ -86,6 +86,13 @@ def format_summary(
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if tally.extracted:
         lines["extracted"] = _count_documents(tally.extracted)
+    if tally.without_text:
+        failed = [
+            f"{count:,} {kind.upper()} {problem}"
+            for name, count in sorted(tally.without_text.items())
+            for kind, problem in [name.split(": ", 1)]
+        ]
+        lines["without text"] = ", ".join(failed)
     if tally.not_extracted and row_options.format != CHAT:
         lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
     if dataset.plan:

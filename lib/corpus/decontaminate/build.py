@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from lib.core import log, stage, units
 from lib.core.errors import MOVE_TEMPORARY, UsageError, name_full_disk
+from lib.core.progress import Progress
 from lib.corpus import work_units
 from lib.corpus.decontaminate import frequency, index, questions
 from lib.corpus.decontaminate.index import SHORTEST, Index
@@ -29,10 +30,13 @@ _NAMED = 10
 _FREQUENT = "frequent n-grams of the test sets"  # a key in the identity of parts
 
 
-def require_test_sets(row_options: RowOptions) -> None:
-    """Raise UsageError if the test sets cannot be read, or if no question can be compared."""
+def require_test_sets(row_options: RowOptions, progress: bool = False) -> None:
+    """Raise UsageError if the test sets cannot be read, or if no question can be compared.
+
+    progress: whether to show the progress, since many test sets take a minute.
+    """
     if row_options.decontaminate:
-        _load_index(tuple(row_options.decontaminate))
+        _load_index(tuple(row_options.decontaminate), progress)
 
 
 def identify_test_sets(row_options: RowOptions) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class IndexBuilder(NamedTuple):
     def _prepare(self, row_options: RowOptions) -> RowOptions:
         with name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY):
             work = make_directory()
-            whole = _load_index(tuple(row_options.decontaminate))
+            whole = _load_index(tuple(row_options.decontaminate), self.progress)
             index.save_index(whole, work / _ALL)
             tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
             is_frequent, frequent = frequency.sample_corpus(
@@ -128,8 +132,12 @@ def _log_index(test_index: Index) -> None:
 
 
 @cache
-def _load_index(directories: tuple[Path, ...]) -> Index:
-    found = index.build_index(questions.read_sets(directories))
+def _load_index(directories: tuple[Path, ...], progress: bool) -> Index:
+    files = questions.list_files(directories)
+    size = sum(each.path.stat().st_size for each in files)
+    log.info(f"reading {units.counted(len(files), 'test set')}, {units.size(size)}")
+    with Progress("test sets", len(files), "set", progress) as bar:
+        found = index.build_index(questions.read_sets(directories, bar.advance))
     digests = questions.identify_sets(directories)
     if not any(each.protected for each in found.test_sets):
         raise UsageError(

@@ -12,6 +12,7 @@ from lib.corpus import selection
 from lib.corpus.classify import top_scores
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
+from lib.corpus.extract.table import EXTRACTORS
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.matches import MaskTally
 from lib.corpus.near.minhash import Bands
@@ -133,11 +134,32 @@ def _list_rules(
 def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Section]:
     """Return the tables about options that change or compare texts."""
     sections = [*_describe_scores(dataset.plan, row_options)]
+    if row_options.extract:
+        sections.append(_describe_extraction(dataset.tally, row_options))
     if row_options.mask:
         sections.append(_describe_masks(dataset.masks))
     if dataset.test_sets:
         sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
     return sections
+
+
+def _describe_extraction(tally: Tally, row_options: RowOptions) -> Section:
+    """Return a table of the documents whose text was extracted, and of the others by problem."""
+    rows = []
+    for kind in row_options.extract:
+        problems = {
+            name.partition(": ")[2]: count
+            for name, count in sorted(tally.without_text.items())
+            if name.startswith(f"{kind}: ")
+        }
+        reasons = ", ".join(f"{problem} {count:,}" for problem, count in problems.items())
+        counts = f"{tally.extracted[kind]:,}", f"{sum(problems.values()):,}"
+        rows.append([EXTRACTORS[kind].label, *counts, reasons])
+    note = (
+        "Documents whose text was extracted, and documents that gave none; errors.jsonl lists the "
+        "latter. Some pages or chapters of an extracted document may be missing."
+    )
+    return Section("Extraction", note, ["kind", "extracted", "without text", "problems"], rows)
 
 
 def _describe_masks(masks: MaskTally) -> Section:
