@@ -327,6 +327,7 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
         (["--validation-percent", "100"], "percentage", 2),
         (["--max-error-rate", "5"], "fraction", 2),
         (["--min-chars", "many"], "whole number", 2),
+        (["--fallback-encoding", "idna"], "unknown text encoding 'idna'", 2),
         (["--strings", "both"], "invalid choice", 2),
     ],
 )

@@ -19,6 +19,7 @@ from lib.corpus import inputs, kinds
 from lib.corpus.extract import archive, child, extracted, options
 from lib.corpus.extract.docx import extract_docx
 from lib.corpus.extract.epub import extract_epub
+from lib.corpus.extract.markup import strip_tags
 from lib.corpus.extract.extracted import Refusal
 from lib.corpus.extract.html import decode_page
 from lib.corpus.extract.process import Extraction
@@ -128,6 +129,7 @@ def test_damaged_documents_are_named_with_their_reason(read):
         ("<meta charset=unheard-of>é".encode("cp1252"), "cp1252", "é", 1),
         ("<meta charset=utf-8>é".encode("cp1252"), "cp1252", "é", 1),
         ("<meta charset=utf-16>é".encode(), "", "é", 0),
+        ("<meta charset=idna>é".encode("cp1252"), "", "\ufffd", 1),  # unknown to browsers
     ],
 )
 def test_the_encoding_of_a_page(data, fallback, expected, replaced):
@@ -195,6 +197,11 @@ def test_epub_in_the_order_of_its_spine():
         {"OEBPS/b c.xhtml": "<body><h1>B</h1><p>x&nbsp;y <br/>\n z</p><pre>  p\n q</pre></body>"},
     )
     assert extract_epub(data, "").text == "B\n\nx\xa0y\nz\n\n  p\n q\n\none\ntwo"
+
+
+def test_damaged_declarations_lose_no_chapter():
+    text = strip_tags("<p>a<![ x ]>b<![if !x]>c<![endif]>d<![CDATA[e]]></p>f<![")
+    assert " ".join(text.split()) == "abcd f<!["
 
 
 def test_epub_with_encrypted_chapters_or_without_any():
