@@ -19,9 +19,9 @@ from lib.corpus import inputs, kinds
 from lib.corpus.extract import archive, child, extracted, options
 from lib.corpus.extract.docx import extract_docx
 from lib.corpus.extract.epub import extract_epub
-from lib.corpus.extract.markup import strip_tags
 from lib.corpus.extract.extracted import Refusal
 from lib.corpus.extract.html import decode_page
+from lib.corpus.extract.markup import strip_tags
 from lib.corpus.extract.process import Extraction
 from lib.corpus.row_options import RowOptions
 from tests.corpus.sample_documents import (
