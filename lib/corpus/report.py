@@ -32,9 +32,10 @@ def find_refusal(
     tally = dataset.tally
     chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
+    counts = tally.dropped + dataset.dropped
     dropped = [
-        f"{units.counted(tally.dropped[kind], 'row')} dropped by {option}; "
-        for kind, option in selection.describe_dropped(row_options, tally.dropped).items()
+        f"{units.counted(counts[kind], 'row')} dropped by {option}; "
+        for kind, option in selection.describe_dropped(row_options, counts).items()
     ]
     found = f"{''.join(dropped)}problems: {problems}{describe_other_fields(tally)}"
     if error := chat.find_mixture():
@@ -49,9 +50,11 @@ def find_refusal(
         )
     if not dataset.rows[TRAIN]:
         content = "a conversation" if row_options.format == CHAT else "text"
-        return UsageError(
-            f"no document in {folder} contains {content} for the split `train`", found=found
-        )
+        problem = f"no document in {folder} contains {content} for the split `train`"
+        if total := counts.total():
+            number = units.counted(total, "row")
+            problem = f"no row is left for the split `train`, since the options dropped {number}"
+        return UsageError(problem, found=found)
     if row_options.fields and not tally.fields_seen and tally.problems["no string"]:
         return UsageError(
             f"no document in {folder} has the --fields {','.join(row_options.fields)}", found=found
