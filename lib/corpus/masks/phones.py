@@ -9,6 +9,9 @@ from functools import partial
 from lib.corpus.masks.finders import Finder, is_bounded
 
 _FEWEST_DIGITS = 8
+# More bytes than the patterns below match: with a country code, and without one.
+_LONGEST = 256
+_LONGEST_NATIONAL = 128
 _MOST_DIGITS = 15  # the most digits that E.164 allows
 # Groups of digits with single separators; a space or a hyphen may be one of Unicode's.
 _SEPARATOR = rb"(?:[ ./-]|\xc2\xa0|\xe2\x80[\x91\x93\xaf])"
@@ -146,7 +149,7 @@ def _find_american(text: bytes, at: int, low: int, high: int) -> tuple[int, int]
 
 
 _INTERNATIONAL_FINDER = Finder(
-    re.compile(rb"\+(?=[1-9][0-9 ./()\xc2\xe2-])"), False, find_international
+    re.compile(rb"\+(?=[1-9][0-9 ./()\xc2\xe2-])"), False, find_international, _LONGEST
 )
 
 
@@ -155,7 +158,7 @@ def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
     finders = [_INTERNATIONAL_FINDER]
     if any(country in _AMERICAN_COUNTRIES for country in countries):
         finders += [
-            Finder(re.compile(pattern), True, _find_american)
+            Finder(re.compile(pattern), True, _find_american, _LONGEST_NATIONAL)
             for pattern in (
                 rb"-(?<=000-)(?=0000)",
                 rb"\.(?<=000\.)(?=0000)",
@@ -165,5 +168,5 @@ def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
     lengths = [_NATIONAL_LENGTHS[each] for each in countries if each in _NATIONAL_LENGTHS]
     if lengths:
         anchor = re.compile(rb"0(?<![0-9A-Za-z./,:+-]0)(?=[0-9]{1,5}(?:[ )/-]|\xc2\xa0))")
-        finders.append(Finder(anchor, False, partial(_find_national, lengths)))
+        finders.append(Finder(anchor, False, partial(_find_national, lengths), _LONGEST_NATIONAL))
     return tuple(finders)
