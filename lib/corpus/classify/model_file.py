@@ -102,6 +102,8 @@ def _parse_model(reader: _Reader) -> list[str]:
         raise InvalidModel(f"it was trained with an unknown loss ({loss})")
     if not 0 < dim <= _LARGEST_ROW:
         raise InvalidModel(f"its vectors have {dim:,} numbers")
+    if settings.longest < 0:  # fastText would read it as a very large number
+        raise InvalidModel(f"its longest n-gram has {settings.longest:,} characters")
     if bucket < 0 or (bucket == 0 and (word_ngrams > 1 or settings.longest > 0)):
         raise InvalidModel("it uses n-grams but has no rows for them")
     size, words, count, _, pruned = reader.read("<3i2q")
