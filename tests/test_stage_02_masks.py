@@ -320,6 +320,8 @@ def test_hashes_need_a_key_and_depend_on_it(stage, tmp_path):
     command = (SCRIPT, "--data-folder", "raw", "--mask", "email", "--mask-with", "hash")
     refused = stage(*command, "--save-dir", "x", expect=2)
     assert "--mask-key" in refused.stderr and "urandom" in refused.stderr
+    refused = stage(*command, "--mask-key", "nothing", "--save-dir", "x", expect=2)
+    assert "--mask-key nothing: No such file" in refused.stderr and "urandom" in refused.stderr
     (tmp_path / "mask.key").write_bytes(b"0123456789abcdef")
     stage(*command, "--mask-key", "mask.key", "--save-dir", "out")
     one, two, three = list_texts(tmp_path / "out")

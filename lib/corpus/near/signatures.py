@@ -169,7 +169,8 @@ def require_earlier(row_options: RowOptions) -> None:
     for directory in row_options.near_against if row_options.drops_near else ():
         problems.collect(partial(require_parameters, directory, row_options))
     problems.raise_if_any()
-    are_masked(row_options)
+    if row_options.near_against:
+        are_masked(row_options)
 
 
 def identify_earlier(row_options: RowOptions) -> dict[str, Any]:
