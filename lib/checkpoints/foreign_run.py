@@ -6,6 +6,7 @@ Such a checkpoint contains no digests, so its bytes cannot be verified.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -120,7 +121,7 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
         found = {
             name: content[name]
             for name in _PROGRESS_FIELDS
-            if type(content.get(name)) in (int, float)
+            if type(content.get(name)) in (int, float) and 0 <= content[name] < math.inf
         }
         if found:
             return found

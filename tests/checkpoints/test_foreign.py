@@ -341,8 +341,9 @@ def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
     save(trainer / "pytorch_model_fsdp_0", tensors)
     (trainer / "trainer_state.json").write_text(json.dumps({"epoch": 0.5, "global_step": 70}))
     assert find_foreign_run(trainer).describe_progress() == "step 70 of epoch 0.5"
-    (trainer / "trainer_state.json").write_text("[]")
-    assert find_foreign_run(trainer).describe_progress() == ""
+    for content in ("[]", '{"epoch": NaN, "global_step": -5}', '{"epoch": "1"}'):
+        (trainer / "trainer_state.json").write_text(content)
+        assert find_foreign_run(trainer).describe_progress() == ""
 
 
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
