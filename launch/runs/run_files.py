@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runs import collectives
-from lib.core import events, lease, liveness, paths, run_records
+from lib.core import events, lease, liveness, paths, records, run_records
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment, step_of
 from lib.train import command_line
@@ -45,7 +45,7 @@ def require_run(experiment: Experiment) -> None:
         names = sorted(path.name for path in parent.glob("[!.]*") if path.is_dir())
         raise UsageError(
             f"there is no run {experiment.root}",
-            found=f"in {parent}: {', '.join(names[:10]) or 'nothing'}",
+            found=f"in {parent}: {run_records.one_line(', '.join(names[:10])) or 'nothing'}",
         )
 
 
@@ -102,7 +102,7 @@ class GrowingFile:
         """Return the new lines, and whether the file was replaced since the last call."""
         is_replaced = False
         try:
-            with self._path.open("rb") as file:
+            with records.open_regular(self._path) as file:
                 status = self._path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode = status.st_ino
