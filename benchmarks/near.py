@@ -124,9 +124,9 @@ def print_findings(planter: Planter, source: Path, out: Path) -> None:
     print("\n| similarity of a planted pair | pairs | dropped | expected |\n" + "|---" * 4 + "|")
     for low, high in pairwise(_LEVELS):
         pairs = [pair for pair in planter.pairs if low <= pair.similarity < high]
-        dropped_pairs = sum(pair.second in dropped for pair in pairs)
+        found = sum(pair.second in dropped for pair in pairs)
         share = sum(1 - (1 - pair.similarity**8) ** 20 for pair in pairs if pair.similarity >= 0.8)
-        print_row(f"{low:g} to {min(high, 1):g}", len(pairs), dropped_pairs, f"{share:.1f}")
+        print_row(f"{low:g} to {min(high, 1):g}", len(pairs), found, f"{share:.1f}")
     kept = Counter(sum(link not in dropped for link in chain) for chain in planter.chains)
     print(f"\nkept of a chain of ten: {dict(sorted(kept.items()))} (documents: chains)")
     wanted = set(random.Random(1).sample(sorted(dropped), min(_CHECKED, len(dropped))))
@@ -151,7 +151,7 @@ def print_findings(planter: Planter, source: Path, out: Path) -> None:
     report = json.loads((out / "manifest.json").read_text())["summary"]["near"]
     counts = ("sharing_a_band", "compared_pairs", "candidates_reached", "members_reached")
     print(", ".join(f"{name} {report[name]:,}" for name in counts))
-    print(f"largest clusters: {[cluster['size'] for cluster in report['largest'][:5]]}")
+    print(f"largest clusters: {[each['size'] for each in report['largest'][:5]]}")
 
 
 def measure_growth(work: Path, megabytes: int, workers: int) -> None:
