@@ -1,5 +1,5 @@
 # covers: 05_export_checkpoint.py, lib/export/formats.py, lib/export/companions.py
-# covers: lib/export/base_model.py, lib/export/checkpoint_checks.py
+# covers: lib/export/base_model.py, lib/export/checkpoint_choice.py
 """Stage 05 exports exactly the trained weights, under the names of the Hub."""
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from lib.core.paths import Experiment, step_of
 from lib.train import command_line
 
 _ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
-_COMMIT = "COMMIT.json"
 _LOG_TAIL = 16 << 10  # bytes
 _MAX_WARNINGS = 6
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.*)")
@@ -220,7 +219,7 @@ class RunFiles:
     def checkpoints(self) -> list[tuple[int, float]]:
         """Return the step and the age in seconds of each complete checkpoint, the newest last."""
         checkpoints = []
-        for path in self.experiment.checkpoints.glob(f"step_*/{_COMMIT}"):
+        for path in self.experiment.checkpoints.glob(f"step_*/{paths.COMMIT}"):
             try:
                 step = step_of(path.parent.name)
                 if step is not None:

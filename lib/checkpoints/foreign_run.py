@@ -118,13 +118,13 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
     """Return the step and epoch from the first known file that contains them."""
     for path in (folder / name for folder in folders for name in _PROGRESS_FILES):
         content: dict[str, Any] = records.read_mapping(path)
-        found = {
+        progress = {
             name: content[name]
             for name in _PROGRESS_FIELDS
             if type(content.get(name)) in (int, float) and 0 <= content[name] < math.inf
         }
-        if found:
-            return found
+        if progress:
+            return progress
     return {}
 
 

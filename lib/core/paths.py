@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lib.core.options import Options
 
 MANIFEST = "manifest.json"
+COMMIT = "COMMIT.json"  # in a checkpoint that is complete
 PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"  # those of the project
@@ -69,6 +70,13 @@ def is_name(text: str) -> bool:
         and "/" not in text
         and 0 < len(text.encode()) <= 200
     )
+
+
+def find_hf_home() -> Path:
+    """Return the directory of the Hugging Face libraries, as the environment variables set it."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser()
 
 
 def expand_save_dir(opts: Options) -> None:
