@@ -196,7 +196,7 @@ def test_conversations_read_as_plain_text_are_reported(stage, tmp_path):
     assert "warning" not in done.stdout
 
 
-@pytest.mark.parametrize("dedup", ["none", "exact"])
+@pytest.mark.parametrize("dedup", ["none", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypatch, dedup):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 3_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)

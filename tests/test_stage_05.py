@@ -246,6 +246,7 @@ def test_an_export_generates_the_same_tokens(project: Path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_an_export_during_training_is_of_a_committed_step(project: Path):
     """The running training is not disturbed."""
     arguments = (

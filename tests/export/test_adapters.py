@@ -49,7 +49,10 @@ def export(root: Path, *arguments: object) -> None:
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", *arguments)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))],
+)
 def test_every_precision_passes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, precision: str
 ) -> None:
