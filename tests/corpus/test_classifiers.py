@@ -96,6 +96,7 @@ def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path)
         ({"kind": 1}, "word vectors"),
         ({"loss": 9}, "unknown loss"),
         ({"longest": 3}, "no rows for them"),
+        ({"longest": -1}, "longest n-gram has -1 characters"),
     ],
 )
 def test_a_model_of_another_kind_is_refused(change, found, tmp_path):

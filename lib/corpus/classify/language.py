@@ -140,11 +140,7 @@ def require_language(row_options: RowOptions) -> None:
         )
     known = {*labels, UNDETERMINED, ALL}
     if unknown := [name for name in row_options.language if name not in known]:
-        near = [
-            name
-            for each in unknown
-            for name in difflib.get_close_matches(each, sorted(known), 3, aliases.SIMILAR)
-        ]
+        near = [name for each in unknown for name in _find_near_labels(each, known)]
         raise UsageError(
             f"--language: {row_options.language_model} has no label {', '.join(unknown)}"
             + (f"; the nearest are {', '.join(dict.fromkeys(near))}" if near else ""),
@@ -171,6 +167,14 @@ def identify_language(row_options: RowOptions) -> dict[str, Any]:
     if not row_options.language:
         return {}
     return {"language_model": hashing.file_digest(row_options.language_model, "sha256")}
+
+
+def _find_near_labels(name: str, known: Collection[str]) -> list[str]:
+    """Return the labels that a name may mean: `en` for EN, en-US and __label__en."""
+    plain = name.removeprefix(model_file.PREFIX).casefold()
+    language = plain.replace("_", "-").partition("-")[0]
+    same = [label for label in sorted(known) if label.casefold() in (plain, language)]
+    return same or difflib.get_close_matches(plain, sorted(known), 3, aliases.SIMILAR)
 
 
 def _read_labels(path: Path) -> list[str]:

@@ -182,6 +182,8 @@ def _check_settings(settings: ModelSettings) -> None:
         raise InvalidModel(f"it was trained with an unknown loss ({settings.loss})")
     if not 0 < settings.dim <= _LARGEST_ROW:
         raise InvalidModel(f"its vectors have {settings.dim:,} numbers")
+    if settings.longest < 0:  # fastText would read it as a very large number
+        raise InvalidModel(f"its longest n-gram has {settings.longest:,} characters")
     uses_ngrams = settings.word_ngrams > 1 or settings.longest > 0
     if settings.bucket < 0 or (settings.bucket == 0 and uses_ngrams):
         raise InvalidModel("it uses n-grams but has no rows for them")
