@@ -203,9 +203,9 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
-    whole = test_sets.add_frequent(make_identity(opts, files), row_options)
+    full_identity = test_sets.add_frequent(make_identity(opts, files), row_options)
     for name in names:
-        identity = split_parts.make_parts_identity(whole, by_split[name])
+        identity = split_parts.make_parts_identity(full_identity, by_split[name])
         if publish.is_done(
             root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
         ):

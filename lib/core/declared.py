@@ -238,7 +238,7 @@ def require_known(names: Iterable[str], known: Collection[str]) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=aliases.SIMILAR)
         problems.add(
             f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else ""),
-            hint=aliases.find_advice(name, [flag(each) for each in known]),
+            hint=aliases.find_advice(name, [*map(flag, known)]),
         )
     problems.raise_if_any()
 

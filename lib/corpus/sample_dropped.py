@@ -64,10 +64,10 @@ def print_examples(
         f"{units.size(sum(unit.bytes for unit in chosen))} from {units.size(total)} of input "
         f"({units.counted(tally.row_counts.rows, 'row')}):"
     )
-    found = [kind for kind in rules if tally.alone[kind]]
-    for kind in found:
+    dropping_rules = [kind for kind in rules if tally.alone[kind]]
+    for kind in dropping_rules:
         log.info("\n".join(_format_rule(kind, tally)))
-    if others := len(rules) - len(found):
+    if others := len(rules) - len(dropping_rules):
         log.info(f"{units.counted(others, 'rule')} would drop no row of the sample")
 
 

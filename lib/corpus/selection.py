@@ -163,7 +163,7 @@ def _find_short(row: RowText, min_chars: int) -> str:
 def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
     """Return the band keys (uint64 [rows, bands]); NO_KEY for a text too long to compare."""
     if all(map(_is_compared, batch.rows)):
-        groups = batch.memo(WORDS, lambda own: find_words(own.texts))
+        groups = batch.memo(WORDS, lambda rows: find_words(rows.texts))
     else:
         groups = find_words([row.text if _is_compared(row) else "" for row in batch.rows])
     bands = Bands(row_options.near_bands, row_options.near_band_size)
@@ -235,13 +235,13 @@ def _is_on(row_options: RowOptions, option: str) -> bool:
 
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
     """Return the rules that are on, in their order."""
-    own = [
+    single_rules = [
         BatchRule(kind, "", _check_rows(rule, getattr(row_options, rule.option)))
         for kind, rule in RULES.items()
         if _is_on(row_options, rule.option)
     ]
     groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
-    return own + [rule for group in groups for rule in group.start(row_options)]
+    return single_rules + [rule for group in groups for rule in group.start(row_options)]
 
 
 def _check_rows(rule: Rule, value: Any) -> Any:
@@ -261,9 +261,13 @@ def _check_rows(rule: Rule, value: Any) -> Any:
 
 def list_rules(row_options: RowOptions) -> dict[str, str]:
     """Return the option of each rule that is on, by its kind, in the order of application."""
-    own = {kind: rule.option for kind, rule in RULES.items() if _is_on(row_options, rule.option)}
+    options = {
+        kind: rule.option for kind, rule in RULES.items() if _is_on(row_options, rule.option)
+    }
     groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
-    return own | {kind: group.option for group in groups for kind in group.list_kinds(row_options)}
+    return options | {
+        kind: group.option for group in groups for kind in group.list_kinds(row_options)
+    }
 
 
 def start_columns(row_options: RowOptions) -> dict[str, Callable[[RowBatch], Sequence[Any]]]:
@@ -362,5 +366,5 @@ def spell_option(row_options: RowOptions, name: str) -> str:
     """
     value = getattr(row_options, name)
     values = value if isinstance(value, list | tuple) else [value]
-    texts = [each.name if isinstance(each, Path) else str(each) for each in values]
+    texts = [value.name if isinstance(value, Path) else str(value) for value in values]
     return declared.flag(name) if value is True else f"{declared.flag(name)} {','.join(texts)}"

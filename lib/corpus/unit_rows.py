@@ -83,8 +83,8 @@ class UnitRows:
         counts: Counter[str | None] = Counter()
         for batch, first in self._read_batches():
             names = batch.column("language").to_pylist()
-            own = is_counted[first : first + batch.num_rows].tolist()
-            counts.update(name for name, counted in zip(names, own, strict=True) if counted)
+            of_batch = is_counted[first : first + batch.num_rows].tolist()
+            counts.update(name for name, counted in zip(names, of_batch, strict=True) if counted)
         return counts
 
     def _read_batches(self) -> Iterator[tuple[pa.RecordBatch, int]]:

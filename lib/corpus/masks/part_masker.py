@@ -64,11 +64,11 @@ def mask_part(
             kept = np.ones(batch.num_rows, bool)
             if is_kept is not None:
                 kept = is_kept[rows : rows + batch.num_rows]
-            own = MaskedPart()
+            part_of_batch = MaskedPart()
             if parts.is_large_text(batch):
-                message = _mask_large_row(batch, masker, own, out) if kept[0] else None
+                message = _mask_large_row(batch, masker, part_of_batch, out) if kept[0] else None
             else:
-                message = _mask_batch(batch, kept, masker, own)
+                message = _mask_batch(batch, kept, masker, part_of_batch)
             if file is None and message is not None:
                 file = out.open("wb")
                 _copy_range(raw, 0, start, file)
@@ -76,8 +76,8 @@ def mask_part(
                 _copy_range(raw, start, stop, file)
             if file is not None and message is not None:
                 file.writelines(message)
-            masked.hits.extend(own.hits, rows)
-            masked.text_bytes += own.text_bytes
+            masked.hits.extend(part_of_batch.hits, rows)
+            masked.text_bytes += part_of_batch.text_bytes
             rows += batch.num_rows
             start = stop
     if file:
@@ -173,11 +173,11 @@ def _mask_json_column(
     for number, text in enumerate(_list_texts(column, kept, rows)):
         new = text
         if text is not None and masker.may_match(_ESCAPE.sub(b" ", text)):
-            own = MaskedMatches()
-            value = _mask_value(json_data.load_json(text.decode()), masker, own)
-            if own.rows:
+            matches = MaskedMatches()
+            value = _mask_value(json_data.load_json(text.decode()), masker, matches)
+            if matches.rows:
                 new = json_data.dump_json(value)
-                hits.extend(own, number)
+                hits.extend(matches, number)
         texts.append(new)
     return _replace_texts(column, texts, hits, rows, masked)
 
@@ -198,10 +198,10 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, str) and not is_number:
         return value
-    (masked,), own = masker.mask_texts([str(value).encode()])
-    if not own.rows or masked is None:
+    (masked,), matches = masker.mask_texts([str(value).encode()])
+    if not matches.rows or masked is None:
         return value
-    hits.extend(own, 0)
+    hits.extend(matches, 0)
     return masked.decode()
 
 

@@ -185,9 +185,13 @@ def _describe_masks(masks: MaskTally) -> Section:
 def _list_sources(counts: RowTally) -> list[SourceFacts]:
     return [
         SourceFacts(
-            each["name"], each["rows"], each["bytes"], each["dropped"], each["dropped_bytes"]
+            source["name"],
+            source["rows"],
+            source["bytes"],
+            source["dropped"],
+            source["dropped_bytes"],
         )
-        for each in counts.list_sources()
+        for source in counts.list_sources()
     ]
 
 
@@ -259,12 +263,14 @@ def _list_digests(options: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str) and value.startswith(_DIGESTS):
             digests[declared.flag(name)] = value
         elif isinstance(value, dict):
-            digests |= {f"{declared.flag(name)}: {key}": str(each) for key, each in value.items()}
+            digests |= {
+                f"{declared.flag(name)}: {key}": str(digest) for key, digest in value.items()
+            }
         elif isinstance(value, list):
-            for each in value:
-                if isinstance(each, dict) and "name" in each:
-                    rest = {key: each[key] for key in each if key != "name"}
-                    label = f"{declared.flag(name)}: {each['name']}"
+            for item in value:
+                if isinstance(item, dict) and "name" in item:
+                    rest = {key: item[key] for key in item if key != "name"}
+                    label = f"{declared.flag(name)}: {item['name']}"
                     digests[label] = ", ".join(map(str, rest.values()))
     return digests
 
@@ -297,9 +303,11 @@ def format_lines(facts: CorpusFacts, save_dir: Path) -> dict[str, str]:
             f"{facts.near.threshold:g} and above (estimated from {above.pairs:,} pairs; "
             f"{format_share(above.expected)} by the formula)"
         )
-    lost = sorted((each for each in facts.sources if each.loss > HALF), key=lambda each: -each.rows)
+    lost = sorted(
+        (source for source in facts.sources if source.loss > HALF), key=lambda source: -source.rows
+    )
     if lost:
-        names = [f"{each.name} ({format_share(each.loss)})" for each in lost]
+        names = [f"{source.name} ({format_share(source.loss)})" for source in lost]
         lines["lost over half"] = units.join_names(names, _SHOWN_SOURCES)
     lines["report"] = f"{save_dir / PAGE} shows all figures, with samples of the dropped rows"
     return lines

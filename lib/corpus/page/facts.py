@@ -152,7 +152,7 @@ class CorpusFacts:
             for rule in self.rules
             if self.rows and rule.rows > HALF * self.rows
         ]
-        return [*problems, *(text for each in self.sections for text in each.problems)]
+        return [*problems, *(text for section in self.sections for text in section.problems)]
 
 
 def format_share(share: float) -> str:
