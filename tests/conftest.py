@@ -49,6 +49,18 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 gc.disable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that cannot contain a test with the mark that `-m` asks for first.
+
+    A third of the files contain slow tests, and importing the others would take seconds.
+    """
+    mark = (config.option.markexpr or "not").split()[0]
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if mark != "not" and mark.isidentifier() and is_test:
+        return True if f"mark.{mark}" not in collection_path.read_text("utf-8") else None
+    return None
+
+
 def pytest_collection_finish() -> None:
     """Look for garbage again while tests run."""
     gc.enable()
@@ -191,6 +203,19 @@ def run_stage(
             f"{expect}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
         )
     return result
+
+
+def run_code(
+    code: str, *arguments: object, cwd: Path, **options: Any
+) -> subprocess.CompletedProcess:
+    """Run Python code, as `python -c` does, in a fork that has imported torch and transformers.
+
+    options: as for `run_stage`.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / "code.py"
+        script.write_text(code)
+        return run_stage(str(script), *arguments, cwd=cwd, **options)
 
 
 def run_forked(

@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.conftest import StageRunner, run_stage
 from tests.training import SMALL_RUN, list_saved_steps, losses, metrics
@@ -55,25 +51,13 @@ def test_evaluation_on_tasks_changes_no_loss_and_keeps_the_best_checkpoint(proje
             assert rows[6][f"eval/{task}/{metric}"] == same, (task, metric)
 
 
-def note_graphs(rank: int) -> None:
-    """Let torch.compile generate no code, and add a line to graphs.txt for each of its graphs."""
-    from torch._dynamo.backends.debugging import aot_eager
-
-    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        with Path("graphs.txt").open("a") as file:
-            file.write(f"{len(inputs)} inputs\n")
-        return aot_eager(graph, inputs)
-
-    torch.compile = functools.partial(torch.compile, backend=note)
-
-
 @pytest.mark.slow
 def test_evaluation_on_tasks_compiles_nothing(project: Path) -> None:
     options = (*RUN, "--compile", "on", "--packing", "documents")
     graphs = []
     for name, more in (("plain", ()), ("suite", SUITE)):
         command = ("04_train_fsdp.py", "-e", name, *options, *more)
-        run_stage(*command, cwd=project, before=f"{__name__}:note_graphs")
+        run_stage(*command, cwd=project, before="tests.training:note_graphs")
         file = project / "graphs.txt"
         graphs.append(file.read_text())
         file.unlink()
