@@ -79,7 +79,7 @@ def parse(argv: Sequence[str]) -> OrganizeOptions:
     parser = options.Parser(__doc__)
     declared.add_options(parser, OrganizeOptions)
     parser.add_common("inspect and place files")
-    return declared.read_options(OrganizeOptions, parser.parse(argv))
+    return declared.drop_repeats(declared.read_options(OrganizeOptions, parser.parse(argv)))
 
 
 def check_paths(src: Path, dst: Path) -> None:

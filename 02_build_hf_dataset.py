@@ -35,7 +35,7 @@ from pathlib import Path
 
 from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
-from lib.core.errors import Problems
+from lib.core.errors import Problems, name_full_disk
 from lib.core.progress import Progress
 from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.classify import language, scores
@@ -106,11 +106,9 @@ def parse(argv: Sequence[str]) -> BuildOptions:
     parser = options.Parser(__doc__)
     declared.add_options(parser, BuildOptions)
     parser.add_common("read files")
-    opts = declared.read_options(BuildOptions, parser.parse(argv))
+    opts = declared.drop_repeats(declared.read_options(BuildOptions, parser.parse(argv)))
     # The order of kinds and languages must not affect the identity of a dataset.
-    return replace(
-        opts, extract=table.sort_kinds(opts.extract), language=sorted(set(opts.language))
-    )
+    return replace(opts, extract=table.sort_kinds(opts.extract), language=sorted(opts.language))
 
 
 def check_options(opts: BuildOptions) -> None:
@@ -131,7 +129,7 @@ def check_options(opts: BuildOptions) -> None:
         )
     problems.collect(opts.require_consistent)
     problems.collect(partial(extraction.require_extraction, opts))
-    problems.collect(partial(test_sets.require_test_sets, opts))
+    problems.collect(partial(test_sets.require_test_sets, opts, not opts.no_progress))
     problems.collect(partial(quality.require_quality, opts))
     problems.collect(partial(signatures.require_earlier, opts))
     problems.collect(partial(mask_options.require_masks, opts))
@@ -205,9 +203,9 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     publish.require_space(root, needed, "the parts")
-    whole = test_sets.add_frequent(make_identity(opts, files), row_options)
+    full_identity = test_sets.add_frequent(make_identity(opts, files), row_options)
     for name in names:
-        identity = split_parts.make_parts_identity(whole, by_split[name])
+        identity = split_parts.make_parts_identity(full_identity, by_split[name])
         if publish.is_done(
             root / name, split_parts.KIND, identity, opts.overwrite, dry_run=opts.dry_run
         ):
@@ -235,7 +233,7 @@ def build_split(
     opts: BuildOptions, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
     """Build the parts of one split; after a kill, a later run reuses the finished units."""
-    with build:
+    with name_full_disk(build.partial.parent, "another --save-dir"), build:
         tasks = work_units.cut_files(opts.data_folder, files, build.dir, row_options)
         total = sum(file.bytes for file in files)
         rows = 0
@@ -408,6 +406,7 @@ def main(argv: list[str]) -> None:
         return
 
     with (
+        name_full_disk(build.partial.parent, "another --save-dir"),
         build,
         DatasetWriter(build.dir, row_options, opts.has_two_passes and not opts.merge) as dataset,
     ):

@@ -156,7 +156,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
     parser = options.Parser(__doc__)
     declared.add_options(parser, DownloadOptions)
     parser.add_common("train a tokenizer, or threads that hash or download (at most 8)")
-    opts = declared.read_options(DownloadOptions, parser.parse(argv))
+    opts = declared.drop_repeats(declared.read_options(DownloadOptions, parser.parse(argv)))
     check_combination(opts)
     return opts
 

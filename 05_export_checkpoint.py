@@ -36,7 +36,7 @@ from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
-from lib.export import card, checkpoint_checks, checkpoint_choice, companions
+from lib.export import card, checkpoint_choice, companions
 
 if TYPE_CHECKING:
     from lib.export.base_model import BaseModel
@@ -176,7 +176,7 @@ def main(argv: list[str]) -> None:
     damage = (
         None
         if opts.dry_run
-        else checkpoint_checks.start_hashing(checkpoint, for_export=not is_lora)
+        else checkpoint_choice.start_hashing(checkpoint, for_export=not is_lora)
     )
 
     import torch
@@ -204,7 +204,7 @@ def main(argv: list[str]) -> None:
     )
     if damage is None:
         return
-    checkpoint_checks.require_undamaged(checkpoint, damage.result())
+    checkpoint_choice.require_undamaged(checkpoint, damage.result())
     if base and lora_run:
         base.require_same_weights(checkpoint, not opts.no_progress)
         lora_run.load()
@@ -244,14 +244,14 @@ def write_export(
             try:
                 weights = export.write(build.dir, bar.advance)
             except FileNotFoundError:
-                checkpoint_checks.require_present(checkpoint)
+                checkpoint_choice.require_present(checkpoint)
                 raise
         seconds = time.monotonic() - began
         export.verify(build.dir)
         export.check_adapter(build.dir, not opts.no_progress)
         if base:
             base.require_unchanged()
-        checkpoint_checks.require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])
+        checkpoint_choice.require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])
         companions.require_same_model_files(experiment, checkpoint)
         build.publish(
             stage="05_export_checkpoint.py",

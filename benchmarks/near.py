@@ -5,13 +5,17 @@
   python benchmarks/near.py --dir /scratch --megabytes 2000 --workers 1 2 --grow 100
 
 Makes JSON Lines of documents of 1 to 6 kB under --dir: pairs of all similarities, chains of ten
-documents (each is similar to the one before), copies, one text in many slight variants, and
-templates with different content. Then it runs stage 02 with `--dedup none`, `exact` and `near`, and
-prints seconds, CPU seconds of the process tree and its memory. It computes the Jaccard similarity
-of the planted pairs from the words themselves, and compares dropped.jsonl with it. --grow also
-measures the memory for inputs of 1, 4 and 16 times so many megabytes, and --members builds a corpus
-of so many variants of one text. --all adds a build with all rules, masks and test sets. All files
-are deleted at the end.
+documents (each is similar to the one before), copies, one text in many slight variants, templates
+with different content, and a licence with different names, alone and above other text. Then it runs
+stage 02 with `--dedup none`, `exact` and `near`, and prints seconds, CPU seconds of the process
+tree and its memory. It computes the Jaccard similarity of the planted pairs from the words
+themselves, and compares dropped.jsonl with it.
+
+--grow also measures the memory for inputs of 1, 4 and 16 times so many megabytes, and --members
+builds a corpus of so many variants of one text. --all adds a build with all rules, masks and test
+sets, and with --language-model one that also labels languages. --datatrove PYTHON runs datatrove
+with the same settings on the same corpora, in another environment. All files are deleted at the
+end.
 """
 
 from __future__ import annotations
@@ -24,17 +28,23 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.corpus import print_row, run_command, stage_command
+from benchmarks.corpus import Run, print_row, run_command, stage_command
+from benchmarks.parts.processes import ROOT
 
 _MB = 1_000_000
 _VOCABULARY = 30_000
 _VARIANTS = 0.03  # share of the documents that are variants of one text
+_BANDS = 20
+_BAND_SIZE = 8
+_THRESHOLD = 0.8
+_LICENCES = 0.02
 _LEVELS = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 1.01)
 _CHECKED = 5000
 
@@ -55,6 +65,8 @@ class Planter:
         self.pairs: list[Pair] = []
         self.documents = 0
         self.chains: list[list[int]] = []
+        self.templates: list[int] = []
+        self.licences: dict[str, list[int]] = {"alone": [], "above other text": []}
         self._draw = random.Random(seed)
         self._words = [
             "".join(self._draw.choices("etaoinshrdlucmfwypvbgk", k=1 + i % 11))
@@ -63,6 +75,7 @@ class Planter:
         self._file = (root / "planted.jsonl").open("w")
         self._famous = self._make_text()
         self._template = self._make_text()
+        self._licence = (ROOT / "LICENSE").read_text().split()
 
     def fill(self, size: int) -> None:
         """Write about `size` bytes."""
@@ -72,11 +85,13 @@ class Planter:
                 self._write(self._change(self._famous, self._draw.randint(0, 3)))
             elif kind < 2 * _VARIANTS:
                 half = self._template[: len(self._template) // 2]
-                self._write(half + self._make_text()[: len(half)])
+                self.templates.append(self._write(half + self._make_text()[: len(half)]))
             elif kind < 0.12:
                 self._write_pair()
             elif kind < 0.13:
                 self._write_chain()
+            elif kind < 0.13 + _LICENCES:
+                self._write_licence()
             else:
                 self._write(self._make_text())
         self._file.close()
@@ -108,6 +123,14 @@ class Planter:
             chain.append(self._write(link))
         self.chains.append(chain)
 
+    def _write_licence(self) -> None:
+        """Write the licence with the name of another holder, alone or above other text."""
+        licence = ["Copyright", *self._draw.choices(self._words, k=3), *self._licence]
+        is_alone = self._draw.random() < 0.5
+        name = "alone" if is_alone else "above other text"
+        text = [] if is_alone else self._make_text()
+        self.licences[name].append(self._write(licence + text))
+
 
 def compare(one: list[str], two: list[str]) -> float:
     """Return the Jaccard similarity of the 5-grams of two documents."""
@@ -115,20 +138,36 @@ def compare(one: list[str], two: list[str]) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def print_findings(planter: Planter, source: Path, out: Path) -> None:
-    """Print the recall by similarity, and check the similarity of dropped documents."""
+def print_findings(planter: Planter, name: str, dropped: Collection[int]) -> None:
+    """Print which of the planted documents a tool dropped. dropped: their numbers."""
+    print(
+        f"\n| similarity of a planted pair | pairs | {name}: lost one | second dropped | expected |"
+    )
+    print("|---" * 5 + "|")
+    for low, high in pairwise(_LEVELS):
+        pairs = [pair for pair in planter.pairs if low <= pair.similarity < high]
+        lost = sum(pair.first in dropped or pair.second in dropped for pair in pairs)
+        second = sum(pair.second in dropped for pair in pairs)
+        share = sum(
+            1 - (1 - pair.similarity**_BAND_SIZE) ** _BANDS
+            for pair in pairs
+            if pair.similarity >= _THRESHOLD
+        )
+        print_row(f"{low:g} to {min(high, 1):g}", len(pairs), lost, second, f"{share:.1f}")
+    kept = Counter(sum(link not in dropped for link in chain) for chain in planter.chains)
+    print(f"\nkept of a chain of ten: {dict(sorted(kept.items()))} (documents: chains)")
+    for kind, numbers in {"a template": planter.templates, **planter.licences}.items():
+        lost = sum(number in dropped for number in numbers)
+        print(f"documents with {kind}: {len(numbers):,}, dropped {lost:,}")
+    print(f"{name} dropped {len(dropped):,} of {planter.documents:,} documents")
+
+
+def check_dropped(source: Path, out: Path) -> set[int]:
+    """Return the numbers of the documents that stage 02 dropped; compare some with the kept one."""
     dropped = {}
     for line in (out / "dropped.jsonl").open():
         record = json.loads(line)
         dropped[record["position"]] = record
-    print("\n| similarity of a planted pair | pairs | dropped | expected |\n" + "|---" * 4 + "|")
-    for low, high in pairwise(_LEVELS):
-        pairs = [pair for pair in planter.pairs if low <= pair.similarity < high]
-        found = sum(pair.second in dropped for pair in pairs)
-        share = sum(1 - (1 - pair.similarity**8) ** 20 for pair in pairs if pair.similarity >= 0.8)
-        print_row(f"{low:g} to {min(high, 1):g}", len(pairs), found, f"{share:.1f}")
-    kept = Counter(sum(link not in dropped for link in chain) for chain in planter.chains)
-    print(f"\nkept of a chain of ten: {dict(sorted(kept.items()))} (documents: chains)")
     wanted = set(random.Random(1).sample(sorted(dropped), min(_CHECKED, len(dropped))))
     needed = wanted | {dropped[number]["duplicate_of"]["position"] for number in wanted}
     texts = {}
@@ -144,14 +183,28 @@ def print_findings(planter: Planter, source: Path, out: Path) -> None:
         record["duplicate_of"]["position"] not in dropped for record in dropped.values()
     )
     print(
-        f"{len(dropped):,} of {planter.documents:,} documents dropped; lowest similarity of "
-        f"{len(values):,} of them, computed again: {min(values):.4f}; all named documents are "
-        f"kept: {kept_leaders}"
+        f"\nlowest similarity of {len(values):,} dropped documents to the kept ones, computed "
+        f"again: {min(values):.4f}; all named documents are kept: {kept_leaders}"
     )
     report = json.loads((out / "manifest.json").read_text())["summary"]["near"]
     counts = ("sharing_a_band", "compared_pairs", "candidates_reached", "members_reached")
     print(", ".join(f"{name} {report[name]:,}" for name in counts))
     print(f"largest clusters: {[each['size'] for each in report['largest'][:5]]}")
+    return set(dropped)
+
+
+def run_datatrove(python: Path, source: Path, work: Path) -> tuple[Run, set[int]]:
+    """Run datatrove's MinHash on a directory; return its cost and the documents that it kept."""
+    script = ROOT / "benchmarks/parts/datatrove_minhash.py"
+    out = work / "datatrove"
+    run = run_command([python, script, source, out, _BANDS, _BAND_SIZE], work)
+    kept = set()
+    for path in (out / "kept").iterdir():
+        with path.open() as lines:
+            # datatrove numbers the lines of a file from 0.
+            kept |= {int(json.loads(line)["id"].rpartition("/")[2]) + 1 for line in lines}
+    shutil.rmtree(out)
+    return run, kept
 
 
 def measure_growth(work: Path, megabytes: int, workers: int) -> None:
@@ -167,7 +220,7 @@ def measure_growth(work: Path, megabytes: int, workers: int) -> None:
         shutil.rmtree(work / "out")
 
 
-def measure_members(work: Path, members: int, workers: int) -> None:
+def measure_members(work: Path, members: int, workers: int, datatrove: Path | None) -> None:
     """Print what becomes of a corpus in which every text is a variant of the same one."""
     source = work / "members"
     source.mkdir()
@@ -186,11 +239,17 @@ def measure_members(work: Path, members: int, workers: int) -> None:
         f"{summary['near']['candidates_reached']:,} rows, --near-members "
         f"{summary['near']['members_reached']:,} times"
     )
+    if datatrove:
+        run, kept = run_datatrove(datatrove, source, work)
+        print(
+            f"datatrove: {run.seconds:.1f} s, {run.cpu:.1f} s of CPU, {run.memory / _MB:,.0f} MB; "
+            f"{len(kept):,} rows kept"
+        )
     shutil.rmtree(source)
     shutil.rmtree(work / "out")
 
 
-def list_all_options(work: Path) -> list[str]:
+def list_all_options(work: Path) -> list[str | Path]:
     """Return the options of a build with every rule that needs no model, and write a test set."""
     draw = random.Random(2)
     test_sets = work / "test_sets"
@@ -207,6 +266,31 @@ def list_all_options(work: Path) -> list[str]:
     ]
 
 
+def measure_builds(
+    work: Path, megabytes: int, choices: Mapping[str, Sequence[str | Path]], workers: Sequence[int]
+) -> None:
+    """Print the cost of builds by the name of their options; the last one is left in `out`."""
+    print("| --dedup | workers | seconds | rate | per core of CPU | memory |\n" + "|---" * 6 + "|")
+    for count in workers:
+        for name, options in choices.items():
+            shutil.rmtree(work / "out", ignore_errors=True)
+            os.sync()
+            command = stage_command(work / "planted", work / "out", count)
+            print_cost(name, count, megabytes, run_command([*command, *options], work))
+
+
+def print_cost(name: str, workers: int, megabytes: int, run: Run) -> None:
+    """Print a row of the table of costs."""
+    print_row(
+        name,
+        workers,
+        f"{run.seconds:.1f}",
+        f"{megabytes / run.seconds:,.1f} MB/s",
+        f"{megabytes / run.cpu:,.1f} MB/s",
+        f"{run.memory / _MB:,.0f} MB",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dir", type=Path, help="scratch directory (default: a temporary one)")
@@ -215,37 +299,34 @@ def main() -> None:
     parser.add_argument("--grow", type=int, default=0)
     parser.add_argument("--members", type=int, default=0)
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--language-model", type=Path)
+    parser.add_argument("--datatrove", type=Path, metavar="PYTHON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
         work = Path(name)
         planter = Planter(work / "planted")
         planter.fill(args.megabytes * _MB)
         print(f"{args.megabytes:,} MB, {planter.documents:,} documents; load {os.getloadavg()}\n")
-        print(
-            "| --dedup | workers | seconds | rate | per core of CPU | memory |\n" + "|---" * 6 + "|"
-        )
-        choices = {"all": list_all_options(work)} if args.all else {}
+        choices: dict[str, list[str | Path]] = {}
+        if args.all:
+            choices["all"] = list_all_options(work)
+        if args.all and args.language_model:
+            language = ["--language", "all", "--language-model", args.language_model.resolve()]
+            choices["all, language"] = [*choices["all"], *language]
         choices |= {dedup: ["--dedup", dedup] for dedup in ("none", "exact", "near")}
-        for workers in args.workers:
-            for dedup, options in choices.items():
-                shutil.rmtree(work / "out", ignore_errors=True)
-                os.sync()
-                command = stage_command(work / "planted", work / "out", workers)
-                run = run_command([*command, *options], work)
-                print_row(
-                    dedup,
-                    workers,
-                    f"{run.seconds:.1f}",
-                    f"{args.megabytes / run.seconds:,.0f} MB/s",
-                    f"{args.megabytes / run.cpu:,.0f} MB/s",
-                    f"{run.memory / _MB:,.0f} MB",
-                )
-        print_findings(planter, work / "planted", work / "out")
+        measure_builds(work, args.megabytes, choices, args.workers)
+        dropped = check_dropped(work / "planted", work / "out")
+        if args.datatrove:
+            run, kept = run_datatrove(args.datatrove, work / "planted", work)
+            print_cost("datatrove", 1, args.megabytes, run)
+            everything = set(range(1, planter.documents + 1))
+            print_findings(planter, "datatrove", everything - kept)
+        print_findings(planter, "stage 02", dropped)
         print(f"\nload at the end {os.getloadavg()}")
         shutil.rmtree(work / "planted")
         shutil.rmtree(work / "out")
         if args.members:
-            measure_members(work, args.members, max(args.workers))
+            measure_members(work, args.members, max(args.workers), args.datatrove)
         if args.grow:
             measure_growth(work, args.grow, max(args.workers))
 

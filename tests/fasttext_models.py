@@ -62,6 +62,40 @@ def write_classifier(
     return path
 
 
+def write_ngram_classifier(path: Path) -> Path:
+    """Write a model like lid.176.ftz with random numbers, and return its path.
+
+    It is quantised, uses n-grams of 2 to 4 characters, of which a third have a row, and has a tree
+    of labels.
+    """
+    draw = np.random.default_rng(0)
+    dim, bucket, pruned = 5, 997, 300
+    words = ["</s>", "the", "und", "é", "</", "дом", "漢字", "a_long_word_of_many_letters"]
+    labels = {"de": 70, "en": 40, "zz": 40, "fr": 12, "ru": 5, "aa": 1}
+    entries = [(word, 1, 0) for word in words]
+    entries += [(f"__label__{label}", count, 1) for label, count in labels.items()]
+    index = np.stack([draw.permutation(bucket)[:pruned], draw.permutation(pruned)], axis=1)
+    rows = len(words) + pruned
+    parts = struct.pack("<4i", dim, 3, 2, 1) + draw.normal(0, 3, (256, dim)).astype("<f4").tobytes()
+    path.write_bytes(
+        struct.pack("<2i12id", 793712314, 12, dim, 5, 5, 1, 5, 1, 1, 3, bucket, 2, 4, 100, 0.0)
+        + struct.pack("<3i2q", len(entries), len(words), len(labels), 1, pruned)
+        + b"".join(
+            text.encode() + b"\0" + struct.pack("<qb", count, kind) for text, count, kind in entries
+        )
+        + index.astype("<i4").tobytes()
+        + struct.pack("<2?2qi", True, True, rows, dim, 3 * rows)
+        + draw.bytes(3 * rows)
+        + parts
+        + draw.bytes(rows)
+        + struct.pack("<4i", 1, 1, 1, 1)
+        + draw.random(256).astype("<f4").tobytes()
+        + struct.pack("<?", False)
+        + _pack_dense(draw.normal(0, 2, (len(labels), dim)))
+    )
+    return path
+
+
 def _pack_dense(matrix: np.ndarray) -> bytes:
     return struct.pack("<2q", *matrix.shape) + matrix.astype("<f4").tobytes()
 

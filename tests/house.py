@@ -193,6 +193,12 @@ def main() -> None:
         "`# covers:` lines (default: measure)",
     )
     args = parser.parse_args()
+    for root in args.at:
+        if not (root / "lib").is_dir():
+            parser.error(f"there is no checkout of this project in {root} (no {root / 'lib'})")
+    for package in args.package:
+        if not package.is_dir():
+            parser.error(f"there is no directory {package}")
     if args.tests_of:
         if not (ROOT / args.tests_of).is_file():
             parser.error(f"there is no {args.tests_of}")

@@ -287,6 +287,7 @@ def test_packing_again_does_nothing_and_other_contents_are_refused(pack: Callabl
     assert not list(bundle.parent.glob("bundle.*"))
 
 
+@pytest.mark.slow
 def test_a_killed_pack_continues_with_its_files(checkout: Path, artifacts: Path, tmp_path: Path):
     model = tmp_path / "big"
     shutil.copytree(artifacts / "model", model)
@@ -473,6 +474,7 @@ def test_names_in_a_bundle_do_not_control_the_terminal(bundle: Path):
     )
 
 
+@pytest.mark.slow
 def test_changes_are_left_out_only_with_an_option(artifacts: Path, tmp_path: Path):
     changed = check_out(tmp_path / "changed")
     command = [changed / "launch" / "airgap.py", "pack", "--out", changed / "out", "--no-wheels"]
@@ -580,6 +582,7 @@ def index(tmp_path: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[str, str]):
     """Also markers, which pip alone would evaluate for its own interpreter."""
     small = check_out(tmp_path / "small", **{"requirements.txt": "alpha==1.0\n"})

@@ -111,6 +111,7 @@ def test_options_that_keep_something_have_no_effect(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_existing_run_of_that_name_is_left_alone(tmp_path: Path) -> None:
     run = ("-e", "exp", "-d", "synthetic:10K", *SMALL[1:], "--max-steps", 2)
     run_stage(STAGE, *run, cwd=tmp_path)

@@ -112,6 +112,7 @@ FROM_SCRATCH = [
 ]
 
 
+@pytest.mark.slow
 def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -> None:
     def train(epochs: int, ranks: int) -> str:
         words = [

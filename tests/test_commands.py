@@ -88,14 +88,14 @@ def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 def test_every_option_has_help_that_ends_with_its_default(path: Path) -> None:
     actions = actions_of(parser_of(path))
     assert actions and not [action.dest for action in actions if not (action.help or "").strip()]
-    told = {
+    help_texts = {
         action.option_strings[0]: help_text.with_default(action)
         for action in actions
         if action.option_strings
     }
     assert not {
         flag: text
-        for flag, text in told.items()
+        for flag, text in help_texts.items()
         if not re.search(r"\((default: .+|required.*)\)$", text)
     }
 

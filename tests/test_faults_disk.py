@@ -110,6 +110,7 @@ def test_a_small_disk_loses_no_checkpoint_that_must_be_kept(
     undisturbed().require_same(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", ["on", pytest.param("off", marks=pytest.mark.long)])
 def test_a_full_disk_skips_saves_and_then_ends_the_run(
     server: Server,
@@ -210,6 +211,7 @@ def test_a_read_only_disk_is_reported(
     assert max(find_valid_steps(outputs)) == STEPS
 
 
+@pytest.mark.slow
 def test_figures_and_logs_may_fail_at_any_time(
     server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
 ):

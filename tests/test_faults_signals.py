@@ -35,11 +35,12 @@ def state(outputs: Path) -> dict:
     return json.loads((outputs / "run" / "state.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "asynchronous"),
     [
         (THREE, "on"),
-        pytest.param(ONE, "off", marks=pytest.mark.slow),
+        (ONE, "off"),
         pytest.param(ONE, "on", marks=pytest.mark.long),
         pytest.param(THREE, "off", marks=pytest.mark.long),
     ],

@@ -40,9 +40,8 @@ def kill_at(scene: Scene, numbers: list[int], act: str = "kill") -> None:
         scene.require_done(project)
 
 
-@pytest.mark.parametrize(
-    "stage", [1, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (2, 3, 5))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3, 5])
 def test_a_kill_while_publishing_loses_nothing(commands: Commands, tmp_path: Path, stage: int):
     """The inputs and the old artifact remain; the result has the bytes of an undisturbed run."""
     for number, command in enumerate(commands.of_stage(stage)):

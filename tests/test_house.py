@@ -117,3 +117,14 @@ def test_the_table_has_a_column_per_tree(
     assert {len(row) for row in table} == {4}
     assert [cell.strip() for cell in table[2]] == ["modules", "4", "4", "1"]
     assert [cell.strip() for cell in table[3]] == ["… in lib/train", "2", "2", ""]
+
+
+@pytest.mark.parametrize("option", ["--at", "--package"])
+def test_a_directory_that_does_not_exist_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit instead of its checkout would be counted as an empty tree."""
+    monkeypatch.setattr(sys, "argv", ["house", option, "d5479de"])
+    with pytest.raises(SystemExit):
+        house.main()
+    assert "d5479de" in capsys.readouterr().err

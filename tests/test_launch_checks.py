@@ -80,7 +80,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_the_host_of_the_store_leaves_last(ranks: int):
     port = str(free_port())
     processes = [

@@ -242,6 +242,7 @@ def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
         run_stage("launch/kubernetes.py", "stop", *job, cwd=tmp_path, env=env, expect=2)
 
 
+@pytest.mark.slow
 def test_make_checks_the_cluster(there: ReviewingCluster, tmp_path: Path) -> None:
     """All options of `make run` are accepted, also those that no check needs."""
     job = (
@@ -605,6 +606,7 @@ def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster
     assert any("1 of 2 ml.p5.48xlarge" in text for text in texts)
 
 
+@pytest.mark.slow
 def test_the_check_works_as_a_function(
     aws: Path, there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

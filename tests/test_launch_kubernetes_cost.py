@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from launch.kube import costs, job_options
+from launch.kube import cluster_files, costs, job_options
 from launch.kube.job import plan_job
 from launch.kube.job_options import JobOptions
 from lib.core import declared
@@ -69,7 +70,7 @@ def test_the_recipe_states_how_its_time_follows() -> None:
         f"{reducing / 1e9:.2f} GB: {reducing / network:.2f} s at 25 Gbit/s",
         f"each of the {passes} micro-batches takes {one_pass:.2f} s",
         f"{step:.1f} s for a step, {config.max_steps * step / 60:.1f} minutes for",
-        "never seen on hardware",
+        "Time: an estimate.",
     ):
         assert figure in text, figure
     assert seconds_of(cost_of(nodes=4)) == pytest.approx(step, rel=0.01)
@@ -160,9 +161,35 @@ def test_a_user_may_edit_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cost_of(nodes=4)["money"].startswith("$1.15 = 0.192 hours × 4 nodes × $1.5 (")
     assert "ml.g5.8xlarge" in cost_of(instance_type="ml.g5.8xlarge")["money"]
     assert "no price of ml.g5.8xlarge" in cost_of(kind="hyperpod")["money"]
-    rows["g5.8xlarge"]["price"] = "2,448"
-    with pytest.raises(UsageError, match=r"the price of g5.8xlarge is '2,448'"):
-        cost_of()
+    for price in ("2,448", math.nan, None):
+        rows["g5.8xlarge"]["price"] = price
+        with pytest.raises(UsageError, match=f"the price of g5.8xlarge is {price!r}"):
+            cost_of()
+
+
+def test_a_wrong_edit_of_the_prices_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (job_options, cluster_files):
+        monkeypatch.setattr(module, "TEMPLATES", tmp_path)
+    read_instances = job_options.read_instances.__wrapped__
+    instances = tmp_path / "instances.yaml"
+    for row, problem in (
+        ("{gpus: 1, price: 2,40}", "g5.8xlarge has the unknown entry 40"),
+        ("2.40", "g5.8xlarge has the unknown entry 2.4"),
+    ):
+        instances.write_text(f"g5.8xlarge: {row}\n")
+        with pytest.raises(UsageError, match=problem):
+            read_instances()
+    instances.write_text("g5.8xlarge: {gpus: 1, price: 2.40}\n")
+    assert read_instances()["g5.8xlarge"]["price"] == 2.4
+    for line, problem in (
+        ("nat_hour: 0,045", "the price of nat_hour is '0,045'"),
+        ("", "nat_hour is None"),
+    ):
+        (tmp_path / "prices.yaml").write_text(f"eks_hour: 0.1\n{line}\n")
+        with pytest.raises(UsageError, match=problem):
+            cluster_files.read_prices()
 
 
 def test_every_type_has_the_facts_of_the_estimate() -> None:

@@ -63,6 +63,7 @@ def test_a_run_is_prepared_once_before_it_trains(kube: Cluster, deploy: Callable
     assert started(kube) == ["pytorchjobs"] and "job exp-prepare has prepared" in output
 
 
+@pytest.mark.slow
 def test_another_run_is_prepared_again(kube: Cluster, deploy: Callable[..., str]) -> None:
     """Each run differs in one way from TRAIN_OPTIONS, and so in two ways from the one before."""
     deploy()
@@ -102,6 +103,7 @@ def test_a_new_volume_is_prepared(kube: Cluster, deploy: Callable[..., str]) -> 
     assert PREPARING in deploy()
 
 
+@pytest.mark.slow
 def test_a_failed_preparation_ends_the_deployment(
     kube: Cluster, deploy: Callable[..., str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_the_function_prepares_as_well(kube: Cluster) -> None:
         kubernetes.deploy_training_job(**how, prepare="sometimes")
 
 
+@pytest.mark.slow
 def test_a_preparation_that_loses_its_node_is_tried_again(
     kube: Cluster, deploy: Callable[..., str]
 ) -> None:

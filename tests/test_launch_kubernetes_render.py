@@ -473,22 +473,22 @@ def test_log_rules_match_the_lines_of_a_run() -> None:
             rule["name"]: rule for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]
         }
 
-    said = {
+    log_lines = {
         "line": f"16:29:56 {console.ConsoleLines(20_000).format_row(row)}",
         "dict": f"16:29:56 {console.format_record(row, 0)}",
     }
-    assert re.match(rules(*TRAIN_OPTIONS)["hang"]["logPattern"], said["line"])
+    assert re.match(rules(*TRAIN_OPTIONS)["hang"]["logPattern"], log_lines["line"])
     for options in (
         (*TRAIN_OPTIONS, "--log-style", "dict"),
         ("--slow-below", 20000, *TRAIN_OPTIONS),
     ):
         hang = rules(*options)["hang"]
-        assert re.match(hang["logPattern"], said["dict"])
-        assert not re.match(hang["logPattern"], said["line"])
+        assert re.match(hang["logPattern"], log_lines["dict"])
+        assert not re.match(hang["logPattern"], log_lines["line"])
     assert (
-        re.match(rules("--slow-below", 20000, *TRAIN_OPTIONS)["slow"]["logPattern"], said["dict"])[
-            1
-        ]
+        re.match(
+            rules("--slow-below", 20000, *TRAIN_OPTIONS)["slow"]["logPattern"], log_lines["dict"]
+        )[1]
         == "6404"
     )
     for before in ("", "16:29:56 [rank=0] "):
@@ -727,7 +727,7 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
         (templates / "pytorchjob.yaml").read_text().replace("PyTorchJob", "OtherJob")
     )
 
-    def said(script: str, *arguments: object) -> str:
+    def run_script(script: str, *arguments: object) -> str:
         return subprocess.run(
             [sys.executable, tmp_path / "launch" / script, *map(str, arguments)],
             cwd=tmp_path,
@@ -737,17 +737,17 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
         ).stdout
 
     [found] = yaml.safe_load_all(
-        said("kubernetes.py", "render", "--kind", "other", *JOB_OPTIONS, *TRAIN_OPTIONS)
+        run_script("kubernetes.py", "render", "--kind", "other", *JOB_OPTIONS, *TRAIN_OPTIONS)
     )
     container = at(found, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
     assert found["kind"] == "OtherJob" and container["name"] == "main"
-    assert "single_node.sh" in said(
+    assert "single_node.sh" in run_script(
         "pod.py", *container["command"][2:-1], "--nnodes", 1, "--dry-run", "--", *container["args"]
     )
-    assert "otherjobs.example.com exp" in said(
+    assert "otherjobs.example.com exp" in run_script(
         "kubernetes.py", "stop", "--kind", "other", "--job-name", "exp", "--dry-run"
     )
-    assert "claim fsx-claim" in said("check.py", "cluster", "--kind", "other", "--dry-run")
+    assert "claim fsx-claim" in run_script("check.py", "cluster", "--kind", "other", "--dry-run")
 
 
 @pytest.mark.parametrize(

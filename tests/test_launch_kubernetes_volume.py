@@ -149,6 +149,7 @@ def test_a_missing_volume_is_reported_before_a_pod_exists(node: Node, kube: Clus
     assert not [request for request in kube.requests if "pods" in request]
 
 
+@pytest.mark.slow
 def test_a_shell_needs_no_terminal(node: Node, kube: Cluster) -> None:
     result = subprocess.run(
         [sys.executable, SCRIPT, "shell", *node.options()],

@@ -101,13 +101,13 @@ class Cluster:
     def output(self, rank: int) -> Path:
         return self.project / f"node_{rank}.txt"
 
-    def said(self) -> str:
+    def read_output(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.project.glob("node_*.txt")))
 
     def wait_for(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONG
         while not happened():
-            assert time.monotonic() < deadline, self.said()
+            assert time.monotonic() < deadline, self.read_output()
             time.sleep(0.05)
 
     def wait_for_step(self, step: int) -> None:
@@ -123,7 +123,7 @@ class Cluster:
             try:
                 codes.append(launcher.wait(timeout=max(1.0, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:
-                pytest.fail(f"a launcher does not end\n{self.said()}")
+                pytest.fail(f"a launcher does not end\n{self.read_output()}")
         assert [node.processes() for node in self.nodes] == [{} for _ in self.nodes]
         return codes
 
@@ -131,7 +131,7 @@ class Cluster:
         return json.loads((self.project / "outputs" / "run" / "state.json").read_text())
 
     def ends_complete(self, expected: Callable[[int], dict[int, float]]) -> None:
-        assert self.end() == [0] * len(self.nodes), self.said()
+        assert self.end() == [0] * len(self.nodes), self.read_output()
         assert self.state()["status"] == "complete"
         assert losses(self.project, "run") == expected(len(self.nodes))
         assert not (self.project / "outputs" / ".launch").exists()
@@ -155,7 +155,7 @@ def test_a_run_survives_a_dead_worker(cluster: Callable, expected: Callable) -> 
     two = cluster(2)
     os.kill(two.nodes[1].ranks()[0], signal.SIGKILL)
     two.ends_complete(expected)
-    assert "restart 1 of 3" in two.said()
+    assert "restart 1 of 3" in two.read_output()
 
 
 @pytest.mark.long
@@ -173,17 +173,17 @@ def test_a_run_survives_a_node_that_dies_and_returns(
 def test_a_run_survives_a_cut_link(cluster: Callable, expected: Callable) -> None:
     two = cluster(2, "--watchdog-minutes", 0.2)
     two.nodes[1].cut()
-    two.wait_for(lambda: "restart 1 of 3" in two.said())
+    two.wait_for(lambda: "restart 1 of 3" in two.read_output())
     two.nodes[1].mend()
     two.ends_complete(expected)
-    assert "watchdog" in two.said()
+    assert "watchdog" in two.read_output()
 
 
 @pytest.mark.long
 def test_three_machines_lose_a_worker_then_a_node(cluster: Callable, expected: Callable) -> None:
     three = cluster(3)
     os.kill(three.nodes[2].ranks()[0], signal.SIGKILL)
-    three.wait_for(lambda: "resumed from" in three.said())
+    three.wait_for(lambda: "resumed from" in three.read_output())
     three.wait_for_step(25)
     three.nodes[1].die()
     three.come_back(1)
@@ -194,10 +194,10 @@ def test_three_machines_lose_a_worker_then_a_node(cluster: Callable, expected: C
 def test_a_signal_to_one_launcher_saves_and_ends_all_with_75(cluster: Callable) -> None:
     two = cluster(2)
     two.launchers[1].send_signal(signal.SIGUSR1)
-    assert two.end() == [75, 75], two.said()
+    assert two.end() == [75, 75], two.read_output()
     state = two.state()
     assert state["status"] == "preempted" and state["step"] == max(state["checkpoints"])
-    assert "stopped by SIGUSR1" in two.said()
+    assert "stopped by SIGUSR1" in two.read_output()
 
 
 @pytest.mark.long  # nodes that cannot agree on a save get half a minute
@@ -205,7 +205,7 @@ def test_a_signal_when_the_link_is_cut_ends_all_with_75_too(cluster: Callable) -
     two = cluster(2)
     two.nodes[1].cut()
     two.launchers[0].send_signal(signal.SIGTERM)
-    assert two.end() == [75, 75], two.said()
+    assert two.end() == [75, 75], two.read_output()
 
 
 def single_node(project: Path, *options: object) -> subprocess.Popen:

@@ -70,10 +70,10 @@ def command(kind: str, nodes: int, *more: object) -> list[str]:
     ]
 
 
-def wait_for(happened: Callable[[], bool], said: Callable[[], str]) -> None:
+def wait_for(happened: Callable[[], bool], read_output: Callable[[], str]) -> None:
     until = time.monotonic() + PATIENCE
     while not happened():
-        assert time.monotonic() < until, said()
+        assert time.monotonic() < until, read_output()
         time.sleep(0.1)
 
 
@@ -131,7 +131,7 @@ def test_the_rank_is_the_number_in_the_name_of_the_pod(monkeypatch: pytest.Monke
 
 
 def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
-    def said(*arguments: str) -> str:
+    def read_output(*arguments: str) -> str:
         return subprocess.run(
             [sys.executable, POD, *arguments, "--dry-run", "--", "-e", "x"],
             capture_output=True,
@@ -139,12 +139,14 @@ def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
             check=True,
         ).stdout
 
-    hyperpod = said(
+    hyperpod = read_output(
         "--kind", "hyperpod", "--nnodes", "4", "--min-nodes", "2", "--nproc-per-node", "8"
     )
     assert "hyperpodrun --nnodes 2:4 --nproc-per-node 8" in hyperpod
     assert "--shutdown-signal SIGTERM" in hyperpod
-    assert "single_node.sh" in said("--kind", "trainjob", "--nnodes", "1", "--nproc-per-node", "8")
+    assert "single_node.sh" in read_output(
+        "--kind", "trainjob", "--nnodes", "1", "--nproc-per-node", "8"
+    )
 
 
 def test_a_pod_waits_for_the_address_of_the_head_until_a_signal() -> None:
@@ -185,10 +187,10 @@ def test_one_pod_saves_at_sigterm_and_continues(project: Path) -> None:
         process = subprocess.Popen(
             [*train, "5000"], cwd=project, env=environment, stdout=output, stderr=subprocess.STDOUT
         )
-    said = (project / "said.txt").read_text
-    wait_for(has_step(project, 3), said)
+    read_output = (project / "said.txt").read_text
+    wait_for(has_step(project, 3), read_output)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE) == 143, said()
+    assert process.wait(PATIENCE) == 143, read_output()
     stopped = max(losses(project, "run"))
     second = subprocess.run(
         [*train, str(stopped + 2)],
@@ -214,7 +216,7 @@ def test_two_pods_stop_and_continue_together(project: Path) -> None:
         "HEAD_PORT": str(free_port()),
     }
 
-    def said() -> str:
+    def read_output() -> str:
         return "".join(path.read_text() for path in project.glob("said-*.txt"))
 
     with ExitStack() as stack:
@@ -230,11 +232,11 @@ def test_two_pods_stop_and_continue_together(project: Path) -> None:
             ]
 
         pods = start(5000)
-        wait_for(has_step(project, 3), said)
+        wait_for(has_step(project, 3), read_output)
         pods[1].send_signal(signal.SIGTERM)
-        assert [process.wait(PATIENCE) for process in pods] == [143, 143], said()
+        assert [process.wait(PATIENCE) for process in pods] == [143, 143], read_output()
         stopped = max(losses(project, "run"))
-        assert [process.wait(PATIENCE) for process in start(stopped + 2)] == [0, 0], said()
+        assert [process.wait(PATIENCE) for process in start(stopped + 2)] == [0, 0], read_output()
     assert sorted(losses(project, "run")) == list(range(1, stopped + 3))
 
 
@@ -251,7 +253,7 @@ def test_an_elastic_job_continues_without_a_lost_pod(project: Path) -> None:
         "pytorchjob", 2, "--min-nodes", 1, *TRAIN, "--watchdog-minutes", 0.2, "--max-steps", 25
     )
 
-    def said() -> str:
+    def read_output() -> str:
         return "".join(path.read_text() for path in project.glob("said-*.txt"))
 
     with ExitStack() as stack:
@@ -262,11 +264,11 @@ def test_an_elastic_job_continues_without_a_lost_pod(project: Path) -> None:
             )
             for node in nodes
         ]
-        wait_for(has_step(project, 6), said)
+        wait_for(has_step(project, 6), read_output)
         nodes[1].die()
-        assert pods[0].wait(PATIENCE) == 0, said()
+        assert pods[0].wait(PATIENCE) == 0, read_output()
     assert sorted(losses(project, "run")) == list(range(1, 26))
-    assert "over 2 ranks" in said() and "over 1 rank;" in said()
+    assert "over 2 ranks" in read_output() and "over 1 rank;" in read_output()
 
 
 @pytest.mark.parametrize(

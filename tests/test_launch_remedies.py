@@ -144,6 +144,7 @@ def test_a_missing_bucket_claim_names_what_to_fill_in(empty: Cluster) -> None:
     assert ("persistentvolumeclaims", "default", "raw") in empty.objects
 
 
+@pytest.mark.slow
 def test_a_check_of_the_cluster_ends_with_the_same_commands(empty: Cluster) -> None:
     """Namespace, account, secret and quota: the commands of the findings create them as well."""
     del empty.objects["namespaces", "", "default"]

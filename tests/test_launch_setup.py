@@ -284,6 +284,34 @@ def test_what_the_steps_create_is_deleted_from_any_shell(values: dict[str, Any])
     assert len(set(names)) <= 1 and len(names) == (2 if "filesystem" in values else 0)
 
 
+@pytest.mark.parametrize(
+    ("values", "created", "used", "available"),
+    [
+        ({"filesystem": "efs"}, "efs create-file-system", "efs create-mount-target", "available"),
+        ({"kind": "hyperpod-slurm"}, "fsx create-file-system", "create-cluster", "AVAILABLE"),
+    ],
+)
+def test_a_new_file_system_is_available_before_it_is_used(
+    values: dict[str, Any], created: str, used: str, available: str, tmp_path: Path
+) -> None:
+    """AWS refuses a mount target, and HyperPod a mount, while a file system is being created."""
+    steps = setup_steps.render_steps(plan(**values), Path("new"))
+    wait = next(line for line in steps.splitlines() if line.startswith("until aws "))
+    assert steps.index(created) < steps.index(wait) < steps.index(used)
+    aws = tmp_path / "aws"
+    aws.write_text(
+        f"#!/bin/sh\necho >> calls\n[ -f asked ] && echo {available} || echo NOT{available}"
+    )
+    aws.chmod(0o755)
+    sleep = tmp_path / "sleep"
+    sleep.write_text("#!/bin/sh\ntouch asked")
+    sleep.chmod(0o755)
+    script = f"set -euo pipefail; {wait}"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FILE_SYSTEM": "fs-1"}
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, check=True, timeout=30)
+    assert (tmp_path / "calls").read_text() == "\n\n"
+
+
 def test_the_namespace_exists_before_the_volume() -> None:
     create = "kubectl create namespace mine"
     steps = setup_steps.render_steps(plan(namespace="mine"), Path("new"))

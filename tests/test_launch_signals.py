@@ -124,6 +124,7 @@ def saved_code(name: str, first: signal.Signals) -> int:
     return 143 if name.startswith("pod.py") else 75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "signals",
@@ -148,6 +149,7 @@ def test_several_signals_save_once(
     assert "killed without a save" not in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*CASES[:-1], LONG_CASE])
 @pytest.mark.parametrize("before", [(), pytest.param((signal.SIGTERM,), marks=pytest.mark.long)])
 def test_a_second_sigint_kills_the_ranks_and_promises_no_save(

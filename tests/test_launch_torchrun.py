@@ -54,6 +54,7 @@ def test_a_killed_rank_is_named_in_one_line(tmp_path: Path) -> None:
     assert line.startswith("error: rank 1 (process ") and "SIGKILL" in line and "dmesg" in line
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_without_an_error_is_named_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text("import os; os._exit(7 * (os.environ['RANK'] == '1'))")
     result = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
@@ -166,6 +167,7 @@ def test_the_report_of_a_plain_torchrun_contains_the_error_of_rank_0(
         assert message["message"] == text
 
 
+@pytest.mark.slow
 def test_the_output_of_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> None:
     """Its report of 30 lines comes last, so the error must be repeated in it."""
     (tmp_path / "raw_text").mkdir()

@@ -47,8 +47,8 @@ def unread(command: list[str], cwd: Path, both: bool = False) -> tuple[int, str]
     "script", [p for p in SCRIPTS if p.name != "__init__.py"], ids=lambda path: path.name
 )
 def test_head_on_any_help(script: Path, tmp_path: Path) -> None:
-    code, told = unread([sys.executable, str(script), "--help"], tmp_path)
-    assert "Pipe" not in told and "Traceback" not in told and code in (0, 141)
+    code, printed = unread([sys.executable, str(script), "--help"], tmp_path)
+    assert "Pipe" not in printed and "Traceback" not in printed and code in (0, 141)
 
 
 def test_an_error_keeps_its_code(tmp_path: Path) -> None:

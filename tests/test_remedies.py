@@ -47,7 +47,7 @@ from lib.corpus import place, saved, work_units
 from lib.corpus.classify import language, predictor
 from lib.corpus.extract import options as extraction
 from lib.corpus.row_options import RowOptions
-from lib.export import adapter_files, checkpoint_checks
+from lib.export import adapter_files, checkpoint_choice
 from lib.hub import client, repository, s3, transfer
 from lib.models import (
     architecture,
@@ -557,7 +557,7 @@ def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.Monkey
     newest.write_bytes(whole[1:])
     trained.follow(trained.fails(*export, "--out", "third"))  # found by its size
     with pytest.raises(StageError):
-        checkpoint_checks.require_present(commit.Checkpoint(Path("gone"), 1))
+        checkpoint_choice.require_present(commit.Checkpoint(Path("gone"), 1))
     with pytest.raises(UsageError):  # for it trains 2-D linears alone
         adapter_files.plan_adapter(
             SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32

@@ -74,9 +74,9 @@ def test_no_directory_makes_its_own_code_run(evil: Path, stage: StageRunner, tmp
     ran = tmp_path / "ran"
 
     def refused(*command: object, **how: object) -> None:
-        said = stage(*command, expect=2, **how).stderr
-        assert "does not know models of type 'novel'" in said and f"only with {TRUST}" in said
-        assert not ran.exists() and "Traceback" not in said
+        printed = stage(*command, expect=2, **how).stderr
+        assert "does not know models of type 'novel'" in printed and f"only with {TRUST}" in printed
+        assert not ran.exists() and "Traceback" not in printed
 
     commit = "0" * 40
     home = tmp_path / "hub/models--org--evil"
@@ -86,8 +86,8 @@ def test_no_directory_makes_its_own_code_run(evil: Path, stage: StageRunner, tmp
     refused(*TRAIN, "-e", "x", "-m", "evil", "--dry-run")
     refused(*TRAIN, "-e", "x", "-m", "org/evil", env={"HF_HUB_CACHE": str(tmp_path / "hub")})
     (tmp_path / "run.yaml").write_text("trust_remote_code: true\n")
-    said = stage(*TRAIN, "-e", "x", "-m", "evil", "--config", "run.yaml", expect=2).stderr
-    assert f"only the command line may set {TRUST}" in said and not ran.exists()
+    printed = stage(*TRAIN, "-e", "x", "-m", "evil", "--config", "run.yaml", expect=2).stderr
+    assert f"only the command line may set {TRUST}" in printed and not ran.exists()
 
     trusted = (*TRAIN, "-e", "exp", "-m", "evil", TRUST)
     assert f"-e exp {TRUST}" in stage(*trusted).stdout and ran.exists()
@@ -123,8 +123,10 @@ def test_changed_code_is_not_run(evil: Path, tmp_path: Path):
 def test_no_command_that_runs_code_is_given_to_be_pasted():
     made = {"stage": "03_download_model.py", "options": {"model_name": "org/evil"}}
     assert manifest.make_remedy(made)["run"].endswith("03_download_model.py --model-name org/evil")
-    told = manifest.make_remedy({**made, "options": {**made["options"], "trust_remote_code": True}})
-    assert list(told) == ["hint"] and TRUST in told["hint"]
+    remedy = manifest.make_remedy(
+        {**made, "options": {**made["options"], "trust_remote_code": True}}
+    )
+    assert list(remedy) == ["hint"] and TRUST in remedy["hint"]
     for stage_name in ("/tmp/evil.py", "../03_evil.py", "", None, 5):
         assert list(manifest.make_remedy({**made, "stage": stage_name})) == ["hint"]
 

@@ -122,11 +122,16 @@ def test_damaged_and_foreign_directories_are_named(tmp_path: Path) -> None:
     (made / "metrics.jsonl").write_text(
         '{"step": 99999999999999999999999, "train/loss": "x"}\n[]\n'
     )
+    pipes = make_run(outputs / "pipes")
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (pipes / name).unlink()
+        os.mkfifo(pipes / name)  # nobody ever writes to it
     (outputs / "foreign" / "checkpoints").mkdir(parents=True)
     (outputs / "notes.txt").write_text("mine")
     (outputs / "loop").symlink_to(outputs)
     text = monitor(tmp_path)
     assert text.count("good") == 1
+    assert rows_of(text)["pipes"][0] == "complete"
     assert rows_of(text)["torn"][0] == "unreadable" and rows_of(text)["good"][0] == "complete"
     assert "skipped, no runs: foreign" in text and "lost (no config.yaml)" in text
     assert text.isprintable() or not set(text) & {"\x1b", "\u202e", "\r"}
@@ -144,6 +149,7 @@ def test_json_contains_plain_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "outputs" / "a", age=60)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(make_row(110, **{"train/loss_mean": math.nan, "eval/loss": 2.5}))
+    assert rows_of(monitor(tmp_path))["a"][3] == "nan"
     [values] = json.loads(monitor(tmp_path, "--json"), parse_constant=pytest.fail)["runs"]
     assert values["loss"] is None and values["validation_loss"] == 2.5
     assert values["step"] == 110 and values["total_steps"] == 400 and values["ranks"] == 16
@@ -200,6 +206,7 @@ def test_runs_without_rows_or_differences_are_compared(tmp_path: Path) -> None:
         (make_run(tmp_path / "outputs" / name) / "metrics.jsonl").unlink()
     text = monitor(tmp_path, "--compare", "a", "b")
     assert "no options differ" in text and "no plot: one of the runs has no rows yet" in text
+    assert "nan" not in text
     (tmp_path / "outputs" / "b" / "state.json").unlink()
     assert " of 0" not in monitor(tmp_path, "--compare", "a", "b")
     assert monitor(tmp_path, "--compare", "a", "none", expect=2).startswith("error: there is no")

@@ -280,6 +280,7 @@ def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path
     given = ("--data-folder", "raw", "--save-dir", "out", "--min-chars", 1)
     done = stage(SCRIPT, *given, "--fields", "text")
     assert "2 of 25 documents" in done.stdout
+    assert "already done" in stage(SCRIPT, *given, "--fields", "text,text").stdout
     assert "body (23), meta.title (23)" in done.stdout
     (tmp_path / "raw" / "b.txt").write_text("plain text is not touched")
     done = stage(SCRIPT, *given, "--fields", "text,zzz", "--overwrite")
@@ -326,6 +327,7 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
         (["--validation-percent", "100"], "percentage", 2),
         (["--max-error-rate", "5"], "fraction", 2),
         (["--min-chars", "many"], "whole number", 2),
+        (["--fallback-encoding", "idna"], "unknown text encoding 'idna'", 2),
         (["--strings", "both"], "invalid choice", 2),
     ],
 )

@@ -93,8 +93,11 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
     [called] = [row for row in rows if row["source"] == "calls0.jsonl" and row["line"] == 1]
     assert called["messages"][1]["content"] == "" and called["offset"] == 0
     assert json.loads(called["messages"][1]["tool_calls"]) == [CALL]
-    [told] = [row for row in rows if row["source"] == "messages1.jsonl" and row["line"] == 2]
-    assert told["weights"] == [1.0, 1.0] and json.loads(told["tools"])[0]["type"] == "function"
+    [second_row] = [row for row in rows if row["source"] == "messages1.jsonl" and row["line"] == 2]
+    assert (
+        second_row["weights"] == [1.0, 1.0]
+        and json.loads(second_row["tools"])[0]["type"] == "function"
+    )
 
     problems = [json.loads(line) for line in (path / "errors.jsonl").read_text().splitlines()]
     for problem in problems:
@@ -128,8 +131,8 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
         assert words in done.stdout
     assert "already done" in stage(SCRIPT, *options).stdout
 
-    for how in ("--only-splits 0-1", "--only-splits 2 --num-workers 3", "--merge"):
-        stage(SCRIPT, *options, "--save-dir", "many", *how.split())
+    for part in ("--only-splits 0-1", "--only-splits 2 --num-workers 3", "--merge"):
+        stage(SCRIPT, *options, "--save-dir", "many", *part.split())
     assert content(tmp_path / "many") == content(path)
     refused = stage(SCRIPT, *options[2:], expect=2)
     assert "--format: chat there, not given now" in refused.stderr
@@ -193,7 +196,7 @@ def test_conversations_read_as_plain_text_are_reported(stage, tmp_path):
     assert "warning" not in done.stdout
 
 
-@pytest.mark.parametrize("dedup", ["none", "exact"])
+@pytest.mark.parametrize("dedup", ["none", pytest.param("exact", marks=pytest.mark.slow)])
 def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypatch, dedup):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 3_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)

@@ -18,6 +18,7 @@ import pytest
 from lib.core import hashing
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work_units
+from lib.corpus.classify import language
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
@@ -217,6 +218,14 @@ def test_options_that_cannot_work_are_refused_before_anything_is_read(stage, mod
     done = stage(SCRIPT, "--data-folder", "raw", "--language", "de", expect=3)
     assert "lid.176.ftz does not exist" in done.stderr
     assert "8f3472cfe8738a7b6099e8e999c3cbfae0dcd15696aac7d7738a8039db603e83" in done.stderr
+
+
+def test_labels_in_other_forms_are_recognised_in_errors():
+    known = {"en", "de", "und", "zh-cn"}
+    for name in ("EN", "en-US", "en_GB", "__label__en"):
+        assert language._find_near_labels(name, known) == ["en"]
+    assert language._find_near_labels("zh-CN", known) == ["zh-cn"]
+    assert language._find_near_labels("xx", known) == []
 
 
 OPTIONS = ("--validation-percent", 20, "--keep-top", 0.3, "--language", "all", "--keep-source")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import fcntl
 import json
 import random
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from lib.core.errors import DiskFullError
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
@@ -236,6 +238,26 @@ def test_a_build_deletes_the_index_of_a_killed_one(tmp_path, monkeypatch):
         made = test_sets.make_directory()
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == sorted(["test-sets-running", made.name])
+
+
+def test_a_full_directory_for_temporary_files_is_named(tmp_path, monkeypatch):
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets/a.jsonl").write_text(
+        json.dumps({"question": make_words(random.Random(0), 30)})
+    )
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw/a.txt").write_text("text")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    files, _ = inputs.find_inputs(tmp_path / "raw", False)
+    prepare = test_sets.IndexBuilder(tmp_path / "raw", files, 1, False)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # as on a full disk
+    try:
+        with pytest.raises(DiskFullError, match=f"no room to write in {tmp_path} ") as caught:
+            prepare(RowOptions(decontaminate=[tmp_path / "sets"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "TMPDIR=DIR" in caught.value.hint
 
 
 def test_options_without_test_sets_are_refused(stage, tmp_path):

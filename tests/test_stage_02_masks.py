@@ -19,6 +19,7 @@ from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.masks import mask_options, part_masker, second_pass
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.masker import Masker
+from lib.corpus.masks.matches import MaskedMatches
 from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
@@ -230,6 +231,14 @@ def test_turns_calls_and_results_are_masked_and_calls_stay_valid(stage, tmp_path
     )
 
 
+def test_keys_that_are_masked_alike_keep_their_values():
+    value = {"a@firma.de": 1, "<email>": 2, "b@firma.de": {"c@firma.de": 3}, "<email> (2)": 4}
+    masked = part_masker._mask_value(value, MASKER, MaskedMatches())
+    expected = {"<email> (3)": 1, "<email>": 2, "<email> (4)": {"<email>": 3}, "<email> (2)": 4}
+    assert masked == expected and [*masked] == [*expected]
+    assert part_masker._mask_value(masked, MASKER, MaskedMatches()) == masked
+
+
 def write_part(path: Path, texts: Sequence[str]) -> pa.Schema:
     with path.open("wb") as file:
         writer = parts.PartWriter(file, keep_source=True)
@@ -311,6 +320,8 @@ def test_hashes_need_a_key_and_depend_on_it(stage, tmp_path):
     command = (SCRIPT, "--data-folder", "raw", "--mask", "email", "--mask-with", "hash")
     refused = stage(*command, "--save-dir", "x", expect=2)
     assert "--mask-key" in refused.stderr and "urandom" in refused.stderr
+    refused = stage(*command, "--mask-key", "nothing", "--save-dir", "x", expect=2)
+    assert "--mask-key nothing: No such file" in refused.stderr and "urandom" in refused.stderr
     (tmp_path / "mask.key").write_bytes(b"0123456789abcdef")
     stage(*command, "--mask-key", "mask.key", "--save-dir", "out")
     one, two, three = list_texts(tmp_path / "out")

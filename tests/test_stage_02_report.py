@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
+from lib.corpus.report import find_refusal
 from lib.corpus.row_options import RowOptions
 from lib.corpus.sample_dropped import SAMPLE_BYTES, choose_units
+from lib.corpus.tally import Tally
 from lib.corpus.work_units import FileSpan, WorkUnit
 from tests.pages.test_svg import HOSTILE, check_page
 from tests.test_stage_02_machines import content
@@ -148,6 +152,16 @@ def test_conversations_are_counted_by_the_bytes_of_their_turns(stage, tmp_path):
     assert "duplicate\n--dedup exact\n2\n50.0 %" in page.text
     assert "duplicates a.jsonl, row 1" in page.text
     assert "text read\n1.5 kB" in page.text  # 3 · 306 + 2 · 306 bytes
+
+
+def test_a_dataset_without_rows_is_refused_with_the_options_that_dropped_them():
+    options = RowOptions(min_chars=9, dedup="near")
+    tally = Tally(dropped=Counter(short=2))
+    empty = SimpleNamespace(tally=tally, dropped=Counter(near_duplicates=3), rows={"train": 0})
+    error = find_refusal(empty, options, Path("raw"), 1, 1.0)
+    assert error and "no row is left for the split `train`" in error.problem
+    assert error.problem.endswith("dropped 5 rows")
+    assert "3 rows dropped by --dedup near" in error.found and "2 rows" in error.found
 
 
 def test_sample_dropped_prints_examples_and_writes_nothing(stage, raw, tmp_path):

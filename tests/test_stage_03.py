@@ -232,7 +232,7 @@ def test_an_untrainable_model_is_refused_before_weights_are_downloaded(
     else:
         repo.files["model.safetensors.index.json"] = b'{"weight_map": {"a": "../a.safetensors"}}'
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
-    said = {
+    message = {
         "pickles": "only pickles",
         "unknown": "does not know models of type 'novel'",
         "no config": "no config.json",
@@ -240,7 +240,7 @@ def test_an_untrainable_model_is_refused_before_weights_are_downloaded(
         "encoder": "no causal language model",
         "index": "does not match the files",
     }[case]
-    assert said in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
     assert tempfile.gettempdir() not in error.partition("  run:")[0]
     assert not list_model_dirs(tmp_path) and not hub.paths("-of-")
 
@@ -260,7 +260,7 @@ def test_weights_that_do_not_fit_are_not_published(hub, stage: StageRunner, tmp_
 
 
 @pytest.mark.parametrize(
-    "fields, code, said",
+    "fields, code, message",
     [
         ({"vocab_size": 200}, 3, "the tokenizer has 256 tokens"),
         ({"hidden_act": "nope"}, 2, "KeyError: 'nope'"),
@@ -270,11 +270,11 @@ def test_weights_that_do_not_fit_are_not_published(hub, stage: StageRunner, tmp_
     ],
 )
 def test_an_impossible_config_is_refused_before_weights_are_downloaded(
-    hub, stage: StageRunner, tmp_path, fields, code, said
+    hub, stage: StageRunner, tmp_path, fields, code, message
 ):
     change_config(hub.repos[NAME], **fields)
     error = stage(SCRIPT, "--model-name", NAME, expect=code).stderr
-    assert said in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error
     assert tempfile.gettempdir() not in error.partition("  run:")[0]
     assert not hub.paths("-of-") and not list_model_dirs(tmp_path)
 
@@ -395,10 +395,10 @@ def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path
     made = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())["summary"]
     assert made["vocabulary"] == made["tokens"] == 4096
     given = ("--tokenizer", ".cache/models/small", "--model-name", "big")
-    told = stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given).stdout
+    printed = stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given).stdout
     summary = json.loads((tmp_path / ".cache/models/big/manifest.json").read_text())["summary"]
     assert 16 * summary["parameters"] < summary["memory"]["1"] < 20 * summary["parameters"]
-    assert "on 1, " in told and "on 64 GPUs, each with 1 × 1,024 tokens" in told
+    assert "on 1, " in printed and "on 64 GPUs, each with 1 × 1,024 tokens" in printed
     config = json.loads((tmp_path / ".cache/models/big/config.json").read_text())
     limits = json.loads((tmp_path / ".cache/models/big/tokenizer_config.json").read_text())
     assert config["vocab_size"] == 4096 and config["eos_token_id"] == 1
@@ -412,7 +412,7 @@ def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
 
     datasets.Dataset.from_dict({"body": ["a"]}).save_to_disk(tmp_path / "untitled")
     (tmp_path / "empty").mkdir()
-    for arguments, code, said in (
+    for arguments, code, message in (
         (("--train-tokenizer", "untitled"), 2, "no column of strings called `text`"),
         (("--train-tokenizer", "nowhere"), 3, "does not exist"),
         (("--train-tokenizer", "empty"), 2, "not a dataset"),
@@ -421,5 +421,5 @@ def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):
         (("--train-tokenizer", corpus, "--vocab-size", 100), 2, "too small"),
     ):
         error = stage(*scratch(*arguments), expect=code).stderr
-        assert said in error and "Traceback" not in error
+        assert message in error and "Traceback" not in error
     assert not list_model_dirs(tmp_path)

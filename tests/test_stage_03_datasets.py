@@ -83,7 +83,7 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
 
 
 def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tmp_path):
-    told = stage(
+    printed = stage(
         SCRIPT,
         "--dataset-name",
         NAME,
@@ -94,7 +94,7 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
         "--include",
         "en/*.jsn.gz",
     ).stdout
-    assert "--include en/*.jsn.gz matches none of the 6 files of org/text" in told
+    assert "--include en/*.jsn.gz matches none of the 6 files of org/text" in printed
     hub.requests.clear()
     more = fetch(stage).stdout  # adds to what is there
     assert "with earlier files" in more and ".hub" not in more
@@ -103,17 +103,17 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     hub.requests.clear()
     assert "already done: raw_text/org--text (" in fetch(stage).stdout and not hub.requests
     assert "--revision: main there, v2 now" in fetch(stage, "--revision", "v2", expect=2).stderr
-    told = fetch(stage, "--overwrite").stdout  # these alone
-    assert "will delete 1 file" in told
+    printed = fetch(stage, "--overwrite").stdout  # these alone
+    assert "will delete 1 file" in printed
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
     whole = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
     assert "1 artifact" in whole and "intact   raw_text/org--text\n" in whole
     (tmp_path / WHERE / FILES[2]).unlink()
-    told = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
-    assert f"raw_text/org--text/{FILES[2]} is missing" in told
-    assert "1 damaged artifact of 1: raw_text/org--text\n" in told
-    assert f"--dataset-name {NAME} --include 'en/*.json.gz' --overwrite" in told
+    printed = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
+    assert f"raw_text/org--text/{FILES[2]} is missing" in printed
+    assert "1 damaged artifact of 1: raw_text/org--text\n" in printed
+    assert f"--dataset-name {NAME} --include 'en/*.json.gz' --overwrite" in printed
     assert f"raw_text/org--text/{FILES[2]} is missing" in fetch(stage, expect=3).stderr
 
 
@@ -142,8 +142,8 @@ def test_files_of_others_are_not_overwritten(repo, stage: StageRunner, tmp_path)
     mine.unlink()
     mine.parent.rmdir()
     mine.parent.write_text("mine")  # a file where a directory has to be
-    told = fetch(stage, "--include", "README.md", expect=2).stderr
-    assert "would overwrite" in told and "en\n" in told
+    printed = fetch(stage, "--include", "README.md", expect=2).stderr
+    assert "would overwrite" in printed and "en\n" in printed
     assert files_of(tmp_path / WHERE) == {"en": b"mine"}
     mine.parent.unlink()
     mine.parent.mkdir()
@@ -160,10 +160,10 @@ def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
         in stage(SCRIPT, "--dataset-name", "org/none", "--include", "*", expect=2).stderr
     )
     assert "needs --include" in stage(SCRIPT, "--dataset-name", NAME, expect=2).stderr
-    told = stage(
+    printed = stage(
         SCRIPT, "--dataset-name", "../x", "--model-size", "1B", "--allow-pickle", expect=2
     ).stderr
-    assert "4 problems" in told and "--allow-pickle is an option of --model-name" in told
+    assert "4 problems" in printed and "--allow-pickle is an option of --model-name" in printed
     repo.sizes[FILES[0]] = 10**15
     assert "not enough room" in fetch(stage, expect=4).stderr
     repo.gated = True
@@ -194,9 +194,9 @@ def test_what_stage_04_tells_to_type_for_a_name_of_the_hub(
     train = ("04_train_fsdp.py", "-e", "x", "-d", NAME, "-m", NAME)
 
     def type_command(script: str, kind: str) -> None:
-        told = stage(*train, expect=3).stderr
-        assert "2 problems" in told and f"{SCRIPT} --model-name {NAME}" in told
-        line = next(line for line in told.splitlines() if f"{script} {kind}" in line)
+        printed = stage(*train, expect=3).stderr
+        assert "2 problems" in printed and f"{SCRIPT} --model-name {NAME}" in printed
+        line = next(line for line in printed.splitlines() if f"{script} {kind}" in line)
         words = shlex.split(line.replace("run:", ""))
         stage(script, *words[words.index(kind) :], "--no-progress")
 

@@ -232,7 +232,7 @@ def test_code_outside_of_the_directory_of_the_config_is_refused(
 
 
 @pytest.mark.parametrize(
-    "code, said",
+    "code, message",
     [
         (b"import nopackage_x\n", "-m pip install nopackage_x"),
         (b"def (", "is not Python"),
@@ -240,10 +240,10 @@ def test_code_outside_of_the_directory_of_the_config_is_refused(
         pytest.param(b"class Other: pass\n", "NovelForCausalLM", marks=pytest.mark.slow),
     ],
 )
-def test_code_that_fails_is_reported(hub, novel, stage: StageRunner, tmp_path, code, said):
+def test_code_that_fails_is_reported(hub, novel, stage: StageRunner, tmp_path, code, message):
     novel.files["modeling_novel.py"] = code
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
-    assert said in error and "Traceback" not in error and not list_model_dirs(tmp_path)
+    assert message in error and "Traceback" not in error and not list_model_dirs(tmp_path)
     assert not list((tmp_path / "hf_home").rglob("*.py"))
 
 
@@ -364,12 +364,14 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
     (tmp_path / "qwen.json").write_text(json.dumps({**QWEN, "hidden_size": 64}))
     assert "config.json content" in stage(*make, expect=2).stderr
     (target / "config.json").unlink()
-    told = stage("04_train_fsdp.py", "-e", "x", "-d", "x", "-m", "scratch-qwen2", expect=3).stderr
-    assert "--from-scratch --config-json qwen.json --tokenizer tokens --overwrite" in told
+    printed = stage(
+        "04_train_fsdp.py", "-e", "x", "-d", "x", "-m", "scratch-qwen2", expect=3
+    ).stderr
+    assert "--from-scratch --config-json qwen.json --tokenizer tokens --overwrite" in printed
 
 
 @pytest.mark.parametrize(
-    "content, said",
+    "content, message",
     [
         ("{", "is not JSON"),
         ("[]", "not the config of a model"),
@@ -381,13 +383,13 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
         ('{"model_type": "llama", "quantization_config": {"bits": 4}}', "quantization_config"),
     ],
 )
-def test_an_invalid_config_is_refused(stage: StageRunner, tmp_path, model_files, content, said):
+def test_an_invalid_config_is_refused(stage: StageRunner, tmp_path, model_files, content, message):
     (tmp_path / "tokenizer.json").write_bytes(model_files["tokenizer.json"])
     (tmp_path / "c.json").write_text(content)
     error = stage(
         SCRIPT, "--from-scratch", "--config-json", "c.json", "--tokenizer", ".", expect=2
     ).stderr
-    assert said in error and "Traceback" not in error and not list_model_dirs(tmp_path)
+    assert message in error and "Traceback" not in error and not list_model_dirs(tmp_path)
     assert "c.json" in error and "/tmp/" not in error
 
 
@@ -417,8 +419,8 @@ def test_verify_reports_damage_and_the_command_that_repairs_it(hub, stage: Stage
     assert "not written by this pipeline: .cache/web/manifest.json" in done
     stray = cache / "models/org--tiny-llama/model.safetensors"
     stray.write_bytes(b"")
-    told = stage(SCRIPT, "--verify", expect=3).stderr
-    assert f"{stray.relative_to(tmp_path)} does not belong to this model" in told
+    printed = stage(SCRIPT, "--verify", expect=3).stderr
+    assert f"{stray.relative_to(tmp_path)} does not belong to this model" in printed
     stray.unlink()
     path = cache / "models/org--tiny-llama" / SHARDS[0]
     content = bytearray(path.read_bytes())

@@ -54,6 +54,7 @@ def refused(root: Path, *arguments: object, code: int, says: str) -> None:
     assert "Traceback" not in done.stderr + done.stdout
 
 
+@pytest.mark.slow
 def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: Path):
     run_stage(
         "04_train_fsdp.py",
@@ -422,6 +423,7 @@ def test_overwrite_keeps_the_old_run_under_another_name(experiment: Path):
     assert list_saved_steps(experiment, "two") == [2]
 
 
+@pytest.mark.slow
 def test_a_run_with_dropout_resumes_bit_for_bit(project: Path):
     from transformers import GPT2Config
 
@@ -600,6 +602,7 @@ def test_packed_documents_train_on_any_number_of_ranks(project: Path):
     assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_and_resumes(project: Path):
     """Shares, losses and a resume do not depend on the ranks, nor on how tokens are read."""
     write_corpus(project / "raw_more", documents=17)

@@ -148,6 +148,7 @@ def losses(root: Path, run: str = "run") -> list[float]:
     return [row["train/loss"] for row in metrics(root, run)]
 
 
+@pytest.mark.slow
 def test_the_loss_equals_that_of_a_plain_loop_over_trained_tokens(trained: Path) -> None:
     held_out = samples_of(trained, "talks", split="validation")
     expected, held = reference(trained / "model", samples_of(trained, "talks"), STEPS, held_out)
@@ -173,6 +174,7 @@ def test_the_store_equals_the_result_of_one_encoder(trained: Path) -> None:
     assert np.array_equal(split.labels[:], made.trained) and made.trained.any()
 
 
+@pytest.mark.slow
 def test_ranks_and_a_resume_do_not_change_the_losses(project: Path, trained: Path) -> None:
     shutil.rmtree(project / "outputs/run/checkpoints/step_00000008")
     done = run_stage(*RUN, cwd=project)

@@ -293,6 +293,7 @@ def test_off_in_a_config_file_is_understood(project: Path) -> None:
         assert "no load balancing (as typed)" in printed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_load_balancing(project: Path) -> None:
     save(project, MIXTRAL)
     typed = ("-e", "run", "--max-steps", 2, "--router-aux-loss", "0.5")

@@ -135,6 +135,7 @@ def test_a_launch_with_resume_never_resumes_after_a_restart(project: Path, stage
     assert list_saved_steps(project, "run") == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_named_checkpoint_may_be_gone_once_the_run_has_resumed_from_it(
     project: Path, stage: StageRunner
 ):

@@ -91,6 +91,7 @@ def prepare_model(root: Path, name: str) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     root: Path, tmp_path: Path
 ) -> None:
@@ -178,11 +179,12 @@ def test_damage_in_a_base_model_with_digests_is_found_in_each_launch(
     assert command in printed.partition("damaged")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saving",
     [
         ("--ckpt-async", "off"),
-        pytest.param(("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1), marks=pytest.mark.slow),
+        ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1),
     ],
 )
 def test_an_adapter_with_dropout_resumes_bit_for_bit(
@@ -238,6 +240,7 @@ def test_an_adapter_resumes_on_another_number_of_ranks(root: Path) -> None:
     assert losses(root, "full")[1] == losses(root, "one")[1]  # new adapters add zero
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
     train(
         root,

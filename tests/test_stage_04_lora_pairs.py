@@ -106,7 +106,7 @@ def plain(root: Path) -> dict[int, float]:
 @pytest.mark.parametrize(
     ("options", "before"),
     [
-        pytest.param((), "", id="nothing else"),
+        pytest.param((), "", id="nothing else", marks=pytest.mark.long),
         pytest.param(
             ("--activation-checkpointing", "selective", "--shard-size", 1),
             "",
@@ -116,8 +116,11 @@ def plain(root: Path) -> dict[int, float]:
             ("-b", 1, "--activation-checkpointing", "full", "--ckpt-freq", 2),
             "",
             id="full, accumulation, async saves",
+            marks=pytest.mark.slow,
         ),
-        pytest.param((), "tests.test_stage_04_lora_pairs:offload", id="offload"),
+        pytest.param(
+            (), "tests.test_stage_04_lora_pairs:offload", id="offload", marks=pytest.mark.slow
+        ),
         pytest.param(
             ("--shard-size", 1, "--activation-checkpointing", "full"),
             "tests.test_stage_04_lora_pairs:offload",
@@ -148,12 +151,14 @@ def test_adapters_on_two_ranks_equal_the_reference(
     ("options", "rel"),
     [
         pytest.param(("--packing", "documents"), 1e-6, id="documents"),
-        pytest.param(("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture"),
+        pytest.param(
+            ("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture", marks=pytest.mark.slow
+        ),
         pytest.param(
             ("-d", "talks", "-m", "chatty", "-s", 256), 1e-6, id="chat", marks=pytest.mark.slow
         ),
         pytest.param(("--optimizer", "adamw8bit"), 1e-6, id="adamw8bit", marks=pytest.mark.slow),
-        pytest.param(("--precision", "bf16"), 1e-3, id="bf16"),
+        pytest.param(("--precision", "bf16"), 1e-3, id="bf16", marks=pytest.mark.slow),
         pytest.param(("--precision", "fp16"), 1e-3, id="fp16", marks=pytest.mark.slow),
     ],
 )

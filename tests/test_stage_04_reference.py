@@ -122,9 +122,13 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
         ),
         pytest.param("gpt2", ("--lora-alpha", 5), 0, id="gpt2, one process"),
         pytest.param("gpt2", ("--lora-alpha", 5), 2, id="gpt2"),
-        pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp"),
+        pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp", marks=pytest.mark.slow),
         pytest.param(
-            "falcon_7b", ("--lora-targets", "query_key_value|dense"), 2, id="falcon, by name"
+            "falcon_7b",
+            ("--lora-targets", "query_key_value|dense"),
+            2,
+            id="falcon, by name",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -190,8 +194,8 @@ def test_twenty_steps_with_adapters_equal_the_reference(
     [
         pytest.param(None, "concat", id="llama"),
         pytest.param(None, "documents", id="llama, documents", marks=pytest.mark.slow),
-        pytest.param(MIXTRAL, "concat", id="mixtral", marks=pytest.mark.slow),
-        pytest.param(MIXTRAL, "documents", id="mixtral, documents"),
+        pytest.param(MIXTRAL, "concat", id="mixtral", marks=pytest.mark.long),
+        pytest.param(MIXTRAL, "documents", id="mixtral, documents", marks=pytest.mark.slow),
     ],
 )
 def test_twenty_steps_equal_the_reference(

@@ -61,7 +61,7 @@ def figures(root: Path, experiment: str) -> list[float]:
     "options",
     [
         pytest.param(("--activation-checkpointing", "full"), marks=pytest.mark.slow),
-        ("--activation-checkpointing", "selective"),
+        pytest.param(("--activation-checkpointing", "selective"), marks=pytest.mark.slow),
         ("--shard-size", 1),
         pytest.param(
             ("--compile", "on", "--activation-checkpointing", "selective"), marks=pytest.mark.long

@@ -1,5 +1,5 @@
 # covers: 05_export_checkpoint.py, lib/export/formats.py, lib/export/companions.py
-# covers: lib/export/base_model.py, lib/export/checkpoint_checks.py
+# covers: lib/export/base_model.py, lib/export/checkpoint_choice.py
 """Stage 05 exports exactly the trained weights, under the names of the Hub."""
 
 from __future__ import annotations
@@ -246,6 +246,7 @@ def test_an_export_generates_the_same_tokens(project: Path):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_an_export_during_training_is_of_a_committed_step(project: Path):
     """The running training is not disturbed."""
     arguments = (

@@ -44,9 +44,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--rounds", type=int)
     bench = Bench(args := parser.parse_args())
-    found = {"save": bench.save, "load": bench.load, "async": bench.background}[args.part]()
+    figures = {"save": bench.save, "load": bench.load, "async": bench.background}[args.part]()
     bench.meet()
-    processes.end_process(found | {"bytes": bench.bytes} if bench.layout.rank == 0 else None)
+    processes.end_process(figures | {"bytes": bench.bytes} if bench.layout.rank == 0 else None)
 
 
 class Bench:
@@ -108,10 +108,10 @@ class Bench:
             after(name)
             return seconds
 
-        found = processes.run_in_turns(
+        seconds_by_name = processes.run_in_turns(
             {name: partial(timed, name) for name in ways}, 1 + self.rounds
         )
-        return {name: seconds[1:] for name, seconds in found.items()}
+        return {name: seconds[1:] for name, seconds in seconds_by_name.items()}
 
     def clear(self) -> None:
         """Delete all written files."""
@@ -183,14 +183,14 @@ class Bench:
         seconds: dict[str, list[float]] = {}
         for cache in ("cold", "warm"):
             (self.drop if cache == "cold" else self.touch)()
-            found = self.in_turns(readers, lambda _, cold=cache == "cold": cold and self.drop())
-            seconds |= {f"{cache}, {name}": each for name, each in found.items()}
+            by_reader = self.in_turns(readers, lambda _, cold=cache == "cold": cold and self.drop())
+            seconds |= {f"{cache}, {name}": values for name, values in by_reader.items()}
         return {"seconds": seconds}
 
     def files(self, below: str) -> list[Path]:
         """Return this rank's share of the files of a checkpoint."""
-        found = sorted(path for path in (self.work / below).rglob("*") if path.is_file())
-        return sorted(found, key=lambda path: -path.stat().st_size)[
+        paths = sorted(path for path in (self.work / below).rglob("*") if path.is_file())
+        return sorted(paths, key=lambda path: -path.stat().st_size)[
             self.layout.rank :: self.layout.ranks
         ]
 
@@ -251,22 +251,24 @@ class Bench:
                 self.tensors, checkpoint_id=self.work / "dcp", process_group=self.layout.saving
             )
 
-        found = processes.run_in_turns(
+        results = processes.run_in_turns(
             {
                 "sync": sync,
-                "ours": partial(self.beside, ours, copies),
-                "dcp.async_save": partial(self.beside, theirs, copies),
+                "ours": partial(self.save_while_training, ours, copies),
+                "dcp.async_save": partial(self.save_while_training, theirs, copies),
             },
             1 + self.rounds,
         )
-        counted: dict[str, Any] = {name: rows[1:] for name, rows in found.items()}
+        counted: dict[str, Any] = {name: rows[1:] for name, rows in results.items()}
         return {
             "sync": counted.pop("sync"),
             "async": counted,
             "step": [row["step"] for rows in counted.values() for row in rows],
         }
 
-    def beside(self, begin: Callable[[], Any], copies: TimedCopies) -> dict[str, float]:
+    def save_while_training(
+        self, begin: Callable[[], Any], copies: TimedCopies
+    ) -> dict[str, float]:
         """Save during training steps; return the seconds of stall, delay, save and usual step.
 
         The stall is the call itself plus the time that the optimizer waits for copies of tensors
@@ -284,9 +286,14 @@ class Bench:
             longer = longer + self.step() - usual
             count = count + 1
         pending.result()
-        whole = time.perf_counter() - began
+        in_all = time.perf_counter() - began
         self.clear()
-        return {"held": submitting + copies.waited, "longer": longer, "whole": whole, "step": usual}
+        return {
+            "held": submitting + copies.waited,
+            "longer": longer,
+            "whole": in_all,
+            "step": usual,
+        }
 
     def step(self) -> float:
         """Take a training step and return its seconds."""

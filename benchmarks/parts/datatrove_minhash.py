@@ -22,6 +22,7 @@ from datatrove.pipeline.dedup.minhash import (
 from datatrove.pipeline.readers import JsonlReader
 from datatrove.pipeline.writers.jsonl import JsonlWriter
 from datatrove.utils.hashing import HashConfig
+from datatrove.utils.text import TextNormConfig
 
 
 def main(source: str, work: str, bands: int, size: int) -> None:
@@ -31,6 +32,8 @@ def main(source: str, work: str, bands: int, size: int) -> None:
         num_buckets=bands,
         hashes_per_bucket=size,
         n_grams=5,
+        # Digits count in stage 02 too; datatrove replaces them by 0 otherwise.
+        norm_config=TextNormConfig(norm_numbers=False),
     )
     reader = JsonlReader(source)
     steps = [

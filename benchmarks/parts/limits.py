@@ -105,12 +105,12 @@ def measure_kernel_calls(source: Path, out: Path, directories: int) -> tuple[flo
     began = time.monotonic()
     for number in range(20 * directories):
         (out / str(number)).mkdir()
-    made = (time.monotonic() - began) / (20 * directories)
+    seconds_to_make = (time.monotonic() - began) / (20 * directories)
     paths = [path for path in source.rglob("*") if path.is_file()][:20_000]
     began = time.monotonic()
     for number, path in enumerate(paths):
         os.link(path, f"{out}/{number % directories}/{number}")
-    linked = (time.monotonic() - began) / len(paths)
+    seconds_to_link = (time.monotonic() - began) / len(paths)
     shutil.rmtree(out)
     os.sync()
-    return made, linked
+    return seconds_to_make, seconds_to_link

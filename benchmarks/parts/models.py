@@ -44,7 +44,7 @@ def main() -> None:
     _ROLES[arguments.role](arguments)
 
 
-def make(arguments: argparse.Namespace) -> None:
+def make_model(arguments: argparse.Namespace) -> None:
     """Save a Llama with random bfloat16 weights, and a tokenizer."""
     from tests.training import save_tokenizer, write_corpus
 
@@ -63,7 +63,7 @@ def make(arguments: argparse.Namespace) -> None:
     shutil.rmtree(arguments.model / "texts")
 
 
-def load(arguments: argparse.Namespace) -> None:
+def load_model(arguments: argparse.Namespace) -> None:
     """Load the model on all ranks by the method of --role, and return the cost."""
     layout = ParallelLayout.start()
     torch.set_num_threads(1)
@@ -80,13 +80,13 @@ def load(arguments: argparse.Namespace) -> None:
     dist.barrier()
     seconds = time.perf_counter() - began
     mine = {"memory": _peak_memory() - before, "read": _read_bytes() - read}
-    found: list[Any] = [None] * layout.ranks
-    dist.all_gather_object(found, mine)
+    costs: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(costs, mine)
     processes.end_process(
         {
             "seconds": seconds,
-            "memory": [each["memory"] for each in found],
-            "read": sum(each["read"] for each in found),
+            "memory": [cost["memory"] for cost in costs],
+            "read": sum(cost["read"] for cost in costs),
         }
         if layout.rank == 0
         else None
@@ -182,7 +182,7 @@ def checkpoint(arguments: argparse.Namespace) -> None:
     processes.end_process()
 
 
-def serve(arguments: argparse.Namespace) -> None:
+def serve_model(arguments: argparse.Namespace) -> None:
     """Serve the model as the Hub does until terminated; digests are computed once at the start."""
     from tests.hub_server import HubServer, Repo
 
@@ -226,14 +226,14 @@ def _read_bytes() -> int:
 
 
 _ROLES = {
-    "make": make,
-    "ours": load,
-    "from_pretrained": load,
-    "broadcast": load,
+    "make": make_model,
+    "ours": load_model,
+    "from_pretrained": load_model,
+    "broadcast": load_model,
     "checkpoint": checkpoint,
     "export": export,
     "merge": merge,
-    "serve": serve,
+    "serve": serve_model,
 }
 
 

@@ -253,7 +253,7 @@ def unpack(bundle: Path, target: Path, options: argparse.Namespace) -> None:
     if options.install:
         _require_python(content)
         _require_driver(torch)
-    _require_space(bundle, content, target, options.install, is_unpacked)
+    _require_space(content, target, options.install, is_unpacked)
     print_line(
         f"{bundle}: code at {content['summary']['commit'][:12]}, "
         f"{len(group_by_file(content['files']))} files → {target}"
@@ -278,7 +278,7 @@ def unpack(bundle: Path, target: Path, options: argparse.Namespace) -> None:
 
 
 def _require_space(
-    bundle: Path, content: dict[str, Any], target: Path, with_venv: bool, is_unpacked: bool
+    content: dict[str, Any], target: Path, with_venv: bool, is_unpacked: bool
 ) -> None:
     needed = 0 if is_unpacked else sum(entry["bytes"] for entry in content["files"])
     if with_venv and not (target / ".venv" / "installed").exists():

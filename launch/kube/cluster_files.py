@@ -10,7 +10,13 @@ from typing import Any
 
 from launch.kube import aws
 from launch.kube.job import fill_template, render_manifests
-from launch.kube.job_options import MAX_LABEL, TEMPLATES, JobNeeds, read_instances
+from launch.kube.job_options import (
+    MAX_LABEL,
+    TEMPLATES,
+    JobNeeds,
+    read_instances,
+    require_price,
+)
 from launch.kube.kubeconfig import require_region
 from lib.core import commands, config_file, options
 from lib.core.declared import option
@@ -19,6 +25,10 @@ from lib.core.errors import Problems, UsageError
 EKS, HYPERPOD, HYPERPOD_SLURM = KINDS = ("eks", "hyperpod", "hyperpod-slurm")
 CLUSTER, NODES, STORAGE = PARTS = ("cluster", "nodes", "storage")
 SYSTEM_TYPE = "m5.2xlarge"  # its price is in templates/prices.yaml
+_PRICES = (  # in templates/prices.yaml
+    *("eks_hour", "nat_hour", "system_hour", "controller_hour", "fsx_gb_month", "efs_gb_month"),
+    *("disk_gb_month", "image_gb_month", "traffic_gb"),
+)
 CONTROLLER_TYPE = "m5.2xlarge"
 SCRIPT = "launch/kubernetes.py"
 _FOLDER = TEMPLATES / "cluster"
@@ -292,8 +302,13 @@ def name_bucket(cluster: ClusterOptions, account: str) -> str:
 
 
 def read_prices() -> dict[str, float]:
-    """Return the prices of everything that a cluster needs besides its GPU nodes."""
-    return config_file.read_yaml(TEMPLATES / "prices.yaml")
+    """Return the prices of everything that a cluster needs besides its GPU nodes.
+
+    Raises UsageError for a price that is missing or no number.
+    """
+    file = "prices.yaml"
+    prices = config_file.read_yaml(TEMPLATES / file)
+    return {name: require_price(file, name, prices.get(name)) for name in _PRICES}
 
 
 def write_support_files(cluster: ClusterOptions, folder: Path) -> None:

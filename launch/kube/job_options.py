@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from lib.core.declared import flag, option
 from lib.core.errors import Problems, UsageError
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
+_COLUMNS = {"gpus", "efa", "gpu", "gbps", "price", "ml_price", "env"}  # of instances.yaml
 MAX_LABEL = 63  # characters of a label (RFC 1123)
 _MAX_JOB_NAME = 45  # since the operators append the role and number of a pod
 _MAX_OBJECT_NAME = 253
@@ -98,12 +100,7 @@ class JobNeeds:
         """
         is_prefixed = KINDS[self.kind].on_hyperpod or self.instance_type != self.bare_type
         price = self.node.get("ml_price" if is_prefixed else "price", 0)
-        if isinstance(price, bool) or not isinstance(price, (int, float)) or price < 0:
-            raise UsageError(
-                f"{TEMPLATES / 'instances.yaml'}: the price of {self.bare_type} is {price!r}",
-                expected="USD per hour, such as 2.448",
-            )
-        return price
+        return require_price("instances.yaml", self.bare_type, price)
 
     def with_defaults(self: Needs) -> Needs:
         """Return the options with a node's devices, and with HyperPod's prefix where needed."""
@@ -288,5 +285,31 @@ class JobOptions(JobNeeds):
 
 @functools.cache
 def read_instances() -> dict[str, Any]:
-    """Return the devices of a node of each instance type."""
-    return config_file.read_yaml(TEMPLATES / "instances.yaml")
+    """Return the devices of a node of each instance type.
+
+    Raises UsageError if a user has added an unknown entry to a row: `price: 2,4` adds the entry 4.
+    """
+    file = TEMPLATES / "instances.yaml"
+    rows = config_file.read_yaml(file)
+    for name, row in rows.items():
+        unknown = [key for key in row if key not in _COLUMNS] if isinstance(row, dict) else [row]
+        if unknown:
+            raise UsageError(
+                f"{file}: {name} has the unknown entry {unknown[0]}",
+                expected=f"{', '.join(sorted(_COLUMNS))}; numbers with a decimal point",
+            )
+    return rows
+
+
+def require_price(file: str, name: str, value: Any) -> float:
+    """Return a price in USD. Raises UsageError if a user has written something else.
+
+    file: the template that contains the price. name: of what has the price.
+    """
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:
+        raise UsageError(
+            f"{TEMPLATES / file}: the price of {name} is {value!r}",
+            expected="USD, such as 2.448",
+        )
+    return value

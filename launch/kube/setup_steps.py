@@ -212,10 +212,16 @@ def _list_storage_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]
         )
         more = ' --filesystem-id "$FILE_SYSTEM"'
         yield (
-            "Create the file system of EFS, with an address in each subnet of the cluster",
+            "Create the file system of EFS, with an address in each zone of the cluster",
             [
                 f'FILE_SYSTEM="$({shlex.join(cluster_files.format_efs_creation(cluster))})"',
+                _format_wait(
+                    f"aws efs describe-file-systems --region {cluster.region} --file-system-id "
+                    "\"$FILE_SYSTEM\" --query 'FileSystems[0].LifeCycleState'",
+                    "available",
+                ),
                 f'GROUP="$({describe} {query}.clusterSecurityGroupId --output text)"',
+                "# A zone has one address: for its second subnet, AWS answers MountTargetConflict.",
                 f"for SUBNET in $({describe} {query}.subnetIds --output text); do",
                 f"    aws efs create-mount-target --region {cluster.region} --subnet-id $SUBNET "
                 '--file-system-id "$FILE_SYSTEM" --security-groups "$GROUP" || true',
@@ -291,6 +297,11 @@ def scale_nodes(cluster: ClusterOptions, nodes: int | None = None) -> str:
     )
 
 
+def _format_wait(query: str, state: str) -> str:
+    """Return the command that prints the answer of a query until it is a state."""
+    return f"until {query} --output text | tee /dev/stderr | grep -qx {state}; do sleep 10; done"
+
+
 def _list_slurm_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     yield (
         "EDIT: a private subnet with a NAT gateway in the GPU nodes' zone, and a security group.",
@@ -310,7 +321,15 @@ def _list_slurm_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
         "--query FileSystem.FileSystemId --output text"
     )
     system = cluster.filesystem_id or f'"$({create})"'
-    yield "The file system, which HyperPod mounts at /fsx (10 minutes)", [f"FILE_SYSTEM={system}"]
+    wait = _format_wait(
+        f'aws fsx describe-file-systems --region {cluster.region} --file-system-ids "$FILE_SYSTEM" '
+        "--query 'FileSystems[0].Lifecycle'",
+        "AVAILABLE",
+    )
+    yield (
+        "The file system, which HyperPod mounts at /fsx (10 minutes)",
+        [f"FILE_SYSTEM={system}", wait],
+    )
     yield from _list_role_steps(cluster, folder)
     more = "".join(
         f' --{name.replace("_", "-")} "${variable}"'

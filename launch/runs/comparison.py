@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from launch.runs.curves import PlotPoint, render_pair
 from launch.runs.overview import WIDTH, RunSummary, shorten
 from launch.runs.run_files import Row
-from lib.core import run_records, units
+from lib.core import records, run_records, units
 from lib.core.paths import Experiment
 from lib.core.run_records import mean_loss, one_line
 from lib.train.output import journal
@@ -38,7 +38,7 @@ def read_history(path: Path) -> LossHistory:
     rows: list[Row] = []
     evaluations: list[tuple[int, float]] = []
     last = b""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), records.open_regular(path) as file:
         every = max(1, _estimate_rows(path) // _MOST_ROWS)
         for number, line in enumerate(file):
             is_evaluation = _EVALUATION in line
@@ -98,7 +98,7 @@ def _describe_figures(
             {
                 "steps": f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else ""),
                 "tokens": _format(figures, "train/tokens_seen", units.count),
-                "training loss, last": _format_loss(run.loss, run.step),
+                "training loss, last": _format_loss(run.loss, figures.get("step", 0)),
                 f"training loss, step {common:,}": _format_loss(
                     mean_loss(nearest) if nearest else math.nan, nearest["step"] if nearest else 0
                 ),

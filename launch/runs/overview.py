@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from launch.runs.curves import supports_unicode
 from launch.runs.run_files import RunFiles, RunStatus
-from lib.core import declared, options, run_records, units
+from lib.core import declared, options, records, run_records, units
 from lib.core.run_records import mean_loss, one_line
 from lib.train.config import DEFAULTS, Config
 from lib.train.output import journal
@@ -180,7 +180,7 @@ def read_options(root: Path) -> dict[str, Any]:
 
 def _find_start(run: RunFiles) -> float:
     """Return when the first launch started to train, in seconds since 1970; 0 if unknown."""
-    with suppress(OSError), run.experiment.events.open("rb") as file:
+    with suppress(OSError), records.open_regular(run.experiment.events) as file:
         row = run_records.parse_row(file.read(_HEAD).partition(b"\n")[0])
         return journal.parse_time((row or {}).get("time", ""))
     return 0.0
@@ -217,7 +217,7 @@ def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list
                 shorten(one_line(run.name), _LONGEST_NAME),
                 run.status.word,
                 _format_step(run),
-                f"{run.loss:.4f}" if math.isfinite(run.loss) else "",
+                f"{run.loss:.4f}" if "train/loss" in run.figures else "",
                 _format_speed(run),
                 _format_age(run.updated),
                 ", ".join(f"{key} {format_value(value)}" for key, value in chosen.items()),

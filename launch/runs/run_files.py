@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runs import collectives
-from lib.core import events, lease, liveness, paths, run_records
+from lib.core import events, lease, liveness, paths, records, run_records
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment, step_of
 from lib.train import command_line
 
 _ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
-_COMMIT = "COMMIT.json"
 _LOG_TAIL = 16 << 10  # bytes
 _MAX_WARNINGS = 6
 _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.*)")
@@ -45,7 +44,7 @@ def require_run(experiment: Experiment) -> None:
         names = sorted(path.name for path in parent.glob("[!.]*") if path.is_dir())
         raise UsageError(
             f"there is no run {experiment.root}",
-            found=f"in {parent}: {', '.join(names[:10]) or 'nothing'}",
+            found=f"in {parent}: {run_records.one_line(', '.join(names[:10])) or 'nothing'}",
         )
 
 
@@ -102,7 +101,7 @@ class GrowingFile:
         """Return the new lines, and whether the file was replaced since the last call."""
         is_replaced = False
         try:
-            with self._path.open("rb") as file:
+            with records.open_regular(self._path) as file:
                 status = self._path.stat()
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._inode = status.st_ino
@@ -220,7 +219,7 @@ class RunFiles:
     def checkpoints(self) -> list[tuple[int, float]]:
         """Return the step and the age in seconds of each complete checkpoint, the newest last."""
         checkpoints = []
-        for path in self.experiment.checkpoints.glob(f"step_*/{_COMMIT}"):
+        for path in self.experiment.checkpoints.glob(f"step_*/{paths.COMMIT}"):
             try:
                 step = step_of(path.parent.name)
                 if step is not None:

@@ -46,7 +46,7 @@ from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
 from lib.core.events import Event
 from lib.core.paths import Experiment
 
-COMMIT = "COMMIT.json"
+COMMIT = paths.COMMIT
 MANIFEST = paths.MANIFEST
 TENSORS = "dcp"
 OPTIMIZER = "optimizer_"  # in the names of files with optimizer state only

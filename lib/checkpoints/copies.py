@@ -24,7 +24,7 @@ from typing import Any
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import COMMIT, KIND, MANIFEST, Checkpoint
-from lib.core import hashing, manifest, partial_dirs, paths, publish, records
+from lib.core import commands, hashing, manifest, partial_dirs, paths, publish, records
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.hub import s3
@@ -173,6 +173,7 @@ class DirectoryPlace(CopyPlace):
         return {copy.step: copy.commit() for copy in copies if not copy.problems()}
 
     def copy(self, checkpoint: Checkpoint) -> None:
+        require_mount(str(self._root))
         write_checkpoint(
             self._checkpoints, checkpoint.step, lambda name: _read_file(checkpoint.path / name)
         )
@@ -186,9 +187,11 @@ class DirectoryPlace(CopyPlace):
         commit.delete_checkpoints(self._checkpoints / paths.step_name(step) for step in steps)
 
     def read(self, name: str) -> Iterator[bytes]:
+        require_mount(str(self._root))
         return _read_file(self._root / name)
 
     def write_file(self, name: str, content: bytes) -> None:
+        require_mount(str(self._root))
         _replace_file(self._root / name, content)
 
     def _list_files(self) -> list[str]:
@@ -312,6 +315,20 @@ def open_place(target: str, experiment: str, run: str) -> CopyPlace:
     if s3.is_url(target):
         return BucketPlace(target, experiment, run)
     return DirectoryPlace(Path(target), experiment, run)
+
+
+def require_mount(target: str) -> None:
+    """Raise UsageError if a file system is missing that must be mounted for a place.
+
+    Otherwise the copies would fill the disk with the empty mount point, and earlier ones would
+    seem to be lost. target: the value of --ckpt-copy-to.
+    """
+    if not s3.is_url(target) and (mount := paths.find_missing_mount(Path(target))):
+        raise UsageError(
+            f"{mount}, which /etc/fstab lists, is not mounted",
+            expected="a mounted file system for the copies of --ckpt-copy-to",
+            run=commands.shell("mount", str(mount)),
+        )
 
 
 def name_place(target: str, experiment: str, run: str) -> str:

@@ -6,6 +6,7 @@ Such a checkpoint contains no digests, so its bytes cannot be verified.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 from lib.checkpoints import commit
 from lib.core import commands, file_identity, hashing, paths, records, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.paths import Experiment
 
 OPTION = "--resume-from-foreign"
 METADATA = ".metadata"
@@ -76,16 +78,14 @@ def find_foreign_run(root: Path, option: str = OPTION) -> ForeignRun:
     option: the option that names the directory, for the errors. Raises ArtifactError if there is
     none or if it is incomplete, and UsageError for a checkpoint of this project.
     """
-    for name in (commit.COMMIT, f"../{commit.COMMIT}"):
-        if (root / name).is_file():
-            path = (root / name).resolve().parent
-            export = ("-e", path.parents[1], "--step", paths.step_of(path.name))
-            raise UsageError(
-                f"{path} is a checkpoint of this project, which needs no {option}",
-                run=commands.as_typed("--resume", path, drop=[option])
-                if option == OPTION
-                else commands.script("05_export_checkpoint.py", *export),
-            )
+    if path := _find_own_checkpoint(root):
+        export = ("-e", path.parents[1], "--step", paths.step_of(path.name))
+        raise UsageError(
+            f"{path} is a checkpoint of this project, which needs no {option}",
+            run=commands.as_typed("--resume", path, drop=[option])
+            if option == OPTION
+            else commands.script("05_export_checkpoint.py", *export),
+        )
     folders = [root / name for name in _FOLDERS]
     directory = next((path for path in folders if (path / METADATA).is_file()), None)
     if directory is None:
@@ -103,22 +103,35 @@ def find_foreign_run(root: Path, option: str = OPTION) -> ForeignRun:
     )
 
 
+def _find_own_checkpoint(root: Path) -> Path | None:
+    """Return the checkpoint of this project in a directory, or the newest one of a run there."""
+    for path in (root, root.parent):
+        if (path / commit.COMMIT).is_file():
+            return path.resolve()
+    for checkpoints in (root, Experiment(root.parent, root.name).checkpoints):
+        if newest := commit.find_newest(checkpoints):
+            return newest.path.resolve()
+    return None
+
+
 def _read_progress(folders: list[Path]) -> dict[str, int | float]:
     """Return the step and epoch from the first known file that contains them."""
     for path in (folder / name for folder in folders for name in _PROGRESS_FILES):
         content: dict[str, Any] = records.read_mapping(path)
-        found = {
+        progress = {
             name: content[name]
             for name in _PROGRESS_FIELDS
-            if type(content.get(name)) in (int, float)
+            if type(content.get(name)) in (int, float) and 0 <= content[name] < math.inf
         }
-        if found:
-            return found
+        if progress:
+            return progress
     return {}
 
 
 def _make_missing_error(root: Path, folders: list[Path], option: str) -> ArtifactError:
-    """Return the error for a directory without `.metadata`."""
+    """Return the error for a directory without `.metadata`, or for something else."""
+    if not root.is_dir():
+        return ArtifactError(f"{option}: there is no directory {root}")
     interrupted = next((path for path in folders if any(path.glob("*.distcp"))), None)
     if interrupted is not None:
         return ArtifactError(

@@ -172,7 +172,7 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
             words.append(flag)
         elif value:
             values = value if isinstance(value, list) else [value]
-            words += [word for each in values for word in (flag, str(each))]
+            words += [word for item in values for word in (flag, str(item))]
     return words
 
 

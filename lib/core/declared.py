@@ -192,6 +192,19 @@ def read_options(declared: type[Declared], opts: Any) -> Declared:
     return declared(**{field.name: getattr(opts, field.name) for field in list_fields(declared)})
 
 
+def drop_repeats(chosen: Declared) -> Declared:
+    """Return the options with each value of a repeatable option once, in the order of its first.
+
+    So `--fields a,a` and `--fields a` describe the same artifact.
+    """
+    lists = {
+        field.name: list(dict.fromkeys(getattr(chosen, field.name)))
+        for field in list_fields(type(chosen))
+        if isinstance(default_of(field), list)
+    }
+    return dataclasses.replace(chosen, **lists)  # type: ignore[type-var]
+
+
 def identify(chosen: Any, *omitted: str) -> dict[str, Any]:
     """Return the options that decide what an artifact contains, as values to store.
 
@@ -225,7 +238,7 @@ def require_known(names: Iterable[str], known: Collection[str]) -> None:
         near = difflib.get_close_matches(name, known, n=1, cutoff=aliases.SIMILAR)
         problems.add(
             f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else ""),
-            hint=aliases.find_advice(name, [flag(each) for each in known]),
+            hint=aliases.find_advice(name, [*map(flag, known)]),
         )
     problems.raise_if_any()
 

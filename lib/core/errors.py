@@ -12,7 +12,9 @@ Any other exception that leaves a stage is a bug: the traceback is kept and the 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeGuard, TypeVar
 
 Result = TypeVar("Result")
@@ -36,6 +38,8 @@ _DISK_FAILED_ERRNOS = {
 }
 _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
+# A remedy for `name_full_disk` if the directory is that of temporary files.
+MOVE_TEMPORARY = "TMPDIR=DIR before the command, such as TMPDIR=/scratch"
 # Our option → the alias that a person typed for it. Errors repeat the alias.
 TYPED_AS: dict[str, str] = {}
 # Names in a stranger's artifact may contain control sequences of a terminal.
@@ -181,6 +185,24 @@ def from_os_error(error: OSError) -> StageError | None:
     }:
         return UsageError(f"{error.strerror}{where}")
     return None
+
+
+@contextmanager
+def name_full_disk(directory: Path, remedy: str) -> Iterator[None]:
+    """Raise DiskFullError with the name of a directory if the disk is full, as a context manager.
+
+    The error of a write does not contain the path of its file. remedy: how to use another disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename or error.errno not in _DISK_FULL_ERRNOS:
+            raise
+        raise DiskFullError(
+            f"no room to write in {directory} ({error.strerror})",
+            expected="free space there (`df -h`), then run the same command again",
+            hint=f"to use another disk: {remedy}",
+        ) from error
 
 
 def is_missing(error: OSError) -> bool:

@@ -28,7 +28,7 @@ class FileIdentity(NamedTuple):
     ctime_ns: int
 
     @property
-    def stamp(self) -> list[int]:
+    def recorded(self) -> list[int]:
         """Return the values to record: all but the device, whose number changes with a mount."""
         return [self.inode, self.bytes, self.mtime_ns, self.ctime_ns]
 

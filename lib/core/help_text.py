@@ -105,5 +105,5 @@ def _spell_positional(action: argparse.Action) -> str:
 
 
 def _find_default(action: argparse.Action) -> str:
-    found = _DEFAULT.search(with_default(action))
-    return found[0].replace("%%", "%") if found else ""
+    match = _DEFAULT.search(with_default(action))
+    return match[0].replace("%%", "%") if match else ""

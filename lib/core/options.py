@@ -297,7 +297,7 @@ def to_plain_values(options: Any) -> dict[str, Any]:
         if key in SHELL_OPTIONS:
             return redact_shell(value)
         if isinstance(value, list):
-            return [str(each) if isinstance(each, Path) else each for each in value]
+            return [str(item) if isinstance(item, Path) else item for item in value]
         return str(value) if isinstance(value, Path) else value
 
     return {key: plain(key, value) for key, value in vars(options).items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +13,13 @@ if TYPE_CHECKING:
     from lib.core.options import Options
 
 MANIFEST = "manifest.json"
+COMMIT = "COMMIT.json"  # in a checkpoint that is complete
 PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"  # those of the project
 RAW_RECORD = ".hub"  # in a directory of raw text: the hidden record of a download
+_PLANNED_MOUNTS = Path("/etc/fstab")
+_MOUNTS = Path("/proc/self/mounts")
 
 
 def model_dir_name(model_name: str) -> str:
@@ -65,6 +70,13 @@ def is_name(text: str) -> bool:
         and "/" not in text
         and 0 < len(text.encode()) <= 200
     )
+
+
+def find_hf_home() -> Path:
+    """Return the directory of the Hugging Face libraries, as the environment variables set it."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser()
 
 
 def expand_save_dir(opts: Options) -> None:
@@ -130,6 +142,36 @@ def experiment(text: str, save_dir: Path | None = None) -> Experiment:
     return Experiment(path.parent if is_path else save_dir or OUTPUTS, path.name)
 
 
+def find_missing_mount(path: Path) -> Path | None:
+    """Return the mount point of /etc/fstab that contains a path and is not mounted, if any.
+
+    Files below it would be written to the disk that contains the empty mount point.
+    """
+    planned = _list_mount_points(_PLANNED_MOUNTS)
+    mounted = _list_mount_points(_MOUNTS)
+    path = path.resolve()
+    for directory in (path, *path.parents):
+        if directory in mounted:
+            return None
+        if directory in planned and mounted:
+            return directory
+    return None
+
+
+def _list_mount_points(table: Path) -> set[Path]:
+    """Return the second column of a table of file systems; empty if it cannot be read."""
+    try:
+        lines = os.fsdecode(table.read_bytes()).splitlines()
+    except OSError:
+        return set()
+    rows = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    return {
+        Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), row[1]))
+        for row in rows
+        if len(row) > 2
+    }
+
+
 class Experiment:
     """The paths that a training run writes under `outputs/<experiment>/`."""
 
@@ -145,7 +187,6 @@ class Experiment:
         self.tensorboard = self.root / "tb"
         self.plot = self.root / "loss.png"
         self.report = self.root / "report.html"
-        self.samples = self.root / "samples.jsonl"
         self.logs = self.root / "logs"
         self.profile = self.root / "profile"
         self.checkpoints = self.root / "checkpoints"

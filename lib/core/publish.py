@@ -298,24 +298,24 @@ class Build:
         os._exit(EXIT_USAGE)
 
 
-def _remove_leftovers(target: Path, own: Path | None = None) -> None:
+def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
     """Delete leftovers of killed runs beside a target.
 
-    own: the partial directory of this process. Without one, a directory is kept if a process on
-    another machine may be building in it.
+    own_partial: the partial directory of this process. Without one, a directory is kept if a
+    process on another machine may be building in it.
     """
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
     for left in sorted(target.parent.iterdir()):
         if (
             not name.fullmatch(left.name)
-            or left == own
+            or left == own_partial
             or not (partial_dirs.is_ours(left) or partial_dirs.is_bare(left))
         ):
             continue
         descriptor = lease.lock_directory(left)
         if descriptor < 0:
             continue
-        if _is_abandoned(left, own):
+        if _is_abandoned(left, own_partial):
             _restore(target, left)
             with suppress(OSError):  # it belongs to another user, and disturbs nobody
                 partial_dirs.delete_marked(left)
@@ -332,7 +332,7 @@ def _restore(target: Path, partial: Path) -> None:
     partial_dirs.delete_tree(previous)
 
 
-def _is_abandoned(directory: Path, own: Path | None) -> bool:
+def _is_abandoned(directory: Path, own_partial: Path | None) -> bool:
     """Return whether no process on any machine builds in a directory.
 
     It compares two modification times, which both come from the file server's clock.
@@ -343,9 +343,9 @@ def _is_abandoned(directory: Path, own: Path | None) -> bool:
         return True
     if (alive := liveness.is_alive(owner)) is not None:
         return not alive
-    if own is None:
+    if own_partial is None:
         return False
-    silent_s = (own / OWNER).stat().st_mtime - record.stat().st_mtime
+    silent_s = (own_partial / OWNER).stat().st_mtime - record.stat().st_mtime
     if silent_s < _LEFT_AFTER_S:
         log.info(f"kept {directory}: {lease.describe_holder(owner)} may be building in it")
     return silent_s >= _LEFT_AFTER_S

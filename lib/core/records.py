@@ -6,6 +6,7 @@ deeply, that grow by aliases, or that name a path outside their directory are re
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lib.core.errors import ArtifactError
 
@@ -63,6 +64,16 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_text(encoding="utf-8"))
 
 
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading. Raises OSError for anything else: a pipe would wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a JSON file; an empty one if the file cannot be read."""
     try:
@@ -101,7 +112,7 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
 def read_log_tail(path: Path, size: int) -> list[dict[str, Any]]:
     """Return the rows in the last `size` bytes of a run's log, like `read_log_rows`."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = max(0, file.seek(0, os.SEEK_END) - size)
             file.seek(start)
             if start:

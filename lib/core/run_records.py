@@ -79,6 +79,12 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
     return checked if "step" in checked else None
 
 
+def read_last_rows(path: Path, size: int) -> list[dict[str, Any]]:
+    """Return the valid rows in the last `size` bytes of metrics.jsonl or events.jsonl."""
+    rows = map(_keep_valid, records.read_log_tail(path, size))
+    return [row for row in rows if "step" in row]
+
+
 def mean_loss(row: dict[str, Any]) -> float:
     """Return the mean loss since the previous row; in a row of an old version, the step's loss."""
     return row.get("train/loss_mean", row["train/loss"])

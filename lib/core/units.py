@@ -104,6 +104,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {plural(number, noun)}"
 
 
+def counted_are(number: int, noun: str) -> str:
+    """Return the subject and the verb of a sentence: `1 row is`, `2,034 rows are`."""
+    return f"{counted(number, noun)} {'is' if number == 1 else 'are'}"
+
+
 def plural(number: int, noun: str) -> str:
     """Return a noun as it follows a number: `file` after 1, `files` after others."""
     if number == 1:

@@ -49,15 +49,17 @@ def require_intact(
     with _take_turn(place) as is_first:
         if not always and not is_first and _is_recorded(place, directory, content):
             return
-        stamps = _read_stamps(directory, content)
+        identities = _read_identities(directory, content)
         if damage := _find_damage(directory, content, name, workers, progress):
             raise manifest.make_damage_error(directory, name, damage, **remedy)
-        _write_record(place, stamps)
+        _write_record(place, identities)
 
 
 def record_intact(directory: Path, content: dict[str, Any], cache_dir: Path) -> None:
     """Record that an artifact was just found intact by other means."""
-    _write_record(_locate_record(directory, content, cache_dir), _read_stamps(directory, content))
+    _write_record(
+        _locate_record(directory, content, cache_dir), _read_identities(directory, content)
+    )
 
 
 def file_digests(
@@ -86,8 +88,8 @@ def file_digests(
             and (noted := _read_noted_digests(place, directory, content))
         ):
             return noted
-        stamps = _read_stamps(directory, content)
-        total = sum(stamp[1] for stamp in stamps.values())
+        identities = _read_identities(directory, content)
+        total = sum(recorded[1] for recorded in identities.values())
         if total > _LONG_BYTES:
             log.info(f"hashing {name} {directory}: {units.size(total)}, once until it changes")
         with (
@@ -105,7 +107,7 @@ def file_digests(
             )
         with suppress(OSError):  # `_write_record` reports it
             manifest.write_json(place / _DIGESTS, digests)
-        _write_record(place, stamps)
+        _write_record(place, identities)
     return digests
 
 
@@ -128,11 +130,11 @@ def _locate_record(directory: Path, content: dict[str, Any], cache_dir: Path) ->
     return paths.verified_root(cache_dir) / f"{here.name}-{key[:12]}"
 
 
-def _read_stamps(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
+def _read_identities(directory: Path, content: dict[str, Any]) -> dict[str, list[int]]:
     """Return inode, bytes and times of each existing file, by its path."""
     names = {directory / entry["path"]: entry["path"] for entry in content["files"]}
     identities = file_identity.read_identities(names)
-    return {names[path]: identity.stamp for path, identity in identities.items() if identity}
+    return {names[path]: identity.recorded for path, identity in identities.items() if identity}
 
 
 def _is_recorded(place: Path, directory: Path, content: dict[str, Any]) -> bool:
@@ -145,18 +147,18 @@ def _is_recorded(place: Path, directory: Path, content: dict[str, Any]) -> bool:
         at_ns = (place / _RECORD).stat().st_mtime_ns
     except (OSError, ValueError):
         return False
-    stamps = _read_stamps(directory, content)
+    identities = _read_identities(directory, content)
     return (
-        noted == stamps
-        and len(stamps) == len(content["files"])
-        and all(at_ns - max(stamp[2:]) > _RACY_NS for stamp in stamps.values())
+        noted == identities
+        and len(identities) == len(content["files"])
+        and all(at_ns - max(recorded[2:]) > _RACY_NS for recorded in identities.values())
     )
 
 
-def _write_record(place: Path, stamps: dict[str, list[int]]) -> None:
+def _write_record(place: Path, identities: dict[str, list[int]]) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
-        manifest.write_json(place / _RECORD, stamps)
+        manifest.write_json(place / _RECORD, identities)
     except OSError as error:  # a cache that only others may write: hash again next time
         log.info(f"{place} cannot be written, so the next launch verifies again: {error.strerror}")
 

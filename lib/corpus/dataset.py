@@ -303,13 +303,13 @@ class DatasetWriter:
         for name, decision in self._decisions.items():
             sidecars = [rows.read_sidecar(sidecar) for sidecar in decision.sidecars]
             is_new = np.zeros(rows.rows, bool)
-            is_new[is_kept] = self._deciders[name].add(*(each[is_kept] for each in sidecars))
+            is_new[is_kept] = self._deciders[name].add(*(values[is_kept] for values in sidecars))
             is_dropped = is_kept & ~is_new
             is_kept = is_new
             self._keep_places(name, rows, is_kept)
             if is_dropped.any():
                 numbers = self._deciders[name].find_numbers(
-                    *(each[is_dropped] for each in sidecars)
+                    *(values[is_dropped] for values in sidecars)
                 )
                 leaders = dict(zip(is_dropped.nonzero()[0].tolist(), numbers.tolist(), strict=True))
                 describe = partial(self._describe_duplicate, name, leaders)
@@ -325,9 +325,9 @@ class DatasetWriter:
 
         positions = rows.positions if len(rows.positions) else np.zeros(rows.rows, np.uint64)
         for span, start, stop in rows.list_spans():
-            own = positions[start:stop][is_kept[start:stop]]
-            if len(own):
-                self._kept[name].append(span.file.path, own)
+            kept = positions[start:stop][is_kept[start:stop]]
+            if len(kept):
+                self._kept[name].append(span.file.path, kept)
 
     def _describe_duplicate(
         self, name: str, leaders: Mapping[int, int], row: int
@@ -351,9 +351,9 @@ class DatasetWriter:
             sizes[DROPPED_FILE] = self._dropped.tell()
         if self._output:
             sizes |= self._output.sizes
-        sizes |= {f"{WORK}/{name}": each.file.tell() for name, each in self._deciders.items()}
+        sizes |= {f"{WORK}/{name}": decider.file.tell() for name, decider in self._deciders.items()}
         for name, kept in self._kept.items():
-            sizes |= {f"{WORK}/{name}.{end}": each.tell() for end, each in kept.files.items()}
+            sizes |= {f"{WORK}/{name}.{end}": file.tell() for end, file in kept.files.items()}
         for split, home in self._homes.items():
             sizes |= {
                 (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]

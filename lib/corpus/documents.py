@@ -14,6 +14,7 @@ from functools import partial
 from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
+from lib.core import units
 from lib.corpus import encoding, row_tally, selection, shingles
 from lib.corpus.dropped import format_dropped
 from lib.corpus.masks.mask_options import make_masker
@@ -226,7 +227,7 @@ class Documents(ABC):
         queue = self._queue
         self._queue = []
         self._queued_characters = 0
-        batch = RowBatch([each.text for each in queue if isinstance(each, _QueuedRow)])
+        batch = RowBatch([entry.text for entry in queue if isinstance(entry, _QueuedRow)])
         for name, compute in self._new_columns.items():
             batch.columns[name] = compute(batch)
         reasons = self._apply_rules(batch)
@@ -237,9 +238,9 @@ class Documents(ABC):
             if sidecar.measure_batch
         }
         number = 0
-        for each in queue:
-            if not isinstance(each, _QueuedRow):
-                each()
+        for entry in queue:
+            if not isinstance(entry, _QueuedRow):
+                entry()
                 continue
             if number in reasons:
                 self._dropped_of[reasons[number][:2]] += 1
@@ -247,10 +248,13 @@ class Documents(ABC):
                 values = {
                     name: sidecars[name][number].tobytes()
                     if sidecar.measure is None
-                    else sidecar.measure(each.text, each.sha256)
+                    else sidecar.measure(entry.text, entry.sha256)
                     for name, sidecar in self._sidecars.items()
                 }
-                each.write(RowValues(values, [each[number] for each in batch.columns.values()]))
+                row_values = RowValues(
+                    values, [column[number] for column in batch.columns.values()]
+                )
+                entry.write(row_values)
             number += 1
 
     def _apply_rules(self, batch: RowBatch) -> dict[int, tuple[str, str, Any]]:
@@ -287,8 +291,8 @@ class Documents(ABC):
             if counts.takes_sample(kind, key):
                 text = self._masker.mask_text(row.text[: row_tally.READ_CHARACTERS])
                 counts.add_sample(kind, key, row.path, row.position, value, text)
-        for (kind, source), own in dropped.items():
-            counts.drop_rows(kind, source, own)
+        for (kind, source), row_sizes in dropped.items():
+            counts.drop_rows(kind, source, row_sizes)
         if languages := batch.columns.get("language"):
             counts.add_languages(Counter(languages))
             counts.add_languages(Counter(languages[number] for number in reasons), is_dropped=True)
@@ -296,7 +300,7 @@ class Documents(ABC):
     def _end_rows(self, path: str) -> None:
         """Note how many rows of a file or span were dropped, and where its rows end."""
         for (kind, reason), count in self._dropped_of.items():
-            message = f"{count} rows are {reason}"
+            message = f"{units.counted_are(count, 'row')} {reason}"
             self._errors.write(format_problem(path, None, None, kind, message, DROPPED_ROWS))
             self.tally.problems[kind] += 1
         self._dropped_of.clear()

@@ -10,15 +10,20 @@ from lib.corpus import kinds
 from lib.corpus.kinds import UTF8_BOM
 
 REPLACEMENT = "\ufffd"
+# Codecs of Python that decode notations, not files. They cannot replace invalid bytes.
+_NOTATIONS = {"idna", "punycode", "unicode_escape", "raw_unicode_escape", "undefined"}
 
 
 def parse_encoding_name(text: str) -> str:
     """Return the canonical name of the encoding in a value of --fallback-encoding."""
     try:
         "".encode(text)
-        return codecs.lookup(text).name
+        name = codecs.lookup(text).name
     except (LookupError, ValueError):
-        raise argparse.ArgumentTypeError(f"unknown text encoding {text!r}") from None
+        name = ""
+    if not name or name.replace("-", "_") in _NOTATIONS:
+        raise argparse.ArgumentTypeError(f"unknown text encoding {text!r}")
+    return name
 
 
 def decode_text(data: bytes, fallback: str = "") -> tuple[str, int]:

@@ -32,9 +32,10 @@ def find_refusal(
     tally = dataset.tally
     chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
+    counts = tally.dropped + dataset.dropped
     dropped = [
-        f"{units.counted(tally.dropped[kind], 'row')} dropped by {option}; "
-        for kind, option in selection.describe_dropped(row_options, tally.dropped).items()
+        f"{units.counted(counts[kind], 'row')} dropped by {option}; "
+        for kind, option in selection.describe_dropped(row_options, counts).items()
     ]
     found = f"{''.join(dropped)}problems: {problems}{describe_other_fields(tally)}"
     if error := chat.find_mixture():
@@ -49,16 +50,18 @@ def find_refusal(
         )
     if not dataset.rows[TRAIN]:
         content = "a conversation" if row_options.format == CHAT else "text"
-        return UsageError(
-            f"no document in {folder} contains {content} for the split `train`", found=found
-        )
+        problem = f"no document in {folder} contains {content} for the split `train`"
+        if total := counts.total():
+            number = units.counted(total, "row")
+            problem = f"no row is left for the split `train`, since the options dropped {number}"
+        return UsageError(problem, found=found)
     if row_options.fields and not tally.fields_seen and tally.problems["no string"]:
         return UsageError(
             f"no document in {folder} has the --fields {','.join(row_options.fields)}", found=found
         )
     if len(tally.failed) > max_error_rate * files:
         return UsageError(
-            f"{len(tally.failed):,} of {files:,} files failed, more than "
+            f"{len(tally.failed):,} of {units.counted(files, 'file')} failed, more than "
             f"--max-error-rate {max_error_rate:g}",
             found=found,
         )
@@ -71,12 +74,14 @@ def format_summary(
     """Return the lines of the printed summary by label. total: bytes of the input files."""
     summary = dataset.summary()
     tally = dataset.tally
-    rows = ", ".join(f"{count:,} {split}" for split, count in dataset.rows.items())
+    *others, (split, count) = dataset.rows.items()
+    counts_of = [f"{number:,} {name}" for name, number in others]
+    rows = ", ".join([*counts_of, units.counted(count, f"{split} row")])
     lines = {
         "in": f"{units.counted(files, 'file')}, {units.size(total)}, "
         f"{units.counted(tally.documents, _name_records(row_options))}",
         **(tally.chat.format_lines() if row_options.format == CHAT else {}),
-        "out": f"{rows} rows, {units.size(summary['text_bytes'])} of text",
+        "out": f"{rows}, {units.size(summary['text_bytes'])} of text",
     }
     counts = tally.dropped + dataset.dropped
     for kind, option in selection.describe_dropped(row_options, counts).items():
@@ -84,6 +89,13 @@ def format_summary(
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
     if tally.extracted:
         lines["extracted"] = _count_documents(tally.extracted)
+    if tally.without_text:
+        failed = [
+            f"{count:,} {kind.upper()} {problem}"
+            for name, count in sorted(tally.without_text.items())
+            for kind, problem in [name.split(": ", 1)]
+        ]
+        lines["without text"] = ", ".join(failed)
     if tally.not_extracted and row_options.format != CHAT:
         lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
     if dataset.plan:
@@ -149,7 +161,7 @@ def list_warnings(
         documents = tally.documents + without
         warnings.append(
             f"--fields {','.join(row_options.fields)} found text in only {tally.documents:,} of "
-            f"{documents:,} documents ({100 * tally.documents / documents:.1f} %)"
+            f"{units.counted(documents, 'document')} ({100 * tally.documents / documents:.1f} %)"
             + describe_other_fields(tally)
         )
     if names := [name for name, count in tally.as_text.most_common() if count]:
@@ -176,7 +188,9 @@ def list_warnings(
         )
     for kind, option in selection.describe_dropped(row_options, tally.dropped).items():
         if tally.dropped[kind] > rows:
-            warnings.append(f"{option} dropped {tally.dropped[kind]:,} of {total:,} rows")
+            warnings.append(
+                f"{option} dropped {tally.dropped[kind]:,} of {units.counted(total, 'row')}"
+            )
     if row_options.validation_percent and not all(rows_of.values()):
         warnings.append(
             "the validation split is empty: the corpus is too small for --validation-percent "

@@ -113,8 +113,8 @@ class BatchRule(NamedTuple):
     """Describe a rule that checks a batch of rows.
 
     kind: name of the rule in errors.jsonl, dropped.jsonl and the manifest. reason: a text that
-    completes the sentence "3 rows are …". finish: called after the last row, to add the counts of
-    the rule to the tally.
+    completes the sentences "3 rows are …" and "1 row is …". finish: called after the last row, to
+    add the counts of the rule to the tally.
     """
 
     kind: str

@@ -104,11 +104,11 @@ class RowTally:
 
     def add_languages(self, counts: Mapping[Any, int], is_dropped: bool = False) -> None:
         """Count rows that were read, or rows that were dropped, by language (None: unknown)."""
-        own = self.dropped_languages if is_dropped else self.languages
+        rows_by_language = self.dropped_languages if is_dropped else self.languages
         for language, count in counts.items():
             name = language or ""
             is_full = name not in self.languages and len(self.languages) >= _MOST_LANGUAGES
-            own[_OTHER_LANGUAGES if is_full else name] += count
+            rows_by_language[_OTHER_LANGUAGES if is_full else name] += count
 
     def takes_sample(self, rule: str, key: int) -> bool:
         """Return whether a row with this key would become a sample."""

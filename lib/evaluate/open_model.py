@@ -13,7 +13,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, log, manifest, paths, run_records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST, Experiment
-from lib.export import checkpoint_checks, checkpoint_choice
+from lib.export import checkpoint_choice
 from lib.export.base_model import BaseModel
 from lib.models import architecture, directory, lookup, model_changes
 from lib.models.lora import freeze_parameters
@@ -82,8 +82,8 @@ def find_evaluated_model(
             "--model-name requires a LoRA run", found=f"{run.root} trained the full model"
         )
     config = run_records.read_config(run)
-    found = BaseModel.find(base, config, checkpoint) if is_lora else None
-    return EvaluatedModel(run.model, checkpoint, found)
+    base_model = BaseModel.find(base, config, checkpoint) if is_lora else None
+    return EvaluatedModel(run.model, checkpoint, base_model)
 
 
 def load_model(
@@ -204,7 +204,7 @@ def _load_checkpoint(
         layout.control,
     )
     problems = [problem for problems in by_rank for problem in problems]
-    checkpoint_checks.require_undamaged(checkpoint, problems)
+    checkpoint_choice.require_undamaged(checkpoint, problems)
     if base:
         on_rank_0(lambda: base.require_same_weights(checkpoint, False), layout.control)
         load_pretrained(model, base.directory)

@@ -92,16 +92,16 @@ def _compute_result(
     size = 0
     place = 0
     for item in task.items:
-        own = requests[place : place + len(item.requests)]
-        place += len(own)
-        sums = log_likelihoods[list(own)]
-        gold = own[item.gold]
+        of_item = requests[place : place + len(item.requests)]
+        place += len(of_item)
+        sums = log_likelihoods[list(of_item)]
+        gold = of_item[item.gold]
         nats.append(-log_likelihoods[gold])
         size += suite.bytes[gold]
         lengths = {
-            ACCURACY: np.ones(len(own)),
+            ACCURACY: np.ones(len(of_item)),
             PER_CHAR: _count_characters(item),
-            PER_TOKEN: np.array([suite.tokens[request] for request in own]),
+            PER_TOKEN: np.array([suite.tokens[request] for request in of_item]),
         }
         for metric, length in lengths.items():
             correct[metric].append(int(np.argmax(sums / length)) == item.gold)

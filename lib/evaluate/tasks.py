@@ -219,10 +219,10 @@ def _read_own_task(name: str, path: Path) -> Task:
     items = []
     kinds = set()
     for number, content in lines:
-        found = list(_find_line_problems(content))
-        for problem in found:
+        line_problems = list(_find_line_problems(content))
+        for problem in line_problems:
             lines.add(number, problem)
-        if found:
+        if line_problems:
             continue
         choices = content.get("choices", [content.get("answer")])
         kinds.add("choices" in content)

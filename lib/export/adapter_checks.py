@@ -24,10 +24,10 @@ from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.export import adapter_files, probe
 from lib.export.lora_run import LoraRun, overlay
+from lib.export.stored_model import StoredModel, stream_parts
 from lib.export.tensor_reader import FullTensorReader
 from lib.models import lora
 from lib.models.architecture import decoder_layers
-from lib.models.stored import StoredModel, stream_parts
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention
 from lib.parallel.trial import SingleDevice

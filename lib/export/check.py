@@ -53,14 +53,14 @@ def _check_weights(facts: DirectoryFacts) -> Iterator[Remark]:
     wrapped = [name for name in names if any(part in name for part in _WRAPPERS)]
     doubled = [name for name in names if name.startswith("model.model.")]
     adapters = [name for name in names if ".lora_A." in name or ".base_layer." in name]
-    for kind, found, remedy in (
+    for kind, wrong_names, remedy in (
         ("the prefix of a wrapper", wrapped, "rename the tensors, or " + _EXPORT_AGAIN),
         ("the prefix `model.` twice", doubled, "rename the tensors, or " + _EXPORT_AGAIN),
         ("parts of an adapter", adapters, "merge the adapter first (`merge_and_unload` of PEFT)"),
     ):
-        if found:
-            count = units.counted(len(found), "tensor")
-            yield Remark(f"{count} with {kind}, first {found[0]}", remedy)
+        if wrong_names:
+            count = units.counted(len(wrong_names), "tensor")
+            yield Remark(f"{count} with {kind}, first {wrong_names[0]}", remedy)
 
 
 def _check_architecture(facts: DirectoryFacts) -> Iterator[Remark]:
@@ -400,10 +400,10 @@ def main(argv: list[str]) -> None:
     )
     opts = parser.parse(argv)
     chosen = {name.lower() for name in opts.tool} or {name.lower() for name in TOOLS}
-    found = check_directory(opts.directory)
+    remarks_by_tool = check_directory(opts.directory)
     width = max(map(len, TOOLS))
     failed = []
-    for tool, remarks in found.items():
+    for tool, remarks in remarks_by_tool.items():
         if tool.lower() not in chosen:
             continue
         log.info(f"{tool:<{width}}  {_format_verdict(remarks)}")

@@ -16,8 +16,8 @@ from lib.core import artifacts, file_identity, hashing, log, manifest, publish, 
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.export import companions, full_model
+from lib.export.stored_model import StoredModel
 from lib.models import architecture, directory, keys, lookup, weights
-from lib.models.stored import StoredModel
 
 OPTION = "--from-dcp"
 

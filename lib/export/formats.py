@@ -16,8 +16,8 @@ from lib.core import log, units
 from lib.core.progress import Progress
 from lib.export import adapter_checks, adapter_files, full_model
 from lib.export.lora_run import LoraRun
+from lib.export.stored_model import StoredModel
 from lib.models import model_changes
-from lib.models.stored import StoredModel
 
 
 class Export(ABC):

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 from lib.checkpoints import commit, contents
 from lib.core import manifest
 from lib.core.errors import ArtifactError
+from lib.export.stored_model import StoredModel
 from lib.export.tensor_reader import FullTensorReader
 from lib.models import keys, model_changes
 from lib.models.architecture import ROUTER_BIASES
 from lib.models.directory import INDEX, WEIGHTS
 from lib.models.model_changes import ModelChange
-from lib.models.stored import StoredModel
 from lib.models.tensor_file import Entry, TensorFile, make_read_back_error
 
 

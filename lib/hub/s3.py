@@ -27,7 +27,6 @@ from lib.core import commands, hashing, units
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.hub.repository import redact
 
-SCHEME = "s3://"
 _URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[\w.=+-]+)*)/?")
 _PART = 16 << 20  # bytes; an upload holds _PARALLEL + 1 parts in memory
 _MOST_PARTS = 10_000  # of an object, a limit of S3

@@ -14,6 +14,7 @@ import os
 import re
 from pathlib import Path
 
+from lib.core import paths
 from lib.models.directory import CONFIG, list_missing_weights
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -22,10 +23,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 def find_cache() -> Path:
     """Return the directory of the Hugging Face cache, as the environment variables set it."""
     path = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
-    if not path:
-        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        path = (os.environ.get("HF_HOME") or f"{caches}/huggingface") + "/hub"
-    return Path(os.path.expandvars(path)).expanduser()
+    return Path(os.path.expandvars(path)).expanduser() if path else paths.find_hf_home() / "hub"
 
 
 def find_repository(name: str, kind: str = "model") -> Path:

@@ -10,7 +10,6 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 _OPTION = ("-m", "--model-name")
 _PICKLES = ("pytorch_model*.bin", "consolidated*.pth")
 _SHARDED = "*.distcp"  # of torch.distributed.checkpoint
-_COMMIT = "COMMIT.json"  # in our own checkpoints
 _CONVERT = (
     "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
     "a, b = sys.argv[1:]; M.from_pretrained(a, dtype='auto').save_pretrained(b); "
@@ -41,7 +40,7 @@ def find_error(path: Path) -> StageError | None:
 def _find_run_error(path: Path) -> StageError | None:
     """Return the error if the path is an experiment of stage 04 or one of its checkpoints."""
     for run in (path, path.parent, path.parent.parent, path.parent.parent.parent):
-        commits = sorted(run.glob(f"checkpoints/step_*/{_COMMIT}"))
+        commits = sorted(run.glob(f"checkpoints/step_*/{paths.COMMIT}"))
         if commits and (path == run or path.is_relative_to(run / "checkpoints")):
             target = run / "export" / "model"
             step = next(

@@ -98,8 +98,8 @@ class ParallelLayout:
         All ranks must call this with the same number of values.
         """
         rows = torch.empty(self.ranks, len(values), dtype=torch.float64)
-        own = torch.tensor(values, dtype=torch.float64)
-        dist.all_gather(list(rows), own, group=self.control)  # into the rows, which are views
+        row = torch.tensor(values, dtype=torch.float64)
+        dist.all_gather(list(rows), row, group=self.control)  # into the rows, which are views
         return rows
 
     def __enter__(self) -> ParallelLayout:

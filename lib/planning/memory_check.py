@@ -125,7 +125,8 @@ class MemoryCheck:
         """
         if self.is_easy(case):
             return True
-        if sum(self.count_states(case).values()) > USABLE * self.state_memory(case):
+        states = sum(self.count_states(case).values())
+        if states > USABLE * self.state_memory(case) or self._is_hopeless(case):
             return False
         try:
             return self.trace(case).total <= self.usable
@@ -143,6 +144,9 @@ class MemoryCheck:
             return states
         if self.is_easy(case):
             return {}
+        if self._is_hopeless(case):
+            least = sizes.count_least_activations(self.model, case.tokens)
+            return {"activations, at least": least}
         try:
             step = self.known.get(case) or self.in_child(MemoryCheck.trace, case)
         except NoAnswer as error:  # a family that cannot be traced may still fit
@@ -159,6 +163,10 @@ class MemoryCheck:
                 f"can have {units.memory(self.room)}"
             )
         return {}
+
+    def _is_hopeless(self, case: StepConfig) -> bool:
+        """Return whether the inputs of all blocks exceed the memory; to trace it takes minutes."""
+        return sizes.count_least_activations(self.model, case.tokens) > self.room
 
     @property
     def usable(self) -> float:
@@ -233,7 +241,8 @@ class MemoryCheck:
             )
         where = "host memory" if memory == self.host else "its GPU's memory"
         parts = " + ".join(f"{units.memory(size)} {kind}" for kind, size in needed.items())
-        omission = "" if "activations" in needed else ", without activations"
+        has_activations = any(kind.startswith("activations") for kind in needed)
+        omission = "" if has_activations else ", without activations"
         return UsageError(
             f"this run does not fit: a rank needs {units.memory(sum(needed.values()))} and can "
             f"have {units.memory(memory)} of {where}",

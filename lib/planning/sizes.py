@@ -84,5 +84,14 @@ def estimate_activations(model: PreTrainedModel, tokens: int, precision: str) ->
     return kept, gathered
 
 
+def count_least_activations(model: PreTrainedModel, tokens: int) -> int:
+    """Return the bytes of the blocks' inputs, which a step keeps whatever it recomputes.
+
+    tokens: number of tokens in a micro-batch on a device.
+    """
+    features = model.get_input_embeddings().weight.shape[1]
+    return _BFLOAT16 * tokens * features * max(1, len(decoder_layers(model)))
+
+
 def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

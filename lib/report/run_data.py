@@ -75,9 +75,9 @@ class RunData:
         if not self.timed:
             later = (row for row in rows if row["step"] >= _STEADY and "perf/eta_sec" in row)
             self.timed = next(later, {})
-        found = set[str]().union(*rows)
-        self._add([key for key in KEYS if key in found], rows)
-        for key in sorted(key for key in found if key.startswith("eval/")):
+        keys = set[str]().union(*rows)
+        self._add([key for key in KEYS if key in keys], rows)
+        for key in sorted(key for key in keys if key.startswith("eval/")):
             if key in self.series or len(self.series) < _MOST_KEYS:
                 self._add([key], [row for row in rows if key in row])
 

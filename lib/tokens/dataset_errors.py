@@ -311,9 +311,8 @@ def _make_unprepared_error(name: str) -> ArtifactError:
 
 def _find_cached_files(name: str) -> Iterator[Path]:
     """Yield the directories in the cache of `datasets` with Arrow files of a dataset."""
-    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{caches}/huggingface"
-    root = Path(os.environ.get("HF_DATASETS_CACHE") or f"{home}/datasets").expanduser()
+    root = Path(os.environ.get("HF_DATASETS_CACHE") or paths.find_hf_home() / "datasets")
+    root = root.expanduser()
     folder_name = name.replace("/", "___").lower()
     for folder in root.iterdir() if root.is_dir() else ():
         if folder.name.lower() == folder_name:

@@ -195,10 +195,10 @@ class Sink:
             "bytes": self.bytes,
             "digest": self._file.digest(),
         }
-        if found := manifest.describe_damage(self.path, entry, deep=True):
+        if damage := manifest.describe_damage(self.path, entry, deep=True):
             raise ArtifactError(
                 f"{self.path} does not read back as it was written",
-                found=found,
+                found=damage,
                 hint="the disk may be failing (see `dmesg`), or another process wrote to the "
                 "file. To build it again:",
                 run=commands.as_typed(),

@@ -11,7 +11,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from lib.core import commands, declared, patterns, units
+from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.hub import s3
@@ -369,7 +369,7 @@ def describe_high_lr(lr: float, parameters: int, scratch: bool, lora: bool = Fal
 
 def list_unusual_options(config: Config, steps: int, has_validation: bool) -> list[str]:
     """Return a warning for each option that is unusual in a run of `steps` steps."""
-    warnings = []
+    warnings = _list_missing_mounts(config)
     length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
     if warmup > _LONG_WARMUP * steps:
@@ -414,3 +414,14 @@ def list_unusual_options(config: Config, steps: int, has_validation: bool) -> li
             "validation loss is measured once, at its end"
         )
     return warnings
+
+
+def _list_missing_mounts(config: Config) -> list[str]:
+    """Return a warning for each directory whose disk is not mounted."""
+    directories = {"--save-dir": config.save_dir, "--ckpt-local-dir": config.ckpt_local_dir}
+    return [
+        f"{name} {directory} is on another disk than planned: {mount}, which /etc/fstab lists, is "
+        "not mounted"
+        for name, directory in directories.items()
+        if directory and (mount := paths.find_missing_mount(directory))
+    ]

@@ -95,8 +95,8 @@ def to_words(values: Mapping[str, Any]) -> list[str]:
             words += [declared.flag(name)] if value else []
         else:
             words += [
-                f"{declared.flag(name)}={config_file.value_as_word(each)}"
-                for each in (value if isinstance(value, list | tuple) else [value])
+                f"{declared.flag(name)}={config_file.value_as_word(item)}"
+                for item in (value if isinstance(value, list | tuple) else [value])
             ]
     return words
 

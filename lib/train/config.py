@@ -832,9 +832,9 @@ class Config:
     def values_of(self, *roles: Role) -> dict[str, Any]:
         """Return the values of the options with one of these roles, by field."""
         return {
-            each.name: getattr(self, each.name)
-            for each in declared.list_fields(Config)
-            if each.metadata["role"] in roles
+            entry.name: getattr(self, entry.name)
+            for entry in declared.list_fields(Config)
+            if entry.metadata["role"] in roles
         }
 
     def to_record(self) -> dict[str, Any]:
@@ -863,10 +863,11 @@ class Config:
         inputs: fingerprints of model, dataset and tokenizer. global_batch: samples per step.
         """
         quiet_defaults = {
-            each.name
-            for each in declared.list_fields(Config)
-            if (quiet := each.metadata["quiet"])
-            and getattr(self, each.name) in (quiet if isinstance(quiet, tuple) else (each.default,))
+            entry.name
+            for entry in declared.list_fields(Config)
+            if (quiet := entry.metadata["quiet"])
+            and getattr(self, entry.name)
+            in (quiet if isinstance(quiet, tuple) else (entry.default,))
         }
         values = {
             name: value

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # these import torch, which a run that is complete does not w
     from lib.train.output.meters import Meters
     from lib.train.state import TrainState
 
+_ROOT = Path("/")
 _WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after 30 s
 
 
@@ -60,6 +61,7 @@ def restore_lost_run(config: Config, experiment: Experiment) -> None:
 
 def _restore(config: Config, experiment: Experiment) -> None:
     assert config.ckpt_copy_to
+    copies.require_mount(config.ckpt_copy_to)
     try:
         place = _find_copies(config.ckpt_copy_to, experiment)
         steps = place.list_steps() if place else []
@@ -158,7 +160,7 @@ def make_copier(
     def open_copier() -> None:
         if copier and not journal.is_restart:
             copier.open()
-            _warn_of_same_disk(config, experiment)
+            _warn_about_disk(config, experiment)
 
     on_rank_0(open_copier, layout.control)
     return copier
@@ -228,12 +230,19 @@ def _make_copier(
     )
 
 
-def _warn_of_same_disk(config: Config, experiment: Experiment) -> None:
+def _warn_about_disk(config: Config, experiment: Experiment) -> None:
+    """Warn if copies in a directory do not survive the loss of the run, or may be misplaced."""
     target = Path(config.ckpt_copy_to or "")
     if s3.is_url(str(config.ckpt_copy_to)) or not target.is_dir():
         return
-    if target.stat().st_dev == experiment.root.stat().st_dev:
+    device = target.stat().st_dev
+    if device == experiment.root.stat().st_dev:
         log.warn(
             f"--ckpt-copy-to {target} is on the same file system as {experiment.root}: the copies "
             "do not survive its loss"
+        )
+    elif device == _ROOT.stat().st_dev:
+        log.warn(
+            f"--ckpt-copy-to {target} is on the file system of {_ROOT}. If another disk belongs "
+            "there, it is not mounted, and the copies fill this one"
         )

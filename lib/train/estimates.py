@@ -29,6 +29,7 @@ _BACKWARD_SHARE = 2 / 3  # of the operations of a pass
 _GRADIENT_BYTES = 4  # reduced in float32
 _WEIGHT_BYTES = 2  # gathered in bf16 or fp16
 _LONG_RUN_STEPS = 10_000
+_LONG_BENCH_S = 300.0
 _MIN_KEPT = 2  # checkpoints, as in commit.prune_checkpoints
 
 
@@ -137,6 +138,32 @@ def suggest_global_batch(plan: Plan, cost: ModelCost, hardware: Hardware) -> str
         f"  instead:   --global-batch-size {batch}{max_steps} for "
         f"{batch * plan.config.seq_length:,} tokens per step: {_describe_length(plan, new_steps)} "
         f"with as many tokens in all{time}"
+    )
+
+
+def suggest_shorter_bench(plan: Plan, cost: ModelCost, hardware: Hardware) -> str | None:
+    """Return a warning about a bench of many minutes, with a shorter step, or None.
+
+    A bench is to show in a few minutes how fast micro-batches are, and a recipe may have dozens of
+    them in a step.
+    """
+    config = plan.config
+    seconds = plan.total_steps * (estimate_step_seconds(plan, cost, hardware) or 0.0)
+    now = plan.division.accumulation
+    if not config.bench or now == 1 or seconds <= _LONG_BENCH_S:
+        return None
+    passes = max(1, int(now * _LONG_BENCH_S / seconds))
+    samples = passes * plan.division.micro_batch * plan.division.dp_size
+    option = (
+        f"--grad-accum-steps {passes}"
+        if config.grad_accum_steps
+        else f"--global-batch-size {samples}"
+    )
+    noun = "micro-batch" if passes == 1 else "micro-batches"
+    return (
+        f"--bench takes about {units.duration(seconds)} by the estimate. {option} trains "
+        f"{passes} {noun} in a step instead of {now}, which takes about "
+        f"{units.duration(seconds * passes / now)}; the update of the weights then counts for more"
     )
 
 

@@ -49,7 +49,7 @@ class Inputs:
     of a run with checkpoints in this directory, {} for a new run; see previous_run.read_previous.
     named_checkpoint: the checkpoint that --resume names. scratch: the weights are initialised from
     the seed. shards, synthetic: the data with --streaming or `-d synthetic`, instead of corpora.
-    model_stamps: identities of the model's files, read before its fingerprint. stop_request:
+    model_identities: identities of the model's files, read before its fingerprint. stop_request:
     identity of the stop file that existed when this launch started. template: source of the chat
     template, "" without chat datasets. base: digests of the base model's weight files by name, for
     LoRA. adapter: the adapter of --lora-from. foreign: the checkpoint of --resume-from-foreign,
@@ -64,7 +64,7 @@ class Inputs:
     scratch: bool
     shards: RawShards | None = None
     synthetic: SyntheticText | None = None
-    model_stamps: file_identity.Identities = field(default_factory=dict)
+    model_identities: file_identity.Identities = field(default_factory=dict)
     stop_request: file_identity.Identities = field(default_factory=dict)
     template: str = ""
     base: dict[str, str] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class Inputs:
         The same holds for the checkpoint of --resume-from-foreign.
         """
         file_identity.require_same(
-            self.model_stamps, f"the model {self.model_dir}", "the run started"
+            self.model_identities, f"the model {self.model_dir}", "the run started"
         )
         if self.foreign:
             file_identity.require_same(
@@ -140,7 +140,7 @@ def find_inputs(
     )
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
-    model_stamps = file_identity.read_identities(directory.list_model_files(model_dir))
+    model_identities = file_identity.read_identities(directory.list_model_files(model_dir))
     if faults := chat_files.find_faults(model_dir):
         raise ArtifactError(
             f"the model {model_dir} is damaged",
@@ -172,7 +172,7 @@ def find_inputs(
         scratch,
         shards,
         synthetic,
-        model_stamps,
+        model_identities,
         stop_request,
         template,
         adapter=adapter,

@@ -209,6 +209,7 @@ def _warn_about_unusual_options(
     config = plan.config
     warnings = [
         estimates.suggest_global_batch(plan, cost, hardware),
+        estimates.suggest_shorter_bench(plan, cost, hardware),
         checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, bool(config.lora_rank)),
         *checks.list_unusual_options(config, plan.total_steps, has_validation),
     ]

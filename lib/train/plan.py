@@ -92,16 +92,16 @@ class Plan:
         """
         from lib.parallel.layout import gather
 
-        own = self.identity()
-        own["options"] |= self.config.values_of(Role.ALIKE) | {
+        identity_here = self.identity()
+        identity_here["options"] |= self.config.values_of(Role.ALIKE) | {
             "ckpt_local_dir": bool(self.config.ckpt_local_dir),
             "sample_prompts": bool(self.config.sample_prompts),
             "steps": self.total_steps,
             "batch_size": self.division.micro_batch,
         }
-        own["inputs"] = own["inputs"] | {"samples": self.samples}
-        for rank, identity in enumerate(gather(own, layout.control)):
-            if changes := find_differences(identity, own):
+        identity_here["inputs"] = identity_here["inputs"] | {"samples": self.samples}
+        for rank, identity in enumerate(gather(identity_here, layout.control)):
+            if changes := find_differences(identity, identity_here):
                 raise UsageError(
                     f"ranks {rank} and {layout.rank} were started differently",
                     found="\n".join(

@@ -141,15 +141,15 @@ def require_same_run(
     options of this launch, to suggest a command.
     """
     changed = find_differences(earlier, now)
-    if with_changes and (other := [each for each in changed if each.name in _TENSOR_OPTIONS]):
-        contents = " and ".join(sorted({_TENSOR_OPTIONS[each.name] for each in other}))
+    if with_changes and (other := [change for change in changed if change.name in _TENSOR_OPTIONS]):
+        contents = " and ".join(sorted({_TENSOR_OPTIONS[change.name] for change in other}))
         raise UsageError(
             f"{where} contains {contents}, which this run cannot load",
             found=list_differences(other),
             hint="keep these options, or start another run from an export of this one",
         )
     if changed and not with_changes:
-        if any(each.name == TEMPLATE for each in changed) and (
+        if any(change.name == TEMPLATE for change in changed) and (
             kept := find_kept_template([_run_of(where) / "model"], earlier["inputs"].get(TEMPLATE))
         ):
             raise _other_template(changed, kept.path, where)
@@ -167,7 +167,7 @@ def _other_settings(
 ) -> UsageError:
     """Return the error for a run or a checkpoint with other settings, with ways to continue."""
     ways = [_OTHER_NAME, "--overwrite to start this one anew (the old one is kept)"]
-    if not any(each.name in _TENSOR_OPTIONS for each in changed):
+    if not any(change.name in _TENSOR_OPTIONS for change in changed):
         ways.append(_RESUME_WITH_CHANGES)
     last = ""
     run = ""
@@ -195,7 +195,7 @@ def _continue_from(
     earlier: dict[str, Any], changed: list[Difference], checkpoint: Path, config: Config
 ) -> tuple[str, str]:
     """Return how to resume this run from another run's checkpoint, as `_continue_run` does."""
-    names = {each.name for each in changed}
+    names = {change.name for change in changed}
     if not names & _TENSOR_OPTIONS.keys() and not (config.trains_lora and "model" in names):
         return _RESUME_WITH_CHANGES, commands.as_typed("--resume-with-changes")
     own_run = Experiment(config.save_dir, config.experiment_name)
@@ -215,7 +215,7 @@ def _open_experiment(root: Path) -> Experiment:
 def _has_recorded(record: dict[str, Any], earlier: dict[str, Any]) -> bool:
     """Return whether a config.yaml records the identity `earlier` of a run or a checkpoint."""
     known = record.get("identity", {}).keys() >= earlier.keys()
-    return known and {each.name for each in find_differences(earlier, record["identity"])} <= {
+    return known and {change.name for change in find_differences(earlier, record["identity"])} <= {
         _SAMPLES
     }
 
@@ -232,17 +232,17 @@ def _continue_run(
     recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
-    if config.resume_from_foreign and [each.name for each in changed] == [FOREIGN]:
+    if config.resume_from_foreign and [change.name for change in changed] == [FOREIGN]:
         return (
             "the weights in its checkpoints, which need no --resume-from-foreign",
             commands.as_typed(drop=["--resume-from-foreign"]),
         )
     options = config.to_record()
     replaced = {
-        each.name
-        for each in changed
-        if each.kind == "input"
-        and options.get(name := _OPTION_OF_INPUT.get(each.name, "")) in (None, recorded.get(name))
+        change.name
+        for change in changed
+        if change.kind == "input"
+        and options.get(name := _OPTION_OF_INPUT.get(change.name, "")) in (None, recorded.get(name))
     }
     as_recorded = commands.with_options("--config", where / "config.yaml")
     if not replaced and _has_recorded(record, earlier):
@@ -253,7 +253,7 @@ def _continue_run(
             "the adapter in its checkpoints, which needs no --lora-from",
             commands.move_away(config.lora_from, commands.as_typed() if is_alone else as_recorded),
         )
-    if any(each.name in _TENSOR_OPTIONS for each in changed) or (
+    if any(change.name in _TENSOR_OPTIONS for change in changed) or (
         config.trains_lora and "model" in replaced
     ):
         name = f"{where.name}-2"
@@ -271,7 +271,7 @@ def _other_template(changed: list[Difference], kept: Path, where: Path) -> Usage
         "kept), or --resume-with-changes to go on all the same"
     )
     template_option = ("--chat-template", kept)
-    if any(each.name != TEMPLATE for each in changed):
+    if any(change.name != TEMPLATE for change in changed):
         run = commands.with_options("--config", _run_of(where) / "config.yaml", *template_option)
         return UsageError(
             f"{where} was begun with other settings",

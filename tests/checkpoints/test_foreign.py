@@ -31,6 +31,7 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import keys
 from lib.train import first_weights, previous_run
 from lib.train.inputs import Inputs
+from tests.checkpoints.test_commit import make
 
 MODEL_DIR = Path("the model")
 
@@ -340,8 +341,9 @@ def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
     save(trainer / "pytorch_model_fsdp_0", tensors)
     (trainer / "trainer_state.json").write_text(json.dumps({"epoch": 0.5, "global_step": 70}))
     assert find_foreign_run(trainer).describe_progress() == "step 70 of epoch 0.5"
-    (trainer / "trainer_state.json").write_text("[]")
-    assert find_foreign_run(trainer).describe_progress() == ""
+    for content in ("[]", '{"epoch": NaN, "global_step": -5}', '{"epoch": "1"}'):
+        (trainer / "trainer_state.json").write_text(content)
+        assert find_foreign_run(trainer).describe_progress() == ""
 
 
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -354,13 +356,23 @@ def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-20/.metadata").unlink()
     with pytest.raises(ArtifactError, match="the save was interrupted"):
         find_foreign_run(tmp_path / "checkpoints/step-20")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError) as error:
-        find_foreign_run(tmp_path / "nothing")
+        find_foreign_run(tmp_path / "empty")
     assert "use -m" in error.value.hint
+    (tmp_path / "file").touch()
+    for name in ("nothing", "file"):
+        with pytest.raises(ArtifactError, match=f"there is no directory {tmp_path / name}"):
+            find_foreign_run(tmp_path / name)
     (tmp_path / "own/dcp").mkdir(parents=True)
     (tmp_path / "own" / commit.COMMIT).touch()
     for path in (tmp_path / "own", tmp_path / "own/dcp"):
         with pytest.raises(UsageError, match="is a checkpoint of this project"):
+            find_foreign_run(path)
+    for step in (1, 2):
+        make(tmp_path / "run/checkpoints", step)
+    for path in (tmp_path / "run", tmp_path / "run/checkpoints"):
+        with pytest.raises(UsageError, match="step_00000002 is a checkpoint of this"):
             find_foreign_run(path)
 
 

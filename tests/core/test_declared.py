@@ -44,6 +44,11 @@ def test_parsed_options_become_an_object() -> None:
             parse_job(*argv)
 
 
+def test_a_value_that_is_given_twice_counts_once() -> None:
+    given = ("--job-name", "x", "--parts", "b", "--parts", "a", "--parts", "b")
+    assert declared.drop_repeats(parse_job(*given)).parts == ["b", "a"]
+
+
 def test_python_values_are_checked_like_a_command_line() -> None:
     assert declared.from_values(JobOptions, job_name="x", nodes=3, follow=False).nodes == 3
     for text in (["a", "b"], "a"):

@@ -90,3 +90,34 @@ def test_readers_also_find_runs_in_the_current_directory(
     (tmp_path / "outputs" / "exp").mkdir(parents=True)
     assert paths.existing_experiment("exp").root == Path("outputs/exp")
     assert paths.existing_experiment("./exp").root == Path("exp")
+
+
+def test_a_disk_that_is_not_mounted_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables escape spaces, and an entry of fstab may be a bind mount of the same disk."""
+    root = tmp_path.resolve()
+    table = root / "fstab"
+    lines = (
+        f"# {root}/comment x y",
+        "UUID=1 / ext4",
+        f"nas:/b {root}/b\\040ack nfs",
+        f"/x {root}/bind none bind",
+        f"nas:/o {root}/over nfs",
+        "",
+        "UUID=2 none swap",
+    )
+    table.write_text("\n".join(lines))
+    mounts = root / "mounts"
+    mounts.write_text(f"/dev/a / ext4\n/dev/a {root}/bind ext4\nnas:/i {root}/over/inner nfs\n")
+    monkeypatch.setattr(paths, "_PLANNED_MOUNTS", table)
+    monkeypatch.setattr(paths, "_MOUNTS", mounts)
+    (root / "link").symlink_to(root / "b ack" / "runs")
+    assert paths.find_missing_mount(root / "b ack") == root / "b ack"
+    assert paths.find_missing_mount(root / "link" / "run") == root / "b ack"
+    assert paths.find_missing_mount(root / "over") == root / "over"
+    for name in ("bind/x", "over/inner/x", "comment/x", "elsewhere", "b ack2", "b"):
+        assert paths.find_missing_mount(root / name) is None
+    for missing in (mounts, table):
+        missing.unlink()
+        assert paths.find_missing_mount(root / "b ack") is None

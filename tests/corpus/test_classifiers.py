@@ -1,6 +1,6 @@
 # covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
 # covers: lib/corpus/classify/language.py, lib/corpus/classify/scores.py
-# covers: lib/corpus/classify/top_scores.py
+# covers: lib/corpus/classify/top_scores.py, lib/corpus/classify/ngram_classifier.py
 """fastText models are checked before they are opened; texts get labels and scores."""
 
 from __future__ import annotations
@@ -16,11 +16,24 @@ import pytest
 
 from lib.core import declared
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.corpus.classify import language, model_file, predictor, scores, top_scores
+from lib.corpus.classify import (
+    language,
+    model_file,
+    ngram_classifier,
+    predictor,
+    scores,
+    top_scores,
+)
+from lib.corpus.classify.ngram_classifier import NgramClassifier
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
 from tests.conftest import ROOT
-from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier
+from tests.fasttext_models import (
+    LANGUAGES,
+    QUALITY,
+    write_classifier,
+    write_ngram_classifier,
+)
 from tests.scripts import load_script
 
 ENGLISH = "The house is of stone and the garden is with roses. "
@@ -83,6 +96,7 @@ def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path)
         ({"kind": 1}, "word vectors"),
         ({"loss": 9}, "unknown loss"),
         ({"longest": 3}, "no rows for them"),
+        ({"longest": -1}, "longest n-gram has -1 characters"),
     ],
 )
 def test_a_model_of_another_kind_is_refused(change, found, tmp_path):
@@ -124,6 +138,49 @@ def test_languages_of_texts(models):
     assert dict(zip(texts, language.label_batch(models, make_batch(*texts)), strict=True)) == texts
     mixed = RowOptions(language_model=models.language_model, language_score=0.3)
     assert language.label_batch(mixed, make_batch("the und " * 40)) == ["de"]
+
+
+def draw_lines() -> list[str]:
+    """Return lines of words in several scripts, and lines that fastText reads in a special way."""
+    draw = np.random.default_rng(1)
+    words = ["the", "und", "é", "дом", "漢字", "naïve", "Straße", "a", "x", "<b>", "</", "😀👍"]
+    words += ["ไทย", "1,234.5", "a_long_word_of_many_letters"]
+    lines = [" ".join(draw.choice(words, draw.integers(1, 60))) for _ in range(300)]
+    special = ["", " ", "</s>", "the </s> und дом", "__label__de the", "the __label__x", "</s>x"]
+    return [*lines, *special, "the\0und", "\0", "a\tb\vc\fd\re", "\x1c\u3000\xa0und", "漢" * 100]
+
+
+@pytest.mark.parametrize("kept_words", [1 << 16, 3])
+def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
+    """Whatever the order of the lines, and whatever words are kept, the scores are the same."""
+    monkeypatch.setattr(ngram_classifier, "_KEPT_WORDS", kept_words)
+    path = write_ngram_classifier(tmp_path / "a.ftz")
+    assert model_file.read_labels(path, "--m") == ["de", "en", "zz", "fr", "ru", "aa"]
+    own = predictor.load_line_classifier(path)
+    assert isinstance(own, NgramClassifier) and own.labels == ["aa", "de", "en", "fr", "ru", "zz"]
+    lines = draw_lines()
+    encoded = list(map(str.encode, lines))
+    for least in (0.0, 0.2):
+        expected = np.zeros((len(lines), 6))
+        for row, line in zip(expected, lines, strict=True):
+            for label, score in predictor.list_scores(predictor.load_classifier(path), line, least):
+                row[own.labels.index(label)] = score
+        found = own.score_lines(encoded, least)
+        assert np.abs(found - expected).max() < 1e-5
+        assert (found[::-1] == own.score_lines(encoded[::-1], least)).all()
+
+
+def test_other_models_are_left_to_the_library(models, tmp_path):
+    """A model with NaN gives the error of the library."""
+    assert ngram_classifier.open_model(models.language_model) is None
+    assert not isinstance(predictor.load_line_classifier(models.language_model), NgramClassifier)
+    path = write_ngram_classifier(tmp_path / "a.ftz")
+    content = path.read_bytes()
+    place = len(content) - 4 * 5 * 6  # the first weight of the tree
+    path.write_bytes(content[:place] + struct.pack("<f", np.nan) + content[place + 4 :])
+    assert ngram_classifier.open_model(path) is None
+    with pytest.raises(ArtifactError, match="damaged"):
+        predictor.load_line_classifier(path).score_lines([b"the"], 0.0)
 
 
 def test_cuts_are_start_middle_and_end():

@@ -21,6 +21,7 @@ from lib.corpus.extract.docx import extract_docx
 from lib.corpus.extract.epub import extract_epub
 from lib.corpus.extract.extracted import Refusal
 from lib.corpus.extract.html import decode_page
+from lib.corpus.extract.markup import strip_tags
 from lib.corpus.extract.process import Extraction
 from lib.corpus.row_options import RowOptions
 from tests.corpus.sample_documents import (
@@ -128,6 +129,7 @@ def test_damaged_documents_are_named_with_their_reason(read):
         ("<meta charset=unheard-of>é".encode("cp1252"), "cp1252", "é", 1),
         ("<meta charset=utf-8>é".encode("cp1252"), "cp1252", "é", 1),
         ("<meta charset=utf-16>é".encode(), "", "é", 0),
+        ("<meta charset=idna>é".encode("cp1252"), "", "\ufffd", 1),  # unknown to browsers
     ],
 )
 def test_the_encoding_of_a_page(data, fallback, expected, replaced):
@@ -195,6 +197,11 @@ def test_epub_in_the_order_of_its_spine():
         {"OEBPS/b c.xhtml": "<body><h1>B</h1><p>x&nbsp;y <br/>\n z</p><pre>  p\n q</pre></body>"},
     )
     assert extract_epub(data, "").text == "B\n\nx\xa0y\nz\n\n  p\n q\n\none\ntwo"
+
+
+def test_damaged_declarations_lose_no_chapter():
+    text = strip_tags("<p>a<![ x ]>b<![if !x]>c<![endif]>d<![CDATA[e]]></p>f<![")
+    assert " ".join(text.split()) == "abcd f<!["
 
 
 def test_epub_with_encrypted_chapters_or_without_any():
@@ -391,6 +398,7 @@ def test_documents_are_counted_before_they_are_read(tmp_path, monkeypatch):
     assert "2 PDF and 1 DOCX files, which are skipped, and 3 HTML files, which" in text
     assert "--extract html,pdf,docx --overwrite" in text
     assert "HTML" not in options.describe_skipped(counts, ["html"])
+    assert "1 DOCX file, which is skipped;" in options.describe_skipped({"docx": 1}, [])
     assert not options.describe_skipped(counts, ALL)
     monkeypatch.setattr(options, "_MOST_OPENED", 1)
     assert options.count_documents(tmp_path, files) == counts

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lib.core.errors import UsageError
-from lib.corpus.masks import accounts, addresses
+from lib.corpus.masks import accounts, addresses, masker
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.mask_options import identify_masks, require_masks
 from lib.corpus.masks.masker import Masker, normalize_match
@@ -152,6 +152,22 @@ def test_a_masked_text_has_no_match_and_its_neighbours_do_not_matter(key):
     }
     lines = [[masker.mask_text(line) for line in text.split("\n")] for text in texts]
     assert ["\n".join(each) for each in lines] == masked
+
+
+def test_only_the_neighbourhood_of_a_match_is_searched_again(monkeypatch):
+    """In this line, each search finds one match, which the search before has bounded."""
+    places = 0
+    check_place = masker._check_place
+
+    def count_place(*arguments):
+        nonlocal places
+        places += 1
+        return check_place(*arguments)
+
+    monkeypatch.setattr(masker, "_check_place", count_place)
+    text = Masker(["phone"], ["DE"]).mask_text("030 " * 1000)
+    assert text == "<phone> " * 250
+    assert places < 20_000  # 125,000 if the whole line were searched again
 
 
 def test_text_without_a_match_is_the_same_object():

@@ -49,7 +49,10 @@ def export(root: Path, *arguments: object) -> None:
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", *arguments)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    "precision",
+    ["bf16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp16", "fp32"))],
+)
 def test_every_precision_passes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, precision: str
 ) -> None:
@@ -105,11 +108,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("fault", BROKEN)
 def test_a_wrong_merge_is_not_published(
-    run: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    run: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[what]))
+    monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[fault]))
     with pytest.raises(ArtifactError, match="do not compute what was trained") as caught:
         export(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
@@ -230,14 +233,14 @@ LOST = {
 _REFUSED = r"lacks a part of its adapter|do not compute what was trained"
 
 
-@pytest.mark.parametrize("what", LOST)
-def test_an_adapter_that_lacks_rows_is_not_published(tmp_path: Path, what: str) -> None:
-    kept, kinds, says = LOST[what]
+@pytest.mark.parametrize("fault", LOST)
+def test_an_adapter_that_lacks_rows_is_not_published(tmp_path: Path, fault: str) -> None:
+    kept, kinds, says = LOST[fault]
     make_run(
         tmp_path,
         lora=Lora(4, 8.0, targets="down_proj"),
         change=without_rows(kept, *kinds),
-        optimizer="adamw" if "slice" in what else "adamw8bit",
+        optimizer="adamw" if "slice" in fault else "adamw8bit",
     )
     for arguments in ((), ("--adapter",)):
         with pytest.raises(ArtifactError, match=_REFUSED) as caught:
@@ -312,11 +315,11 @@ BROKEN_ADAPTERS = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN_ADAPTERS)
+@pytest.mark.parametrize("fault", BROKEN_ADAPTERS)
 def test_a_wrong_adapter_file_is_not_published(
-    run: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    run: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    name, change, says = BROKEN_ADAPTERS[what]
+    name, change, says = BROKEN_ADAPTERS[fault]
     monkeypatch.setattr(adapter_files, "write_adapter", rewritten(name, change))
     with pytest.raises(ArtifactError, match=says):
         export(run, "--adapter", *(["--dtype", "bf16"] if says == "do not compute" else []))

@@ -153,9 +153,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_each_fault_is_named_for_the_programs_that_it_concerns(model: Path, what: str) -> None:
-    breaks, tools, says = BROKEN[what]
+@pytest.mark.parametrize("fault", BROKEN)
+def test_each_fault_is_named_for_the_programs_that_it_concerns(model: Path, fault: str) -> None:
+    breaks, tools, says = BROKEN[fault]
     breaks(model)
     failing = find_failing(model)
     assert set(failing) >= tools and set(failing) <= tools | {"llama.cpp"}

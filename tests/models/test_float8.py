@@ -106,6 +106,7 @@ def test_losses_are_within_a_percent_of_those_in_bf16(group: dist.ProcessGroup) 
             assert mine == pytest.approx(of_bf16, rel=0.01), (recipe, at)
 
 
+@pytest.mark.slow
 def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

@@ -202,7 +202,7 @@ def test_scalars_in_a_batch_equal_those_of_one_parameter() -> None:
     assert rows.data_ptr() % 16 == rows[1].data_ptr() % 16 == 0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_bias_correction_uses_the_step_count_of_each_parameter(
     compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,6 +360,7 @@ def test_an_update_that_is_compiled_wrongly_is_not_used(
     assert "adamw8bit runs uncompiled" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_first_step_that_overflows_leaves_the_update_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:

@@ -112,6 +112,7 @@ def test_compiled_graphs_add_the_products_of_adapters(
     assert find_products_over_rank(forward) == LINEARS
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_no_sum(model: nn.Module, graphs: Graphs) -> None:
     """The product of an adapter is recomputed, and the output of its linear layer is kept."""
     products = {}

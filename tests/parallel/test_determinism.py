@@ -82,6 +82,7 @@ def test_only_deterministic_algorithms_are_allowed(
     assert torch._inductor.config.deterministic
 
 
+@pytest.mark.slow
 def test_a_run_with_experts_is_deterministic_after_a_resume(
     prepared_once: Path, tmp_path: Path
 ) -> None:

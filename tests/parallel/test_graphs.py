@@ -166,6 +166,7 @@ def test_a_sharded_model_has_one_graph_for_training_and_one_for_evaluation(
     assert len(compiled) == 2
 
 
+@pytest.mark.slow
 def test_without_dynamic_lengths_each_length_has_a_graph(
     compiled: list[torch.fx.GraphModule], kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +216,7 @@ def test_all_layers_are_compiled_even_if_all_differ(
     assert len(compiled) == 20 and not caplog.records
 
 
+@pytest.mark.slow
 def test_the_limit_of_graphs_is_reported_once(
     compiled: list[torch.fx.GraphModule],
     monkeypatch: pytest.MonkeyPatch,

@@ -350,6 +350,7 @@ def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
     assert bias.tolist() == pytest.approx(moved.tolist(), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_biases_balance_the_load(group: object) -> None:
     """After 300 steps with biases, each of four experts gets about a quarter of the choices."""
     model, found = build("glm4_moe")

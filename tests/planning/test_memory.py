@@ -100,11 +100,12 @@ def test_a_few_blocks_are_traced_for_all(config: PretrainedConfig, recompute: st
     assert Estimates(model).step(step_config) == traced(model, step_config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora",
     [
         pytest.param(None, id="full"),
-        pytest.param(Lora(4, 8.0, precision="bf16"), id="lora", marks=pytest.mark.slow),
+        pytest.param(Lora(4, 8.0, precision="bf16"), id="lora"),
     ],
 )
 def test_memory_with_more_ranks_needs_no_second_trace(lora: Lora | None) -> None:
@@ -209,6 +210,7 @@ def test_models_that_change_their_logits_are_recognised() -> None:
     assert not trace.returns_head_result(on_meta(Gemma2Config(**SMALL, head_dim=16)))
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_are_all_traced() -> None:
     model = on_meta(Gemma2Config(**SMALL, head_dim=16))
     assert trace.shorten_model(model, 4) is None
@@ -239,6 +241,7 @@ def test_lora_adds_a_gigabyte_to_base_model_and_activations(recompute: str) -> N
     assert step.total < base + 1e9 + step.largest["activations"] + step.largest["loss"]
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_not_sharded_are_not_gathered() -> None:
     model = on_meta(
         LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")

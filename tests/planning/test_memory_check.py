@@ -18,7 +18,7 @@ from lib.models.lora import Lora
 from lib.planning import capacity, memory_check
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import KINDS
-from lib.train import memory_fit, settle
+from lib.train import memory_fit, plan, settle
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 from tests.conftest import run_stage
@@ -129,6 +129,25 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
     error = refused(monkeypatch, (states + 2.1) / 0.9, grad_accum_steps=4)
     assert error and error.run.endswith("--global-batch-size 8")
     assert not warned
+
+
+def test_a_batch_that_can_never_fit_is_refused_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trace repeats the operations of each chunk of the loss, which would take hours here."""
+    model = on_meta()
+    check = memory_check.MemoryCheck(model, 10 << 30, 10 << 30, on_gpu=False)
+    monkeypatch.setattr(check, "trace", pytest.fail)
+    monkeypatch.setattr(check, "in_child", pytest.fail)
+    step = plan.make_step_config(replace(ASKED, batch_size=10**9), model, 1, on_gpu=False)
+    assert not check.fits(step)
+    [(kind, size)] = check.excess(step).items()
+    layers = model.config.num_hidden_layers
+    assert kind == "activations, at least"
+    assert size == 2 * layers * model.config.hidden_size * step.tokens
+    monkeypatch.setattr(check, "in_child", lambda *_: (None, None))
+    error = check.refusal(step, {kind: size}, 10**9, has_begun=False, auto=False)
+    assert "GiB activations, at least, for" in error.found and "without" not in error.found
 
 
 def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
     long = packed([*rng.integers(1, 1500, 60)], tmp_path, "long", length)
     padded = packed([600] * 9, tmp_path, "padded", length)
     mixed = Mixture(["short", "long", "padded"], [short, long, padded], [1, 1, 1])
-    said = Counter()
+    counts_by_length = Counter()
     for samples in (short, long, padded, mixed):
         division = Division(2, 3, 0, 1)
         taken = [
@@ -204,12 +204,12 @@ def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
                 batch.position_ids.flatten(), torch.cat([torch.arange(n) for n in lengths])
             )
             assert len(lengths) <= 2 * samples.most_documents
-            said[batch.longest] += 1
-    assert set(said) == {128, 256, 512, 1024}
+            counts_by_length[batch.longest] += 1
+    assert set(counts_by_length) == {128, 256, 512, 1024}
 
 
 @pytest.mark.parametrize(
-    ("row", "longest", "said"),
+    ("row", "longest", "bound"),
     [
         (8192, 1, 1024),
         (8192, 1024, 1024),
@@ -223,11 +223,11 @@ def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
         (1023, 128, 128),
     ],
 )
-def test_the_kernel_gets_one_of_few_lengths(row: int, longest: int, said: int) -> None:
+def test_the_kernel_gets_one_of_few_lengths(row: int, longest: int, bound: int) -> None:
     """A half, a quarter or an eighth of a row, rounded up, and no less than 128 tokens."""
     rest = row - longest
     ends = np.array([0, longest, *range(longest + 1, longest + 1 + rest)], np.int32)
-    assert batches.bound_document_length(ends, row) == said
+    assert batches.bound_document_length(ends, row) == bound
 
 
 def test_each_row_begins_a_document() -> None:

@@ -67,7 +67,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
     monkeypatch.setattr(raw_shards, "_SPAN_BYTES", 1500)
     monkeypatch.setattr(raw_reader, "_BLOCK_BYTES", 700)
     root = tmp_path / "raw"
-    there = []
+    all_texts = []
     (root / "sub").mkdir(parents=True)
     pack = {
         "a.jsonl": bytes,
@@ -78,15 +78,15 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
         "sub/f.jsonl.xz": lzma.compress,
     }
     for name, packed in pack.items():
-        there += texts(name)
+        all_texts += texts(name)
         (root / name).write_bytes(packed(lines(texts(name))))
-    there += texts("g")
+    all_texts += texts("g")
     with (
         pa.OSFile(str(root / "g.jsonl.zst"), "wb") as sink,
         pa.CompressedOutputStream(sink, "zstd") as stream,
     ):
         stream.write(lines(texts("g")))
-    there += texts("h", 100)
+    all_texts += texts("h", 100)
     pq.write_table(
         pa.table({"n": list(range(100)), "text": texts("h", 100)}),
         root / "h.parquet",
@@ -94,7 +94,7 @@ def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[s
     )
     (root / "notes.txt").write_text("not read")
     (root / ".hidden.jsonl").write_bytes(lines(["hidden"]))
-    return root, there
+    return root, all_texts
 
 
 def part_of(
@@ -117,10 +117,10 @@ def documents(part: RawDocuments, epoch: int = 0) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_an_epoch_of_all_ranks_contains_every_document_once(mixed, ranks: int):
-    root, there = mixed
+    root, all_texts = mixed
     parts = [documents(part_of(root, rank, ranks)) for rank in range(ranks)]
-    assert sorted(itertools.chain(*parts)) == sorted(there)
-    assert all(len(part) > len(there) // (2 * ranks) for part in parts)
+    assert sorted(itertools.chain(*parts)) == sorted(all_texts)
+    assert all(len(part) > len(all_texts) // (2 * ranks) for part in parts)
     again = part_of(root, 0, ranks)
     assert documents(again, 1) != parts[0]
 
@@ -262,20 +262,24 @@ def test_a_failing_disk_loses_no_streamed_document(mixed, failing_reads):
 
 
 def test_ignored_files_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    told: list[str] = []
-    monkeypatch.setattr(raw_shards.log, "warn", told.append)
+    warnings: list[str] = []
+    monkeypatch.setattr(raw_shards.log, "warn", warnings.append)
     (tmp_path / "z.jsonl").write_text('{"text": "x"}\n')
     raw_shards.open_directory(tmp_path)
-    assert not told
+    assert not warnings
     for number in range(7):
         (tmp_path / f"page_{number}.txt").write_text("x")
     raw_shards.open_directory(tmp_path)
-    assert len(told) == 1 and "reads 1 of the 8 files" in told[0]
-    assert "7 are skipped" in told[0] and "page_0.txt" in told[0] and "page_4.txt, …" in told[0]
+    assert len(warnings) == 1 and "reads 1 of the 8 files" in warnings[0]
+    assert (
+        "7 are skipped" in warnings[0]
+        and "page_0.txt" in warnings[0]
+        and "page_4.txt, …" in warnings[0]
+    )
     raw_shards.open_repository(
         "org/name", "c", {"a.parquet": (1, "d"), "b.md": (1, "e")}, tmp_path, None
     )
-    assert "reads 1 of the 2 files in org/name" in told[1]
+    assert "reads 1 of the 2 files in org/name" in warnings[1]
 
 
 def test_shards_without_a_document_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -285,9 +289,9 @@ def test_shards_without_a_document_are_refused(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UsageError, match="no shard"):
         raw_shards.open_directory(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"content": "x", "url": "y"}\n')
-    with pytest.raises(UsageError, match="no readable document") as told:
+    with pytest.raises(UsageError, match="no readable document") as refusal:
         part_of(tmp_path).sample()
-    assert "content, url" in told.value.found
+    assert "content, url" in refusal.value.found
     assert part_of(tmp_path, field="content").sample() == [b"x"]
     with pytest.raises(UsageError, match="1 piece for 2 ranks"):
         part_of(tmp_path, dp_size=2)
@@ -295,9 +299,9 @@ def test_shards_without_a_document_are_refused(tmp_path: Path, monkeypatch: pyte
         documents(part_of(tmp_path))
     (tmp_path / "a.jsonl").unlink()
     pq.write_table(pa.table({"words": ["row"]}), tmp_path / "a.parquet")
-    with pytest.raises(UsageError, match="no readable document") as told:
+    with pytest.raises(UsageError, match="no readable document") as refusal:
         part_of(tmp_path).sample()
-    assert "words (a.parquet)" in told.value.found
+    assert "words (a.parquet)" in refusal.value.found
     pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), tmp_path / "a.parquet")
     (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     for path in (tmp_path, tmp_path / "b.jsonl"):
@@ -305,9 +309,9 @@ def test_shards_without_a_document_are_refused(tmp_path: Path, monkeypatch: pyte
             "sys.argv",
             ["04_train_fsdp.py", "-e", "x", "-d", str(path), "--streaming", "--max-steps", "9"],
         )
-        with pytest.raises(UsageError, match="not conversations") as told:
+        with pytest.raises(UsageError, match="not conversations") as refusal:
             part_of(path).sample()
-        *alone, build, train = told.value.run.splitlines()  # of a file, without those beside it
+        *alone, build, train = refusal.value.run.splitlines()  # of a file, without those beside it
         assert len(alone) == path.is_file()
         target = f"hf_datasets/{'b' if path.is_file() else tmp_path.name}"
         folder = "splits-b" if path.is_file() else tmp_path

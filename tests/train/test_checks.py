@@ -156,6 +156,18 @@ def test_a_resumed_run_may_keep_a_long_warm_up() -> None:
     assert not checks.list_unusual_options(opts, 400, True)  # the same with a larger --max-steps
 
 
+def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opts = parse("--save-dir", "/mnt/nas/runs", "--ckpt-local-dir", "/scratch")
+    monkeypatch.setattr(checks.paths, "find_missing_mount", lambda path: Path("/mnt/nas"))
+    warnings = checks.list_unusual_options(opts, 400, True)
+    assert [warning.split()[:2] for warning in warnings] == [
+        ["--save-dir", "/mnt/nas/runs"],
+        ["--ckpt-local-dir", "/scratch"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("argv", "steps", "expected_text"),
     [

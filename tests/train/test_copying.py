@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lib.checkpoints import commit, copies
-from lib.core import lease
+from lib.core import lease, paths
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.train import copying
@@ -139,3 +139,38 @@ def test_a_restoration_killed_at_any_operation_is_repeated(run: Experiment) -> N
         checkpoint = commit.find_newest(run.checkpoints)
         assert checkpoint is not None and not checkpoint.content_problems(0, 1)
     assert at > 20
+
+
+def test_a_place_whose_disk_is_not_mounted_is_refused(
+    run: Experiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a lost run would start from step 0, and the copies would fill another disk."""
+    second = run.root.parents[1] / "second"
+    place = copies.open_place(str(second), "exp", "18ab")
+    place.open()
+    checkpoint = make(Experiment(second.parent, "source").checkpoints, 3)
+    monkeypatch.setattr(paths, "find_missing_mount", lambda path: second)
+    for act in (place.open, place.is_ours, lambda: place.copy(checkpoint)):
+        with pytest.raises(UsageError, match=f"{second}, which /etc/fstab lists, is not mounted"):
+            act()
+    with pytest.raises(UsageError, match="is not mounted") as caught:
+        copying.restore_lost_run(config(run), run)
+    assert caught.value.run == f"mount {second}" and not run.root.exists()
+    monkeypatch.undo()
+    assert place.list_steps() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("run_root", "expected"), [("", "on the same file system as"), ("/proc", "it is not mounted")]
+)
+def test_odd_disks_of_a_place_are_warned_about(
+    run_root: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(copying, "_ROOT", tmp_path)
+    run = SimpleNamespace(root=Path(run_root or tmp_path))
+    copying._warn_about_disk(SimpleNamespace(ckpt_copy_to=str(tmp_path)), run)  # type: ignore[arg-type]
+    assert expected in caplog.text

@@ -110,6 +110,26 @@ def test_too_many_tokens_per_step_cause_a_warning() -> None:
     assert "--global-batch-size 4096 for 4,194,304" in text
 
 
+def test_a_bench_of_many_minutes_gets_a_smaller_batch() -> None:
+    """A recipe for 8 GPUs has steps of 2M tokens, so 28 of them take a quarter of an hour."""
+    given = {"max_steps": 28, "global_batch_size": 2048, "batch_size": 2}
+    assert estimates.suggest_shorter_bench(planned(**given), SEVEN_B, H100) is None
+    text = estimates.suggest_shorter_bench(planned(bench=True, **given), SEVEN_B, H100)
+    assert text == (
+        "--bench takes about 13 min 36 s by the estimate. --global-batch-size 752 trains 47 "
+        "micro-batches in a step instead of 128, which takes about 5 min 00 s; the update of the "
+        "weights then counts for more"
+    )
+    shorter = planned(bench=True, **{**given, "global_batch_size": 752})
+    assert shorter.division.accumulation == 47
+    assert estimates.suggest_shorter_bench(shorter, SEVEN_B, H100) is None
+    by_passes = planned(bench=True, max_steps=28, batch_size=2, grad_accum_steps=128)
+    text = estimates.suggest_shorter_bench(by_passes, SEVEN_B, H100)
+    assert text and "--grad-accum-steps 47 trains" in text
+    one_pass = planned(bench=True, max_steps=28, batch_size=4096)
+    assert estimates.suggest_shorter_bench(one_pass, SEVEN_B, H100) is None
+
+
 @pytest.mark.parametrize(
     ("parameters", "given"), [(3e6, {}), (7e9, {"max_steps": 9_999}), (7e9, {"samples": 60_000})]
 )

@@ -47,7 +47,7 @@ def of(model_dir: Path, **more: object) -> Inputs:
         "earlier_run": {},
         "named_checkpoint": None,
         "scratch": False,
-        "model_stamps": file_identity.read_identities(directory.list_model_files(model_dir)),
+        "model_identities": file_identity.read_identities(directory.list_model_files(model_dir)),
     }
     return Inputs(model_dir, [], {}, **facts | more)
 

@@ -54,7 +54,9 @@ def test_the_command_gets_the_facts_about_the_run(experiment: Experiment, tmp_pa
 
 def test_the_last_row_counts_if_a_rank_was_killed_after_it(experiment: Experiment) -> None:
     with experiment.metrics.open("a") as file:
-        file.write('{"step": 25, "train/loss": NaN}\n{"step": 26, "tra')
+        file.write('{"step": 25, "train/loss": NaN}\n')
+        file.write('{"step": 27, "train/loss": "low"}\n{"step": -1, "train/loss": 1.0}\n[]\n')
+        file.write('{"step": 26, "tra')
     facts = on_end.read_facts(experiment, Ending("failed", 1))
     assert (facts["STEP"], facts["LOSS"]) == ("25", "nan")
     experiment.metrics.unlink()
@@ -68,6 +70,7 @@ def test_the_last_row_counts_if_a_rank_was_killed_after_it(experiment: Experimen
         ("exit 3", "exit code 3"),
         ("no-such-command-here", "exit code 127"),
         ("kill -9 $$", "killed by SIGKILL"),
+        ("kill -35 $$", "killed by signal 35"),
         ("if", "exit code 2"),
     ],
 )

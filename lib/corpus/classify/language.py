@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lib.core import aliases, commands, hashing, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus.classify import model_file, predictor
-from lib.corpus.classify.predictor import Classifier
+from lib.corpus.classify.predictor import LineClassifier
 from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
+
+if TYPE_CHECKING:
+    import numpy as np
 
 UNDETERMINED = "und"  # the label of short texts, and of texts below --language-score
 ALL = "all"  # the value of --language that labels all rows and drops none
@@ -42,33 +44,58 @@ def cut_text(text: str) -> list[str]:
     return [text[:CUT], text[middle : middle + CUT], text[-CUT:]]
 
 
-def find_language(classifier: Classifier, text: str, least: float) -> str:
-    """Return the label with the highest mean score over the cuts of a text.
+def find_languages(classifier: LineClassifier, texts: Sequence[str], least: float) -> list[str]:
+    """Return the label of each text: the one with the highest mean score over the cuts of the text.
 
     It is UNDETERMINED if the cuts contain less than 20 letters or if the score is below `least`.
     The cuts are in lower case, because the models take capitals for other languages.
     """
-    cuts = cut_text(text)
-    letters = islice(filter(str.isalpha, "".join(cuts)), LEAST_LETTERS)
-    if sum(1 for _ in letters) < LEAST_LETTERS:
-        return UNDETERMINED
-    sums: dict[str, float] = defaultdict(float)
-    needed = least * len(cuts)
-    best = UNDETERMINED
-    for number, cut in enumerate(cuts, 1):
-        for label, score in predictor.list_scores(classifier, cut.lower(), LEAST_SHARE):
-            sums[label] += score
-        best = min(sums, key=lambda label: (-sums[label], label), default=UNDETERMINED)
-        others = max((sums[label] for label in sums if label != best), default=0.0)
-        if sums[best] >= needed and sums[best] > others + (len(cuts) - number) * _MOST_SCORE:
-            return best  # no score of the other cuts can change the result
-    return best if sums[best] >= needed else UNDETERMINED
+    import numpy as np
+
+    results = [UNDETERMINED] * len(texts)
+    cuts = {number: cut_text(text) for number, text in enumerate(texts)}
+    cuts = {number: own for number, own in cuts.items() if _has_letters(own)}
+    numbers = np.array([*cuts])
+    if not len(numbers):
+        return results
+    # The scores of the third cut are computed only if they can change the result.
+    first_cuts = [own[:2] for own in cuts.values()]
+    sizes = np.array([*map(len, first_cuts)])
+    scores = _score_cuts(classifier, [cut for own in first_cuts for cut in own])
+    sums = np.add.reduceat(scores, np.cumsum(sizes) - sizes, axis=0)
+    needed = least * np.array([*map(len, cuts.values())])
+    bests = sums.max(axis=1)
+    seconds = np.sort(sums, axis=1)[:, -2] if sums.shape[1] > 1 else np.zeros(len(sums))
+    is_open = (sizes == 2) & (bests + _MOST_SCORE >= needed)
+    is_open &= (bests < needed) | (bests <= seconds + _MOST_SCORE)
+    rest = np.flatnonzero(is_open)
+    if len(rest):
+        sums[rest] += _score_cuts(
+            classifier, [cuts[number][2] for number in numbers[rest].tolist()]
+        )
+    best = sums.argmax(axis=1)
+    bests = sums.max(axis=1)
+    is_found = (bests >= needed) & (bests > 0)
+    for number, label in zip(numbers[is_found].tolist(), best[is_found].tolist(), strict=True):
+        results[number] = classifier.labels[label]
+    return results
+
+
+def _has_letters(cuts: Sequence[str]) -> bool:
+    letters = islice(filter(str.isalpha, chain.from_iterable(cuts)), LEAST_LETTERS)
+    return sum(1 for _ in letters) == LEAST_LETTERS
+
+
+def _score_cuts(classifier: LineClassifier, cuts: Sequence[str]) -> np.ndarray:
+    """Return the score of each label for each cut (float64 [cuts, labels])."""
+    lines = [predictor.encode_line(cut.lower()) for cut in cuts]
+    return classifier.score_lines(lines, LEAST_SHARE).astype("float64")
 
 
 def label_batch(row_options: RowOptions, batch: RowBatch) -> list[str]:
     """Return the label of each row."""
-    classifier = predictor.load_classifier(row_options.language_model)
-    return [find_language(classifier, text, row_options.language_score) for text in batch.texts]
+    classifier = predictor.load_line_classifier(row_options.language_model)
+    return find_languages(classifier, batch.texts, row_options.language_score)
 
 
 def list_kept(row_options: RowOptions) -> list[str]:
@@ -113,11 +140,7 @@ def require_language(row_options: RowOptions) -> None:
         )
     known = {*labels, UNDETERMINED, ALL}
     if unknown := [name for name in row_options.language if name not in known]:
-        near = [
-            name
-            for each in unknown
-            for name in difflib.get_close_matches(each, sorted(known), 3, aliases.SIMILAR)
-        ]
+        near = [name for each in unknown for name in _find_near_labels(each, known)]
         raise UsageError(
             f"--language: {row_options.language_model} has no label {', '.join(unknown)}"
             + (f"; the nearest are {', '.join(dict.fromkeys(near))}" if near else ""),
@@ -144,6 +167,14 @@ def identify_language(row_options: RowOptions) -> dict[str, Any]:
     if not row_options.language:
         return {}
     return {"language_model": hashing.file_digest(row_options.language_model, "sha256")}
+
+
+def _find_near_labels(name: str, known: Collection[str]) -> list[str]:
+    """Return the labels that a name may mean: `en` for EN, en-US and __label__en."""
+    plain = name.removeprefix(model_file.PREFIX).casefold()
+    language = plain.replace("_", "-").partition("-")[0]
+    same = [label for label in sorted(known) if label.casefold() in (plain, language)]
+    return same or difflib.get_close_matches(plain, sorted(known), 3, aliases.SIMILAR)
 
 
 def _read_labels(path: Path) -> list[str]:

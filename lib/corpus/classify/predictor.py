@@ -7,15 +7,27 @@ and the model file before it reads any file of the input.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lib.core import commands
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus.classify import model_file
+from lib.corpus.classify import model_file, ngram_classifier
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _PACKAGE = "fasttext-predict"
+_SAMPLE = (
+    "the quick brown fox jumps over the lazy dog",
+    "pójdź, kińże tę chmurność w głąb flaszy 1234567890",
+    "съешь же ещё этих мягких французских булок, да выпей чаю",
+    "いろはにほへとちりぬるを",
+    "",
+)
+_TOLERANCE = 1e-4
 
 
 class Classifier(Protocol):
@@ -29,6 +41,37 @@ class Classifier(Protocol):
         threshold: labels with a smaller probability are omitted.
         """
         ...
+
+
+class LineClassifier(Protocol):
+    """Computes the scores of all labels for many lines at once. labels: sorted."""
+
+    labels: list[str]
+
+    def score_lines(self, lines: Sequence[bytes], least: float) -> np.ndarray:
+        """Return the probability of each label (float32 [lines, labels]), 0 if it is below `least`.
+
+        lines: UTF-8 without newlines.
+        """
+        ...
+
+
+class _LibraryClassifier:
+    """Computes the scores of lines by fasttext-predict, one line after the other."""
+
+    def __init__(self, path: Path) -> None:
+        self._classifier = load_classifier(path)
+        self.labels = sorted(model_file.read_labels(path, "--language-model"))
+        self._numbers = {label: number for number, label in enumerate(self.labels)}
+
+    def score_lines(self, lines: Sequence[bytes], least: float) -> np.ndarray:
+        import numpy as np
+
+        scores = np.zeros((len(lines), len(self.labels)), np.float32)
+        for row, line in zip(scores, lines, strict=True):
+            for label, score in list_scores(self._classifier, line.decode(), least):
+                row[self._numbers[label]] = score
+        return scores
 
 
 def require_package(option: str) -> None:
@@ -50,6 +93,35 @@ def load_classifier(path: Path) -> Classifier:
     except (RuntimeError, ValueError) as error:
         raise ArtifactError(f"fastText cannot open {path}", found=str(error)) from None
     return classifier
+
+
+@cache
+def load_line_classifier(path: Path) -> LineClassifier:
+    """Return a classifier for lines. Its file must have passed `model_file.read_labels` before.
+
+    If the model is of the kind that NgramClassifier reads, that class computes the scores, provided
+    that it agrees with fasttext-predict on a few lines.
+    """
+    library = _LibraryClassifier(path)
+    own = ngram_classifier.open_model(path)
+    return own if own and _agree(own, library) else library
+
+
+def _agree(one: LineClassifier, two: LineClassifier) -> bool:
+    import numpy as np
+
+    lines = [line.encode() for line in _SAMPLE]
+    scores = [each.score_lines(lines, 0.0) for each in (one, two)]
+    return one.labels == two.labels and bool(np.allclose(*scores, atol=_TOLERANCE))
+
+
+def encode_line(text: str) -> bytes:
+    """Return a text as one line of UTF-8; lone surrogates in it are replaced."""
+    line = text.replace("\n", " ")
+    try:
+        return line.encode()
+    except UnicodeEncodeError:
+        return line.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
 def list_scores(classifier: Classifier, text: str, least: float = 0.0) -> list[tuple[str, float]]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.core import log, stage, units
-from lib.core.errors import UsageError
+from lib.core.errors import MOVE_TEMPORARY, UsageError, name_full_disk
+from lib.core.progress import Progress
 from lib.corpus import work_units
 from lib.corpus.decontaminate import frequency, index, questions
 from lib.corpus.decontaminate.index import SHORTEST, Index
@@ -29,10 +30,13 @@ _NAMED = 10
 _FREQUENT = "frequent n-grams of the test sets"  # a key in the identity of parts
 
 
-def require_test_sets(row_options: RowOptions) -> None:
-    """Raise UsageError if the test sets cannot be read, or if no question can be compared."""
+def require_test_sets(row_options: RowOptions, progress: bool = False) -> None:
+    """Raise UsageError if the test sets cannot be read, or if no question can be compared.
+
+    progress: whether to show the progress, since many test sets take a minute.
+    """
     if row_options.decontaminate:
-        _load_index(tuple(row_options.decontaminate))
+        _load_index(tuple(row_options.decontaminate), progress)
 
 
 def identify_test_sets(row_options: RowOptions) -> dict[str, Any]:
@@ -74,16 +78,17 @@ class IndexBuilder(NamedTuple):
         return row_options if is_prepared else self._prepare(row_options)
 
     def _prepare(self, row_options: RowOptions) -> RowOptions:
-        work = make_directory()
-        whole = _load_index(tuple(row_options.decontaminate))
-        index.save_index(whole, work / _ALL)
-        tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
-        is_frequent, frequent = frequency.sample_corpus(
-            row_options, str(work / _ALL), tasks, self.workers, self.progress
-        )
-        final = index.ignore_frequent(whole, is_frequent, frequent)
-        index.save_index(final, work / _INDEX)
-        shutil.rmtree(work / _ALL)
+        with name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY):
+            work = make_directory()
+            whole = _load_index(tuple(row_options.decontaminate), self.progress)
+            index.save_index(whole, work / _ALL)
+            tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
+            is_frequent, frequent = frequency.sample_corpus(
+                row_options, str(work / _ALL), tasks, self.workers, self.progress
+            )
+            final = index.ignore_frequent(whole, is_frequent, frequent)
+            index.save_index(final, work / _INDEX)
+            shutil.rmtree(work / _ALL)
         _log_index(final)
         return add_index(row_options, str(work / _INDEX))
 
@@ -127,8 +132,12 @@ def _log_index(test_index: Index) -> None:
 
 
 @cache
-def _load_index(directories: tuple[Path, ...]) -> Index:
-    found = index.build_index(questions.read_sets(directories))
+def _load_index(directories: tuple[Path, ...], progress: bool) -> Index:
+    files = questions.list_files(directories)
+    size = sum(each.path.stat().st_size for each in files)
+    log.info(f"reading {units.counted(len(files), 'test set')}, {units.size(size)}")
+    with Progress("test sets", len(files), "set", progress) as bar:
+        found = index.build_index(questions.read_sets(directories, bar.advance))
     digests = questions.identify_sets(directories)
     if not any(each.protected for each in found.test_sets):
         raise UsageError(

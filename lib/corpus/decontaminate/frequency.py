@@ -93,9 +93,9 @@ def sample_corpus(
     """
     import numpy as np
 
-    own = add_index(_make_reading_options(row_options), test_index)
+    reading_options = add_index(_make_reading_options(row_options), test_index)
     step = max(1, ceil_div(len(units), MOST_UNITS))
-    chosen = [dataclasses.replace(unit, row_options=own) for unit in units[::step]]
+    chosen = [dataclasses.replace(unit, row_options=reading_options) for unit in units[::step]]
     rows = 0
     test_hashes = matching.open_cached(test_index).hashes
     counts = np.zeros(len(test_hashes), np.int64)
@@ -142,9 +142,9 @@ class _SampleUnit:
 
         assert isinstance(unit.row_options, PreparedOptions)
         counter = _Counter(matching.open_cached(unit.row_options.test_index), self._characters)
-        own = dataclasses.replace(unit.row_options, counter=counter)
+        unit_options = dataclasses.replace(unit.row_options, counter=counter)
         beside = Path(unit.row_options.test_index).parent
         with tempfile.TemporaryDirectory(dir=beside) as out, suppress(_Enough):
-            work_units.process_unit(dataclasses.replace(unit, row_options=own, out=out))
+            work_units.process_unit(dataclasses.replace(unit, row_options=unit_options, out=out))
         members = np.flatnonzero(counter.counts)
         return UnitSample(counter.rows, members, counter.counts[members])

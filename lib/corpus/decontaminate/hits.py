@@ -62,18 +62,20 @@ class TestHits:
         self.documents += other.documents
         self.beginnings += other.beginnings
         for name, more in other.sets.items():
-            own = self.sets.setdefault(name, SetHits())
-            own.documents += more.documents
-            own.questions += more.questions
-            shifted = [each._replace(position=each.position + rows_before) for each in more.samples]
-            own.samples = (own.samples + shifted)[:SAMPLES]
+            set_hits = self.sets.setdefault(name, SetHits())
+            set_hits.documents += more.documents
+            set_hits.questions += more.questions
+            shifted = [
+                sample._replace(position=sample.position + rows_before) for sample in more.samples
+            ]
+            set_hits.samples = (set_hits.samples + shifted)[:SAMPLES]
 
     def to_json(self) -> dict[str, Any]:
         """Return the counts as values for JSON."""
         return vars(self) | {
             "sets": {
-                name: vars(own) | {"questions": dict(sorted(own.questions.items()))}
-                for name, own in self.sets.items()
+                name: vars(set_hits) | {"questions": dict(sorted(set_hits.questions.items()))}
+                for name, set_hits in self.sets.items()
             }
         }
 
@@ -82,10 +84,10 @@ class TestHits:
         """Return the counts that `to_json` has converted."""
         sets = {
             name: SetHits(
-                own["documents"],
-                Counter({int(number): count for number, count in own["questions"].items()}),
-                [HitSample(*sample) for sample in own["samples"]],
+                record["documents"],
+                Counter({int(number): count for number, count in record["questions"].items()}),
+                [HitSample(*sample) for sample in record["samples"]],
             )
-            for name, own in value.get("sets", {}).items()
+            for name, record in value.get("sets", {}).items()
         }
         return cls(**{**value, "sets": sets})

@@ -173,7 +173,12 @@ def save_index(index: Index, directory: Path) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
-        np.save(directory / f"{name}.npy", getattr(index, name))
+        array = np.ascontiguousarray(getattr(index, name))
+        # np.save raises an error without its number if the disk is full.
+        with (directory / f"{name}.npy").open("wb") as file:
+            header = np.lib.format.header_data_from_array_1_0(array)
+            np.lib.format.write_array_header_1_0(file, header)
+            file.write(array.data)
     text = json.dumps([[vars(each) for each in index.test_sets], index.frequent])
     (directory / _SETS).write_text(text, encoding="utf-8")
 

@@ -63,10 +63,10 @@ def find_hits(test_index: Index, grams: Shingles, least: float) -> Hits:
     offsets = np.arange(int(total[-1]) if len(total) else 0) - np.repeat(total - counts, counts)
     questions = test_index.postings[np.repeat(stops - counts, counts) + offsets]
     pairs = np.repeat(rows, counts) * len(test_index.sizes) + questions
-    distinct, start, found = np.unique(pairs, return_index=True, return_counts=True)
+    distinct, start, pair_counts = np.unique(pairs, return_index=True, return_counts=True)
     questions = distinct % max(1, len(test_index.sizes))
     rows = distinct // max(1, len(test_index.sizes))
-    shares = found / test_index.sizes[questions]
+    shares = pair_counts / test_index.sizes[questions]
     is_hit = shares >= least
     at = np.repeat(positions, counts)[start]
     before = np.where(rows > 0, grams.ends[rows - 1], 0)
@@ -91,10 +91,10 @@ class TestSetRule:
         """Return which rows contain a question, with the best hit of each."""
         import numpy as np
 
-        found = find_hits(self._index, hash_batch(batch), self._least)
-        values = _note_hits(batch, self._index, found, self.hits)
+        batch_hits = find_hits(self._index, hash_batch(batch), self._least)
+        values = _note_hits(batch, self._index, batch_hits, self.hits)
         is_hit = np.zeros(len(batch.rows), bool)
-        is_hit[found.rows] = not self._report_only
+        is_hit[batch_hits.rows] = not self._report_only
         return RowVerdict(is_hit, values)
 
     def finish(self, tally: Tally) -> None:
@@ -115,7 +115,7 @@ def start_rules(row_options: RowOptions) -> list[BatchRule]:
         row_options.decontaminate_share,
         row_options.decontaminate_report_only,
     )
-    return [BatchRule(KIND, "documents with test questions", rule.check, rule.finish)]
+    return [BatchRule(KIND, "contaminated by test questions", rule.check, rule.finish)]
 
 
 @cache
@@ -129,12 +129,12 @@ def hash_batch(batch: RowBatch) -> Shingles:
     if any(row.questions for row in batch.rows):
         texts = [_get_text(row) for row in batch.rows]
         return shingles.hash_texts(texts, index.WORDS)
-    words = batch.memo(WORDS, lambda own: find_words(own.texts))
+    words = batch.memo(WORDS, lambda rows: find_words(rows.texts))
     return shingles.join_words(words, index.WORDS)
 
 
 def _note_hits(
-    batch: RowBatch, test_index: Index, found: Hits, hits: TestHits
+    batch: RowBatch, test_index: Index, batch_hits: Hits, hits: TestHits
 ) -> Sequence[str | None]:
     """Add the hits of a batch to `hits`; return a text about the best hit of each row, or None."""
     values: list[str | None] = [None] * len(batch.rows)
@@ -142,21 +142,23 @@ def _note_hits(
     seen: set[tuple[int, str]] = set()
     hits.compared += len(batch.rows)
     hits.beginnings += sum(not row.is_whole for row in batch.rows)
-    for row, question, share, position in zip(*(each.tolist() for each in found), strict=True):
+    for row, question, share, position in zip(
+        *(column.tolist() for column in batch_hits), strict=True
+    ):
         test_set = test_index.test_sets[test_index.sets[question]]
         number = int(test_index.numbers[question])
-        own = hits.sets.setdefault(test_set.name, SetHits())
-        own.questions[number] += 1
+        set_hits = hits.sets.setdefault(test_set.name, SetHits())
+        set_hits.questions[number] += 1
         hits.documents += values[row] is None
-        own.documents += (row, test_set.name) not in seen
+        set_hits.documents += (row, test_set.name) not in seen
         seen.add((row, test_set.name))
         if share > best[row]:
             best[row] = share
             values[row] = f"{test_set.name} question {number} ({share:.{_DIGITS}f})"
-        if len(own.samples) < SAMPLES:
+        if len(set_hits.samples) < SAMPLES:
             text = quote_gram(_get_text(batch.rows[row]), position)
             place = batch.rows[row].path, batch.rows[row].position
-            own.samples.append(HitSample(*place, number, round(share, _DIGITS), text))
+            set_hits.samples.append(HitSample(*place, number, round(share, _DIGITS), text))
     return values
 
 

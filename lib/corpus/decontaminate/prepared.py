@@ -26,5 +26,7 @@ class PreparedOptions(RowOptions):
 
 def add_index(row_options: RowOptions, test_index: str) -> PreparedOptions:
     """Return the options with the directory of an index."""
-    own = {field.name: getattr(row_options, field.name) for field in dataclasses.fields(RowOptions)}
-    return PreparedOptions(**own, test_index=test_index)
+    values = {
+        field.name: getattr(row_options, field.name) for field in dataclasses.fields(RowOptions)
+    }
+    return PreparedOptions(**values, test_index=test_index)

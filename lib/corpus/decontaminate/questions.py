@@ -8,7 +8,7 @@ NAME/VARIANT/requests.jsonl.gz
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,16 +81,20 @@ def identify_sets(directories: Sequence[Path]) -> dict[str, str]:
     return {each.name: hashing.file_digest(each.path) for each in list_files(directories)}
 
 
-def read_sets(directories: Sequence[Path]) -> Iterator[tuple[str, list[Question]]]:
+def read_sets(
+    directories: Sequence[Path], advance: Callable[[], object] = int
+) -> Iterator[tuple[str, list[Question]]]:
     """Yield the name and the questions of each test set.
 
-    Raises one UsageError or ArtifactError that lists the problems of all files, after the last one.
+    advance: called after each file. Raises one UsageError or ArtifactError that lists the problems
+    of all files, after the last one.
     """
     problems = Problems()
     for file in list_files(directories):
         found = problems.collect(partial(read_questions, file.path))
         if found is not None:
             yield file.name, found
+        advance()
     problems.raise_if_any()
 
 

@@ -63,19 +63,26 @@ class TestSetReport:
 
     def list_sets(self, hits: TestHits) -> list[SetReport]:
         """Return the test sets: the largest share of hits first, then the names."""
-        found = [SetReport(each, hits.sets.get(each.name, SetHits())) for each in self._test_sets]
-        return sorted(found, key=lambda each: (-each.share, each.test_set.name))
+        reports = [
+            SetReport(test_set, hits.sets.get(test_set.name, SetHits()))
+            for test_set in self._test_sets
+        ]
+        return sorted(reports, key=lambda report: (-report.share, report.test_set.name))
 
     def summarise(self, hits: TestHits) -> dict[str, Any]:
         """Return the summary for the manifest."""
-        found = self.list_sets(hits)
+        reports = self.list_sets(hits)
         return {
-            "sets": len(found),
-            "sets_hit": sum(bool(each.hits.documents) for each in found),
-            "sets_above_limit": [each.test_set.name for each in found if each.share > MOST_HIT],
-            "questions": sum(each.test_set.questions for each in found),
-            "unprotected": sum(each.test_set.questions - each.test_set.protected for each in found),
-            "questions_hit": sum(len(each.hits.questions) for each in found),
+            "sets": len(reports),
+            "sets_hit": sum(bool(report.hits.documents) for report in reports),
+            "sets_above_limit": [
+                report.test_set.name for report in reports if report.share > MOST_HIT
+            ],
+            "questions": sum(report.test_set.questions for report in reports),
+            "unprotected": sum(
+                report.test_set.questions - report.test_set.protected for report in reports
+            ),
+            "questions_hit": sum(len(report.hits.questions) for report in reports),
             "compared": hits.compared,
             "documents": hits.documents,
             "beginnings": hits.beginnings,
@@ -97,25 +104,25 @@ class TestSetReport:
             },
             "frequent": self._frequent._asdict(),
             **self.summarise(hits),
-            "test_sets": [each.describe(drops) for each in self.list_sets(hits)],
+            "test_sets": [report.describe(drops) for report in self.list_sets(hits)],
         }
         manifest.write_json(path, content)
         return path
 
     def make_section(self, hits: TestHits) -> Section:
         """Return the table for the page of the dataset."""
-        found = self.list_sets(hits)
+        reports = self.list_sets(hits)
         rows = []
-        for each in found[:_MOST_ROWS]:
-            sample = each.hits.samples[0] if each.hits.samples else None
+        for report in reports[:_MOST_ROWS]:
+            sample = report.hits.samples[0] if report.hits.samples else None
             rows.append(
                 [
-                    each.test_set.name,
-                    f"{each.test_set.questions:,}",
-                    f"{each.test_set.questions - each.test_set.protected:,}",
-                    f"{len(each.hits.questions):,}",
-                    f"{100 * each.share:.1f} %",
-                    f"{each.hits.documents:,}",
+                    report.test_set.name,
+                    f"{report.test_set.questions:,}",
+                    f"{report.test_set.questions - report.test_set.protected:,}",
+                    f"{len(report.hits.questions):,}",
+                    f"{100 * report.share:.1f} %",
+                    f"{report.hits.documents:,}",
                     f"question {sample.question}: {sample.n_gram}" if sample else "",
                 ]
             )
@@ -130,34 +137,35 @@ class TestSetReport:
         )
         head = ["test set", "questions", "not compared", "found", "share", "documents", "sample"]
         problems = [
-            f"{each.test_set.name}: {100 * each.share:.1f} % of its questions occur in documents."
-            for each in found
-            if each.share > MOST_HIT
+            f"{report.test_set.name}: {100 * report.share:.1f} % of its questions occur in "
+            "documents."
+            for report in reports
+            if report.share > MOST_HIT
         ]
         return Section("Test sets", note, head, rows, problems)
 
     def format_lines(self, hits: TestHits, save_dir: Path) -> dict[str, str]:
         """Return the lines of the printed summary by label: totals, then the sets with hits."""
-        found = self.list_sets(hits)
+        reports = self.list_sets(hits)
         summary = self.summarise(hits)
-        hit = [each for each in found if each.hits.documents]
+        hit_sets = [report for report in reports if report.hits.documents]
         kept = ", none dropped for them" if self._row_options.decontaminate_report_only else ""
         lines = {
             "test sets": f"{units.counted(hits.documents, 'document')} with questions of "
-            f"{summary['sets_hit']} of {units.counted(len(found), 'set')}{kept}; "
+            f"{summary['sets_hit']} of {units.counted(len(reports), 'set')}{kept}; "
             f"{summary['unprotected']:,} of {units.counted(summary['questions'], 'question')} "
             f"could not be compared; {save_dir}/{FILE} lists all"
         }
-        for each in hit[:_SHOWN]:
-            mark = f", over {100 * MOST_HIT:g} %" if each.share > MOST_HIT else ""
-            documents = units.counted(each.hits.documents, "document")
-            lines[f"  {each.test_set.name}"] = (
-                f"{len(each.hits.questions):,} of {each.test_set.protected:,} compared questions "
-                f"({100 * each.share:.1f} %{mark}) in {documents}"
+        for report in hit_sets[:_SHOWN]:
+            mark = f", over {100 * MOST_HIT:g} %" if report.share > MOST_HIT else ""
+            documents = units.counted(report.hits.documents, "document")
+            lines[f"  {report.test_set.name}"] = (
+                f"{len(report.hits.questions):,} of {report.test_set.protected:,} compared "
+                f"questions ({100 * report.share:.1f} %{mark}) in {documents}"
             )
-        if len(hit) > _SHOWN:
-            lines["  more"] = f"{units.counted(len(hit) - _SHOWN, 'further set')} with hits"
-        if clean := [each.test_set.name for each in found if not each.hits.documents]:
+        if len(hit_sets) > _SHOWN:
+            lines["  more"] = f"{units.counted(len(hit_sets) - _SHOWN, 'further set')} with hits"
+        if clean := [report.test_set.name for report in reports if not report.hits.documents]:
             lines["  clean"] = units.join_names(clean, _SHOWN)
         if hits.beginnings:
             lines["  beginnings"] = (

@@ -69,10 +69,10 @@ class _Relationships(XmlHandler):
 def _find_document(archive: Archive) -> str:
     """Return the name of the main document."""
     if "_rels/.rels" in archive:
-        found = _Relationships()
-        parse_xml(archive.read("_rels/.rels"), "_rels/.rels", found)
-        if found.target in archive:
-            return found.target
+        relationships = _Relationships()
+        parse_xml(archive.read("_rels/.rels"), "_rels/.rels", relationships)
+        if relationships.target in archive:
+            return relationships.target
     if _DOCUMENT not in archive:
         raise Refusal(DAMAGED, f"the DOCX file has no {_DOCUMENT}")
     return _DOCUMENT

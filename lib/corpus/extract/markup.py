@@ -39,6 +39,16 @@ class _ChapterReader(HTMLParser):
         self._hidden = ""  # name of the open element whose content is left out
         self._preformatted = 0
 
+    def parse_html_declaration(self, i: int) -> int:
+        """Read a declaration such as `<!DOCTYPE html>` at an index, and return where it ends.
+
+        The parser of Python raises AssertionError for `<![` without a keyword after it.
+        """
+        try:
+            return super().parse_html_declaration(i)
+        except AssertionError:
+            return self.parse_bogus_comment(i)
+
     def handle_starttag(self, tag: str, attrs: object) -> None:
         """Receive the start of an element."""
         if tag == "body":

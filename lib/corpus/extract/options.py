@@ -106,9 +106,9 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
     skipped = [kind for kind in missing if kind in kinds.BINARY_DOCUMENTS]
     parts = []
     if skipped:
-        parts.append(f"{_join_counts(skipped, counts)} files, which are skipped")
+        parts.append(f"{_count_files(skipped, counts)} skipped")
     if kinds.HTML in missing:
-        parts.append(f"{_format_count(kinds.HTML, counts)} files, which are read with their tags")
+        parts.append(f"{_count_files([kinds.HTML], counts)} read with tags")
     command = commands.as_typed(
         "--extract", ",".join(missing), "--overwrite", drop=["--overwrite", "--dry-run"]
     )
@@ -137,15 +137,19 @@ def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
         manifest.read_if_any(folder) or {}, "--overwrite", dst_root=folder
     )
     return (
-        f"an earlier version of stage 01 has left out {_join_counts(found, counts)} files. The "
-        f"current version takes them:\n  {remedy.get('run') or remedy.get('hint')}"
+        f"an earlier version of stage 01 has left out {_join_counts(found, counts)}. The "
+        f"current version takes such files:\n  {remedy.get('run') or remedy.get('hint')}"
     )
 
 
 def _join_counts(found: Sequence[str], counts: Mapping[str, int]) -> str:
-    *names, last = [_format_count(kind, counts) for kind in found]
-    return f"{', '.join(names)} and {last}" if names else last
+    """Return the number of files by kind: `2 PDF and 1 DOCX files`, `1 PDF file`."""
+    *names, last = [f"{counts[kind]:,} {EXTRACTORS[kind].label}" for kind in found]
+    joined = f"{', '.join(names)} and {last}" if names else last
+    return f"{joined} {units.plural(sum(counts[kind] for kind in found), 'file')}"
 
 
-def _format_count(kind: str, counts: Mapping[str, int]) -> str:
-    return f"{counts[kind]:,} {EXTRACTORS[kind].label}"
+def _count_files(found: Sequence[str], counts: Mapping[str, int]) -> str:
+    """Return the number of files by kind, as the beginning of a clause that describes them."""
+    verb = "is" if sum(counts[kind] for kind in found) == 1 else "are"
+    return f"{_join_counts(found, counts)}, which {verb}"

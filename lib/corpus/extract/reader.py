@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lib.corpus.documents import KEPT, SKIPPED_FILE, Documents
-from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Refusal
+from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Extracted, Refusal
 from lib.corpus.extract.process import share_extraction
 from lib.corpus.raw_file import RawFile
 
@@ -16,19 +16,10 @@ def read_document(raw: RawFile, documents: Documents) -> None:
     The file is read here and extracted in a child process, so that a hang or a crash of a library
     costs only this file.
     """
-    data = raw.read(MOST_FILE_BYTES)
-    if data is None:
-        message = f"larger than {MOST_FILE_BYTES:,} bytes, the limit for an extracted document"
-        documents.note(TOO_LARGE, message, SKIPPED_FILE)
-        return
-    if raw.damage:
-        documents.note("cut", f"the document is incomplete: {raw.damage}", SKIPPED_FILE)
-        return
     try:
-        text, replaced, lost = share_extraction().extract(
-            raw.document, data, documents.fallback, documents.extract_seconds
-        )
+        text, replaced, lost = _extract(raw, documents)
     except Refusal as refusal:
+        documents.tally.without_text[f"{raw.document}: {refusal.kind}"] += 1
         documents.note(refusal.kind, refusal.message, SKIPPED_FILE)
         return
     documents.tally.replaced += replaced
@@ -36,3 +27,18 @@ def read_document(raw: RawFile, documents: Documents) -> None:
     if lost:
         documents.note(DAMAGED, lost, KEPT)
     documents.add_text(text.encode())
+
+
+def _extract(raw: RawFile, documents: Documents) -> Extracted:
+    """Return the text of a file; raises Refusal if it yields none."""
+    data = raw.read(MOST_FILE_BYTES)
+    if data is None:
+        raise Refusal(
+            TOO_LARGE,
+            f"larger than {MOST_FILE_BYTES:,} bytes, the limit for an extracted document",
+        )
+    if raw.damage:
+        raise Refusal("cut", f"the document is incomplete: {raw.damage}")
+    return share_extraction().extract(
+        raw.document, data, documents.fallback, documents.extract_seconds
+    )

@@ -68,10 +68,10 @@ def find_iban(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | No
     low, high: start and end of the line, as for all finders.
     """
     size = _IBAN_LENGTHS.get(text[at : at + 2].decode("ascii", "ignore"))
-    found = _IBAN.match(text, at, min(high, at + _LONGEST_IBAN)) if size else None
-    if not found or not size:
+    match = _IBAN.match(text, at, min(high, at + _LONGEST_IBAN)) if size else None
+    if not match or not size:
         return None
-    end = _skip_characters(text, at, found.end(), size)
+    end = _skip_characters(text, at, match.end(), size)
     if end is None or not is_bounded(text, at, end, low, high):
         return None
     number = _IBAN_SEPARATORS.sub(b"", text[at:end]).decode()
@@ -90,14 +90,14 @@ def _skip_characters(text: bytes, start: int, end: int, count: int) -> int | Non
 
 def find_card(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
     """Return start and end of the card number that begins at an index, None if there is none."""
-    found = _CARD.match(text, at, high)
-    if not found or not is_bounded(text, at, found.end(), low, high):
+    match = _CARD.match(text, at, high)
+    if not match or not is_bounded(text, at, match.end(), low, high):
         return None
-    end = found.end()
-    separator = found.group(1) or b""
+    end = match.end()
+    separator = match.group(1) or b""
     if _continues(text, at, end, low, high, separator):
         return None
-    digits = found.group().decode().replace(separator.decode() or " ", "")
+    digits = match.group().decode().replace(separator.decode() or " ", "")
     if not separator and len(digits) > _LONGEST_UNBROKEN:
         return None
     return (at, end) if _SCHEMES.fullmatch(digits) and _has_luhn_digit(digits) else None

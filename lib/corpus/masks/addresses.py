@@ -43,15 +43,15 @@ def find_v4(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None
     start = at
     while start > max(low, at - 4) and text[start - 1 : start].isdigit():
         start -= 1
-    found = _V4.match(text, start, high)
-    if not found or not is_bounded(text, start, found.end(), low, high):
+    match = _V4.match(text, start, high)
+    if not match or not is_bounded(text, start, match.end(), low, high):
         return None
-    after = text[found.end() : min(high, found.end() + 2)]
+    after = text[match.end() : min(high, match.end() + 2)]
     if after[:1] == b"-" and after[1:].isalpha():  # as in 1.2.3.4-beta
         return None
-    if _OBJECT_IDENTIFIER.match(found.group()):
+    if _OBJECT_IDENTIFIER.match(match.group()):
         return None
-    parts = found.group().split(b".")
+    parts = match.group().split(b".")
     if any(len(part) > 1 and part.startswith(b"0") for part in parts):
         return None
     octets = [*map(int, parts)]
@@ -59,9 +59,9 @@ def find_v4(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None
     if not _is_public(octets) or octets[2:] == [0, 0]:
         return None
     before = text[max(low, start - _CONTEXT_BYTES) : start]
-    if _OTHER_NUMBER.search(before) or _is_heading(text, octets, start, found.end(), low, high):
+    if _OTHER_NUMBER.search(before) or _is_heading(text, octets, start, match.end(), low, high):
         return None
-    return start, found.end()
+    return start, match.end()
 
 
 def _is_public(octets: list[int]) -> bool:
@@ -83,10 +83,10 @@ def _is_heading(text: bytes, octets: list[int], start: int, end: int, low: int, 
 def find_v6(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
     """Return start and end of the public IPv6 address whose first colon is at an index, or None."""
     start = at - 4
-    found = _V6.match(text, start, high)
-    if start < low or not found:
+    match = _V6.match(text, start, high)
+    if start < low or not match:
         return None
-    end = found.end()
+    end = match.end()
     while text[end - 1] == ord(":") and text[end - 2] != ord(":"):
         end -= 1  # the colon ends a sentence
     is_longer = _MORE_GROUPS.match(text, end, high) or (start > low and text[start - 1] in b":")

@@ -72,10 +72,10 @@ def _find_local_start(text: bytes, end: int, low: int) -> int | None:
     """Return where the local part begins that ends at an index, None if there is none."""
     run = text[max(low, end - 4 * (_LONGEST_LOCAL + 1)) : end]
     run = run[len(run.rstrip(_LOCAL_BYTES)) :]
-    found = _LOCAL.search(run.decode(errors="ignore"))
-    if not found:
+    match = _LOCAL.search(run.decode(errors="ignore"))
+    if not match:
         return None
-    local = found.group()
+    local = match.group()
     if len(local) > _LONGEST_LOCAL or local[-1] in ".'" or ".." in local:
         return None
     start = end - len(local.encode())
@@ -87,10 +87,10 @@ def _find_local_start(text: bytes, end: int, low: int) -> int | None:
 def _find_domain_end(text: bytes, start: int, high: int, domains: re.Pattern[str]) -> int | None:
     """Return where the domain ends that begins at an index, None if there is none."""
     rest = text[start : min(high, start + _MOST_BYTES)].decode(errors="ignore")
-    found = domains.match(rest)
-    if not found:
+    match = domains.match(rest)
+    if not match:
         return None
-    domain = found.group().rstrip("-")
+    domain = match.group().rstrip("-")
     after = rest[len(domain) : len(domain) + 2]
     # A colon before a word belongs to `host:path`, an opening bracket to a call in code.
     is_longer = after[:1] in ("@", "(") or (after[:1] == ":" and after[1:].strip() != "")
@@ -98,7 +98,7 @@ def _find_domain_end(text: bytes, start: int, high: int, domains: re.Pattern[str
     top_level = labels[-1].lower()
     if _IS_VERSION.match(domain) or labels[0] in _IN_CODE:
         return None
-    if is_longer or len(domain) > _LONGEST_DOMAIN or any(each[-1:] == "-" for each in labels):
+    if is_longer or len(domain) > _LONGEST_DOMAIN or any(label[-1:] == "-" for label in labels):
         return None
     if not _TOP_LEVEL.fullmatch(top_level) or top_level in _NO_TOP_LEVEL:
         return None

@@ -34,12 +34,14 @@ class Finder(NamedTuple):
     anchor: pattern of the places to examine. It begins with a rare byte and consumes only this
     byte, so no place is skipped. uses_shape: whether to search the shape of the text instead of the
     text. find: called with the text, the index of the place, and the start and end of its line;
-    returns the start and end of the match, None if there is none.
+    returns the start and end of the match, None if there is none. reach: bytes before and after the
+    place that may decide about the match.
     """
 
     anchor: re.Pattern[bytes]
     uses_shape: bool
     find: Callable[[bytes, int, int, int], tuple[int, int] | None]
+    reach: int = 2048
 
 
 def is_letter_before(text: bytes, start: int, low: int) -> bool:

@@ -119,10 +119,10 @@ def are_masked(earlier: Sequence[Mapping[str, Any]], row_options: RowOptions) ->
         {name: value for name, value in options.items() if name.startswith("mask")}
         for options in earlier
     ]
-    theirs = [each for each in masks if each]
+    theirs = [options for options in masks if options]
     if not theirs:
         return False
-    if all(each == ours for each in masks):
+    if all(options == ours for options in masks):
         return True
     raise UsageError(
         "the datasets of --near-against were built with other masks",

@@ -15,6 +15,7 @@ _CHUNK_BYTES = 1 << 20  # scanned at once; it fits in the cache of a core
 # A match and the words that decide about it are within this distance of its rare byte.
 _BEFORE = 1024
 _AFTER = 2048
+_FEW = 8  # matches that are replaced in place
 _HASH_BYTES = 8
 _LETTERS = bytes.maketrans(b"0123456789abcdef", b"abcdefghijklmnop")
 _SEPARATORS = re.compile(rb"[^A-Za-z0-9]+")
@@ -93,27 +94,40 @@ class Masker:
     def _mask_line(self, line: bytes, row: int, hits: MaskedMatches) -> bytes:
         """Return a line without matches.
 
-        After a match is replaced, the text beside it may become a match. So the line is searched
-        again until nothing is found.
+        After a match is replaced, the text beside it may become a match. So the places near it are
+        searched again until nothing is found. Searching the whole line again would take days for a
+        line of a megabyte in which every search finds one match.
         """
-        while matches := self._find_matches(line):
-            pieces = []
-            done = 0
+        text = bytearray(line)
+        changed = [(0, len(text))]
+        while matches := self._find_matches(text, changed):
+            new = []
             for start, end, kind in matches:
-                match = line[start:end]
+                match = bytes(text[start:end])
                 hits.add(row, kind, match)
-                pieces += [line[done:start], self._replace(kind, match)]
-                done = end
-            line = b"".join([*pieces, line[done:]])
-        return line
+                new.append((start, end, self._replace(kind, match)))
+            text, changed = _replace_matches(text, new)
+        return bytes(text)
 
-    def _find_matches(self, line: bytes) -> list[tuple[int, int, str]]:
-        """Return start, end and kind of matches that do not overlap, in their order."""
-        found = [
-            (start, -end, number)
-            for number, (_, finder) in enumerate(self._finders)
-            for start, end in _search(finder, line, self._make_shape(line))
-        ]
+    def _find_matches(
+        self, line: bytearray, changed: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, int, str]]:
+        """Return start, end and kind of matches that do not overlap, in their order.
+
+        changed: start and end of the parts of the line that have changed since the last search. A
+        match that does not depend on them has been found before.
+        """
+        found = []
+        pieces: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        for number, (_, finder) in enumerate(self._finders):
+            for low, high in _widen(changed, finder.reach):
+                begin = max(0, low - _BEFORE)
+                if (low, high) not in pieces:
+                    piece = bytes(line[begin : high + _AFTER])
+                    pieces[low, high] = piece, self._make_shape(piece)
+                piece, shape = pieces[low, high]
+                for start, end in _search(finder, piece, shape, low - begin, high - begin):
+                    found.append((begin + start, -(begin + end), number))
         matches: list[tuple[int, int, str]] = []
         for start, negative_end, number in sorted(found):
             if not matches or start >= matches[-1][1]:
@@ -173,10 +187,50 @@ def _check_place(finder: Finder, text: bytes, at: int) -> tuple[int, int] | None
     return finder.find(text, at, low, min(len(text), at + _AFTER) if high < 0 else high)
 
 
-def _search(finder: Finder, line: bytes, shape: bytes) -> Iterator[tuple[int, int]]:
-    for place in finder.anchor.finditer(shape if finder.uses_shape else line):
-        if span := _check_place(finder, line, place.start()):
+def _search(
+    finder: Finder, text: bytes, shape: bytes, low: int, high: int
+) -> Iterator[tuple[int, int]]:
+    """Yield start and end of the matches whose rare byte is in a part of a text."""
+    for place in finder.anchor.finditer(shape if finder.uses_shape else text, low):
+        if place.start() >= high:
+            return
+        if span := _check_place(finder, text, place.start()):
             yield span
+
+
+def _widen(parts: Sequence[tuple[int, int]], margin: int) -> list[tuple[int, int]]:
+    """Return parts of a line with a margin on both sides; parts that then overlap are joined."""
+    wide: list[tuple[int, int]] = []
+    for start, end in parts:
+        low = max(0, start - margin)
+        if wide and low <= wide[-1][1]:
+            low = wide.pop()[0]
+        wide.append((low, end + margin))
+    return wide
+
+
+def _replace_matches(
+    text: bytearray, new: Sequence[tuple[int, int, bytes]]
+) -> tuple[bytearray, list[tuple[int, int]]]:
+    """Return a line with its matches replaced, and the start and end of the replacements in it.
+
+    new: start, end and replacement of each match.
+    """
+    changed = []
+    moved = 0
+    for start, end, replacement in new:
+        changed.append((start + moved, start + moved + len(replacement)))
+        moved += len(replacement) - (end - start)
+    if len(new) <= _FEW:  # this moves only the bytes after the match
+        for start, end, replacement in reversed(new):
+            text[start:end] = replacement
+        return text, changed
+    pieces: list[bytes | bytearray] = []
+    done = 0
+    for start, end, replacement in new:
+        pieces += [text[done:start], replacement]
+        done = end
+    return bytearray().join([*pieces, text[done:]]), changed
 
 
 def normalize_match(kind: str, match: bytes) -> bytes:

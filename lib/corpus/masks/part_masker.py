@@ -64,11 +64,11 @@ def mask_part(
             kept = np.ones(batch.num_rows, bool)
             if is_kept is not None:
                 kept = is_kept[rows : rows + batch.num_rows]
-            own = MaskedPart()
+            part_of_batch = MaskedPart()
             if parts.is_large_text(batch):
-                message = _mask_large_row(batch, masker, own, out) if kept[0] else None
+                message = _mask_large_row(batch, masker, part_of_batch, out) if kept[0] else None
             else:
-                message = _mask_batch(batch, kept, masker, own)
+                message = _mask_batch(batch, kept, masker, part_of_batch)
             if file is None and message is not None:
                 file = out.open("wb")
                 _copy_range(raw, 0, start, file)
@@ -76,8 +76,8 @@ def mask_part(
                 _copy_range(raw, start, stop, file)
             if file is not None and message is not None:
                 file.writelines(message)
-            masked.hits.extend(own.hits, rows)
-            masked.text_bytes += own.text_bytes
+            masked.hits.extend(part_of_batch.hits, rows)
+            masked.text_bytes += part_of_batch.text_bytes
             rows += batch.num_rows
             start = stop
     if file:
@@ -173,11 +173,11 @@ def _mask_json_column(
     for number, text in enumerate(_list_texts(column, kept, rows)):
         new = text
         if text is not None and masker.may_match(_ESCAPE.sub(b" ", text)):
-            own = MaskedMatches()
-            value = _mask_value(json_data.load_json(text.decode()), masker, own)
-            if own.rows:
+            matches = MaskedMatches()
+            value = _mask_value(json_data.load_json(text.decode()), masker, matches)
+            if matches.rows:
                 new = json_data.dump_json(value)
-                hits.extend(own, number)
+                hits.extend(matches, number)
         texts.append(new)
     return _replace_texts(column, texts, hits, rows, masked)
 
@@ -190,20 +190,37 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
     if isinstance(value, list):
         return [_mask_value(item, masker, hits) for item in value]
     if isinstance(value, dict):
+        keys = _separate_keys({key: _mask_value(key, masker, hits) for key in value})
         return {
-            _mask_value(key, masker, hits): (
-                item if _is_name(key, item, value) else _mask_value(item, masker, hits)
-            )
+            keys[key]: item if _is_name(key, item, value) else _mask_value(item, masker, hits)
             for key, item in value.items()
         }
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, str) and not is_number:
         return value
-    (masked,), own = masker.mask_texts([str(value).encode()])
-    if not own.rows or masked is None:
+    (masked,), matches = masker.mask_texts([str(value).encode()])
+    if not matches.rows or masked is None:
         return value
-    hits.extend(own, 0)
+    hits.extend(matches, 0)
     return masked.decode()
+
+
+def _separate_keys(keys: dict[str, str]) -> dict[str, str]:
+    """Return the masked keys of an object by their keys, with a number where two became equal.
+
+    Otherwise one of their values would be lost. A key without a match stays as it is.
+    """
+    used = {key for key, masked in keys.items() if key == masked}
+    separate = {}
+    for key, masked in keys.items():
+        name = masked
+        number = 1
+        while name in used and key != masked:
+            number += 1
+            name = f"{masked} ({number})"
+        used.add(name)
+        separate[key] = name
+    return separate
 
 
 def _is_name(key: str, item: Any, holder: dict[str, Any]) -> bool:

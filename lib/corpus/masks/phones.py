@@ -9,6 +9,9 @@ from functools import partial
 from lib.corpus.masks.finders import Finder, is_bounded
 
 _FEWEST_DIGITS = 8
+# More bytes than the patterns below match: with a country code, and without one.
+_LONGEST = 256
+_LONGEST_NATIONAL = 128
 _MOST_DIGITS = 15  # the most digits that E.164 allows
 # Groups of digits with single separators; a space or a hyphen may be one of Unicode's.
 _SEPARATOR = rb"(?:[ ./-]|\xc2\xa0|\xe2\x80[\x91\x93\xaf])"
@@ -79,8 +82,8 @@ def find_international(text: bytes, at: int, low: int, high: int) -> tuple[int, 
     """
     if at > low and text[at - 1] in b")]+":  # a sum in code
         return None
-    found = _INTERNATIONAL.match(text, at, high)
-    end = found.end() if found else at
+    match = _INTERNATIONAL.match(text, at, high)
+    end = match.end() if match else at
     while end > at + 1:
         if _is_international(text[at:end]) and is_bounded(text, at, end, low, high):
             return at, end
@@ -122,31 +125,31 @@ def _find_national(
     start = at - (at > low and text[at - 1] == ord("("))
     if start > low and text[start - 1] in b"+-/,:)":
         return None
-    found = _NATIONAL.match(text, start, high)
+    match = _NATIONAL.match(text, start, high)
     if _POSTAL_CODE.match(text, at, high):
         return None
-    if not found or _DATE.match(text[at : found.end()]):
+    if not match or _DATE.match(text[at : match.end()]):
         return None
-    size = len(_NO_DIGIT.sub(b"", found.group()))
+    size = len(_NO_DIGIT.sub(b"", match.group()))
     if not any(fewest <= size <= most for fewest, most in lengths):
         return None
-    return (start, found.end()) if is_bounded(text, start, found.end(), low, high) else None
+    return (start, match.end()) if is_bounded(text, start, match.end(), low, high) else None
 
 
 def _find_american(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
     """Return start and end of the US number whose last separator is at an index, or None."""
     for start in range(max(low, at - len("1 (212) 555")), at - len("212 555") + 1):
-        found = _AMERICAN.match(text, start, high)
-        if not found or found.end() != at + len("-1234"):
+        match = _AMERICAN.match(text, start, high)
+        if not match or match.end() != at + len("-1234"):
             continue
         is_part = start > low and text[start - 1] in b"+-/,:"
-        if not is_part and is_bounded(text, start, found.end(), low, high):
-            return start, found.end()
+        if not is_part and is_bounded(text, start, match.end(), low, high):
+            return start, match.end()
     return None
 
 
 _INTERNATIONAL_FINDER = Finder(
-    re.compile(rb"\+(?=[1-9][0-9 ./()\xc2\xe2-])"), False, find_international
+    re.compile(rb"\+(?=[1-9][0-9 ./()\xc2\xe2-])"), False, find_international, _LONGEST
 )
 
 
@@ -155,15 +158,15 @@ def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
     finders = [_INTERNATIONAL_FINDER]
     if any(country in _AMERICAN_COUNTRIES for country in countries):
         finders += [
-            Finder(re.compile(pattern), True, _find_american)
+            Finder(re.compile(pattern), True, _find_american, _LONGEST_NATIONAL)
             for pattern in (
                 rb"-(?<=000-)(?=0000)",
                 rb"\.(?<=000\.)(?=0000)",
                 rb" (?<=000 )(?=0000)",
             )
         ]
-    lengths = [_NATIONAL_LENGTHS[each] for each in countries if each in _NATIONAL_LENGTHS]
+    lengths = [_NATIONAL_LENGTHS[country] for country in countries if country in _NATIONAL_LENGTHS]
     if lengths:
         anchor = re.compile(rb"0(?<![0-9A-Za-z./,:+-]0)(?=[0-9]{1,5}(?:[ )/-]|\xc2\xa0))")
-        finders.append(Finder(anchor, False, partial(_find_national, lengths)))
+        finders.append(Finder(anchor, False, partial(_find_national, lengths), _LONGEST_NATIONAL))
     return tuple(finders)

@@ -228,8 +228,8 @@ class Planner:
                 ends.write((np.cumsum(sizes) + total).tobytes())
                 total += int(sizes.sum())
                 computed += len(sizes)
-                with path.open("rb") as own:
-                    shutil.copyfileobj(own, sets, 1 << 20)
+                with path.open("rb") as part:
+                    shutil.copyfileobj(part, sets, 1 << 20)
                 path.unlink()
                 bar.advance()
         log.info(
@@ -251,19 +251,19 @@ class Planner:
         """
         members = self._members()
         masks = are_masked(self._row_options)
-        for number, each in enumerate(ranges):
-            documents = _list_documents(members, each.first, each.first + each.rows)
+        for number, row_range in enumerate(ranges):
+            documents = _list_documents(members, row_range.first, row_range.first + row_range.rows)
             if len(documents):
                 candidates.write(documents.tobytes())
                 outputs.append(self._directory / f"sets.{number}")
                 yield SetsTask(
-                    str(each.path),
-                    each.digest,
-                    each.is_shard,
-                    each.row_numbers(documents),
+                    str(row_range.path),
+                    row_range.digest,
+                    row_range.is_shard,
+                    row_range.row_numbers(documents),
                     str(outputs[-1]),
                     self._row_options,
-                    masks and not each.is_shard,
+                    masks and not row_range.is_shard,
                 )
 
     def _walk(self, progress: bool) -> None:
@@ -295,8 +295,8 @@ class Planner:
             for first in range(0, len(candidates), _DOCUMENTS_AT_ONCE):
                 documents = candidates.values[first : first + _DOCUMENTS_AT_ONCE].copy()
                 for document, groups in walk.list_steps(int(documents[0]), int(documents[-1]) + 1):
-                    if found := walk.find_leader(document, groups):
-                        plan.drop(document, *found)
+                    if leader := walk.find_leader(document, groups):
+                        plan.drop(document, *leader)
                 bar.advance(len(documents))
                 walk.release()
                 plan.release()

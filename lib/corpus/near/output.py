@@ -92,7 +92,9 @@ class PlanOutput:
         values = {name: rows.read_sidecar(name, np.uint64) for name in ("keys", "digests")}
         values["places"] = self.plan.list_own_places(planned.places)
         values["rows"] = numbers.astype(np.uint64)
-        self._signatures.append(rows.split, {name: each[is_kept] for name, each in values.items()})
+        self._signatures.append(
+            rows.split, {name: array[is_kept] for name, array in values.items()}
+        )
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the manifest entries of all files."""

@@ -86,7 +86,7 @@ class PlanArrays:
         for first, sizes in self._sizes.blocks():
             order = np.argsort(-sizes.astype(np.int64), kind="stable")[:_LARGEST]
             largest += [(int(sizes[i]) + 1, int(i) + first) for i in order if sizes[i]]
-            largest = sorted(largest, key=lambda each: (-each[0], each[1]))[:_LARGEST]
+            largest = sorted(largest, key=lambda cluster: (-cluster[0], cluster[1]))[:_LARGEST]
         return [[size, row] for size, row in largest]
 
 
@@ -169,9 +169,9 @@ class RowPlan:
         import numpy as np
 
         start = self._state["first_new"] + first
-        own = slice(start, start + rows)
-        rules = self._rules.values[own].copy()
-        sizes = self._sizes.values[own].astype(np.int64) + 1
+        rows_of_split = slice(start, start + rows)
+        rules = self._rules.values[rows_of_split].copy()
+        sizes = self._sizes.values[rows_of_split].astype(np.int64) + 1
         copies = np.ones(rows, np.int64)
         if self._row_options.near_keep == UPSAMPLE:
             steps = np.array([*_COPIES])
@@ -181,10 +181,10 @@ class RowPlan:
             copies,
             sizes,
             rules,
-            leaders=self._leaders.values[own].copy(),
-            similarities=self._similarities.values[own].copy(),
-            places=self._places.values[own].copy(),
-            scores=self._scores.values[own].copy() if self._scores else None,
+            leaders=self._leaders.values[rows_of_split].copy(),
+            similarities=self._similarities.values[rows_of_split].copy(),
+            places=self._places.values[rows_of_split].copy(),
+            scores=self._scores.values[rows_of_split].copy() if self._scores else None,
         )
         for array in self._arrays:
             array.release()
@@ -204,9 +204,9 @@ class RowPlan:
         """Return places in which files are numbered without the files of earlier datasets."""
         import numpy as np
 
-        own = places.copy()
-        own[:, 0] -= np.uint64(sum(len(earlier.paths) for earlier in self._earlier))
-        return own
+        renumbered = places.copy()
+        renumbered[:, 0] -= np.uint64(sum(len(earlier.paths) for earlier in self._earlier))
+        return renumbered
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -244,7 +244,7 @@ class RowPlan:
     def _summarize_recall(self, bands: Bands) -> list[dict[str, Any]]:
         """Return the recall of the bins, and at the end of all pairs from the threshold on."""
         bins, above = recall.estimate_recall(self.recall, bands, self._row_options.near_threshold)
-        return [each.summarize() for each in (*bins, *([above] if above else []))]
+        return [recall_bin.summarize() for recall_bin in (*bins, *([above] if above else []))]
 
     def format_lines(self) -> dict[str, str]:
         """Return the lines of the printed summary by label."""

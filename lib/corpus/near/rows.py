@@ -94,9 +94,11 @@ class Collector:
         sources = np.array([_hash_source(source) for _, source in earlier.paths], np.uint64)
         for split in earlier.splits:
             first = self.rows
-            for each in earlier.list_ranges(split):
-                self.ranges.append(RowRange(self.rows, each.count, each.path, each))
-                self.rows += each.count
+            for earlier_range in earlier.list_ranges(split):
+                self.ranges.append(
+                    RowRange(self.rows, earlier_range.count, earlier_range.path, earlier_range)
+                )
+                self.rows += earlier_range.count
             if not self._files:
                 continue
             keys = earlier.open(split, "keys", self._row_options.near_bands)

@@ -57,10 +57,10 @@ def write_sets(task: SetsTask) -> np.ndarray | None:
         for texts in _batch_texts(_read_texts(task)):
             if masker:
                 texts = list(map(masker.mask_text, texts))
-            found = shingles.hash_texts(texts, task.row_options.near_words)
+            hashed = shingles.hash_texts(texts, task.row_options.near_words)
             start = 0
-            for end in found.ends:
-                distinct = np.unique(found.hashes[start:end])
+            for end in hashed.ends:
+                distinct = np.unique(hashed.hashes[start:end])
                 out.write(distinct.tobytes())
                 sizes.append(len(distinct))
                 start = end

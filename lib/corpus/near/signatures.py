@@ -125,10 +125,12 @@ class EarlierDataset:
         self.name = directory.name
         self._home = directory / DIRECTORY
         self.manifest = manifest.read_manifest(directory, _KIND, "the dataset")
-        own = [each for each in self.manifest["files"] if each["path"].startswith(f"{DIRECTORY}/")]
+        files = [
+            entry for entry in self.manifest["files"] if entry["path"].startswith(f"{DIRECTORY}/")
+        ]
         problems = [
             *manifest.find_damage(directory, self.manifest, deep=False),
-            *([] if is_verified else manifest.find_damage(directory, {"files": own}, deep=True)),
+            *([] if is_verified else manifest.find_damage(directory, {"files": files}, deep=True)),
         ]
         if problems:
             raise ArtifactError(f"{directory} is damaged", found="\n".join(problems[:3]))
@@ -169,7 +171,8 @@ def require_earlier(row_options: RowOptions) -> None:
     for directory in row_options.near_against if row_options.drops_near else ():
         problems.collect(partial(require_parameters, directory, row_options))
     problems.raise_if_any()
-    are_masked(row_options)
+    if row_options.near_against:
+        are_masked(row_options)
 
 
 def identify_earlier(row_options: RowOptions) -> dict[str, Any]:
@@ -215,19 +218,21 @@ def are_masked(row_options: RowOptions) -> bool:
         manifest.read_manifest(directory, _KIND, "the dataset")
         for directory in row_options.near_against
     ]
-    return mask_options.are_masked([each["identity"]["options"] for each in manifests], row_options)
+    return mask_options.are_masked(
+        [content["identity"]["options"] for content in manifests], row_options
+    )
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the identities of earlier datasets, which do not contain their paths."""
-    found: list[dict[str, Any]] = []
+    identities: list[dict[str, Any]] = []
     for directory in directories:
-        if directory.name in {each["name"] for each in found}:
+        if directory.name in {identity["name"] for identity in identities}:
             raise UsageError(f"--near-against: two datasets are named {directory.name}")
         files = manifest.read_manifest(directory, _KIND, "the dataset")["files"]
         digests = {entry["path"]: entry["digest"] for entry in files}
-        found.append({"name": directory.name, "content": hashing.fingerprint(digests)})
-    return found
+        identities.append({"name": directory.name, "content": hashing.fingerprint(digests)})
+    return identities
 
 
 def list_paths(files: Sequence[InputFile]) -> list[tuple[str, str]]:

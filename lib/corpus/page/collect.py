@@ -12,6 +12,7 @@ from lib.corpus import selection
 from lib.corpus.classify import top_scores
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
+from lib.corpus.extract.table import EXTRACTORS
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.matches import MaskTally
 from lib.corpus.near.minhash import Bands
@@ -133,11 +134,32 @@ def _list_rules(
 def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Section]:
     """Return the tables about options that change or compare texts."""
     sections = [*_describe_scores(dataset.plan, row_options)]
+    if row_options.extract:
+        sections.append(_describe_extraction(dataset.tally, row_options))
     if row_options.mask:
         sections.append(_describe_masks(dataset.masks))
     if dataset.test_sets:
         sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
     return sections
+
+
+def _describe_extraction(tally: Tally, row_options: RowOptions) -> Section:
+    """Return a table of the documents whose text was extracted, and of the others by problem."""
+    rows = []
+    for kind in row_options.extract:
+        problems = {
+            name.partition(": ")[2]: count
+            for name, count in sorted(tally.without_text.items())
+            if name.startswith(f"{kind}: ")
+        }
+        reasons = ", ".join(f"{problem} {count:,}" for problem, count in problems.items())
+        counts = f"{tally.extracted[kind]:,}", f"{sum(problems.values()):,}"
+        rows.append([EXTRACTORS[kind].label, *counts, reasons])
+    note = (
+        "Documents whose text was extracted, and documents that gave none; errors.jsonl lists the "
+        "latter. Some pages or chapters of an extracted document may be missing."
+    )
+    return Section("Extraction", note, ["kind", "extracted", "without text", "problems"], rows)
 
 
 def _describe_masks(masks: MaskTally) -> Section:
@@ -163,9 +185,13 @@ def _describe_masks(masks: MaskTally) -> Section:
 def _list_sources(counts: RowTally) -> list[SourceFacts]:
     return [
         SourceFacts(
-            each["name"], each["rows"], each["bytes"], each["dropped"], each["dropped_bytes"]
+            source["name"],
+            source["rows"],
+            source["bytes"],
+            source["dropped"],
+            source["dropped_bytes"],
         )
-        for each in counts.list_sources()
+        for source in counts.list_sources()
     ]
 
 
@@ -237,12 +263,14 @@ def _list_digests(options: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str) and value.startswith(_DIGESTS):
             digests[declared.flag(name)] = value
         elif isinstance(value, dict):
-            digests |= {f"{declared.flag(name)}: {key}": str(each) for key, each in value.items()}
+            digests |= {
+                f"{declared.flag(name)}: {key}": str(digest) for key, digest in value.items()
+            }
         elif isinstance(value, list):
-            for each in value:
-                if isinstance(each, dict) and "name" in each:
-                    rest = {key: each[key] for key in each if key != "name"}
-                    label = f"{declared.flag(name)}: {each['name']}"
+            for item in value:
+                if isinstance(item, dict) and "name" in item:
+                    rest = {key: item[key] for key in item if key != "name"}
+                    label = f"{declared.flag(name)}: {item['name']}"
                     digests[label] = ", ".join(map(str, rest.values()))
     return digests
 
@@ -275,9 +303,11 @@ def format_lines(facts: CorpusFacts, save_dir: Path) -> dict[str, str]:
             f"{facts.near.threshold:g} and above (estimated from {above.pairs:,} pairs; "
             f"{format_share(above.expected)} by the formula)"
         )
-    lost = sorted((each for each in facts.sources if each.loss > HALF), key=lambda each: -each.rows)
+    lost = sorted(
+        (source for source in facts.sources if source.loss > HALF), key=lambda source: -source.rows
+    )
     if lost:
-        names = [f"{each.name} ({format_share(each.loss)})" for each in lost]
+        names = [f"{source.name} ({format_share(source.loss)})" for source in lost]
         lines["lost over half"] = units.join_names(names, _SHOWN_SOURCES)
     lines["report"] = f"{save_dir / PAGE} shows all figures, with samples of the dropped rows"
     return lines

@@ -220,7 +220,7 @@ def _show_sources(facts: CorpusFacts) -> list[Html]:
     if not facts.sources:
         return []
     rows = []
-    for source in sorted(facts.sources, key=lambda each: (-each.rows, each.name)):
+    for source in sorted(facts.sources, key=lambda source: (-source.rows, source.name)):
         dropped = sorted(source.dropped.items(), key=lambda item: (-item[1], item[0]))
         rules = ", ".join(f"{name} {count:,}" for name, count in dropped if count)
         mark = tag("strong", "lost over half", class_="mark") if source.loss > HALF else ""
@@ -244,34 +244,48 @@ def _show_sources(facts: CorpusFacts) -> list[Html]:
 def _show_near(near: NearFacts) -> list[Html]:
     """Return the section on near duplicates: the curve, the recall and the largest clusters."""
     centres = (np.arange(COLUMNS) + 0.5) / COLUMNS
-    formula = np.array([near.bands.find_probability(float(each)) for each in centres])
+    formula = np.array([near.bands.find_probability(float(centre)) for centre in centres])
     gaps = np.zeros(COLUMNS, bool)
     curves = [Line("formula", formula, formula, gaps, {"bands": str(near.bands.number)})]
-    measured = {each.similarity: each.measured for each in near.recall if each.measured is not None}
+    measured = {
+        recall_bin.similarity: recall_bin.measured
+        for recall_bin in near.recall
+        if recall_bin.measured is not None
+    }
     if measured:
         low = np.full(COLUMNS, np.inf)
         for similarity, share in measured.items():
             low[int((similarity + 0.025) * COLUMNS)] = share
         high = np.where(np.isfinite(low), low, -np.inf)
-        texts = {f"from {each:g}": format_share(share) for each, share in measured.items()}
+        texts = {f"from {least:g}": format_share(share) for least, share in measured.items()}
         curves.append(Line("measured", low, high, gaps, texts, 1, "marked"))
     labels: list[tuple[str, Callable[[float], str]]] = [("Jaccard", lambda tick: f"{tick:g}")]
     title = "Probability that a pair of rows is compared"
     chart = draw_chart("recall", title, "probability", "wide zero", curves, 1.0, labels)
     bins = [
-        (f"{each.similarity:.2f} to {each.similarity + 0.05:.2f}", each) for each in near.recall
+        (f"{recall_bin.similarity:.2f} to {recall_bin.similarity + 0.05:.2f}", recall_bin)
+        for recall_bin in near.recall
     ]
     if near.above:
         bins.append((f"all from {near.threshold:g} on", near.above))
     rows = [
-        [name, f"{each.pairs:,}", format_share(each.expected), _describe_recall(each.measured)]
-        for name, each in bins
+        [
+            name,
+            f"{recall_bin.pairs:,}",
+            format_share(recall_bin.expected),
+            _describe_recall(recall_bin.measured),
+        ]
+        for name, recall_bin in bins
     ]
     caption = f"{title}, by their Jaccard similarity"
     head = ["similarity", "sampled pairs", "formula", "measured"]
     clusters = [
-        [f"{each.size:,}", each.place, tag("pre", escape(each.text, _SAMPLE_BYTES), dir="auto")]
-        for each in near.clusters
+        [
+            f"{cluster.size:,}",
+            cluster.place,
+            tag("pre", escape(cluster.text, _SAMPLE_BYTES), dir="auto"),
+        ]
+        for cluster in near.clusters
     ]
     note = (
         "Formula: the recall for the similarities of the sampled pairs. Measured: estimated from "

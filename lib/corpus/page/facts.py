@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lib.core import units
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.recall import Recall
 from lib.corpus.row_tally import DroppedSample, find_bin_start
@@ -131,24 +132,27 @@ class CorpusFacts:
         problems = []
         if self.uncounted:
             problems.append(
-                f"{self.uncounted:,} work units were built by an earlier version; their rows are "
-                "missing from the lengths, sources, languages and samples."
+                f"An earlier version built {units.counted(self.uncounted, 'work unit')}; the rows "
+                "from there are missing from the lengths, sources, languages and samples."
             )
         if self.failed_files:
-            problems.append(f"{self.failed_files:,} files failed; errors.jsonl lists them.")
+            problems.append(
+                f"{units.counted(self.failed_files, 'file')} failed; errors.jsonl lists them."
+            )
         for source in self.sources:
             if source.loss > HALF:
                 most = max(source.dropped, key=lambda name: source.dropped[name])
                 problems.append(
-                    f"{source.name} lost {format_share(source.loss)} of its {source.rows:,} rows, "
-                    f"{source.dropped[most]:,} of them by {most}."
+                    f"{source.name} lost {format_share(source.loss)} of its "
+                    f"{units.counted(source.rows, 'row')}, {source.dropped[most]:,} of them by "
+                    f"{most}."
                 )
         problems += [
             f"{rule.name} dropped {format_share(rule.rows / self.rows)} of all rows."
             for rule in self.rules
             if self.rows and rule.rows > HALF * self.rows
         ]
-        return [*problems, *(text for each in self.sections for text in each.problems)]
+        return [*problems, *(text for section in self.sections for text in section.problems)]
 
 
 def format_share(share: float) -> str:

@@ -18,27 +18,32 @@ if TYPE_CHECKING:
 class Judge:
     """Measure texts for the quality rules that are on.
 
-    limits: see find_limits. lists: word lists by the language of a text.
+    limits: see find_limits. lists: word lists by the language of a text. rules: the names of the
+    rules that are on.
     """
 
     def __init__(self, limits: Mapping[str, float | None], lists: Mapping[str, WordLists]) -> None:
         self.limits = limits
-        self._families = {thresholds.find_family(name) for name in limits}
+        self.rules = [
+            name
+            for name, limit in limits.items()
+            if limit is not None and thresholds.THRESHOLDS[name].is_rule
+        ]
+        # Looked up once: in a batch of few rows, hundreds of short calls take most of the time.
+        self._figures = [
+            (name, thresholds.find_family(name), thresholds.find_figure(name))
+            for name in self.rules
+        ]
+        self._line_limits = {
+            family: thresholds.find_line_limits(limits, family)
+            for family in map(thresholds.find_family, limits)
+        }
         self._stop_words = {
             language: PhraseList(words.stop_words)
             for language, words in lists.items()
             if words.stop_words
         }
         self._phrases = {language: PhraseList(words.phrases) for language, words in lists.items()}
-
-    @property
-    def rules(self) -> list[str]:
-        """Return the names of the rules that are on."""
-        return [
-            name
-            for name, limit in self.limits.items()
-            if limit is not None and thresholds.THRESHOLDS[name].is_rule
-        ]
 
     def measure(
         self, layouts: Sequence[tuple[list[int], Layout]], languages: Sequence[str]
@@ -52,15 +57,18 @@ class Judge:
         results = {name: np.full(len(languages), np.nan) for name in self.rules}
         for members, layout in layouts:
             texts = Texts(layout, [languages[number] for number in members])
-            figures = {family: self._measure_family(family, texts) for family in self._families}
-            for name, values in results.items():
-                figure = thresholds.find_figure(name)
-                values[members] = figures[thresholds.find_family(name)][figure]
+            figures = {family: self._measure_family(family, texts) for family in self._line_limits}
+            for name, family, figure_name in self._figures:
+                figure = figures[family][figure_name]
+                if len(members) == len(languages):
+                    results[name] = figure.astype(np.float64)
+                else:
+                    results[name][members] = figure
         return results
 
     def _measure_family(self, family: str, texts: Texts) -> dict[str, np.ndarray]:
         """Return the figures of a family."""
-        limits = thresholds.find_line_limits(self.limits, family)
+        limits = self._line_limits[family]
         if family == thresholds.GOPHER:
             return measures.measure_gopher(texts, self._stop_words)
         if family == thresholds.REPETITION:

@@ -167,9 +167,11 @@ def measure_gopher_repetition(texts: Texts) -> dict[str, np.ndarray]:
     shares = repeats.measure_grams(
         words.hashes, texts.characters_before, words.text_ends, TOP_GRAMS, REPEATED_GRAMS
     )
+    is_exempt = ~(texts.has_spaces & (words.counts > 0))
     for n, share in shares.items():
         name = f"top_{n}_gram" if n in TOP_GRAMS else f"duplicate_{n}_grams"
-        figures[name] = np.where(texts.has_spaces & (words.counts > 0), share, np.nan)
+        share[is_exempt] = np.nan
+        figures[name] = share
     return figures
 
 

@@ -64,8 +64,11 @@ def _group_repeats(hashes: np.ndarray, texts: np.ndarray) -> _Repeats:
     mask = np.uint64((1 << bits) - 1)
     numbers = (packed[ranks + 1] & mask).view(np.int64)
     previous = (packed[ranks] & mask).view(np.int64)
-    is_same = texts[numbers] == texts[previous]
-    return _Repeats(ranks[is_same], numbers[is_same], previous[is_same])
+    # Indices select faster than a mask whose values vary.
+    same = np.flatnonzero(texts[numbers] == texts[previous])
+    if len(same) == len(ranks):
+        return _Repeats(ranks, numbers, previous)
+    return _Repeats(ranks[same], numbers[same], previous[same])
 
 
 def measure_grams(
@@ -104,7 +107,9 @@ def measure_grams(
         if n in tops:
             results[n] = _find_top(found, starts, n, before, of_texts, count) / totals
         elif n in repeats:
-            results[n] = _count_covered(starts[is_repeat], n, before, texts, count) / totals
+            results[n] = (
+                _count_covered(starts[np.flatnonzero(is_repeat)], n, before, texts, count) / totals
+            )
         # NOTE: an n-gram can only be repeated if both (n − 1)-grams in it are.
         is_repeat[found.previous] = True
         is_next = is_repeat[:-1] & is_repeat[1:]

@@ -128,6 +128,9 @@ def require_quality(row_options: RowOptions) -> None:
                 f"--quality-set {setting} needs --quality {thresholds.find_family(name)}",
                 found=f"--quality {','.join(families)}",
             )
+    for name, values in thresholds.group_settings(row_options.quality_set).items():
+        if len(values) > 1:
+            problems.add(f"--quality-set gives {name} several values", found=", ".join(values))
     if families:
         problems.collect(partial(_require_lists, row_options, problems))
     problems.raise_if_any()

@@ -143,6 +143,17 @@ def read_setting(setting: str) -> tuple[str, float | None]:
     return name, number
 
 
+def group_settings(settings: Collection[str]) -> dict[str, list[str]]:
+    """Return the distinct values of each threshold in some settings, as text."""
+    values: dict[str, list[str]] = {}
+    for setting in settings:
+        name, value = read_setting(setting)
+        text = OFF if value is None else f"{value:.10g}"
+        own = values.setdefault(name, [])
+        own += [text] if text not in own else []
+    return values
+
+
 def _require_name(name: str, known: Collection[str], kind: str) -> None:
     """Raise ArgumentTypeError with the nearest name if a name is unknown."""
     if name in known:

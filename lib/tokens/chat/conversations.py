@@ -123,12 +123,15 @@ def _parse_functions(text: str, name: str) -> list[dict[str, Any]]:
 class ControlTokens:
     """Finds control tokens in conversations.
 
-    in_answers: tokens that answers must not contain. elsewhere: tokens that all other texts must
-    not contain.
+    in_answers: tokens that answers must not contain. in_other_texts: tokens that all other texts
+    must not contain.
     """
 
-    def __init__(self, in_answers: Iterable[str], elsewhere: Iterable[str]) -> None:
-        self._patterns = {True: _compile_patterns(in_answers), False: _compile_patterns(elsewhere)}
+    def __init__(self, in_answers: Iterable[str], in_other_texts: Iterable[str]) -> None:
+        self._patterns = {
+            True: _compile_patterns(in_answers),
+            False: _compile_patterns(in_other_texts),
+        }
 
     def find_all(self, conversations: Sequence[Conversation]) -> dict[int, str]:
         """Return the error for each conversation with a control token: its index → the error.

@@ -210,7 +210,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Refuse to compute huge numbers: no signal interrupts a long computation in C."""
         if isinstance(left, (int, float)) and isinstance(right, (int, float)):
-            bits = [max(1, abs(int(each)).bit_length()) for each in (left, right)]
+            bits = [max(1, abs(int(value)).bit_length()) for value in (left, right)]
             size = bits[0] * abs(int(right)) if operator == "**" else sum(bits)
             if size > _LARGEST_BITS:
                 raise LimitError(f"it computes something too large with {operator}")

@@ -71,8 +71,8 @@ def compute_figures(parts: Mapping[str, TextLoss], is_complete: bool = True) -> 
 
 def describe_figures(figures: Mapping[str, float]) -> str:
     """Return bits per byte as a text for the console, "" if the figures contain none."""
-    found = {_OF_SOURCE.fullmatch(key): value for key, value in figures.items()}
-    by_source = {match[1]: value for match, value in found.items() if match}
+    matches = {_OF_SOURCE.fullmatch(key): value for key, value in figures.items()}
+    by_source = {match[1]: value for match, value in matches.items() if match}
     shown = sorted(by_source, key=lambda name: -by_source[name])[:_MOST_SHOWN]
     texts = [f"{name} {by_source[name]:.3f}" for name in shown]
     if len(by_source) > len(shown):

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from typing import IO, NamedTuple
 
-from lib.core import launcher, offline, records, run_records
+from lib.core import launcher, offline, run_records
 from lib.core.commands import LAUNCHED_AS
 from lib.core.errors import EXIT_DISK_FULL, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.events import Event
@@ -91,7 +91,8 @@ def run_command(
 def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
     """Return the variables about a run. They come from files, which also exist after a kill."""
     state = run_records.read_state(experiment.state)
-    rows = [row for row in records.read_log_tail(experiment.metrics, _TAIL) if "train/loss" in row]
+    rows = run_records.read_last_rows(experiment.metrics, _TAIL)
+    rows = [row for row in rows if "train/loss" in row]
     loss = run_records.mean_loss(rows[-1]) if rows else math.nan
     return {
         "EXP": experiment.root.name,
@@ -136,12 +137,20 @@ def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple
         code = process.wait(seconds)
         failure = f"exit code {code}" if code > 0 else ""
         if code < 0:
-            failure = f"killed by {signal.Signals(-code).name}"
+            failure = f"killed by {_name_signal(-code)}"
     except subprocess.TimeoutExpired:
         failure = f"it did not end within {seconds:g} s and was killed"
         _kill(process)
     reader.join(_DRAIN_S)  # a process in the background may keep the pipe open
     return failure, bytes(output)
+
+
+def _name_signal(number: int) -> str:
+    """Return the name of a signal, or its number: most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _drain(pipe: IO[bytes], output: bytearray) -> None:

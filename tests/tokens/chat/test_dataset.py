@@ -27,11 +27,11 @@ def test_a_chat_dataset_is_opened_and_read(tmp_path: Path) -> None:
     assert [chat for chat, _ in rows] == talks[:50] and rows[12][1] == ("train.jsonl", 13, 1200)
     rest = [chat for chat, _ in chats.read(found, "train", 33)]
     assert rest == talks[33:50]
-    said = [message["content"].encode() for chat in talks[:50] for message in chat.messages]
-    assert [text for batch in found.texts() for text in batch] == said
-    assert found.extent() == (50, sum(map(len, said)))
+    contents = [message["content"].encode() for chat in talks[:50] for message in chat.messages]
+    assert [text for batch in found.texts() for text in batch] == contents
+    assert found.extent() == (50, sum(map(len, contents)))
     sample = found.sample(texts=5)
-    assert 5 <= len(sample) <= 6 and all(text.split(b"\n")[-1] in said for text in sample)
+    assert 5 <= len(sample) <= 6 and all(text.split(b"\n")[-1] in contents for text in sample)
     assert 10 <= len(list(found.spread(10))) <= 11
 
 

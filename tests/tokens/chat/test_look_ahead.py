@@ -14,7 +14,7 @@ import pytest
 from lib.core.conversation import Conversation, Message
 from lib.tokens.encode import Encoder
 from tests.tokens.chat import tokenizer_kinds
-from tests.tokens.chat.test_masks import coder, said
+from tests.tokens.chat.test_masks import coder, make_chat
 from tests.tokens.chat.tokenizer_kinds import shown
 
 THOUGHT = "<think>t</think>"
@@ -159,7 +159,7 @@ def trained_prefixes(encoder: Encoder, source: str, conversation: Conversation) 
 def require_equal(encoder: Encoder, draw: random.Random, more: str) -> None:
     source = fill(draw, more)
     count = draw.randint(1, 4)
-    conversation = said(
+    conversation = make_chat(
         *(f"{draw.choice('abc')}{n}" for n in range(2 * count)),
         system=more in SEES_MORE and draw.random() < 0.3,
     )
@@ -178,7 +178,7 @@ def test_an_answer_is_trained_behind_the_text_of_its_prefix(encoder: Encoder, mo
 def test_each_form_of_looking_ahead_gives_one_sample_per_answer(encoder: Encoder) -> None:
     """Of three answers, only the last one keeps its thought."""
     draw = random.Random(0)
-    conversation = said("a", "b", "c", "d", "e", "f")
+    conversation = make_chat("a", "b", "c", "d", "e", "f")
     for more in SEES_MORE:
         source = fill(draw, more)
         samples = trained_prefixes(encoder, source, conversation)

@@ -72,9 +72,9 @@ def test_the_error_for_a_missing_template_lists_those_on_the_machine(
     )
     with pytest.raises(UsageError) as caught:
         policy.find_template(tmp_path, None)
-    said = caught.value.render()
-    assert "chat_templates/chatml.jinja" in said and "chat_templates/plain.jinja" in said
-    assert "other purposes: rag" in said
+    message = caught.value.render()
+    assert "chat_templates/chatml.jinja" in message and "chat_templates/plain.jinja" in message
+    assert "other purposes: rag" in message
     assert caught.value.run.endswith("/plain.jinja"), "which needs no tokens but eos"
     (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"content": "<|im_end|>"}]}')
     with pytest.raises(UsageError) as caught:

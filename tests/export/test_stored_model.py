@@ -1,4 +1,4 @@
-# covers: lib/models/stored.py, lib/models/architecture.py
+# covers: lib/export/stored_model.py, lib/models/architecture.py
 """A model computes from its files, with one of its parts in memory at a time."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lib.export.stored_model import StoredModel, stream_parts
 from lib.models.architecture import build_on_meta, decoder_layers
-from lib.models.stored import StoredModel, stream_parts
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS
 
