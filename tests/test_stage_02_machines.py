@@ -91,6 +91,10 @@ def test_stale_and_damaged_parts_are_named_and_refused(stage, splits, tmp_path):
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     damaged = stage(SCRIPT, "--save-dir", "out", "--merge", expect=3)
     assert victim.name in damaged.stderr and "Traceback" not in damaged.stderr
+    record = next((parts / "split_02").glob("*.json"))
+    record.write_text(record.read_text().replace('"documents": 1', '"documents": 2', 1))
+    damaged = stage(SCRIPT, "--save-dir", "out", "--merge", expect=3)
+    assert record.name in damaged.stderr and "Traceback" not in damaged.stderr
     shutil.rmtree(parts / "split_02")
     stage(SCRIPT, "--only-splits", "2", "--save-dir", "out")
     stage(SCRIPT, "--save-dir", "out", "--merge")
@@ -192,6 +196,17 @@ def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
     shard = tmp_path / "out/data-00000.unfinished"
     with shard.open("rb+") as file:
         file.truncate(100)
+    build(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
+    progress = tmp_path / "out/unfinished/progress.json"
+    for old, new in (
+        ('"units": 2', '"units": 1'),
+        ('"tally": {', '"tally": {"x": 1, '),
+        ("{", "["),
+    ):
+        text = progress.read_text()
+        assert old in text
+        progress.write_text(text.replace(old, new, 1) if old != "{" else "[]")
+        build(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
     build(tmp_path / "raw", tmp_path / "out", RowOptions())
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 

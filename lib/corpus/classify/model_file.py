@@ -82,8 +82,8 @@ class ModelFile(NamedTuple):
 
     labels: without their prefix. label_counts: occurrences of each label in the training data.
     dictionary: position of the first of `words` words. pruned: number of n-grams that have a row,
-    -1 if all hash values have one. index: position of pairs (int32) of a hash value and a row,
-    which counts after those of the words.
+    -1 if all hash values have one. index_start: position of pairs (int32) of a hash value and a
+    row, which counts after those of the words.
     """
 
     settings: ModelSettings
@@ -92,7 +92,7 @@ class ModelFile(NamedTuple):
     dictionary: int
     words: int
     pruned: int
-    index: int
+    index_start: int
     input: Matrix
     output: Matrix
 
