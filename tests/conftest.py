@@ -63,11 +63,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection(session: pytest.Session) -> None:
-    """Import the test files in an order of this worker's own, if it is to collect all of them.
+    """Import the test files in a different order in each worker, if it collects all of them.
 
     If no compiled files are stored yet, as in a fresh checkout, each worker of pytest-xdist would
-    compile every test file with its assertions, which takes 15 seconds. So each begins at another
-    file; once it reaches those of another worker, they are compiled.
+    compile every test file with its assertions, which takes 15 seconds. So each worker begins at a
+    different file. When it reaches the first file of another worker, that file and the next ones
+    are already compiled.
     """
     if not worker or session.config.args != session.config.getini("testpaths"):
         return
@@ -79,7 +80,7 @@ def pytest_collection(session: pytest.Session) -> None:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     first = int(worker[2:]) * len(names) // workers
     for name in names[first:] + names[:first]:
-        # pytest imports a file that failed once more, and reports it.
+        # pytest imports a failed file again, and reports the error.
         with contextlib.suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
 

@@ -64,7 +64,7 @@ class RankSpan(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Holds a block of a rank's stream. first: the index of its first token in the stream."""
+    """A block in a rank's stream. first: the index in the stream of the block's first token."""
 
     first: int
     rank_span: RankSpan
