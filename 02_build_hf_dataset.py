@@ -233,7 +233,7 @@ def build_split(
     opts: BuildOptions, build: publish.Build, files: Sequence[InputFile], row_options: RowOptions
 ) -> None:
     """Build the parts of one split; after a kill, a later run reuses the finished units."""
-    with name_full_disk(build.partial.parent, "another --save-dir"), build:
+    with name_full_disk(build.partial.parent, "choose another --save-dir"), build:
         tasks = work_units.cut_files(opts.data_folder, files, build.dir, row_options)
         total = sum(file.bytes for file in files)
         rows = 0
@@ -406,7 +406,7 @@ def main(argv: list[str]) -> None:
         return
 
     with (
-        name_full_disk(build.partial.parent, "another --save-dir"),
+        name_full_disk(build.partial.parent, "choose another --save-dir"),
         build,
         DatasetWriter(build.dir, row_options, opts.has_two_passes and not opts.merge) as dataset,
     ):

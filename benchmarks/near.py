@@ -7,15 +7,14 @@
 Makes JSON Lines of documents of 1 to 6 kB under --dir: pairs of all similarities, chains of ten
 documents (each is similar to the one before), copies, one text in many slight variants, templates
 with different content, and a licence with different names, alone and above other text. Then it runs
-stage 02 with `--dedup none`, `exact` and `near`, and prints seconds, CPU seconds of the process
-tree and its memory. It computes the Jaccard similarity of the planted pairs from the words
+stage 02 with `--dedup none`, `exact` and `near`, and prints the wall time, and the CPU time and
+memory of the process tree. It computes the Jaccard similarity of the planted pairs from the words
 themselves, and compares dropped.jsonl with it.
 
---grow also measures the memory for inputs of 1, 4 and 16 times so many megabytes, and --members
-builds a corpus of so many variants of one text. --all adds a build with all rules, masks and test
-sets, and with --language-model one that also labels languages. --datatrove PYTHON runs datatrove
-with the same settings on the same corpora, in another environment. All files are deleted at the
-end.
+--grow N also measures the memory for inputs of N, 4 N and 16 N megabytes. --members N also builds a
+corpus of N variants of one text. --all adds a build with all rules, masks and test sets; with
+--language-model, a further build also labels languages. --datatrove PYTHON runs datatrove with the
+same settings on the same corpora, in another environment. All files are deleted at the end.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def print_findings(planter: Planter, name: str, dropped: Collection[int]) -> Non
 
 
 def check_dropped(source: Path, out: Path) -> set[int]:
-    """Return the numbers of the documents that stage 02 dropped; compare some with the kept one."""
+    """Return the numbers of the documents that stage 02 dropped, after a check of some of them."""
     dropped = {}
     for line in (out / "dropped.jsonl").open():
         record = json.loads(line)

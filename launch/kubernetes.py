@@ -207,9 +207,8 @@ def main(argv: list[str]) -> None:
 
 
 def log_next_command(job: Job, job_options: JobOptions) -> None:
-    """Print the command that exports the run of a complete job, in a pod beside its checkpoints.
-
-    The stage itself prints a command for a shell in the pod.
+    """Print the command that exports the run of a complete job, in a pod that sees its checkpoints.
+    The command that the stage itself prints is for a shell in the pod.
     """
     config = command_line.parse_options(job.train)
     if config.bench or not config.experiment_name:

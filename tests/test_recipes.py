@@ -49,7 +49,7 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     bench = stage.parse(["--config", str(recipe), "--bench", "--model-size", "1B"])
     checks.require_consistent(bench, has_begun=False)
     assert (bench.batch_size, bench.model_name) == (opts.batch_size, None)
-    untested = text.index("# Nobody has seen this recipe running on its hardware yet")
+    untested = text.index("# This recipe has not been run on its hardware yet")
     assert untested < text.index("# A step trains on") < text.index("# Peak in GiB")
     nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text

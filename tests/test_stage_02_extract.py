@@ -107,7 +107,7 @@ def test_splits_that_an_earlier_stage_01_made_without_documents(stage, tmp_path)
     listed["files"] = [manifest.file_entry(path.parent, path)]
     place.write_text(json.dumps(listed))
     done = stage(SCRIPT, *EXTRACT, "--dry-run")
-    assert "stage 01 has left out 2 PDF files" in done.stdout
+    assert "stage 01 left out 2 PDF files" in done.stdout
     assert "01_organize_data.py" in done.stdout and "--overwrite" in done.stdout
 
 
@@ -124,9 +124,8 @@ def test_workers_machines_and_hanging_documents_give_the_same_bytes(stage, tmp_p
     assert [path.rpartition("/")[2] for path, kind in listed.items() if kind == "timeout"] == [
         "hang.html"
     ]
-    for workers in (2, 3):
-        stage(SCRIPT, *options, "--save-dir", f"by{workers}", "--num-workers", workers)
-        assert content(tmp_path / f"by{workers}") == one
+    stage(SCRIPT, *options, "--save-dir", "by3", "--num-workers", 3)
+    assert content(tmp_path / "by3") == one
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
     stage(SCRIPT, *options, "--save-dir", "many", "--merge")

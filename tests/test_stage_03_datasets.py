@@ -103,7 +103,7 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     hub.requests.clear()
     assert "already done: raw_text/org--text (" in fetch(stage).stdout and not hub.requests
     assert "--revision: main there, v2 now" in fetch(stage, "--revision", "v2", expect=2).stderr
-    printed = fetch(stage, "--overwrite").stdout  # these alone
+    printed = fetch(stage, "--overwrite").stdout  # only the files of --include
     assert "will delete 1 file" in printed
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}

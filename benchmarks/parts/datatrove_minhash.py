@@ -32,7 +32,7 @@ def main(source: str, work: str, bands: int, size: int) -> None:
         num_buckets=bands,
         hashes_per_bucket=size,
         n_grams=5,
-        # Digits count in stage 02 too; datatrove replaces them by 0 otherwise.
+        # Digits count in stage 02; by default, datatrove replaces them by 0.
         norm_config=TextNormConfig(norm_numbers=False),
     )
     reader = JsonlReader(source)

@@ -304,7 +304,7 @@ def name_bucket(cluster: ClusterOptions, account: str) -> str:
 def read_prices() -> dict[str, float]:
     """Return the prices of everything that a cluster needs besides its GPU nodes.
 
-    Raises UsageError for a price that is missing or no number.
+    Raises UsageError if a price is missing or not a number.
     """
     file = "prices.yaml"
     prices = config_file.read_yaml(TEMPLATES / file)
@@ -380,7 +380,7 @@ def _describe_network(cluster: ClusterOptions) -> NetworkFacts:
 
 
 def _choose_subnet(subnets: list[dict[str, Any]], cluster: ClusterOptions) -> str:
-    """Return a private subnet in the zone of the GPU nodes; any zone will do without --zones."""
+    """Return a private subnet in the zone of the GPU nodes, or in any zone without --zones."""
     private = {
         subnet["AvailabilityZone"]: subnet["SubnetId"]
         for subnet in sorted(subnets, key=lambda subnet: subnet["SubnetId"], reverse=True)
@@ -419,7 +419,10 @@ def format_efs_creation(cluster: ClusterOptions) -> list[str]:
 
 
 def fill_region(cluster: ClusterOptions) -> ClusterOptions:
-    """Return the options with the region of the AWS settings. Raises UsageError without one."""
+    """Return the options with the region of the AWS settings.
+
+    Raises UsageError if there is none.
+    """
     return replace(
         cluster,
         region=require_region(cluster.region),

@@ -228,7 +228,7 @@ def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
         return construct_scalar(loader, node) if is_text else yaml.safe_load(node.value)
 
     class TemplateLoader(yaml.SafeLoader):
-        """A loader to which the constructors of one template are added."""
+        """A YAML loader of its own, so that the constructors below stay with this template."""
 
     TemplateLoader.add_constructor("tag:yaml.org,2002:str", construct_scalar)
     TemplateLoader.add_multi_constructor("!if-", construct_conditional)

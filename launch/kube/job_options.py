@@ -287,7 +287,8 @@ class JobOptions(JobNeeds):
 def read_instances() -> dict[str, Any]:
     """Return the devices of a node of each instance type.
 
-    Raises UsageError if a user has added an unknown entry to a row: `price: 2,4` adds the entry 4.
+    Raises UsageError for an unknown entry in a row: YAML reads `price: 2,4` as the price 2 and an
+    entry 4.
     """
     file = TEMPLATES / "instances.yaml"
     rows = config_file.read_yaml(file)
@@ -302,9 +303,10 @@ def read_instances() -> dict[str, Any]:
 
 
 def require_price(file: str, name: str, value: Any) -> float:
-    """Return a price in USD. Raises UsageError if a user has written something else.
+    """Return a price in USD. Raises UsageError if the value is something else.
 
-    file: the template that contains the price. name: of what has the price.
+    file: the template that contains the price. name: the item that has the price, such as
+    g5.8xlarge.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value < math.inf:

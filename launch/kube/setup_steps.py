@@ -212,7 +212,7 @@ def _list_storage_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]
         )
         more = ' --filesystem-id "$FILE_SYSTEM"'
         yield (
-            "Create the file system of EFS, with an address in each zone of the cluster",
+            "Create the EFS file system, with a mount target in each zone of the cluster",
             [
                 f'FILE_SYSTEM="$({shlex.join(cluster_files.format_efs_creation(cluster))})"',
                 _format_wait(
@@ -221,7 +221,7 @@ def _list_storage_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]
                     "available",
                 ),
                 f'GROUP="$({describe} {query}.clusterSecurityGroupId --output text)"',
-                "# A zone has one address: for its second subnet, AWS answers MountTargetConflict.",
+                "# A zone has one mount target: for a second one, AWS answers MountTargetConflict.",
                 f"for SUBNET in $({describe} {query}.subnetIds --output text); do",
                 f"    aws efs create-mount-target --region {cluster.region} --subnet-id $SUBNET "
                 '--file-system-id "$FILE_SYSTEM" --security-groups "$GROUP" || true',
@@ -298,7 +298,7 @@ def scale_nodes(cluster: ClusterOptions, nodes: int | None = None) -> str:
 
 
 def _format_wait(query: str, state: str) -> str:
-    """Return the command that prints the answer of a query until it is a state."""
+    """Return the command that repeats a query, and prints its answers, until one is `state`."""
     return f"until {query} --output text | tee /dev/stderr | grep -qx {state}; do sleep 10; done"
 
 

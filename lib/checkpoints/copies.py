@@ -318,7 +318,7 @@ def open_place(target: str, experiment: str, run: str) -> CopyPlace:
 
 
 def require_mount(target: str) -> None:
-    """Raise UsageError if a file system is missing that must be mounted for a place.
+    """Raise UsageError if the file system of a target should be mounted, but is not.
 
     Otherwise the copies would fill the disk with the empty mount point, and earlier ones would
     seem to be lost. target: the value of --ckpt-copy-to.

@@ -81,7 +81,7 @@ def find_foreign_run(root: Path, option: str = OPTION) -> ForeignRun:
     if path := _find_own_checkpoint(root):
         export = ("-e", path.parents[1], "--step", paths.step_of(path.name))
         raise UsageError(
-            f"{path} is a checkpoint of this project, which needs no {option}",
+            f"{path} is a checkpoint of this project, so it needs no {option}",
             run=commands.as_typed("--resume", path, drop=[option])
             if option == OPTION
             else commands.script("05_export_checkpoint.py", *export),
@@ -129,7 +129,7 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
 
 
 def _make_missing_error(root: Path, folders: list[Path], option: str) -> ArtifactError:
-    """Return the error for a directory without `.metadata`, or for something else."""
+    """Return the error for a path that is no directory, or for a directory without `.metadata`."""
     if not root.is_dir():
         return ArtifactError(f"{option}: there is no directory {root}")
     interrupted = next((path for path in folders if any(path.glob("*.distcp"))), None)

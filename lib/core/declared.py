@@ -193,7 +193,7 @@ def read_options(declared: type[Declared], opts: Any) -> Declared:
 
 
 def drop_repeats(chosen: Declared) -> Declared:
-    """Return the options with each value of a repeatable option once, in the order of its first.
+    """Return the options without repeated values in lists; the first of equal values stays.
 
     So `--fields a,a` and `--fields a` describe the same artifact.
     """

@@ -38,8 +38,8 @@ _DISK_FAILED_ERRNOS = {
 }
 _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
-# A remedy for `name_full_disk` if the directory is that of temporary files.
-MOVE_TEMPORARY = "TMPDIR=DIR before the command, such as TMPDIR=/scratch"
+# A remedy for `name_full_disk` if the directory is the one for temporary files.
+MOVE_TEMPORARY = "put TMPDIR=DIR before the command, such as TMPDIR=/scratch"
 # Our option → the alias that a person typed for it. Errors repeat the alias.
 TYPED_AS: dict[str, str] = {}
 # Names in a stranger's artifact may contain control sequences of a terminal.
@@ -189,9 +189,9 @@ def from_os_error(error: OSError) -> StageError | None:
 
 @contextmanager
 def name_full_disk(directory: Path, remedy: str) -> Iterator[None]:
-    """Raise DiskFullError with the name of a directory if the disk is full, as a context manager.
+    """Raise DiskFullError with a directory's name if a write in the `with` block fills the disk.
 
-    The error of a write does not contain the path of its file. remedy: how to use another disk.
+    The error of a failed write does not name its file. remedy: what to do to use another disk.
     """
     try:
         yield
@@ -201,7 +201,7 @@ def name_full_disk(directory: Path, remedy: str) -> Iterator[None]:
         raise DiskFullError(
             f"no room to write in {directory} ({error.strerror})",
             expected="free space there (`df -h`), then run the same command again",
-            hint=f"to use another disk: {remedy}",
+            hint=f"to use another disk, {remedy}",
         ) from error
 
 

@@ -33,7 +33,7 @@ def parent_pid() -> int:
 
 
 def is_gone() -> bool:
-    """Return whether the torchrun that started this process has ended; False without one."""
+    """Return whether the torchrun that started this process has ended; False without torchrun."""
     return is_torchrun() and os.getppid() != parent_pid()
 
 

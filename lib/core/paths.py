@@ -143,7 +143,7 @@ def experiment(text: str, save_dir: Path | None = None) -> Experiment:
 
 
 def find_missing_mount(path: Path) -> Path | None:
-    """Return the mount point of /etc/fstab that contains a path and is not mounted, if any.
+    """Return the mount point of /etc/fstab that contains a path but is not mounted, if any.
 
     Files below it would be written to the disk that contains the empty mount point.
     """

@@ -10,7 +10,7 @@ from lib.corpus import kinds
 from lib.corpus.kinds import UTF8_BOM
 
 REPLACEMENT = "\ufffd"
-# Codecs of Python that decode notations, not files. They cannot replace invalid bytes.
+# Python codecs for notations instead of encodings of files. They cannot replace invalid bytes.
 _NOTATIONS = {"idna", "punycode", "unicode_escape", "raw_unicode_escape", "undefined"}
 
 

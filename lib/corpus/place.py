@@ -255,7 +255,7 @@ def assign_to_splits(sizes: Sequence[int], splits: int) -> list[int]:
 
 
 def _assign_largest_first(sizes: Sequence[int], splits: int) -> list[list[int]]:
-    """Return the files of each split: the largest first, each to the lightest split with room."""
+    """Return the files of each split; each file, largest first, goes to the lightest with room."""
     base = len(sizes) // splits
     bins: list[list[int]] = [[] for _ in range(splits)]
     heap = [(0, 0, number) for number in range(splits)]

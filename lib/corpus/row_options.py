@@ -145,7 +145,7 @@ class RowOptions:
         parse=options.fraction,
         metavar="F",
         quiet=True,
-        help="keep this fraction of the rows that all rules for single rows have kept: the rows "
+        help="keep this fraction of the rows that pass all rules for single rows: the rows "
         "with the highest scores of --quality-model; takes two passes (default: keep all)",
     )
     dedup: str = option(
@@ -161,7 +161,7 @@ class RowOptions:
         metavar="F",
         quiet=True,
         help="lowest Jaccard similarity (shared ÷ all distinct word n-grams) of a near "
-        "duplicate; it is always computed exactly",
+        "duplicate; the similarity is always computed exactly",
     )
     near_words: int = option(
         5,
@@ -240,7 +240,7 @@ class RowOptions:
         choices=mask_choices.REPLACEMENTS,
         quiet=True,
         help="constant: all e-mail addresses become <email>, and so on; hash: equal addresses "
-        "become the same <email:…>, which needs --mask-key",
+        "become the same <email:…> (needs --mask-key)",
     )
     mask_key: Path | None = option(
         None,
@@ -275,7 +275,7 @@ class RowOptions:
         quiet=True,
         help="YAML or JSON file with stop words of other languages, and phrases by which C4 "
         "removes a line: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
-        "--language, the file contains one language, and all rows are in it (default: English)",
+        "--language, the file contains one language, which applies to all rows (default: English)",
     )
     quality_except: list[str] = option(
         [],
@@ -306,7 +306,7 @@ class RowOptions:
     decontaminate_report_only: bool = option(
         False,
         quiet=True,
-        help="report the test questions that occur in documents, but drop no document for them",
+        help="report the test questions that occur in documents, but do not drop the documents",
     )
     validation_percent: float = option(
         0.0,

@@ -156,7 +156,7 @@ class _Encodings:
 
 
 def _move_space(request: Request) -> Request:
-    """Return a request whose context does not end in space; the space becomes part of the rest."""
+    """Return a request whose context does not end in space; the space moves to the continuation."""
     context = request.context.rstrip()
     return Request(context, request.context[len(context) :] + request.continuation)
 

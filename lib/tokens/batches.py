@@ -250,9 +250,9 @@ def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
     """Return a length that no document exceeds: T, T/2, T/4 or T/8 tokens, T = seq_length.
 
     For each document, the attention kernel starts the thread blocks that a document of this length
-    needs. If it used the length of a row, most of these would be idle. Only a few lengths are
-    returned, since torch may compile a graph for each. Lengths below a tile of the kernel would
-    save nothing.
+    needs. If the kernel were given the length of a row, most of these would be idle. Only a few
+    lengths are returned, since torch may compile a graph for each. Lengths below a tile of the
+    kernel would save nothing.
     """
     longest = int(np.diff(boundaries).max())
     lengths = (math.ceil(seq_length / parts) for parts in LENGTH_DIVISORS)

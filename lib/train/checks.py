@@ -420,8 +420,7 @@ def _list_missing_mounts(config: Config) -> list[str]:
     """Return a warning for each directory whose disk is not mounted."""
     directories = {"--save-dir": config.save_dir, "--ckpt-local-dir": config.ckpt_local_dir}
     return [
-        f"{name} {directory} is on another disk than planned: {mount}, which /etc/fstab lists, is "
-        "not mounted"
+        f"{name} {directory} is on the wrong disk: {mount}, which /etc/fstab lists, is not mounted"
         for name, directory in directories.items()
         if directory and (mount := paths.find_missing_mount(directory))
     ]

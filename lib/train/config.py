@@ -700,7 +700,7 @@ class Config:
         64,
         role=ALIKE,
         parse=positive_int,
-        help="with --sample-prompts: tokens of each sample. Each of them takes a forward pass over "
+        help="with --sample-prompts: tokens of each sample. Each token takes a forward pass over "
         "all prompts, which gathers the weights of all ranks",
     )
     eval_suite: str = option(
@@ -727,8 +727,9 @@ class Config:
         role=ALIKE,
         parse=figures.parse_score,
         metavar="KEY",
-        help="figure of metrics.jsonl that decides which checkpoint is the best: of a loss, a "
-        "perplexity or bits_per_byte the lowest, of an accuracy (eval/TASK/accuracy) the highest",
+        help="key of metrics.jsonl that decides which checkpoint is the best: the lowest value is "
+        "best for a loss, a perplexity or bits_per_byte, the highest for an accuracy "
+        "(eval/TASK/accuracy)",
     )
     max_minutes: float | None = option(
         None,

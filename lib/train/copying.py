@@ -244,5 +244,5 @@ def _warn_about_disk(config: Config, experiment: Experiment) -> None:
     elif device == _ROOT.stat().st_dev:
         log.warn(
             f"--ckpt-copy-to {target} is on the file system of {_ROOT}. If another disk belongs "
-            "there, it is not mounted, and the copies fill this one"
+            "there, it is not mounted, and the copies will fill this one"
         )

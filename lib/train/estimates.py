@@ -142,10 +142,10 @@ def suggest_global_batch(plan: Plan, cost: ModelCost, hardware: Hardware) -> str
 
 
 def suggest_shorter_bench(plan: Plan, cost: ModelCost, hardware: Hardware) -> str | None:
-    """Return a warning about a bench of many minutes, with a shorter step, or None.
+    """Return a warning if a bench takes many minutes, with an option that shortens its steps.
 
-    A bench is to show in a few minutes how fast micro-batches are, and a recipe may have dozens of
-    them in a step.
+    A bench should show within a few minutes how fast micro-batches are, but a step of a recipe may
+    contain dozens of micro-batches. Returns None for a short bench.
     """
     config = plan.config
     seconds = plan.total_steps * (estimate_step_seconds(plan, cost, hardware) or 0.0)
@@ -161,8 +161,8 @@ def suggest_shorter_bench(plan: Plan, cost: ModelCost, hardware: Hardware) -> st
     )
     noun = "micro-batch" if passes == 1 else "micro-batches"
     return (
-        f"--bench takes about {units.duration(seconds)} by the estimate. {option} trains "
-        f"{passes} {noun} in a step instead of {now}, which takes about "
+        f"--bench will take about {units.duration(seconds)} by the estimate. With {option}, a step "
+        f"has {passes} {noun} instead of {now}, and --bench takes about "
         f"{units.duration(seconds * passes / now)}; the update of the weights then counts for more"
     )
 

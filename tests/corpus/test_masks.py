@@ -155,7 +155,7 @@ def test_a_masked_text_has_no_match_and_its_neighbours_do_not_matter(key):
 
 
 def test_only_the_neighbourhood_of_a_match_is_searched_again(monkeypatch):
-    """In this line, each search finds one match, which the search before has bounded."""
+    """In this line, each search finds one match; replacing it makes the next one possible."""
     places = 0
     check_place = masker._check_place
 

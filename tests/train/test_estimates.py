@@ -116,16 +116,16 @@ def test_a_bench_of_many_minutes_gets_a_smaller_batch() -> None:
     assert estimates.suggest_shorter_bench(planned(**given), SEVEN_B, H100) is None
     text = estimates.suggest_shorter_bench(planned(bench=True, **given), SEVEN_B, H100)
     assert text == (
-        "--bench takes about 13 min 36 s by the estimate. --global-batch-size 752 trains 47 "
-        "micro-batches in a step instead of 128, which takes about 5 min 00 s; the update of the "
-        "weights then counts for more"
+        "--bench will take about 13 min 36 s by the estimate. With --global-batch-size 752, a step "
+        "has 47 micro-batches instead of 128, and --bench takes about 5 min 00 s; the update of "
+        "the weights then counts for more"
     )
     shorter = planned(bench=True, **{**given, "global_batch_size": 752})
     assert shorter.division.accumulation == 47
     assert estimates.suggest_shorter_bench(shorter, SEVEN_B, H100) is None
     by_passes = planned(bench=True, max_steps=28, batch_size=2, grad_accum_steps=128)
     text = estimates.suggest_shorter_bench(by_passes, SEVEN_B, H100)
-    assert text and "--grad-accum-steps 47 trains" in text
+    assert text and "With --grad-accum-steps 47, a step has 47" in text
     one_pass = planned(bench=True, max_steps=28, batch_size=4096)
     assert estimates.suggest_shorter_bench(one_pass, SEVEN_B, H100) is None
 

@@ -47,8 +47,9 @@ def cut_text(text: str) -> list[str]:
 def find_languages(classifier: LineClassifier, texts: Sequence[str], least: float) -> list[str]:
     """Return the label of each text: the one with the highest mean score over the cuts of the text.
 
-    It is UNDETERMINED if the cuts contain less than 20 letters or if the score is below `least`.
-    The cuts are in lower case, because the models take capitals for other languages.
+    The label is UNDETERMINED if the cuts contain fewer than 20 letters or if the score is below
+    `least`. The cuts are in lower case, because the models often assign capitals to a wrong
+    language.
     """
     import numpy as np
 

@@ -22,7 +22,7 @@ SUPERVISED = 3  # the kind of a model that classifies
 HIERARCHICAL = 1  # the loss of a model whose labels are the leaves of a binary tree
 _LOSSES = range(HIERARCHICAL, 5)
 _SETTINGS = "<12id"
-ENTRY = "<qb"  # what follows the text of an entry in the dictionary: its count and its type
+ENTRY = "<qb"  # the count and type that follow the text of an entry in the dictionary
 _LABEL = 1  # a type of an entry
 MOST_COUNT = 10**15  # the largest count of a label that fastText's Huffman tree can hold
 CENTROIDS = 256  # centroids for each part of a quantised row
@@ -34,10 +34,10 @@ class InvalidModel(Exception):
 
 
 class ModelSettings(NamedTuple):
-    """Contain the settings of a model.
+    """The settings of a model.
 
     kind: SUPERVISED if the model classifies. bucket: number of hash values of n-grams. shortest,
-    longest: characters in an n-gram; a model without n-grams of characters has `longest` 0.
+    longest: characters in an n-gram; `longest` is 0 if the model uses no character n-grams.
     """
 
     dim: int
@@ -53,7 +53,7 @@ class Quantiser(NamedTuple):
     """Describe the vectors that replace each part of a row.
 
     start: position of the centroids in the file, float32 [parts, 256, width], except that the last
-    part may be less wide.
+    part may be narrower.
     """
 
     start: int
@@ -64,9 +64,9 @@ class Quantiser(NamedTuple):
 class Matrix(NamedTuple):
     """Describe a matrix. Positions are in the file.
 
-    start: of the values (float32 [rows, dim]), or of the codes (uint8 [rows, parts]) of a quantised
-    matrix. norms: of the codes of the norms (uint8 [rows]) by which the rows are multiplied; -1 if
-    they are not.
+    start: position of the values (float32 [rows, dim]), or of the codes (uint8 [rows, parts]) of a
+    quantised matrix. norms: position of the codes of the norms (uint8 [rows]) by which the rows are
+    multiplied, -1 if there are none.
     """
 
     rows: int
@@ -81,9 +81,9 @@ class ModelFile(NamedTuple):
     """Describe a model. Positions are in the file.
 
     labels: without their prefix. label_counts: occurrences of each label in the training data.
-    dictionary: position of the first of `words` words. pruned: number of n-grams that have a row,
-    -1 if all hash values have one. index_start: position of pairs (int32) of a hash value and a
-    row, which counts after those of the words.
+    dictionary: position of the first word. words: number of words. pruned: number of n-grams that
+    have a row, -1 if all hash values have one. index_start: position of the pairs (int32) of a hash
+    value and a row; row 0 is the first row after those of the words.
     """
 
     settings: ModelSettings
@@ -177,7 +177,7 @@ def parse_model(data: mmap.mmap) -> ModelFile:
 
 def _check_settings(settings: ModelSettings) -> None:
     if settings.kind != SUPERVISED:
-        raise InvalidModel("it contains word vectors and no classifier")
+        raise InvalidModel("it contains word vectors, but no classifier")
     if settings.loss not in _LOSSES:
         raise InvalidModel(f"it was trained with an unknown loss ({settings.loss})")
     if not 0 < settings.dim <= _LARGEST_ROW:

@@ -1,10 +1,10 @@
 """Classify many lines at once with a quantised fastText model, such as lid.176.ftz.
 
-fastText looks up each n-gram of characters of a line in a hash map. Nearly all of its time goes
-there, since a line of 500 characters has 1,500 of them and only a tenth have a row in the model.
-Here, NumPy computes the n-grams of many words together, and the sums of their rows are kept for the
-words that come again. The scores equal those of fastText except for rounding: fastText adds rows in
-their order as float32.
+fastText looks up each character n-gram of a line in a hash map. This takes nearly all of its time:
+a line of 500 characters has 1,500 n-grams, although only a tenth have a row in the model. Here,
+NumPy hashes the n-grams of many words together, and the sum of the rows of each word is kept in
+case the word comes again. The scores equal those of fastText except for rounding, because fastText
+adds the rows in their order as float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _END = b"</s>"  # the word at the end of each line
 _LABEL = model_file.PREFIX.encode()  # words that begin with it are labels, which do not count
 _LINES = 128  # lines in an array of scores; larger arrays would not fit the caches of a core
 _KEPT_WORDS = 1 << 16
-_KEPT_BYTES = 8 << 20  # in the words that are kept
+_KEPT_BYTES = 8 << 20  # total length of the words that are kept
 _FNV_START = 2166136261
 _FNV_PRIME = 16777619
 _LEAST_FACTOR = 1e-5  # fastText adds it to a probability before it takes the logarithm
@@ -70,7 +70,7 @@ class NgramClassifier:
 
 
 def open_model(path: Path) -> NgramClassifier | None:
-    """Return the classifier of a model; None if it is of another kind, or has numbers such as NaN.
+    """Return the classifier of a model; None if it is of another kind, or contains NaN or infinity.
 
     The file must have passed `model_file.read_labels` before.
     """
@@ -126,7 +126,7 @@ class _Subwords:
         self._numbers = _read_words(data, model)
         self._sizes = range(settings.shortest, settings.longest + 1)
         self._buckets = settings.bucket
-        # The row of each hash value of an n-gram; the number of rows stands for no row.
+        # The row for each hash value of an n-gram; the number of rows means that it has no row.
         self._nothing = len(rows)
         self._table = np.full(self._buckets, self._nothing, np.min_scalar_type(self._nothing))
         index = np.frombuffer(data, "<i4", 2 * model.pruned, model.index_start).reshape(-1, 2)
@@ -134,14 +134,14 @@ class _Subwords:
         self._table[index[:, 0]] = model.words + index[:, 1]
 
     def sum_end(self) -> tuple[np.ndarray, int]:
-        """Return the sum for the end of a line, which has no n-grams, and its number of rows."""
+        """Return the sum of rows for the end of a line (without n-grams), and their number."""
         import numpy as np
 
         number = self._numbers.get(_END)
         return (np.zeros(self.dim), 0) if number is None else (self._rows[number], 1)
 
     def sum_words(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the sum for each word (float64 [words, dim]), and its number of rows."""
+        """Return the sum of rows for each word (float64 [words, dim]), and the number of rows."""
         import numpy as np
 
         characters = _Characters(words)
@@ -182,7 +182,7 @@ def _read_words(data: mmap.mmap, model: ModelFile) -> dict[bytes, int]:
 
 
 class _Characters:
-    """Contain the characters of words in UTF-8, each word between `<` and `>`.
+    """The characters of words in UTF-8, each word between `<` and `>`.
 
     lengths: characters of each word. ends: where the characters of each word end. left: for each
     character, the characters from it to the end of its word.
@@ -231,7 +231,7 @@ class _Characters:
 
 
 class _WordSums:
-    """Average the rows of lines, and keep the sums of words."""
+    """Average the rows of the words in lines, and keep the sum of each word."""
 
     def __init__(self, subwords: _Subwords) -> None:
         import numpy as np
@@ -274,7 +274,7 @@ class _WordSums:
         return means.astype(np.float32), counts > 0
 
     def _add_words(self, words: Sequence[bytes]) -> None:
-        """Keep the sums of the words with the last numbers."""
+        """Compute and keep the sums of the words with the highest numbers."""
         import numpy as np
 
         if not words:
@@ -303,9 +303,9 @@ def _split_line(line: bytes) -> list[bytes]:
 
 
 class _LabelTree:
-    """Compute probabilities by a Huffman tree whose leaves are the labels.
+    """Compute probabilities with a Huffman tree whose leaves are the labels.
 
-    weights: float32 [labels, dim]; each inner node uses one row. counts: of the labels.
+    weights: float32 [labels, dim]; each inner node uses one row. counts: occurrences by label.
     """
 
     def __init__(self, weights: np.ndarray, counts: Sequence[int]) -> None:
@@ -324,7 +324,7 @@ class _LabelTree:
     def _levels(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Return the inner nodes of each level, from the root down, with their two children.
 
-        The leaves come first among the nodes, and the root is the last one.
+        The leaves have the lowest numbers, and the root has the highest.
         """
         import numpy as np
 
@@ -363,8 +363,8 @@ class _LabelTree:
 def _build_tree(counts: Sequence[int]) -> list[tuple[int, int]]:
     """Return the two children of each inner node of the Huffman tree, as fastText builds it.
 
-    counts: of the leaves. The number of an inner node follows those of the leaves and of the inner
-    nodes before it.
+    counts: occurrences by label. The leaves are numbered first, then the inner nodes in the order
+    in which they are built.
     """
     leaves = len(counts)
     totals = [*counts, *[model_file.MOST_COUNT] * (leaves - 1)]

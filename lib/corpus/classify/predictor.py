@@ -57,7 +57,7 @@ class LineClassifier(Protocol):
 
 
 class _LibraryClassifier:
-    """Computes the scores of lines by fasttext-predict, one line after the other."""
+    """Computes the scores of lines with fasttext-predict, one line after the other."""
 
     def __init__(self, path: Path) -> None:
         self._classifier = load_classifier(path)
@@ -99,8 +99,8 @@ def load_classifier(path: Path) -> Classifier:
 def load_line_classifier(path: Path) -> LineClassifier:
     """Return a classifier for lines. Its file must have passed `model_file.read_labels` before.
 
-    If the model is of the kind that NgramClassifier reads, that class computes the scores, provided
-    that it agrees with fasttext-predict on a few lines.
+    NgramClassifier computes the scores if it can read the model and agrees with fasttext-predict on
+    a few lines.
     """
     library = _LibraryClassifier(path)
     own = ngram_classifier.open_model(path)

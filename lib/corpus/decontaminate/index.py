@@ -174,7 +174,7 @@ def save_index(index: Index, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name in _ARRAYS:
         array = np.ascontiguousarray(getattr(index, name))
-        # np.save raises an error without its number if the disk is full.
+        # If the disk is full, np.save raises an error without an errno.
         with (directory / f"{name}.npy").open("wb") as file:
             header = np.lib.format.header_data_from_array_1_0(array)
             np.lib.format.write_array_header_1_0(file, header)

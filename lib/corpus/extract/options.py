@@ -137,7 +137,7 @@ def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
         manifest.read_if_any(folder) or {}, "--overwrite", dst_root=folder
     )
     return (
-        f"an earlier version of stage 01 has left out {_join_counts(found, counts)}. The "
+        f"an earlier version of stage 01 left out {_join_counts(found, counts)}. The "
         f"current version takes such files:\n  {remedy.get('run') or remedy.get('hint')}"
     )
 

@@ -35,7 +35,7 @@ class Finder(NamedTuple):
     byte, so no place is skipped. uses_shape: whether to search the shape of the text instead of the
     text. find: called with the text, the index of the place, and the start and end of its line;
     returns the start and end of the match, None if there is none. reach: bytes before and after the
-    place that may decide about the match.
+    place that may affect the match.
     """
 
     anchor: re.Pattern[bytes]

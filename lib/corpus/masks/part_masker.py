@@ -206,7 +206,7 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
 
 
 def _separate_keys(keys: dict[str, str]) -> dict[str, str]:
-    """Return the masked keys of an object by their keys, with a number where two became equal.
+    """Map the keys of an object to their masked forms; add a number where two became equal.
 
     Otherwise one of their values would be lost. A key without a match stays as it is.
     """

@@ -9,7 +9,7 @@ from functools import partial
 from lib.corpus.masks.finders import Finder, is_bounded
 
 _FEWEST_DIGITS = 8
-# More bytes than the patterns below match: with a country code, and without one.
+# Upper bounds on the bytes that the patterns below match, with and without a country code.
 _LONGEST = 256
 _LONGEST_NATIONAL = 128
 _MOST_DIGITS = 15  # the most digits that E.164 allows

@@ -156,8 +156,8 @@ def _describe_extraction(tally: Tally, row_options: RowOptions) -> Section:
         counts = f"{tally.extracted[kind]:,}", f"{sum(problems.values()):,}"
         rows.append([EXTRACTORS[kind].label, *counts, reasons])
     note = (
-        "Documents whose text was extracted, and documents that gave none; errors.jsonl lists the "
-        "latter. Some pages or chapters of an extracted document may be missing."
+        "Documents whose text was extracted, and documents that gave no text. errors.jsonl lists "
+        "those without text. Some pages or chapters of an extracted document may be missing."
     )
     return Section("Extraction", note, ["kind", "extracted", "without text", "problems"], rows)
 

@@ -132,8 +132,8 @@ class CorpusFacts:
         problems = []
         if self.uncounted:
             problems.append(
-                f"An earlier version built {units.counted(self.uncounted, 'work unit')}; the rows "
-                "from there are missing from the lengths, sources, languages and samples."
+                f"An earlier version built {units.counted(self.uncounted, 'work unit')}; "
+                "their rows are missing from the lengths, sources, languages and samples."
             )
         if self.failed_files:
             problems.append(

@@ -33,7 +33,7 @@ class PhraseList:
 
     @cached_property
     def _is_start(self) -> np.ndarray:
-        """Return by the highest bits of a word's hash whether a phrase may begin with it."""
+        """Return whether a phrase may begin with a word, by the highest bits of the word's hash."""
         import numpy as np
 
         table = np.zeros(1 << _PREFIX_BITS, bool)

@@ -146,7 +146,7 @@ def test_reserved_characters_do_not_shift_the_mask(encoders: Encoders) -> None:
     ):
         encoded = coder(encoder, source).encode([make_chat(odd, odd, "\ufdd1", "\ufdd0")])
         assert trained(encoder, encoded) == [f"{odd}<|im_end|>", "\ufdd0<|im_end|>"]
-    half = make_chat("a", "b \udc80")  # of a character, as only an escape in JSON may spell it
+    half = make_chat("a", "b \udc80")  # half a character; only an escape in JSON can spell it
     [dropped] = coder(encoder, MARKED).encode([half]).dropped
     assert (dropped.kind, dropped.message) == (
         "control token",
