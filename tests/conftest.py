@@ -50,6 +50,18 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 gc.disable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without the mark that `-m` asks for first.
+
+    A third of the files contain slow tests, and importing the others would take seconds.
+    """
+    mark = (config.option.markexpr or "not").split()[0]
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if mark == "not" or not mark.isidentifier() or not is_test:
+        return None
+    return None if f"mark.{mark}" in collection_path.read_text("utf-8") else True
+
+
 def pytest_collection(session: pytest.Session) -> None:
     """Import the test files in a different order in each worker, if it collects all of them.
 
@@ -63,6 +75,7 @@ def pytest_collection(session: pytest.Session) -> None:
     names = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for path in sorted(ROOT.glob("tests/**/test_*.py"))
+        if not pytest_ignore_collect(path, session.config)
     ]
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     first = int(worker[2:]) * len(names) // workers
@@ -214,6 +227,19 @@ def run_stage(
             f"{expect}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
         )
     return result
+
+
+def run_code(
+    code: str, *arguments: object, cwd: Path, **options: Any
+) -> subprocess.CompletedProcess:
+    """Run Python code, as `python -c` does, in a fork that has imported torch and transformers.
+
+    options: as for `run_stage`.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / "code.py"
+        script.write_text(code)
+        return run_stage(str(script), *arguments, cwd=cwd, **options)
 
 
 def run_forked(

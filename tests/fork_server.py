@@ -211,10 +211,36 @@ def _speed_up_stages() -> None:
         _read_settings()
 
     offline.enable = enable
+    _fork_servers_of_workers()
     # Plots and pages take half of the time of a tiny run.
     _DRAWN.update({metrics.Curve: metrics.Curve.draw, PageWriter: PageWriter.start})
     metrics.Curve.draw = lambda *arguments: None
     PageWriter.start = lambda *arguments, **options: None
+
+
+def _fork_servers_of_workers() -> None:
+    """Let stage 02 fork the server of its worker processes, whose imports take half a second."""
+    from multiprocessing import util
+
+    spawn = util.spawnv_passfds
+
+    def fork_or_spawn(path: bytes, words: list[str], files: list[int]) -> int:
+        if "multiprocessing.forkserver" not in words[-1]:
+            return spawn(path, words, files)
+        if pid := os.fork():
+            return pid
+        try:
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.SIG_DFL)
+            kept = sorted({0, 1, 2, *files})
+            for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+                os.closerange(low + 1, high)
+            exec(words[-1], {})
+        finally:
+            os._exit(0)
+
+    util.spawnv_passfds = fork_or_spawn
 
 
 def _draw_pages() -> None:

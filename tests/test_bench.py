@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ from lib.train import bench
 from lib.train.command_line import parse_options
 from lib.train.new_model import model_from_scratch
 from tests import forks
-from tests.conftest import ROOT, free_port, run_stage, stage_command, start_stage
+from tests.conftest import ROOT, free_port, run_stage, start_stage
 from tests.test_stage_04_experts import MIXTRAL
 from tests.test_stage_04_float8 import allow_float8_anywhere  # noqa: F401 (for `before`)
 from tests.training import save_model
@@ -33,6 +34,7 @@ from tests.training import save_model
 STAGE = "04_train_fsdp.py"
 SMALL = ("--bench", "--model-size", "1M", "-s", 32, "-b", 1)
 DELAY_S = 0.4
+_CLONE_NEWNS = 0x20000  # of Linux: a namespace of mounts
 PHASES = ("data", "forward", "backward", "update")
 
 
@@ -196,25 +198,35 @@ def test_a_signal_ends_a_bench_without_files(tmp_path: Path, number: int) -> Non
     assert list(tmp_path.iterdir()) == [log]
 
 
+def enter_read_only(_: int) -> None:
+    _enter_file_system("ro")
+
+
+def enter_full(_: int) -> None:
+    _enter_file_system("size=4k,nr_inodes=1")
+
+
+def _enter_file_system(options: str) -> None:
+    """Mount a tmpfs for this process alone, and work in it; root may not write there either."""
+    if ctypes.CDLL(None).unshare(_CLONE_NEWNS):
+        raise OSError("this process may not unshare its mounts")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", "place"], check=True)
+    os.chdir("place")
+    os.environ["HOME"] = "/nonexistent"
+
+
 @pytest.mark.slow
 def test_a_bench_needs_no_writable_directory(tmp_path: Path) -> None:
-    """Also root has no right to write there, in a mount namespace where the file system is full."""
-    place = tmp_path / "place"
-    place.mkdir()
-    mount = 'mount -t tmpfs -o "$1" none "$2" && cd "$2" && shift 2 && exec "$@"'
-    for options in ("ro", "size=4k,nr_inodes=1"):  # not writable; full
-        command = ["unshare", "--mount", "bash", "-c", mount, "bash", options, place]
-        done = subprocess.run(
-            [*command, *stage_command(STAGE, *SMALL)],
-            env={**os.environ, "HOME": "/nonexistent"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    (tmp_path / "place").mkdir()
+    for enter in (enter_read_only, enter_full):
+        before = f"{__name__}:{enter.__name__}"
+        done = run_stage(STAGE, *SMALL, cwd=tmp_path, expect=None, before=before)
         if "unshare" in done.stderr or "mount" in done.stderr:
             pytest.skip(f"needs to mount a tmpfs: {done.stderr.strip()}")
         assert done.returncode == 0, done.stderr[-2000:]
         assert json.loads(done.stdout.splitlines()[-1])["ranks"] == 1
+    assert not list((tmp_path / "place").iterdir())
 
 
 def test_without_room_for_temporary_files_the_error_names_them(
@@ -238,28 +250,22 @@ def test_launchers_start_a_bench_on_one_node_and_on_two(tmp_path: Path) -> None:
     environment = {**os.environ, **forks.CPU_VARIABLES, "PYTHON": sys.executable}
     run = {"cwd": tmp_path, "env": environment, "text": True, "stdout": subprocess.PIPE}
     one = ["bash", scripts / "single_node.sh", "--nproc-per-node", "2", "--", *map(str, SMALL)]
-    done = subprocess.run(one, **run, timeout=300)
-    assert done.returncode == 0 and read_result(done.stdout)["ranks"] == 2
-
-    # Two launches measure different nodes at the same time, in the same directory.
-    ports = [str(free_port()), str(free_port())]
     several = ["bash", scripts / "multi_node.sh", "--nnodes", "2", "--nproc-per-node", "1"]
+    several += ["--head", "127.0.0.1", "--port", str(free_port())]
+    # Two launches measure different nodes at the same time, in the same directory.
     launchers = [
-        subprocess.Popen(
-            [
-                *(*several, "--head", "127.0.0.1", "--port", port),
-                *("--node-rank", str(rank), "--", *map(str, SMALL)),
-            ],
-            **run,
+        subprocess.Popen(command, **run)
+        for command in (
+            one,
+            *([*several, "--node-rank", str(rank), "--", *map(str, SMALL)] for rank in range(2)),
         )
-        for port in ports
-        for rank in range(2)
     ]
     printed = [launcher.communicate(timeout=300)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0] * 4, printed
-    for head, other in (printed[:2], printed[2:]):
-        result = read_result(head)
-        assert (result["ranks"], result["nodes"]) == (2, 2) and "{" not in other
+    assert [launcher.returncode for launcher in launchers] == [0] * 3, printed
+    alone, head, other = printed
+    assert read_result(alone)["ranks"] == 2
+    result = read_result(head)
+    assert (result["ranks"], result["nodes"]) == (2, 2) and "{" not in other
     assert not list(tmp_path.iterdir())
 
 

@@ -11,10 +11,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -47,117 +45,179 @@ for kind in registry.OPTIMIZERS:
 """
 
 
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """Return a copy of the code."""
+Run = Callable[..., str]
+
+
+def replace_in(path: Path, before: str, after: str) -> None:
+    text = path.read_text("utf-8")
+    assert before in text
+    path.write_text(text.replace(before, after))
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+def follow_recipes(copy: Path) -> None:
+    """Change a copy of the code as the sections of docs/explanation/design.md say."""
+    (option,) = blocks("How to add an option")
+    derived, rule = blocks("How to add a derived option")
+    before = "    config: Path | None = option("
+    replace_in(copy / "lib/train/config.py", before, option + derived + before)
+    append(copy / "lib/train/settle.py", "\n\n" + rule)
+
+    row, module = blocks("How to add an optimizer")
+    append(copy / "lib/optim/registry.py", "\n\n" + row)
+    (copy / "lib/optim/signs.py").write_text(module)
+
+    line, module = blocks("How to wrap attention")
+    (copy / "lib/parallel/ranges.py").write_text(module)
+    path = copy / "lib/train/model.py"
+    before = "    attention.avoid_device_reads(model"
+    replace_in(path, before, line + before)
+    first = "from lib.parallel.compiling import"
+    replace_in(path, first, f"from lib.parallel import ranges\n{first}")
+
+    row, module = blocks("How to add a model change")
+    append(copy / "lib/models/model_changes.py", "\n" + row)
+    (copy / "lib/models/scaled.py").write_text(module)
+
+    fields, rows = blocks("How to add a filter to stage 02")
+    before = "    @property\n    def splits("
+    fields = textwrap.indent(fields, "    ") + "\n"
+    replace_in(copy / "lib/corpus/row_options.py", before, fields + before)
+    path = copy / "lib/corpus/selection.py"
+    replace_in(path, "import dataclasses\n", "import dataclasses\nimport hashlib\n")
+    before = "\n\ndef _is_on("
+    replace_in(path, before, f"\n\n{rows}{before}")
+
+
+def test_the_recipes_work_on_one_copy_of_the_code(tmp_path: Path) -> None:
+    """All are followed together, so that one process imports the changed code for all checks."""
     for name in ("lib", "launch"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
     for name in ("02_build_hf_dataset.py", "04_train_fsdp.py", "tests/fork_server.py"):
         shutil.copyfile(ROOT / name, tmp_path / name)
-    return tmp_path
+    follow_recipes(tmp_path)
+    prepare_project(tmp_path)
+    server = forks.ForkServer("stages", tmp_path)
+    environment = {**os.environ, **forks.CPU_VARIABLES}
 
-
-@pytest.fixture
-def run_changed(copy: Path) -> Iterator[Callable[..., str]]:
-    """Return a function that runs scripts of the copy as forks, and returns what they print.
-
-    The first call imports the code, so it comes after all changes.
-    """
-    servers: list[forks.ForkServer] = []
-
-    def run_fork(script: str, *words: object, expect: int = 0) -> str:
-        if not servers:
-            servers.append(forks.ForkServer("stages", copy))
-        environment = {**os.environ, **forks.CPU_VARIABLES}
-        path = str(copy / script)
-        done = run_forked(servers[0], [path], path, words, copy, environment, 0, 120)
+    def run(script: str, *words: object, expect: int = 0) -> str:
+        """Run a script of the copy as a fork, and return what it prints."""
+        path = str(tmp_path / script)
+        done = run_forked(server, [path], path, words, tmp_path, environment, 0, 120)
         assert done.returncode == expect, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    yield run_fork
-    for server in servers:
+    try:
+        for check in (
+            check_options,
+            check_optimizer,
+            check_wrapper_of_attention,
+            check_model_change,
+            check_filter,
+        ):
+            check(tmp_path, run)
+    finally:
         server.close()
 
 
-def run(*words: object, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_an_option(copy: Path) -> None:
-    path = copy / "lib/train/config.py"
-    text = path.read_text("utf-8")
-    (field,) = blocks("How to add an option")
-    before = "    config: Path | None = option("
-    assert before in text
-    path.write_text(text.replace(before, field + before))
-    assert "--greeting GREETING" in run("04_train_fsdp.py", "--help-all", cwd=copy)
-
-
-def test_a_derived_option_is_one_field_and_one_rule(
-    copy: Path, run_changed: Callable[..., str]
-) -> None:
-    field, rule = blocks("How to add a derived option")
-    path = copy / "lib/train/config.py"
-    before = "    config: Path | None = option("
-    path.write_text(path.read_text("utf-8").replace(before, field + before))
-    with (copy / "lib/train/settle.py").open("a") as file:
-        file.write("\n\n" + rule)
-    prepare_project(copy)
+def check_options(copy: Path, run: Run) -> None:
+    """A derived option is one field and one rule."""
+    assert "--greeting GREETING" in run("04_train_fsdp.py", "--help-all")
     train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "-s", 64, "--dry-run")
-    assert "--log-tokens 640 (--log-freq)" in run_changed(*train)
-    assert "(--log-freq)" not in run_changed(*train, "--log-tokens", 7)
+    assert "--log-tokens 640 (--log-freq)" in run(*train)
+    assert "(--log-freq)" not in run(*train, "--log-tokens", 7)
 
 
-def test_an_optimizer(copy: Path, run_changed: Callable[..., str]) -> None:
-    row, module = blocks("How to add an optimizer")
-    with (copy / "lib/optim/registry.py").open("a") as file:
-        file.write("\n\n" + row)
-    (copy / "lib/optim/signs.py").write_text(module)
-    prepare_project(copy)
+def check_optimizer(copy: Path, run: Run) -> None:
     train = (
         *("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--precision", "fp32"),
         *("--optimizer", "signs", "-s", 64, "-b", 2, "--ckpt-freq", 2, "--eval-freq", 0),
     )
-    assert "--momentum X" in run_changed("04_train_fsdp.py", "--help-all")
+    assert "--momentum X" in run("04_train_fsdp.py", "--help-all")
     for options, error in (
         (("--momentum", 1), "the momentum must be below 1"),
         (("--momentum", 0.5, "--optimizer", "adamw"), "--momentum belongs to --optimizer signs"),
         (("--lr", 0.05), "--lr 0.05 is too large"),
     ):
-        assert error in run_changed(*train, *options, expect=2)
-    run_changed(*train, "--max-steps", 2)
-    assert "step 2 of 4" in run_changed(*train, "--max-steps", 4)
+        assert error in run(*train, *options, expect=2)
+    run(*train, "--max-steps", 2)
+    assert "step 2 of 4" in run(*train, "--max-steps", 4)
     assert "signs" in (copy / "outputs/x/checkpoints/step_00000004/COMMIT.json").read_text()
     (copy / "count_states.py").write_text(COUNT_STATES)
-    run_changed("count_states.py")
+    run("count_states.py")
 
 
-def test_a_wrapper_of_attention(copy: Path) -> None:
+def check_wrapper_of_attention(copy: Path, run: Run) -> None:
     """The profile of a run contains the range that the wrapper opens."""
-    line, module = blocks("How to wrap attention")
-    prepare_project(copy)
-    train = (
+    run(
         *("04_train_fsdp.py", "-d", "corpus", "-m", "model", "--precision", "fp32", "-s", 64),
         *("-b", 2, "--packing", "documents", "--attention", "varlen", "--eval-freq", 0),
-        *("--max-steps", 3, "--log-freq", 1),
+        *("--max-steps", 3, "--log-freq", 1, "-e", "wrapped", "--profile", "2:3"),
     )
-    (copy / "lib/parallel/ranges.py").write_text(module)
-    path = copy / "lib/train/model.py"
-    text = path.read_text("utf-8")
-    before = "    attention.avoid_device_reads(model"
-    assert before in text
-    text = text.replace(before, line + before)
-    first = "from lib.parallel.compiling import"
-    assert first in text
-    path.write_text(text.replace(first, f"from lib.parallel import ranges\n{first}"))
-    run(*train, "-e", "wrapped", "--profile", "2:3", cwd=copy)
     [table] = (copy / "outputs/wrapped/profile").glob("*.txt")
     assert "attention of a layer" in table.read_text("utf-8")
+
+
+FOLD_CHANGE = """
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+from lib.models import model_changes
+from lib.models.sharded import Placement
+model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    num_attention_heads=2)) for _ in range(2))
+changes = model_changes.build_changes({"scaled": {"ends": ".mlp.down_proj"}})
+added, descriptions = model_changes.apply_changes(model, changes, Placement())
+tensors = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
+model.load_state_dict(tensors)
+factors = {name: tensors.pop(name) for name in added}
+plain.load_state_dict({name: model_changes.fold_tensor(changes, plain, name, tensor, factors)
+                       for name, tensor in tensors.items()})
+tokens = torch.arange(24).reshape(2, 12)
+torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
+print(descriptions)
+"""
+
+
+def check_model_change(copy: Path, run: Run) -> None:
+    (copy / "fold_change.py").write_text(FOLD_CHANGE)
+    assert "['2 layers scaled']\n" in run("fold_change.py")
+
+
+def check_filter(copy: Path, run: Run) -> None:
+    texts = ["LOUD AND LARGE", "a text of some length which begins as others do", "another one"]
+    texts += [texts[1] + " and goes on", "ANOTHER LOUD ONE"]
+    (copy / "raw").mkdir()
+    for number, text in enumerate(texts):
+        (copy / f"raw/{number}.txt").write_text(text)
+    build = ("02_build_hf_dataset.py", "--data-folder", "raw", "--no-progress", "--save-dir")
+    run(*build, "plain")
+    printed = run(*build, "chosen", "--max-capitals", "0.5", "--unique-beginnings")
+    assert "2 rows dropped by --max-capitals 0.5" in printed
+    assert "1 row dropped by --unique-beginnings" in printed
+    plain, chosen = (
+        json.loads((copy / name / "manifest.json").read_text()) for name in ("plain", "chosen")
+    )
+    assert plain["summary"]["rows"] == 5
+    assert "max_capitals" not in plain["identity"]["options"]  # older datasets stay what they are
+    assert {name: chosen["summary"][name] for name in ("rows", "capitals", "same_beginnings")} == {
+        "rows": 2,
+        "capitals": 2,
+        "same_beginnings": 1,
+    }
+    problems = [
+        json.loads(line) for line in (copy / "chosen/errors.jsonl").read_text().splitlines()
+    ]
+    assert {problem["path"]: problem["kind"] for problem in problems} == {
+        "0.txt": "capitals",
+        "3.txt": "beginning",
+        "4.txt": "capitals",
+    }
 
 
 def test_a_wrapper_reaches_every_implementation_of_attention(tmp_path: Path) -> None:
@@ -204,78 +264,3 @@ print(*calls)
     printed = run_stage(str(tmp_path / "wrap.py"), cwd=tmp_path).stdout
     names = ("sdpa", "eager", "varlen", "flash_attention_2", "flex_attention")
     assert printed.split() == [name for name in names for _ in range(2)]
-
-
-def test_a_model_change(copy: Path) -> None:
-    row, module = blocks("How to add a model change")
-    with (copy / "lib/models/model_changes.py").open("a") as file:
-        file.write("\n" + row)
-    (copy / "lib/models/scaled.py").write_text(module)
-    assert (
-        run(
-            "-c",
-            """
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-from lib.models import model_changes
-from lib.models.sharded import Placement
-model, plain = (AutoModelForCausalLM.from_config(LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-    num_attention_heads=2)) for _ in range(2))
-changes = model_changes.build_changes({"scaled": {"ends": ".mlp.down_proj"}})
-added, descriptions = model_changes.apply_changes(model, changes, Placement())
-tensors = {name: tensor * 1.5 for name, tensor in model.state_dict().items()}
-model.load_state_dict(tensors)
-factors = {name: tensors.pop(name) for name in added}
-plain.load_state_dict({name: model_changes.fold_tensor(changes, plain, name, tensor, factors)
-                       for name, tensor in tensors.items()})
-tokens = torch.arange(24).reshape(2, 12)
-torch.testing.assert_close(plain(tokens).logits, model(tokens).logits)
-print(descriptions)
-""",
-            cwd=copy,
-        )
-        == "['2 layers scaled']\n"
-    )
-
-
-def test_a_filter_of_stage_02(copy: Path) -> None:
-    fields, rows = blocks("How to add a filter to stage 02")
-    options = copy / "lib/corpus/row_options.py"
-    before = "    @property\n    def splits("
-    text = options.read_text("utf-8")
-    assert before in text
-    options.write_text(text.replace(before, textwrap.indent(fields, "    ") + "\n" + before))
-    selection = copy / "lib/corpus/selection.py"
-    tables, end, functions = selection.read_text("utf-8").partition("\n\ndef _is_on(")
-    assert end
-    tables = tables.replace("import dataclasses\n", "import dataclasses\nimport hashlib\n", 1)
-    selection.write_text(f"{tables}\n\n{rows}{end}{functions}")
-    texts = ["LOUD AND LARGE", "a text of some length which begins as others do", "another one"]
-    texts += [texts[1] + " and goes on", "ANOTHER LOUD ONE"]
-    (copy / "raw").mkdir()
-    for number, text in enumerate(texts):
-        (copy / f"raw/{number}.txt").write_text(text)
-    build = ("02_build_hf_dataset.py", "--data-folder", "raw", "--no-progress", "--save-dir")
-    run(*build, "plain", cwd=copy)
-    printed = run(*build, "chosen", "--max-capitals", "0.5", "--unique-beginnings", cwd=copy)
-    assert "2 rows dropped by --max-capitals 0.5" in printed
-    assert "1 row dropped by --unique-beginnings" in printed
-    plain, chosen = (
-        json.loads((copy / name / "manifest.json").read_text()) for name in ("plain", "chosen")
-    )
-    assert plain["summary"]["rows"] == 5
-    assert "max_capitals" not in plain["identity"]["options"]  # older datasets stay what they are
-    assert {name: chosen["summary"][name] for name in ("rows", "capitals", "same_beginnings")} == {
-        "rows": 2,
-        "capitals": 2,
-        "same_beginnings": 1,
-    }
-    problems = [
-        json.loads(line) for line in (copy / "chosen/errors.jsonl").read_text().splitlines()
-    ]
-    assert {problem["path"]: problem["kind"] for problem in problems} == {
-        "0.txt": "capitals",
-        "3.txt": "beginning",
-        "4.txt": "capitals",
-    }

@@ -343,7 +343,7 @@ def test_only_the_launcher_of_node_0_calls_and_all_leave_after_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
+@pytest.mark.parametrize("victim", ["rank", pytest.param("launcher", marks=pytest.mark.long)])
 def test_a_real_launch_calls_once_after_a_kill(project: Path, victim: str) -> None:
     environment = {**os.environ, "PYTHON": sys.executable, "BACKOFF_SECONDS": "0.1"}
     launch = ["bash", ROOT / "launch" / "single_node.sh", "--nproc-per-node", 2, "--"]

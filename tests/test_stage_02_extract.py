@@ -124,9 +124,8 @@ def test_workers_machines_and_hanging_documents_give_the_same_bytes(stage, tmp_p
     assert [path.rpartition("/")[2] for path, kind in listed.items() if kind == "timeout"] == [
         "hang.html"
     ]
-    for workers in (2, 3):
-        stage(SCRIPT, *options, "--save-dir", f"by{workers}", "--num-workers", workers)
-        assert content(tmp_path / f"by{workers}") == one
+    stage(SCRIPT, *options, "--save-dir", "by3", "--num-workers", 3)
+    assert content(tmp_path / "by3") == one
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
     stage(SCRIPT, *options, "--save-dir", "many", "--merge")

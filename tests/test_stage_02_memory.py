@@ -59,11 +59,11 @@ def lines(path: Path, megabytes: int) -> None:
 @pytest.mark.slow
 def test_sixteen_times_the_input_takes_no_more_memory(tmp_path):
     peaks = {}
-    for times in (1, 4, 16):
-        lines(tmp_path / f"x{times}/a.jsonl", 50 * times)
+    for times in (1, 16):
+        lines(tmp_path / f"x{times}/a.jsonl", 30 * times)
         peaks[times] = peak_of_run(tmp_path / f"x{times}", "--dedup", "exact")
     assert max(peaks.values()) < GIGABYTE, peaks
-    assert peaks[16] < 1.5 * peaks[4], peaks
+    assert peaks[16] < 1.5 * peaks[1], peaks
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_near_duplicates_take_no_more_memory_for_sixteen_times_the_input(tmp_pat
         path = tmp_path / f"x{times}/a.jsonl"
         path.parent.mkdir()
         with path.open("w") as file:
-            while file.tell() < 10 * MEGABYTE * times:
+            while file.tell() < 6 * MEGABYTE * times:
                 text = " ".join(draw.choices(words, k=300))
                 for end in ("", " one", " two"):  # two of three rows are near duplicates
                     file.write(json.dumps({"t": text + end}) + "\n")

@@ -251,6 +251,10 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeyp
         steps.append(step)
         with pytest.raises(KeyboardInterrupt):
             build(spread, tmp_path / "out", SHAPE)
+    state = tmp_path / "out" / PLAN / "state.json"
+    recorded = state.read_text()
+    assert '"first_new": 0' in recorded
+    state.write_text(recorded.replace('"first_new": 0', '"first_new": 1'))
     for units in (0, 2, 5):
         build(spread, tmp_path / "out", SHAPE, units)
     parts = [*(tmp_path / "out" / PLAN / "parts").iterdir()]

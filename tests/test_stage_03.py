@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, StageRunner
+from tests.conftest import ROOT, StageRunner, run_code
 from tests.hub_models import (
     NAME,
     SCRIPT,
@@ -35,7 +34,7 @@ def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_p
     repo = hub.repos[NAME]
     change_config(repo, auto_map={"AutoModelForCausalLM": "model.Model"})  # ignored: a known type
     repo.cut[SHARDS[0]] = 100_000  # taken up where it broke
-    done = stage(SCRIPT, "--model-name", NAME, fresh=True)
+    done = stage(SCRIPT, "--model-name", NAME)
     target = tmp_path / TARGET
     there = {path.name: path.read_bytes() for path in target.iterdir()}
     made = json.loads(there.pop("manifest.json"))
@@ -63,13 +62,7 @@ def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_p
         "model = t.AutoModelForCausalLM.from_pretrained(where); "
         "print(model.num_parameters(), len(t.AutoTokenizer.from_pretrained(where)))"
     )
-    loaded = subprocess.run(
-        [sys.executable, "-c", load, moved],
-        text=True,
-        capture_output=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=True,
-    )
+    loaded = run_code(load, moved, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert loaded.stdout.split() == [str(made["summary"]["parameters"]), "256"]
 
 

@@ -7,18 +7,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load
 
-from tests.conftest import StageRunner
+from tests.conftest import StageRunner, run_code
 from tests.hub_models import NAME, SCRIPT, SHARDS, TARGET, change_config, list_model_dirs
 from tests.hub_server import HubServer, Repo
 
@@ -96,13 +93,7 @@ def test_shards_of_pickles_become_shards(hub, weights, stage: StageRunner, tmp_p
         "m, i = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], "
         "output_loading_info=True); print(not any(i.values()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", load_all, tmp_path / TARGET],
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        check=True,
-    )
+    done = run_code(load_all, tmp_path / TARGET, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert done.stdout.strip() == "True"
 
 
@@ -181,13 +172,7 @@ def test_code_is_downloaded_only_when_trusted(hub, novel, stage: StageRunner, tm
         "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained("
         "sys.argv[1], trust_remote_code=True); print(type(m).__name__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", offline, target],
-        text=True,
-        capture_output=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        check=True,
-    )
+    done = run_code(offline, target, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
     assert done.stdout.strip() == "NovelForCausalLM"
     with (target / "layers_novel.py").open("a") as file:
         file.write("#")

@@ -106,14 +106,14 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(trained: Path, project: Path):
-    """The killed launch draws no plot, and its successor is a launch as a user types it."""
+    """The killed launch draws no plot, but its successor does."""
     launch = start_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2)
     log = project / "outputs" / "two" / "metrics.jsonl"
     while not (log.exists() and len(log.read_text().splitlines()) >= 6):
         assert not launch.poll(0.005)
     launch.kill()
     assert max(list_saved_steps(project, "two")) < STEPS
-    run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2, fresh=True)
+    run_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2, pages=True)
     picture = project / "outputs" / "two" / "loss.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
     exact = ("step", "train/loss", "train/grad_norm", "train/learning_rate", "train/tokens_seen")

@@ -32,21 +32,15 @@ def train_within(size: int, project: Path, *arguments: object) -> subprocess.Com
         )
 
 
+LARGE = (
+    *("-e", "large", "--from-scratch", "--model-size", "350M", "--tokenizer", "model"),
+    *("-s", 64),
+)
+
+
 @pytest.mark.slow
 def test_a_model_that_is_too_large_is_refused_before_it_allocates_memory(project: Path) -> None:
-    """The kernel would kill such a process; with --plan-only-warn it does."""
-    large = (
-        "-e",
-        "large",
-        "--from-scratch",
-        "--model-size",
-        "350M",
-        "--tokenizer",
-        "model",
-        "-s",
-        64,
-    )
-    done = train_within(1_500_000_000, project, *large)
+    done = train_within(1_500_000_000, project, *LARGE)
     assert done.returncode == 2, done.stdout + done.stderr
     needs, has = map(
         float,
@@ -64,7 +58,11 @@ def test_a_model_that_is_too_large_is_refused_before_it_allocates_memory(project
         done.stderr,
     )
     assert not (project / ".cache/tokens").exists() and not (project / "outputs").exists()
-    started = train_within(1_500_000_000, project, *large, "--plan-only-warn")
+
+
+@pytest.mark.long
+def test_the_kernel_kills_a_model_that_is_too_large(project: Path) -> None:
+    started = train_within(1_500_000_000, project, *LARGE, "--plan-only-warn")
     assert (
         started.returncode == -9
         and "warning: this run does not fit: a rank needs" in started.stdout

@@ -94,18 +94,22 @@ def test_speed_options_do_not_change_the_losses_of_windows(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "before"),
     [
-        ("--attention", "varlen"),
-        pytest.param(("--attention", "varlen", "--compile", "on"), marks=pytest.mark.slow),
+        pytest.param((), "", id="varlen"),
+        pytest.param(
+            ("--compile", "on"), "tests.training:note_graphs", id="graphs", marks=pytest.mark.slow
+        ),
+        pytest.param(("--compile", "on"), "", id="compiled", marks=pytest.mark.long),
     ],
-    ids=lambda options: "-".join(map(str, options)),
 )
 def test_speed_options_do_not_change_the_losses_of_documents(
-    plain: Path, options: tuple[object, ...]
+    plain: Path, request: pytest.FixtureRequest, options: tuple[object, ...], before: str
 ) -> None:
-    name = "x".join(options).strip("-")
-    run_stage("04_train_fsdp.py", "-e", name, *DOCUMENTS, *options, cwd=plain)
+    """Compiling C++ takes a minute; in `graphs`, torch runs the captured graphs instead."""
+    name = request.node.callspec.id
+    options = ("--attention", "varlen", *options)
+    run_stage("04_train_fsdp.py", "-e", name, *DOCUMENTS, *options, cwd=plain, before=before)
     assert figures(plain, name) == pytest.approx(figures(plain, "documents"), rel=1e-4)
 
 

@@ -152,6 +152,8 @@ def test_a_killed_run_resumes_bit_for_bit(streamed: Path, tmp_path: Path):
     project = shutil.copytree(streamed, tmp_path, dirs_exist_ok=True)
     launch = start_stage("04_train_fsdp.py", "-e", "cut", *TRAIN, cwd=project, ranks=2)
     wait_for_save(launch, project / "outputs/cut")
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in list_workers(project.resolve())]
+    assert len(maps) == 2 and not [text for text in maps if "libtorch" in text]
     launch.kill()
     deadline = time.monotonic() + 20
     while list_workers(project.resolve()):

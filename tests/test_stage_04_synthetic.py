@@ -154,12 +154,12 @@ def test_a_bad_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_plans_and_preparation_need_no_data(tmp_path: Path) -> None:
     options = ("-e", "x", "-d", "synthetic", "--model-size", "tiny")
-    printed = run_stage(STAGE, *options, "--dry-run", cwd=tmp_path).stdout
-    assert "synthetic:100M" in printed and "100,000,000" not in printed
-    assert not list(tmp_path.iterdir())
+    plan = ("--dry-run", "--plan-gpus", "8,64", "--packing", "documents")
     printed = run_stage(
-        STAGE, *options, "--dry-run", "--plan-gpus", "8,64", "--packing", "documents", cwd=tmp_path
+        STAGE, *options, *plan, cwd=tmp_path, before="tests.training:plan_one_batch"
     ).stdout
-    assert "on 64 GPUs" in printed and not list(tmp_path.iterdir())
+    assert "synthetic:100M" in printed and "100,000,000" not in printed
+    assert "on 8 GPUs" in printed and "on 64 GPUs" in printed
+    assert not list(tmp_path.iterdir())
     printed = run_stage(STAGE, *options, "--prepare-only", cwd=tmp_path).stdout
     assert "next:" in printed and not (tmp_path / "outputs").exists()

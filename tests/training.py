@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,25 @@ def list_saved_steps(root: Path, experiment: str) -> list[int]:
     """Return the steps of the checkpoints, oldest first."""
     folder = root / "outputs" / experiment / "checkpoints"
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+def plan_one_batch(rank: int) -> None:
+    """Let a plan trace one batch size only, as a function that a fork calls first."""
+    from lib.planning import memory
+
+    memory._BATCH_FACTORS = (1,)
+
+
+def note_graphs(rank: int) -> None:
+    """Let torch.compile generate no code, and add a line to graphs.txt for each of its graphs."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    def note(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        with Path("graphs.txt").open("a") as file:
+            file.write(f"{len(inputs)} inputs\n")
+        return aot_eager(graph, inputs)
+
+    torch.compile = functools.partial(torch.compile, backend=note)
 
 
 @pytest.fixture(scope="module")

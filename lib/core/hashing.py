@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ with suppress(ImportError):  # without it manifests use sha256: slower, never we
 
 FAST = [*_ALGORITHMS][-1]
 _CHUNK = 1 << 22
+_SEAL = "digest"  # the key of the digest in a sealed record
 
 
 def new_hasher(algorithm: str = FAST) -> Hasher:
@@ -156,3 +157,22 @@ def fingerprint(value: Any) -> str:
     """Return 16 hex digits that identify a JSON-like value, whatever the order of its keys."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def seal_record(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as values for JSON, with a digest of its content."""
+    plain = json.loads(json.dumps(content))
+    return plain | {_SEAL: fingerprint(plain)}
+
+
+def open_record(record: Any) -> dict[str, Any]:
+    """Return the content of a record of `seal_record`. Raises ValueError if it is damaged.
+
+    Records of earlier versions, which have no digest, are accepted.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("it contains no record")
+    content = {key: value for key, value in record.items() if key != _SEAL}
+    if record.get(_SEAL, "") not in ("", fingerprint(content)):
+        raise ValueError("its content does not have the recorded digest")
+    return content

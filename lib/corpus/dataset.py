@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import manifest, reading, records
+from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
 from lib.corpus.decontaminate.prepared import PreparedOptions
@@ -376,7 +376,8 @@ class DatasetWriter:
         self._finished = []
 
         def write() -> None:
-            manifest.write_json(self._directory / _PROGRESS, json.loads(text))
+            record = hashing.seal_record(json.loads(text))
+            manifest.write_json(self._directory / _PROGRESS, record)
             for path in finished:
                 path.unlink()
 
@@ -405,9 +406,10 @@ def _restore_progress(directory: Path) -> dict[str, Any]:
     """Truncate a directory's files to the recorded progress and return it ({}: start anew)."""
     shards.restore_names(directory)
     try:
-        progress = reading.with_retries(
+        record = reading.with_retries(
             lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
         )
+        progress = hashing.open_record(record)
         if progress["version"] != _VERSION or any(
             records.safe_join(directory, name).stat().st_size < size
             for name, size in progress["files"].items()

@@ -165,7 +165,7 @@ def check_parts(
                 *map(
                     str, find_differences(content["identity"], make_parts_identity(identity, files))
                 )
-            ] or manifest.find_damage(locate_parts(save_dir) / name, content, deep=False)
+            ] or _find_damage(locate_parts(save_dir) / name, content)
             total += sum(entry["bytes"] for entry in content["files"])
             versions.add(json.dumps(content["versions"], sort_keys=True))
         if errors:
@@ -186,6 +186,18 @@ def check_parts(
             "built on one machine may differ"
         )
     return total
+
+
+def _find_damage(directory: Path, content: dict[str, Any]) -> list[str]:
+    """Return sentences about damaged files of a split's parts, by their sizes.
+
+    The records of the units are compared by their content. They contain the digests of the other
+    files, which are compared when they are read.
+    """
+    of_units = [each for each in content["files"] if each["path"].endswith(f".{work_units.RECORD}")]
+    return manifest.find_damage(directory, content, deep=False) or manifest.find_damage(
+        directory, content | {"files": of_units}, deep=True
+    )
 
 
 def read_results(units: Sequence[WorkUnit], work: Path | None = None) -> Iterator[UnitResult]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -223,6 +224,18 @@ class Encoder:
         return bool(texts) and np.array_equal(
             self._engine.encode(texts)[0], self._engine.encode(cut)[0]
         )
+
+
+def make_worker_encoder(directory: Path) -> Encoder:
+    """Return the Encoder of a worker process, which uses one thread.
+
+    Tokenizers of transformers need no torch. Without it a worker starts in a quarter of the time
+    and takes a third of the memory. Afterwards this process cannot import torch.
+    """
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # of Python: import fails
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
+    return Encoder(directory, 1)
 
 
 def estimate_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:

@@ -26,7 +26,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.workers import Worker
 from lib.tokens import dataset_errors, order, raw_reader
 from lib.tokens.batches import Cursor, DataStream, Position, Step, make_micro_batch, read_ahead
-from lib.tokens.encode import Encoder
+from lib.tokens.encode import Encoder, make_worker_encoder
 from lib.tokens.order import Division
 from lib.tokens.raw_reader import Block, SkippedRecords, find_texts
 from lib.tokens.raw_shards import Fetcher, RawShards, Span
@@ -396,7 +396,7 @@ def make_block_encoder(
 
     sample: texts for the choice of the engine.
     """
-    encoder = Encoder(tokenizer, 1)
+    encoder = make_worker_encoder(tokenizer)
     encoder.tune(sample)
     return partial(encode_block, encoder, text_field)
 

@@ -141,13 +141,21 @@ def test_results_are_the_same_for_any_ranks_and_batch_size(place: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mixtral", "gpt2"])
-def test_families(place: Path, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "torchrun"),
+    [
+        ("gemma3", False),
+        ("mixtral", False),
+        ("gpt2", False),
+        pytest.param("gpt2", True, marks=pytest.mark.long, id="gpt2-torchrun"),
+    ],
+)
+def test_families(place: Path, tmp_path: Path, family: str, torchrun: bool) -> None:
     save_tokenizer(tmp_path / "model", place / "text")
     save_model(tmp_path / "model", FAMILIES[family](VOCABULARY))
     suite = ("--suite", place / "suite", "--limit", 3)
     evaluate(tmp_path, "model", *suite, "--json", "one.json")
-    if family == "gpt2":
+    if torchrun:
         evaluate_with_torchrun(tmp_path, "model", *suite, "--json", "two.json")
     else:
         evaluate(tmp_path, "model", *suite, "--json", "two.json", ranks=2)

@@ -95,18 +95,15 @@ def test_scales_are_updated_after_each_step(group: dist.ProcessGroup) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_losses_are_within_a_percent_of_those_in_bf16(
-    group: dist.ProcessGroup, recipe: str
-) -> None:
-    expected = train(sharded(SMALL), 200)
-    found = train(sharded(SMALL, recipe), 200)
-    assert found[0] != expected[0] and expected[-1] < 0.5 * expected[0]
-    windows = [
-        (math.fsum(losses[at : at + 10]) for losses in (expected, found))
-        for at in range(0, 200, 10)
-    ]
-    assert all(mine == pytest.approx(of_bf16, rel=0.01) for of_bf16, mine in windows)
+def test_losses_are_within_a_percent_of_those_in_bf16(group: dist.ProcessGroup) -> None:
+    expected = train(sharded(SMALL), 100)
+    assert expected[-1] < 0.5 * expected[0]
+    for recipe in ("tensorwise", "rowwise"):
+        found = train(sharded(SMALL, recipe), 100)
+        assert found[0] != expected[0]
+        for at in range(0, 100, 10):
+            of_bf16, mine = (math.fsum(losses[at : at + 10]) for losses in (expected, found))
+            assert mine == pytest.approx(of_bf16, rel=0.01), (recipe, at)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 
 from lib.core.errors import StageError
 from lib.models import lookup
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_code
 from tests.training import save_model, save_tokenizer, write_corpus
 
 
@@ -43,7 +42,9 @@ def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
     torch.save(weights, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
     convert, train = refused(model).run.splitlines()
-    subprocess.run(convert, shell=True, check=True, capture_output=True)
+    python, option, code, *words = shlex.split(convert)
+    assert (python, option) == (sys.executable, "-c")
+    run_code(code, *words, cwd=Path.cwd())
     found = Path(shlex.split(train)[-1])
     assert lookup.find_model(str(found), Path(".cache")) == found
     converted = load_file(found / "model.safetensors")

@@ -82,8 +82,8 @@ class ModelFile(NamedTuple):
 
     labels: without their prefix. label_counts: occurrences of each label in the training data.
     dictionary: position of the first word. words: number of words. pruned: number of n-grams that
-    have a row, -1 if all hash values have one. index: position of the pairs (int32) of a hash value
-    and a row; row 0 is the first row after those of the words.
+    have a row, -1 if all hash values have one. index_start: position of the pairs (int32) of a hash
+    value and a row; row 0 is the first row after those of the words.
     """
 
     settings: ModelSettings
@@ -92,7 +92,7 @@ class ModelFile(NamedTuple):
     dictionary: int
     words: int
     pruned: int
-    index: int
+    index_start: int
     input: Matrix
     output: Matrix
 

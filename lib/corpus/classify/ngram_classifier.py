@@ -129,7 +129,7 @@ class _Subwords:
         # The row for each hash value of an n-gram; the number of rows means that it has no row.
         self._nothing = len(rows)
         self._table = np.full(self._buckets, self._nothing, np.min_scalar_type(self._nothing))
-        index = np.frombuffer(data, "<i4", 2 * model.pruned, model.index).reshape(-1, 2)
+        index = np.frombuffer(data, "<i4", 2 * model.pruned, model.index_start).reshape(-1, 2)
         index = index[(index[:, 0] >= 0) & (index[:, 0] < self._buckets)]
         self._table[index[:, 0]] = model.words + index[:, 1]
 

@@ -111,8 +111,10 @@ def _agree(one: LineClassifier, two: LineClassifier) -> bool:
     import numpy as np
 
     lines = [line.encode() for line in _SAMPLE]
-    scores = [each.score_lines(lines, 0.0) for each in (one, two)]
-    return one.labels == two.labels and bool(np.allclose(*scores, atol=_TOLERANCE))
+    expected = two.score_lines(lines, 0.0)
+    return one.labels == two.labels and np.allclose(
+        one.score_lines(lines, 0.0), expected, atol=_TOLERANCE
+    )
 
 
 def encode_line(text: str) -> bytes:

@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import log, manifest, records, units, workers
+from lib.core import hashing, log, manifest, records, units, workers
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
 from lib.corpus import pool, work_units
@@ -62,7 +62,7 @@ class Planner:
     def __init__(
         self, directory: Path, row_options: RowOptions, files: Sequence[InputFile], count: int
     ) -> None:
-        self._state: dict[str, Any] = records.read_mapping(directory / near_plan.STATE)
+        self._state = _read_state(directory / near_plan.STATE)
         if self._state.get("version") != _VERSION:
             self._state = {"version": _VERSION}
             for path in directory.iterdir() if directory.is_dir() else ():
@@ -122,7 +122,8 @@ class Planner:
     def _note(self, **facts: Any) -> None:
         os.sync()  # the files of a step must be on disk before the record says that it is finished
         self._state |= facts
-        manifest.write_json(self._directory / near_plan.STATE, self._state)
+        record = hashing.seal_record(self._state)
+        manifest.write_json(self._directory / near_plan.STATE, record)
 
     def _array(self, name: str, dtype: Any, width: int = 0) -> DiskArray:
         return DiskArray(self._directory / name, dtype, width=width)
@@ -308,6 +309,14 @@ class Planner:
     def _delete(self, *names: str) -> None:
         for name in names:
             (self._directory / name).unlink()
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return the facts that finished steps have recorded, {} if they are missing or damaged."""
+    try:
+        return hashing.open_record(records.read_mapping(path))
+    except ValueError:
+        return {}
 
 
 def _prepare_grouping() -> Any:

@@ -247,11 +247,7 @@ def _show_near(near: NearFacts) -> list[Html]:
     formula = np.array([near.bands.find_probability(float(centre)) for centre in centres])
     gaps = np.zeros(COLUMNS, bool)
     curves = [Line("formula", formula, formula, gaps, {"bands": str(near.bands.number)})]
-    measured = {
-        recall_bin.similarity: recall_bin.measured
-        for recall_bin in near.recall
-        if recall_bin.measured is not None
-    }
+    measured = {row.similarity: row.measured for row in near.recall if row.measured is not None}
     if measured:
         low = np.full(COLUMNS, np.inf)
         for similarity, share in measured.items():
@@ -262,20 +258,12 @@ def _show_near(near: NearFacts) -> list[Html]:
     labels: list[tuple[str, Callable[[float], str]]] = [("Jaccard", lambda tick: f"{tick:g}")]
     title = "Probability that a pair of rows is compared"
     chart = draw_chart("recall", title, "probability", "wide zero", curves, 1.0, labels)
-    bins = [
-        (f"{recall_bin.similarity:.2f} to {recall_bin.similarity + 0.05:.2f}", recall_bin)
-        for recall_bin in near.recall
-    ]
+    bins = [(f"{row.similarity:.2f} to {row.similarity + 0.05:.2f}", row) for row in near.recall]
     if near.above:
         bins.append((f"all from {near.threshold:g} on", near.above))
     rows = [
-        [
-            name,
-            f"{recall_bin.pairs:,}",
-            format_share(recall_bin.expected),
-            _describe_recall(recall_bin.measured),
-        ]
-        for name, recall_bin in bins
+        [name, f"{row.pairs:,}", format_share(row.expected), _describe_recall(row.measured)]
+        for name, row in bins
     ]
     caption = f"{title}, by their Jaccard similarity"
     head = ["similarity", "sampled pairs", "formula", "measured"]

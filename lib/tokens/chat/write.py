@@ -30,7 +30,7 @@ from lib.tokens.chat.counts import ERRORS, ChatCounts
 from lib.tokens.chat.encode import ChatEncoder, DroppedChat
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
-from lib.tokens.encode import Encoder
+from lib.tokens.encode import Encoder, make_worker_encoder
 from lib.tokens.split_writer import Sink, SplitWriter, StoreContents
 from lib.tokens.store import LABEL_MASK
 
@@ -249,7 +249,7 @@ def _make_row_encoder(
     tokenizer_dir: Path, policy: ChatPolicy, sample: bytes | None
 ) -> Callable[[bytes], PreparedChats]:
     """Return the function that a worker process calls with the rows it receives."""
-    chats = ChatEncoder(policy, Encoder(tokenizer_dir, 1))
+    chats = ChatEncoder(policy, make_worker_encoder(tokenizer_dir))
     if sample:
         rows = conversations.read_valid_rows(_deserialise_rows(sample))
         chats.tune([chat for chat, _ in rows])
