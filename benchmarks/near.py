@@ -65,7 +65,7 @@ class Planter:
         self.documents = 0
         self.chains: list[list[int]] = []
         self.templates: list[int] = []
-        self.licences: dict[str, list[int]] = {"alone": [], "above other text": []}
+        self.licences: dict[str, list[int]] = {"a licence": [], "a licence above": []}
         self._draw = random.Random(seed)
         self._words = [
             "".join(self._draw.choices("etaoinshrdlucmfwypvbgk", k=1 + i % 11))
@@ -126,7 +126,7 @@ class Planter:
         """Write the licence with the name of another holder, alone or above other text."""
         licence = ["Copyright", *self._draw.choices(self._words, k=3), *self._licence]
         is_alone = self._draw.random() < 0.5
-        name = "alone" if is_alone else "above other text"
+        name = "a licence" if is_alone else "a licence above"
         text = [] if is_alone else self._make_text()
         self.licences[name].append(self._write(licence + text))
 

@@ -69,7 +69,9 @@ def write_ngram_classifier(path: Path) -> Path:
     of labels.
     """
     draw = np.random.default_rng(0)
-    dim, bucket, pruned = 5, 997, 300
+    dim = 5
+    bucket = 997
+    pruned = 300
     words = ["</s>", "the", "und", "é", "</", "дом", "漢字", "a_long_word_of_many_letters"]
     labels = {"de": 70, "en": 40, "zz": 40, "fr": 12, "ru": 5, "aa": 1}
     entries = [(word, 1, 0) for word in words]
