@@ -51,7 +51,7 @@ gc.disable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without the mark that `-m` asks for first.
+    """Skip test files that do not contain the first mark of `-m`.
 
     A third of the files contain slow tests, and importing the others would take seconds.
     """

@@ -219,7 +219,7 @@ def _speed_up_stages() -> None:
 
 
 def _fork_servers_of_workers() -> None:
-    """Let stage 02 fork the server of its worker processes, whose imports take half a second."""
+    """Let stage 02 fork the server of its workers, since its imports would take half a second."""
     from multiprocessing import util
 
     spawn = util.spawnv_passfds

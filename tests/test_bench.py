@@ -34,7 +34,7 @@ from tests.training import save_model
 STAGE = "04_train_fsdp.py"
 SMALL = ("--bench", "--model-size", "1M", "-s", 32, "-b", 1)
 DELAY_S = 0.4
-_CLONE_NEWNS = 0x20000  # of Linux: a namespace of mounts
+_CLONE_NEWNS = 0x20000  # Linux: a new mount namespace
 PHASES = ("data", "forward", "backward", "update")
 
 
@@ -207,7 +207,7 @@ def enter_full(_: int) -> None:
 
 
 def _enter_file_system(options: str) -> None:
-    """Mount a tmpfs for this process alone, and work in it; root may not write there either."""
+    """Work in a tmpfs, mounted for this process alone, in which even root cannot write."""
     if ctypes.CDLL(None).unshare(_CLONE_NEWNS):
         raise OSError("this process may not unshare its mounts")
     subprocess.run(["mount", "--make-rprivate", "/"], check=True)

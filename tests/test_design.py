@@ -94,7 +94,7 @@ def follow_recipes(copy: Path) -> None:
 
 
 def test_the_recipes_work_on_one_copy_of_the_code(tmp_path: Path) -> None:
-    """All are followed together, so that one process imports the changed code for all checks."""
+    """One copy gets all changes, so that one process imports the changed code for all checks."""
     for name in ("lib", "launch"):
         shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / "tests").mkdir()
@@ -221,7 +221,7 @@ def check_filter(copy: Path, run: Run) -> None:
 
 
 def test_a_wrapper_reaches_every_implementation_of_attention(tmp_path: Path) -> None:
-    """The results stay the same; sdpa stands in for flash_attn and flex, slow or absent here."""
+    """The results stay the same; sdpa replaces flash_attn and flex, which are slow or absent."""
     (tmp_path / "wrap.py").write_text(
         """
 import torch

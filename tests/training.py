@@ -87,7 +87,7 @@ def list_saved_steps(root: Path, experiment: str) -> list[int]:
 
 
 def plan_one_batch(rank: int) -> None:
-    """Let a plan trace one batch size only, as a function that a fork calls first."""
+    """Let a plan trace only one batch size. A fork calls this function first."""
     from lib.planning import memory
 
     memory._BATCH_FACTORS = (1,)

@@ -39,7 +39,7 @@ def _describe(root: Path, place: Path) -> list:
 
 
 def send_file(place: Path, name: str, start: int) -> None:
-    """Send a file from a byte on, and the digest of all its bytes."""
+    """Send a file from an offset on, and the digest of the whole file."""
     out = sys.stdout.buffer
     digest = hashlib.sha256()
     with place.open("rb", buffering=0) as file:

@@ -174,5 +174,5 @@ def open_record(record: Any) -> dict[str, Any]:
         raise ValueError("it contains no record")
     content = {key: value for key, value in record.items() if key != _SEAL}
     if record.get(_SEAL, "") not in ("", fingerprint(content)):
-        raise ValueError("its content does not have the recorded digest")
+        raise ValueError("its content does not match the recorded digest")
     return content

@@ -189,10 +189,10 @@ def check_parts(
 
 
 def _find_damage(directory: Path, content: dict[str, Any]) -> list[str]:
-    """Return sentences about damaged files of a split's parts, by their sizes.
+    """Return sentences about damaged files of a split's parts.
 
-    The records of the units are compared by their content. They contain the digests of the other
-    files, which are compared when they are read.
+    The sizes of all files are compared, and the contents of the units' records. These records
+    contain the digests of the other files, which are compared when the files are read.
     """
     of_units = [each for each in content["files"] if each["path"].endswith(f".{work_units.RECORD}")]
     return manifest.find_damage(directory, content, deep=False) or manifest.find_damage(

@@ -27,7 +27,7 @@ from lib.planning.tracker import SHARDED, Bytes
 
 _BATCH_FACTORS = (1, 2, 4)  # of --batch-size, in the rows of the table
 USABLE = 0.9  # share of memory; the rest: CUDA context, NCCL buffers, fragments
-_SHORT = 3  # number of blocks that are traced in place of more
+_SHORT = 3  # number of blocks to trace if the model has more
 _NAMED = 0.005  # the log leaves out kinds of memory below this share of the total
 ESTIMATED_FROM = 20e6  # parameters; libraries need more memory than a smaller model
 _PATIENCE_S = 30  # of processor time; a trace takes a few seconds

@@ -233,7 +233,7 @@ def make_worker_encoder(directory: Path) -> Encoder:
     and takes a third of the memory. Afterwards this process cannot import torch.
     """
     if "torch" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # of Python: import fails
+        sys.modules["torch"] = None  # type: ignore[assignment]  # makes the import fail
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
     return Encoder(directory, 1)
 

@@ -133,7 +133,7 @@ class CorpusFacts:
         if self.uncounted:
             problems.append(
                 f"An earlier version built {units.counted(self.uncounted, 'work unit')}; "
-                "their rows are missing from the lengths, sources, languages and samples."
+                "those rows are missing from the lengths, sources, languages and samples."
             )
         if self.failed_files:
             problems.append(
