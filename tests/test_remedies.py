@@ -25,6 +25,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pyarrow.parquet
@@ -38,12 +39,12 @@ from launch.kube.failure_causes import Cause
 from launch.kube.job_options import JobOptions
 from launch.kube.kinds import KINDS
 from launch.kube.kubeconfig import ClusterName
-from lib.checkpoints import commit, hyperpod, storage
-from lib.core import file_identity, hashing, identity, offline, publish, stage
+from lib.checkpoints import commit, copies, hyperpod, storage
+from lib.core import file_identity, hashing, identity, offline, paths, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import place, saved, work_units
+from lib.corpus import dataset, place, saved, work_units
 from lib.corpus.classify import language, predictor
 from lib.corpus.extract import options as extraction
 from lib.corpus.row_options import RowOptions
@@ -224,7 +225,9 @@ def test_remedies_for_splits_work(here: Terminal) -> None:
     assert not here.fails("02_build_hf_dataset.py", "--save-dir", "hf_datasets/third").run
 
 
-def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
+def test_remedies_for_parts_of_a_dataset_work(
+    there: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build = ("02_build_hf_dataset.py", "--save-dir", "hf_datasets/parts", "--num-workers", 1)
     there.type(*build, "--only-splits", "0-1")
     there.cured(*build, "--merge")  # one is not built
@@ -247,6 +250,14 @@ def test_remedies_for_parts_of_a_dataset_work(there: Terminal) -> None:
     masks = ("--mask", "email,phone", "--mask-phone-country", "US")
     there.type(*near[:5], *masks, "--save-dir", "hf_datasets/masked")
     there.follow(there.fails(*near, "--mask", "ip", "--near-against", "hf_datasets/masked"))
+    stopped = (*near[:5], "--save-dir", "hf_datasets/stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "NOTE_BYTES", -1)  # progress is recorded after each part
+        patch.setattr(dataset.DatasetWriter, "finish", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            there.type(*stopped)
+    blank("hf_datasets/**/progress.json")  # the parts that were added are deleted
+    there.cured(*stopped)
     learn = (
         "03_download_model.py",
         "--from-scratch",
@@ -497,6 +508,14 @@ def test_the_remedy_for_damaged_copies_works(trained: Terminal) -> None:
         path.write_bytes(b"")
     shutil.rmtree("outputs")
     trained.follow(trained.fails(*copied))
+
+
+def test_the_file_system_of_copies_is_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only root could type the command."""
+    monkeypatch.setattr(paths, "find_missing_mount", lambda path: Path("/mnt/the nas"))
+    with pytest.raises(UsageError) as caught:
+        copies.require_mount("/mnt/the nas/copies")
+    assert caught.value.run == "mount '/mnt/the nas'"
 
 
 def test_remedies_for_a_checkpoint_with_other_settings_work(

@@ -106,11 +106,11 @@ def test_every_batch_gives_the_same_dataset(tmp_path, monkeypatch, rules, charac
     }
     problems = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").open()]
     assert [(each["path"], each["kind"], each["message"][:7]) for each in problems] == [
-        ("a.txt", "style: loud", "1 rows "),
+        ("a.txt", "style: loud", "1 row i"),
         ("b.jsonl", "syntax", "not val"),
         ("b.jsonl", "style: numbers", "2 rows "),
-        ("b.jsonl", "style: loud", "1 rows "),
-        ("b.jsonl", "short", "1 rows "),
+        ("b.jsonl", "style: loud", "1 row i"),
+        ("b.jsonl", "short", "1 row i"),
         ("c.txt", "encoding", "invalid"),
         ("d.txt", "empty", "the fil"),
     ]
