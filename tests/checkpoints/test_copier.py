@@ -97,7 +97,8 @@ def save(run: Experiment, *steps: int, copier: Copier | None = None, **facts: ob
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
+    """Wait for a condition. botocore waits longer and longer before it reports a failed request."""
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
