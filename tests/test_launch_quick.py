@@ -106,7 +106,7 @@ def test_a_slurm_cluster_is_checked_for_a_job(slurm: SlurmCluster, tmp_path: Pat
     assert "the job requests 2 GPUs per node, but its processes find none" in output
     assert not [*tmp_path.iterdir()]  # neither probes nor outputs
     output = check(slurm, tmp_path, "--nodes", "2", "--fail-on", "warning", expect=5)
-    assert "its nodes have 2 GPUs, but the job requests none" in output
+    assert "nodes have 2 GPUs, but the job requests none" in output
     assert "→ --gpus-per-node=2" in output
     output = check(slurm, tmp_path, "--nodes", "3", "--", "-p", "high", expect=6)
     assert "2 of 2 nodes of high can be used, 2 of them now; the run needs 3" in output
@@ -139,7 +139,7 @@ def test_nodes_and_partitions_of_slurm_that_are_down_are_named(
     job = slurm.submit("--exclusive", "-N2", "--wrap", "sleep 600", cwd=tmp_path)
     slurm_cluster.wait_until(lambda: slurm.facts(job)["JobState"] == "RUNNING", "it runs")
     output = check(slurm, tmp_path, "--wait-minutes", "0.05", expect=0)
-    assert "its nodes were not free within 0.05 minutes" in output
+    assert "nodes were not free within 0.05 minutes" in output
     assert "0 of them now; the run waits for others to end" in output
 
 
