@@ -26,8 +26,15 @@ EKS, HYPERPOD, HYPERPOD_SLURM = KINDS = ("eks", "hyperpod", "hyperpod-slurm")
 CLUSTER, NODES, STORAGE = PARTS = ("cluster", "nodes", "storage")
 SYSTEM_TYPE = "m5.2xlarge"  # its price is in templates/prices.yaml
 _PRICES = (  # in templates/prices.yaml
-    *("eks_hour", "nat_hour", "system_hour", "controller_hour", "fsx_gb_month", "efs_gb_month"),
-    *("disk_gb_month", "image_gb_month", "traffic_gb"),
+    "eks_hour",
+    "nat_hour",
+    "system_hour",
+    "controller_hour",
+    "fsx_gb_month",
+    "efs_gb_month",
+    "disk_gb_month",
+    "image_gb_month",
+    "traffic_gb",
 )
 CONTROLLER_TYPE = "m5.2xlarge"
 SCRIPT = "launch/kubernetes.py"

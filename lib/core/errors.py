@@ -163,10 +163,7 @@ def from_os_error(error: OSError) -> StageError | None:
     """Return the StageError for an OSError that the machine or user caused, else None."""
     where = f": {error.filename}" if error.filename else ""
     if error.errno in _DISK_FULL_ERRNOS:
-        return DiskFullError(
-            f"no room to write{where} ({error.strerror})",
-            expected="free space there (`df -h`), then run the same command again",
-        )
+        return _make_full_error(where, error)
     if is_of_disk(error):
         return StageError(
             f"a disk or file system failed{where} ({error.strerror})",
@@ -198,11 +195,17 @@ def name_full_disk(directory: Path, remedy: str) -> Iterator[None]:
     except OSError as error:
         if error.filename or error.errno not in _DISK_FULL_ERRNOS:
             raise
-        raise DiskFullError(
-            f"no room to write in {directory} ({error.strerror})",
-            expected="free space there (`df -h`), then run the same command again",
-            hint=f"to use another disk, {remedy}",
-        ) from error
+        hint = f"to use another disk, {remedy}"
+        raise _make_full_error(f" in {directory}", error, hint) from error
+
+
+def _make_full_error(where: str, error: OSError, hint: str = "") -> DiskFullError:
+    """Return the error for a full disk. where: ends the words "no room to write"."""
+    return DiskFullError(
+        f"no room to write{where} ({error.strerror})",
+        expected="free space there (`df -h`), then run the same command again",
+        hint=hint,
+    )
 
 
 def is_missing(error: OSError) -> bool:

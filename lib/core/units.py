@@ -113,4 +113,4 @@ def plural(number: int, noun: str) -> str:
     """Return a noun as it follows a number: `file` after 1, `files` after others."""
     if number == 1:
         return noun
-    return noun + ("es" if noun.endswith("s") else "s")
+    return noun + ("es" if noun.endswith(("s", "ch")) else "s")

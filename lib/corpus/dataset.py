@@ -371,12 +371,11 @@ class DatasetWriter:
             **({"planned_rows": self._output.rows} if self._output else {}),
             "masks": self.masks.to_json(),
         }
-        text = json.dumps(progress)  # serialized here, because the tally changes later
+        record = hashing.seal_record(progress)  # a copy, because the tally changes later
         finished = self._finished
         self._finished = []
 
         def write() -> None:
-            record = hashing.seal_record(json.loads(text))
             manifest.write_json(self._directory / _PROGRESS, record)
             for path in finished:
                 path.unlink()

@@ -366,5 +366,5 @@ def spell_option(row_options: RowOptions, name: str) -> str:
     """
     value = getattr(row_options, name)
     values = value if isinstance(value, list | tuple) else [value]
-    texts = [value.name if isinstance(value, Path) else str(value) for value in values]
+    texts = [item.name if isinstance(item, Path) else str(item) for item in values]
     return declared.flag(name) if value is True else f"{declared.flag(name)} {','.join(texts)}"

@@ -159,10 +159,9 @@ def suggest_shorter_bench(plan: Plan, cost: ModelCost, hardware: Hardware) -> st
         if config.grad_accum_steps
         else f"--global-batch-size {samples}"
     )
-    noun = "micro-batch" if passes == 1 else "micro-batches"
     return (
         f"--bench will take about {units.duration(seconds)} by the estimate. With {option}, a step "
-        f"has {passes} {noun} instead of {now}, and --bench takes about "
+        f"has {units.counted(passes, 'micro-batch')} instead of {now}, and --bench takes about "
         f"{units.duration(seconds * passes / now)}; the update of the weights then counts for more"
     )
 

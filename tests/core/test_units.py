@@ -116,7 +116,14 @@ def test_size_rounds_into_the_next_unit(count: float, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [((1, "file"), "1 file"), ((0, "file"), "0 files"), ((2034, "row"), "2,034 rows")],
+    [
+        ((1, "file"), "1 file"),
+        ((0, "file"), "0 files"),
+        ((2034, "row"), "2,034 rows"),
+        ((2, "process"), "2 processes"),
+        ((1, "micro-batch"), "1 micro-batch"),
+        ((2, "micro-batch"), "2 micro-batches"),
+    ],
 )
 def test_counted_agrees_in_number(given: tuple, text: str) -> None:
     assert units.counted(*given) == text

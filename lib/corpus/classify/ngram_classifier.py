@@ -147,11 +147,11 @@ class _Subwords:
         characters = _Characters(words)
         ends = characters.ends
         get_number = self._numbers.get
-        known = np.array([get_number(word, self._nothing) for word in words])
-        is_known = known != self._nothing
+        word_rows = np.array([get_number(word, self._nothing) for word in words])
+        is_known = word_rows != self._nothing
         # Each row belongs to the character with which its word or n-gram begins.
         places = [(ends - characters.lengths)[is_known]]
-        rows = [known[is_known]]
+        rows = [word_rows[is_known]]
         for size, hashes in enumerate(characters.hash_ngrams(self._sizes[-1]), 1):
             if size in self._sizes:
                 hashes -= hashes // np.uint32(self._buckets) * np.uint32(self._buckets)
@@ -265,9 +265,9 @@ class _WordSums:
             words += _split_line(line)
         if len(self._numbers) > _KEPT_WORDS or self._bytes > _KEPT_BYTES:
             self._clear()
-        known = len(self._numbers)
+        kept = len(self._numbers)
         numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
-        self._add_words([*islice(reversed(self._numbers), len(self._numbers) - known)][::-1])
+        self._add_words([*islice(reversed(self._numbers), len(self._numbers) - kept)][::-1])
         sums = np.add.reduceat(np.take(self._sums, numbers, axis=0), starts, axis=0)
         counts = np.add.reduceat(np.take(self._counts, numbers), starts)
         means = sums.T / np.maximum(counts, 1)

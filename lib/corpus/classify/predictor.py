@@ -132,11 +132,8 @@ def list_scores(classifier: Classifier, text: str, least: float = 0.0) -> list[t
     The text counts as one line; lone surrogates in it are replaced. Labels with a probability below
     `least` are omitted. A text without words may have no label.
     """
-    line = text.replace("\n", " ")
-    if not line.isascii():
-        line = line.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
     try:
-        labels, scores = classifier.predict(line, -1, least)
+        labels, scores = classifier.predict(encode_line(text).decode(), -1, least)
     except RuntimeError as error:  # fastText found NaN in the model
         raise ArtifactError("the model of a classifier is damaged", found=str(error)) from None
     names = (label.removeprefix(model_file.PREFIX) for label in labels)

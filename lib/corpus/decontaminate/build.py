@@ -134,7 +134,7 @@ def _log_index(test_index: Index) -> None:
 @cache
 def _load_index(directories: tuple[Path, ...], progress: bool) -> Index:
     files = questions.list_files(directories)
-    size = sum(each.path.stat().st_size for each in files)
+    size = sum(file.path.stat().st_size for file in files)
     log.info(f"reading {units.counted(len(files), 'test set')}, {units.size(size)}")
     with Progress("test sets", len(files), "set", progress) as bar:
         found = index.build_index(questions.read_sets(directories, bar.advance))
