@@ -36,7 +36,7 @@ STEPS = 3
 STATE = {"epoch": 1, "global_step": 1200, "epoch_step": 200, "running_loss": 3.5}
 
 
-def load(model_dir: Path) -> PreTrainedModel:
+def load_model(model_dir: Path) -> PreTrainedModel:
     """Return the model with other weights than those in its directory."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     torch.manual_seed(1)
@@ -46,7 +46,7 @@ def load(model_dir: Path) -> PreTrainedModel:
     return model
 
 
-def train(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+def train_model(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     """Train a few steps on tokens that depend on the rank."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
@@ -69,12 +69,12 @@ def save_expected(path: Path, model: nn.Module) -> None:
 
 def write_offline(model_dir: Path, root: Path) -> None:
     """Save {"model", "optimizer"} as an offline pipeline does, with its two other files."""
-    model = load(model_dir)
+    model = load_model(model_dir)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer, scheduler = train(model)
+    optimizer, scheduler = train_model(model)
     options = StateDictOptions(cpu_offload=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     states = {"model": weights, "optimizer": moments}
@@ -87,12 +87,12 @@ def write_offline(model_dir: Path, root: Path) -> None:
 
 def write_trainer(model_dir: Path, root: Path) -> None:
     """Save {"model"} of an FSDP1 model as accelerate does, beside a file of the Trainer."""
-    model = load(model_dir)
+    model = load_model(model_dir)
     policy = ModuleWrapPolicy({type(model.model.layers[0])})
     sharded = FullyShardedDataParallel(
         model, auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
     )
-    train(sharded)
+    train_model(sharded)
     FullyShardedDataParallel.set_state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT)
     dcp.save({"model": sharded.state_dict()}, checkpoint_id=root / "trainer/pytorch_model_fsdp_0")
     if dist.get_rank() == 0:
@@ -103,14 +103,14 @@ def write_trainer(model_dir: Path, root: Path) -> None:
 
 def write_wrapped(model_dir: Path, root: Path) -> None:
     """Save the tensors under the names of all wrappers, without a dictionary around them."""
-    model = load(model_dir)
+    model = load_model(model_dir)
     kind = type(model.model.layers[0])
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    train(model)
+    train_model(model)
     names = [name for name, _ in torch.compile(model).named_parameters()]
     assert any("_checkpoint_wrapped_module" in name for name in names)
     tensors = dict(zip(names, (p.detach() for p in model.parameters()), strict=True))

@@ -14,7 +14,7 @@ _SHORT_NAMES = {"persistentvolumeclaims": ["pvc"], "persistentvolumes": ["pv"]}
 _VERBS = ["get", "list", "create", "patch", "update", "delete", "watch"]
 
 
-def answer(known: Sequence[Type], path: str) -> Object | None:
+def answer_discovery(known: Sequence[Type], path: str) -> Object | None:
     """Return the answer to a request for discovery; None if it is for something else."""
     groups = sorted({type_.group_version for type_ in known} - {"v1"})
     if path == "version":

@@ -271,7 +271,7 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.02)
 
     def _answer(self, path: str, query: dict[str, str], body: bytes) -> Object:
-        if (discovery := kube_discovery.answer(self.cluster.types, path)) is not None:
+        if (discovery := kube_discovery.answer_discovery(self.cluster.types, path)) is not None:
             return discovery
         type_, namespace, name = self._target(path)
         if self.command == "GET":

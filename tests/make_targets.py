@@ -47,7 +47,7 @@ def person_environment() -> dict[str, str]:
     return {**environment, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "-1"}
 
 
-def make(place: Path, *arguments: str, expect: int = 0, **variables: str) -> str:
+def make_target(place: Path, *arguments: str, expect: int = 0, **variables: str) -> str:
     """Run `make …` as a person types it, assert its exit code and return its output.
 
     variables: additions to the environment.

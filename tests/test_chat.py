@@ -29,7 +29,7 @@ PLACES = (
 )
 
 
-def ask(animal: str) -> str:
+def ask_about(animal: str) -> str:
     return f"Where does the {animal} live?"
 
 
@@ -41,7 +41,7 @@ def test_an_export_gives_the_trained_answer_and_stops(tmp_path: Path) -> None:
             json.dumps(
                 {
                     "messages": [
-                        {"role": "user", "content": ask(animal)},
+                        {"role": "user", "content": ask_about(animal)},
                         {"role": "assistant", "content": f"The {animal} lives {place}."},
                     ]
                 }
@@ -75,7 +75,7 @@ def test_an_export_gives_the_trained_answer_and_stops(tmp_path: Path) -> None:
         "04_train_fsdp.py", *words, "--prepare-only", "--show-samples", "2", cwd=tmp_path
     )
     assert "⟦The heron lives in the reeds.<|im_end|>⟧\n" in shown.stdout
-    assert f"<|im_start|>user\n{ask('mole')}<|im_end|>\n" in shown.stdout
+    assert f"<|im_start|>user\n{ask_about('mole')}<|im_end|>\n" in shown.stdout
     assert re.search(r"stop token.*100 %", shown.stdout)
 
     run_stage(
@@ -101,7 +101,7 @@ def test_an_export_gives_the_trained_answer_and_stops(tmp_path: Path) -> None:
     assert_other_programs_can_read(tmp_path / "out", [stop, tokenizer.eos_token_id])
     for animal, place in zip(ANIMALS, PLACES, strict=True):
         inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": ask(animal)}],
+            [{"role": "user", "content": ask_about(animal)}],
             add_generation_prompt=True,
             return_tensors="pt",
             return_dict=True,

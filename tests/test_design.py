@@ -54,7 +54,7 @@ def replace_in(path: Path, before: str, after: str) -> None:
     path.write_text(text.replace(before, after))
 
 
-def append(path: Path, text: str) -> None:
+def append_text(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
 
@@ -65,10 +65,10 @@ def follow_recipes(copy: Path) -> None:
     derived, rule = blocks("How to add a derived option")
     before = "    config: Path | None = option("
     replace_in(copy / "lib/train/config.py", before, option + derived + before)
-    append(copy / "lib/train/settle.py", "\n\n" + rule)
+    append_text(copy / "lib/train/settle.py", "\n\n" + rule)
 
     row, module = blocks("How to add an optimizer")
-    append(copy / "lib/optim/registry.py", "\n\n" + row)
+    append_text(copy / "lib/optim/registry.py", "\n\n" + row)
     (copy / "lib/optim/signs.py").write_text(module)
 
     line, module = blocks("How to wrap attention")
@@ -80,7 +80,7 @@ def follow_recipes(copy: Path) -> None:
     replace_in(path, first, f"from lib.parallel import ranges\n{first}")
 
     row, module = blocks("How to add a model change")
-    append(copy / "lib/models/model_changes.py", "\n" + row)
+    append_text(copy / "lib/models/model_changes.py", "\n" + row)
     (copy / "lib/models/scaled.py").write_text(module)
 
     fields, rows = blocks("How to add a filter to stage 02")

@@ -78,7 +78,7 @@ def flip(path: Path, bit: int) -> None:
     path.write_bytes(content)
 
 
-def damage(path: Path, how: str) -> None:
+def damage_file(path: Path, how: str) -> None:
     size = path.stat().st_size
     if how == "flipped bit":
         flip(path, 8 * (size // 2) + 3)
@@ -94,7 +94,7 @@ def damage(path: Path, how: str) -> None:
         path.unlink()
 
 
-def seal(checkpoint: Path) -> None:
+def seal_checkpoint(checkpoint: Path) -> None:
     """Make manifest and COMMIT match the files, as an attacker would."""
     content = json.loads((checkpoint / commit.COMMIT).read_text())
     files = [
@@ -133,7 +133,7 @@ HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
     server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, how: str
 ):
-    damage(step(outputs) / name, how)
+    damage_file(step(outputs) / name, how)
     result = server.run(*run_options(outputs))
     assert find_start_step(outputs) == BEFORE and "moved to quarantine" in result.output
     [printed] = [e for e in read_events(outputs) if e["event"] == "quarantine"]
@@ -160,7 +160,7 @@ def test_any_flipped_bit_is_found(outputs: Path):
 
 def test_a_run_without_a_valid_checkpoint_does_not_train(server: Server, outputs: Path):
     for number in find_valid_steps(outputs):
-        damage(step(outputs, number) / FILES[0], "flipped bit")
+        damage_file(step(outputs, number) / FILES[0], "flipped bit")
     before = (outputs / "run" / "metrics.jsonl").read_bytes()
     for _ in range(2):  # a retry by a launcher has the same result
         result = server.run(*run_options(outputs), expect=3)
@@ -206,7 +206,7 @@ def test_a_malicious_pickle_runs_no_code(
         )
         (tmp_path / "ran").unlink(missing_ok=True)  # saving may copy the object, which unpickles it
     if sealed:
-        seal(step(outputs))
+        seal_checkpoint(step(outputs))
     result = server.run(*run_options(outputs), expect=3 if sealed else 0)
     assert not (tmp_path / "ran").exists()
     if sealed:
@@ -331,7 +331,7 @@ def test_the_printed_command_restores_an_intact_checkpoint_from_quarantine(
                 + "\n"
             )
     [newest] = (checkpoints / "quarantine").glob(f"step_{NEWEST:08d}-*")
-    damage(newest / FILES[0], "flipped bit")
+    damage_file(newest / FILES[0], "flipped bit")
     result = server.run(*run_options(outputs), expect=3)
     assert f"step {BEFORE} in quarantine is intact" in result.output
     [move] = re.findall(r"^  run:(.*)$", result.output, re.M)

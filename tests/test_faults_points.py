@@ -47,7 +47,7 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
     return found
 
 
-def disturb(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> dict[int, int]:
+def disturb_save(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> dict[int, int]:
     """Return the step that is loaded after a fault, by the operation of the save."""
     scene = saved.with_name(act)
     for number in numbers:
@@ -77,7 +77,7 @@ def test_a_fault_at_any_operation_of_a_save_leaves_a_state(server: Server, saved
     durable = kinds.index("fsync", published) + 1
     numbers = [number for number, kind in enumerate(kinds, 1) if act != "torn" or kind == "write"]
     assert len(numbers) > 50 and published < durable < len(found)
-    loaded = disturb(server, saved, act, numbers)
+    loaded = disturb_save(server, saved, act, numbers)
     committed = durable if act == "power" else published
     assert loaded == {number: 4 if number > committed else 3 for number in numbers}
 

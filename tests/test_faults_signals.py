@@ -103,7 +103,7 @@ def test_a_signal_during_an_evaluation_waits_for_its_end(
     assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in undisturbed().rows]
 
 
-def torchrun(
+def start_torchrun(
     server: Server, outputs: Path, *options: object, fault: Fault | None = None
 ) -> subprocess.Popen:
     """Start two ranks as the README says; each has the fault."""
@@ -159,7 +159,7 @@ def test_torchrun_passes_a_signal_on_and_waits(
         report=str(report),
         match="step_00000004.tmp-",
     )
-    process = torchrun(server, outputs, fault=fault)
+    process = start_torchrun(server, outputs, fault=fault)
     try:
         deadline = time.monotonic() + 120
         while not read_operations(report):

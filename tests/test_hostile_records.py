@@ -66,7 +66,7 @@ def changed(content: Any, path: tuple, new: Any) -> Any:
     return content
 
 
-def attack(path: Path, read: Any, most: int = 150) -> None:
+def attack_record(path: Path, read: Any, most: int = 150) -> None:
     """Read what lies at a path with some of its values replaced; StageError is the only error."""
     content = json.loads(path.read_text())
     cases = [(place, value) for place in places(content) for value in VALUES]
@@ -86,20 +86,24 @@ def attack(path: Path, read: Any, most: int = 150) -> None:
 def test_records_of_data(project: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     monkeypatch.chdir(project)
     stage_01 = runpy.run_path(str(ROOT / "01_organize_data.py"))
-    attack(project / "splits/manifest.json", lambda: inputs.find_inputs(Path("splits"), False))
-    attack(project / "splits/manifest.json", lambda: stage_01["require_all_files"](Path("splits")))
+    attack_record(
+        project / "splits/manifest.json", lambda: inputs.find_inputs(Path("splits"), False)
+    )
+    attack_record(
+        project / "splits/manifest.json", lambda: stage_01["require_all_files"](Path("splits"))
+    )
     dataset = project / "hf_datasets/corpus"
-    attack(dataset / "manifest.json", lambda: open_dataset(dataset))
+    attack_record(dataset / "manifest.json", lambda: open_dataset(dataset))
     (dataset / "manifest.json").unlink()
     for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
-        attack(dataset / name, lambda: open_dataset(dataset))
+        attack_record(dataset / name, lambda: open_dataset(dataset))
 
 
 def test_records_of_a_model(project: Path):  # noqa: F811
     model = project / "model"
-    attack(model / "config.json", lambda: architecture.build_on_meta(model), most=120)
+    attack_record(model / "config.json", lambda: architecture.build_on_meta(model), most=120)
     save_model(model)
-    attack(model / "config.json", lambda: directory.fingerprint_model(model), most=60)
+    attack_record(model / "config.json", lambda: directory.fingerprint_model(model), most=60)
 
 
 def test_records_of_tokens(tmp_path: Path):
@@ -122,7 +126,7 @@ def test_records_of_tokens(tmp_path: Path):
             "splits": {"train": {"tokens": 8, "documents": 2}},
         },
     )
-    attack(path / "manifest.json", lambda: store.open_store(path))
+    attack_record(path / "manifest.json", lambda: store.open_store(path))
 
 
 def test_records_of_a_run(tmp_path: Path):
@@ -139,9 +143,9 @@ def test_records_of_a_run(tmp_path: Path):
     }
     (step / "train_state.json").write_text(json.dumps(whole))
     assert contents.read_record(step / "train_state.json") == whole
-    attack(step / "train_state.json", lambda: Checkpoint(step, 1).record())
+    attack_record(step / "train_state.json", lambda: Checkpoint(step, 1).record())
     (step / "COMMIT.json").write_text(json.dumps({"step": 1, "manifest": "x", "digest": "y"}))
-    attack(step / "COMMIT.json", lambda: Checkpoint(step, 1).problems())
+    attack_record(step / "COMMIT.json", lambda: Checkpoint(step, 1).problems())
     run.config.write_text(
         json.dumps(
             {
@@ -154,7 +158,7 @@ def test_records_of_a_run(tmp_path: Path):
             }
         )
     )
-    attack(
+    attack_record(
         run.config,
         lambda: previous_run.read_previous(run).get("identity", {}).get("options", {}).get("lr"),
     )
@@ -170,7 +174,7 @@ def test_records_of_a_run(tmp_path: Path):
         options.add_config(parser, "plan")
         parser.parse(["--config", str(run.config)])
 
-    attack(run.config, parse)
+    attack_record(run.config, parse)
 
 
 def test_what_a_terminal_obeys_is_spelled_out():

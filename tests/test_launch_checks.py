@@ -256,7 +256,7 @@ def test_differences_between_nodes_are_named(tmp_path: Path):
     )  # every node fails with the same error
 
 
-def run(*command: object) -> None:
+def run_command(*command: object) -> None:
     subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True)
 
 
@@ -272,15 +272,15 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     try:
         for name in inside:
             try:
-                run("ip", "netns", "add", name)
+                run_command("ip", "netns", "add", name)
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
             made.append(name)
         hub = inside[f"{mark}-hub"]
-        run(*hub, "ip", "link", "add", "br0", "type", "bridge")
-        run(*hub, "ip", "link", "set", "br0", "up")
+        run_command(*hub, "ip", "link", "add", "br0", "type", "bridge")
+        run_command(*hub, "ip", "link", "set", "br0", "up")
         for i, name in enumerate(names, 1):
-            run(
+            run_command(
                 *inside[name],
                 "ip",
                 "link",
@@ -294,10 +294,10 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
                 "netns",
                 f"/run/netns/{mark}-hub",
             )
-            run(*inside[name], "ip", "link", "set", "lo", "up")
-            run(*inside[name], "ip", "address", "add", f"10.77.0.{i}/24", "dev", "eth0")
-            run(*inside[name], "ip", "link", "set", "eth0", "up")
-            run(*hub, "ip", "link", "set", f"v{i}", "master", "br0", "up")
+            run_command(*inside[name], "ip", "link", "set", "lo", "up")
+            run_command(*inside[name], "ip", "address", "add", f"10.77.0.{i}/24", "dev", "eth0")
+            run_command(*inside[name], "ip", "link", "set", "eth0", "up")
+            run_command(*hub, "ip", "link", "set", f"v{i}", "master", "br0", "up")
         yield [
             {
                 "cwd": tmp_path,
@@ -319,13 +319,13 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     finally:
         for name in made:
             with contextlib.suppress(subprocess.CalledProcessError):
-                run("ip", "netns", "delete", name)
+                run_command("ip", "netns", "delete", name)
 
 
 @pytest.mark.long
 def test_a_node_with_a_slow_link_is_named(boxes: list[dict[str, Any]], tmp_path: Path):
     for where, device in ((boxes[2]["inside"], "eth0"), (boxes[2]["hub"], "v3")):
-        run(
+        run_command(
             *where,
             "tc",
             "qdisc",
@@ -361,7 +361,7 @@ def test_a_node_with_a_slow_link_is_named(boxes: list[dict[str, Any]], tmp_path:
 def test_two_nodes_that_cannot_reach_each_other_are_named(
     boxes: list[dict[str, Any]], tmp_path: Path
 ):
-    run(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")
+    run_command(*boxes[1]["inside"], "ip", "route", "add", "blackhole", "10.77.0.3/32")
     report = tmp_path / "report.json"
     started = start_agents(
         boxes,

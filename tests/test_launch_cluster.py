@@ -181,9 +181,9 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
 def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Path) -> None:
     """The nodes of the current context do not appear beside AWS's facts about the named one."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
-    found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks")
+    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks")
     assert not [finding for finding in found if finding.severity == "error"]
-    found, _ = check(tmp_path, *P5, "--cluster-name", "b", expect=6)
+    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "b", expect=6)
     assert only(found, "API server").severity == "error"
     refused = [
         ("--cluster-name", "c", "the kubeconfig has no cluster c"),
@@ -197,7 +197,7 @@ def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Pa
         "launch/check.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
     )
     assert "several clusters called my-eks" in result.stderr and "two" in result.stderr
-    found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
+    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert not [finding for finding in found if finding.severity == "error"]
     job = ("--job-name", "exp", "--image", "r/i:1")
     result = run_stage(
@@ -275,7 +275,7 @@ def no_aws(root: Path) -> str:
     return str(folder)
 
 
-def check(
+def check_cluster(
     tmp_path: Path, *arguments: object, expect: int = 0
 ) -> tuple[list[Finding], subprocess.CompletedProcess]:
     """Run `check.py cluster` and return its findings."""
@@ -307,7 +307,7 @@ def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, 
                     },
                 ),
             )
-    found, result = check(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
+    found, result = check_cluster(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
     assert {finding.severity for finding in found} == {"info"}
     assert {f.check for f in found if "not checked" in f.text} == {"EKS", "driver"}
     assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(found, "capacity").text
@@ -326,7 +326,7 @@ def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_pat
     ]:
         del there.objects[key]
     there.denied |= {"create pytorchjobs", "create pods/exec"}
-    found, result = check(
+    found, result = check_cluster(
         tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
     )
     errors = {finding.check for finding in found if finding.severity == "error"}
@@ -391,9 +391,9 @@ def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
         "customresourcedefinitions",
         {"metadata": {"name": "nodepools.karpenter.sh"}, "spec": {"versions": []}},
     )
-    found, _ = check(tmp_path, *P5)
+    found, _ = check_cluster(tmp_path, *P5)
     assert only(found, "capacity").severity == "warning"
-    check(tmp_path, *P5, "--fail-on", "warning", expect=5)
+    check_cluster(tmp_path, *P5, "--fail-on", "warning", expect=5)
 
 
 def test_the_taint_of_gpu_nodes_is_tolerated():
@@ -429,10 +429,10 @@ def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]
 def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: ReviewingCluster, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
-    found, _ = check(tmp_path, *P5)
+    found, _ = check_cluster(tmp_path, *P5)
     assert only(found, "capacity").severity == "warning" and "1 p5" in only(found, "capacity").text
     there.denied.add("pods")
-    found, _ = check(tmp_path, *P5)
+    found, _ = check_cluster(tmp_path, *P5)
     assert "not checked" in only(found, "GPUs in use").text
 
 
@@ -459,7 +459,9 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
         "secrets",
         {"metadata": {"name": "pull"}, "type": "Opaque", "data": {"x": "c2VjcmV0LXZhbHVl"}},
     )
-    found, result = check(tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6)
+    found, result = check_cluster(
+        tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6
+    )
     assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(found, "quota").text
     assert "ReadWriteOnce" in only(found, "storage").text
     assert "Opaque" in only(found, "image pull secret").text
@@ -474,7 +476,7 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
         {"metadata": {"name": "training-operator"}, "status": {"availableReplicas": 0}},
         "operators",
     )
-    found, _ = check(tmp_path, *P5, expect=6)
+    found, _ = check_cluster(tmp_path, *P5, expect=6)
     assert "no available replica" in only(found, "operator").text
     there.add(
         "customresourcedefinitions",
@@ -483,7 +485,7 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
             "spec": {"versions": [{"name": "v2", "served": True}]},
         },
     )
-    found, _ = check(tmp_path, "--kind", "trainjob", *P5, expect=6)
+    found, _ = check_cluster(tmp_path, "--kind", "trainjob", *P5, expect=6)
     assert any("served as v2, not v1alpha1" in finding.text for finding in found)
 
 
@@ -499,14 +501,14 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tm
             },
         ),
     )
-    found, _ = check(tmp_path, *P5, expect=6)
+    found, _ = check_cluster(tmp_path, *P5, expect=6)
     assert "driver 550.54.15 is too old" in only(found, "driver").text
     assert "--driver-version 550.54.15" in only(found, "driver").run
 
 
 def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Path):
     there.denied |= {"resourcequotas", "deployments", "nodes"}
-    found, _ = check(tmp_path, *P5)
+    found, _ = check_cluster(tmp_path, *P5)
     assert {finding.check for finding in found if "not allowed" in finding.text} == {
         "quota",
         "operator",
@@ -530,7 +532,7 @@ def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp
     content = json.loads(kubeconfig.read_text())
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     kubeconfig.write_text(json.dumps(content))
-    found, result = check(tmp_path, expect=6)
+    found, result = check_cluster(tmp_path, expect=6)
     assert "refused" in only(found, "API server").text and "Traceback" not in result.stderr
     run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
@@ -590,7 +592,7 @@ def aws(there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
-    found, _ = check(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
+    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
     assert "my-eks is ACTIVE" in only(found, "EKS").text
     assert "AsgInstanceLaunchFailures" in only(found, "EKS node group").text
     assert "aws-fsx-csi-driver" in only(found, "EKS add-on").run
@@ -599,7 +601,7 @@ def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
 
 def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
-    found, _ = check(tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0)
+    found, _ = check_cluster(tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0)
     texts = [finding.text for finding in found if finding.check == "HyperPod"]
     assert any("InService" in text for text in texts)
     assert any("NodeRecovery" in text for text in texts)

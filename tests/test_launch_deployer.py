@@ -35,7 +35,7 @@ from tests.conftest import ROOT, run_stage
 from tests.hub_server import HubServer, Repo
 from tests.kube_server import Cluster, Object, Server
 from tests.test_launch_image import ECR, Machine
-from tests.test_launch_kubernetes_deploy import complete, jobs
+from tests.test_launch_kubernetes_deploy import complete_job, jobs
 
 AWS = r"""#!/bin/sh
 echo "$*" >> "$AWS_CALLS"
@@ -94,7 +94,7 @@ def eks(
     )
     for number in range(4):
         kube.add("nodes", gpu_node(f"node-{number}"))
-    kube.on_create = partial(complete, seconds=0.2)
+    kube.on_create = partial(complete_job, seconds=0.2)
     monkeypatch.setattr(kubernetes, "Patience", partial(Patience, poll_seconds=0.05))
     return kube
 

@@ -30,7 +30,7 @@ distributed.destroy_process_group()
 """
 
 
-def launch(script: Path, *options: str, cwd: Path, **variables: str) -> subprocess.Popen:
+def run_launcher(script: Path, *options: str, cwd: Path, **variables: str) -> subprocess.Popen:
     """Start a launcher in an environment with these variables and no others for the nodes."""
     names = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "WORLD_SIZE", "RANK", "LOCAL_RANK")
     environment = {
@@ -54,9 +54,9 @@ def launch(script: Path, *options: str, cwd: Path, **variables: str) -> subproce
     )
 
 
-def plan(*options: str, cwd: Path, expect: int = 0, **variables: str) -> str:
+def print_plan(*options: str, cwd: Path, expect: int = 0, **variables: str) -> str:
     """Return what multi_node.sh prints as its dry run."""
-    launcher = launch(MULTI, *options, "--dry-run", *TRAIN, cwd=cwd, **variables)
+    launcher = run_launcher(MULTI, *options, "--dry-run", *TRAIN, cwd=cwd, **variables)
     output = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == expect, output
     return output
@@ -71,20 +71,20 @@ def test_the_variables_of_torchrun_describe_the_node(tmp_path: Path, prefix: str
         "MASTER_PORT": "1234",
         "NPROC_PER_NODE": "5",
     }
-    text = plan(cwd=tmp_path, **{prefix + name: value for name, value in variables.items()})
+    text = print_plan(cwd=tmp_path, **{prefix + name: value for name, value in variables.items()})
     assert "--nnodes 3 --node-rank 2 --master-addr 127.0.0.9 --master-port 1234" in text
     assert "--nproc-per-node 5 " in text and "replaces" not in text
 
 
 def test_options_of_torchrun_name_the_head_as_well(tmp_path: Path) -> None:
     words = "--nnodes=2 --node_rank 1 --master_addr=127.0.0.9 --master-port 77 --nproc_per_node=2"
-    text = plan(*words.split(), cwd=tmp_path)
+    text = print_plan(*words.split(), cwd=tmp_path)
     assert "--nnodes 2 --node-rank 1 --master-addr 127.0.0.9 --master-port 77" in text
     assert "--nproc-per-node 2 " in text
 
 
 def test_an_option_replaces_its_variable_and_says_so(tmp_path: Path) -> None:
-    text = plan(
+    text = print_plan(
         *("--nnodes", "4", "--head", "127.0.0.3"),
         cwd=tmp_path,
         NNODES="2",
@@ -99,7 +99,7 @@ def test_an_option_replaces_its_variable_and_says_so(tmp_path: Path) -> None:
 
 
 def test_all_contradictory_variables_are_named(tmp_path: Path) -> None:
-    text = plan(
+    text = print_plan(
         cwd=tmp_path,
         expect=2,
         NNODES="2",
@@ -116,12 +116,14 @@ def test_all_contradictory_variables_are_named(tmp_path: Path) -> None:
 
 
 def test_a_range_of_nodes_is_refused(tmp_path: Path) -> None:
-    text = plan(cwd=tmp_path, expect=2, PET_NNODES="1:4", NODE_RANK="0", MASTER_ADDR="10.0.0.1")
+    text = print_plan(
+        cwd=tmp_path, expect=2, PET_NNODES="1:4", NODE_RANK="0", MASTER_ADDR="10.0.0.1"
+    )
     assert "PET_NNODES=1:4 in the environment is not a whole number (--nnodes)" in text
 
 
 def test_ambiguous_variables_are_not_read(tmp_path: Path) -> None:
-    text = plan(cwd=tmp_path, expect=2, WORLD_SIZE="4", RANK="1", MASTER_ADDR="10.0.0.1")
+    text = print_plan(cwd=tmp_path, expect=2, WORLD_SIZE="4", RANK="1", MASTER_ADDR="10.0.0.1")
     assert "WORLD_SIZE=4 is not read; NNODES counts the machines" in text
     assert "RANK=1 is not read; NODE_RANK numbers the machines" in text
     assert "--nnodes: expected" in text and "--node-rank: expected" in text
@@ -129,7 +131,7 @@ def test_ambiguous_variables_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_head_names_the_variable(tmp_path: Path) -> None:
-    text = plan(cwd=tmp_path, expect=2, NNODES="2", NODE_RANK="0")
+    text = print_plan(cwd=tmp_path, expect=2, NNODES="2", NODE_RANK="0")
     assert "--head is missing" in text and "MASTER_ADDR" in text
 
 
@@ -155,7 +157,7 @@ def test_nodes_meet_by_variables_alone(place: Path, nodes: int) -> None:
     }
     port = str(free_port())
     launchers = [
-        launch(
+        run_launcher(
             place / "launch" / "multi_node.sh",
             *TRAIN,
             cwd=place,
@@ -176,7 +178,7 @@ def test_nodes_meet_by_variables_alone(place: Path, nodes: int) -> None:
 
 @pytest.mark.slow
 def test_a_single_node_ignores_what_describes_several(place: Path) -> None:
-    launcher = launch(
+    launcher = run_launcher(
         place / "launch" / "single_node.sh",
         *TRAIN,
         cwd=place,

@@ -23,7 +23,7 @@ from tests.conftest import run_stage
 from tests.kube_server import Object, Server
 from tests.test_launch_cluster import KINDS, TYPES, ReviewingCluster, _Answers, node
 from tests.test_launch_image import Machine
-from tests.test_launch_kubernetes_deploy import complete
+from tests.test_launch_kubernetes_deploy import complete_job
 from tests.test_launch_setup import AWS
 
 ARN = "arn:aws:eks:us-west-2:123456789012:cluster/llm-training"
@@ -71,7 +71,7 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NewClus
     cluster.add("namespaces", {"metadata": {"name": "default"}})
     for number in (1, 2):
         cluster.add("nodes", node(f"node-{number}"))
-    cluster.on_create = partial(complete, seconds=0.2)
+    cluster.on_create = partial(complete_job, seconds=0.2)
     monkeypatch.setattr(kube_server, "_Handler", _Answers)
     server = Server(cluster)
     machine = Machine(tmp_path)

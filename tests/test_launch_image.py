@@ -372,7 +372,7 @@ def test_a_missing_docker_or_daemon_is_reported(machine: Machine, tmp_path: Path
     assert "docker is not installed" in result.stderr and "Traceback" not in result.stderr
 
 
-def bundle(root: Path, *wheels: str) -> Path:
+def make_bundle(root: Path, *wheels: str) -> Path:
     """Make a directory like an unpacked bundle, with a space in its name."""
     project = root / "an unpacked bundle"
     (project / "wheelhouse").mkdir(parents=True)
@@ -383,7 +383,7 @@ def bundle(root: Path, *wheels: str) -> Path:
 
 
 def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_path: Path):
-    project = bundle(tmp_path, "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl")
+    project = make_bundle(tmp_path, "torch-2.13.0-cp312-cp312-manylinux_2_28_x86_64.whl")
     result = machine.build("--context", project, expect=2)
     assert "no wheel of torch 2.13.0+cu130 for Python 3.11" in result.stderr
     assert "--python 3.12" in result.stderr
@@ -396,7 +396,7 @@ def test_a_wheelhouse_must_be_for_the_python_of_the_image(machine: Machine, tmp_
 
 
 def test_a_wheelhouse_for_an_old_driver_needs_no_option(machine: Machine, tmp_path: Path):
-    project = bundle(tmp_path, "torch-2.12.1+cu126-cp311-cp311-manylinux_2_28_x86_64.whl")
+    project = make_bundle(tmp_path, "torch-2.12.1+cu126-cp311-cp311-manylinux_2_28_x86_64.whl")
     (project / "wheelhouse" / "requirements.txt").write_text("torch==2.12.1+cu126\n")
     machine.holds("torch 2.12.1+cu126 CUDA 12.6")
     machine.build("--context", project, "--driver-version", "535.104")
@@ -471,7 +471,7 @@ def test_the_dockerfile_accepts_all_build_arguments_and_runs_as_an_unprivileged_
         assert any(fnmatch(copied, line.removeprefix("!")) for line in ignored if line[:1] == "!")
 
 
-def wheel(folder: Path, name: str, version: str) -> None:
+def write_wheel(folder: Path, name: str, version: str) -> None:
     """Write a minimal wheel that pip installs."""
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
@@ -491,8 +491,8 @@ def test_the_dockerfile_installs_only_from_a_wheelhouse(tmp_path: Path):
     """The commands of the Dockerfile run here, in other directories than in an image."""
     (tmp_path / "wheelhouse").mkdir()
     for version in ("2.13.0", "2.13.0+cu126", "2.13.0+cu132"):
-        wheel(tmp_path / "wheelhouse", "torch", version)
-    wheel(tmp_path / "wheelhouse", "tqdm", "4.0")
+        write_wheel(tmp_path / "wheelhouse", "torch", version)
+    write_wheel(tmp_path / "wheelhouse", "tqdm", "4.0")
     (tmp_path / "requirements.txt").write_text("# pins\ntorch==2.13.0\ntqdm==4.0\n")
     text = image_versions.DOCKERFILE.read_text()
     recipe = text.partition("id=pip.conf,target=/etc/pip.conf \\\n")[2]

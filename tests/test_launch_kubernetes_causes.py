@@ -57,7 +57,7 @@ def event(name: str, reason: str, message: str) -> dict[str, Any]:
     }
 
 
-def find(
+def find_cause(
     cluster: Cluster,
     *,
     events: list[dict[str, Any]] | None = None,
@@ -133,20 +133,20 @@ LOGS = [
 def test_the_cause_of_a_container_that_does_not_start_is_found(
     kube: Cluster, name: str, reason: str, message: str
 ):
-    cause = find(kube, pods=[starting(reason, message)])
+    cause = find_cause(kube, pods=[starting(reason, message)])
     assert (cause.name, cause.pod) == (name, HEAD) and cause.evidence == message
 
 
 @pytest.mark.parametrize(("name", "message"), SCHEDULING)
 def test_the_cause_of_a_pod_without_a_node_is_found(kube: Cluster, name: str, message: str):
-    cause = find(kube, pods=[unscheduled(message)])
+    cause = find_cause(kube, pods=[unscheduled(message)])
     assert cause.name == name and cause.evidence == message
 
 
 @pytest.mark.parametrize(("name", "code", "text"), LOGS)
 def test_a_cause_is_found_in_the_log(kube: Cluster, name: str, code: int, text: str):
     log = "\n".join(["[rank=0] {'global_step': 10}", "NCCL INFO Bootstrap : Using eth0", text])
-    cause = find(kube, pods=[failed(code)], log=log)
+    cause = find_cause(kube, pods=[failed(code)], log=log)
     assert cause.name == name and text.splitlines()[0].removeprefix("error: ") in cause.evidence
     expected = 2 if name in ("missing token", "out of GPU memory") else code
     assert cause.code == (expected if expected < 128 else 1)
@@ -161,7 +161,7 @@ def test_a_crash_loop_is_explained_by_the_previous_log(kube: Cluster):
         restarts=4,
         last_state=make_ended_state(1),
     )
-    cause = find(kube, pods=[looping], log="Segmentation fault")
+    cause = find_cause(kube, pods=[looping], log="Segmentation fault")
     assert cause.name == "crash loop" and "Segmentation fault" in cause.evidence
     assert any("previous=true" in request for request in kube.requests)
 
@@ -171,28 +171,30 @@ def test_a_missing_token_differs_from_another_missing_secret(kube: Cluster):
     item["spec"]["containers"][0]["env"] = [
         {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
     ]
-    assert find(kube, pods=[item]).name == "missing token"
+    assert find_cause(kube, pods=[item]).name == "missing token"
 
 
 def test_a_container_killed_for_memory_is_explained(kube: Cluster):
-    cause = find(kube, pods=[failed(137, "OOMKilled")])
+    cause = find_cause(kube, pods=[failed(137, "OOMKilled")])
     assert (cause.name, cause.code) == ("out of memory", 2)
 
 
 def test_lost_nodes_and_nodes_short_of_resources_are_causes(kube: Cluster):
     lost = make_pod("exp", HEAD, "Failed", reason="NodeLost", message="Node n1 is not responding")
-    assert find(kube, pods=[lost]).name == "node lost"
+    assert find_cause(kube, pods=[lost]).name == "node lost"
 
 
 def test_an_evicted_pod_is_a_cause(kube: Cluster):
     item = make_pod("exp", HEAD, "Failed", reason="Evicted", message="low on ephemeral-storage")
-    cause = find(kube, pods=[item])
+    cause = find_cause(kube, pods=[item])
     assert cause.name == "evicted" and cause.passes
 
 
 def test_a_volume_that_cannot_be_mounted_is_a_cause(kube: Cluster):
     item = make_pod("exp", HEAD, "Pending", state=waiting("ContainerCreating"))
-    cause = find(kube, pods=[item], events=[event(HEAD, "FailedMount", "MountVolume.SetUp: x")])
+    cause = find_cause(
+        kube, pods=[item], events=[event(HEAD, "FailedMount", "MountVolume.SetUp: x")]
+    )
     assert cause.name == "storage" and "MountVolume" in cause.evidence
 
 
@@ -204,14 +206,14 @@ def test_a_volume_that_cannot_be_mounted_is_a_cause(kube: Cluster):
     ],
 )
 def test_the_cause_of_a_job_without_pods_is_found(kube: Cluster, name: str, message: str):
-    cause = find(kube, pods=[], events=[event("exp", "FailedCreatePod", message)])
+    cause = find_cause(kube, pods=[], events=[event("exp", "FailedCreatePod", message)])
     assert cause.name == name
 
 
 def test_the_cause_that_explains_the_others_comes_first(kube: Cluster):
     """One pod waits for an image and the others for that pod, so NCCL's errors do not count."""
     kube.logs["exp-worker-0"] = ["NCCL WARN timeout"]
-    cause = find(
+    cause = find_cause(
         kube,
         pods=[
             make_pod("exp", "exp-worker-0", "Failed", state=make_ended_state(1)),
@@ -231,7 +233,7 @@ def test_the_pod_that_ended_first_is_examined(kube: Cluster):
 
     kube.logs["exp-worker-0"] = ["ncclRemoteError: the connection broke"]
     kube.logs["exp-worker-1"] = ["error: c4 is damaged"]
-    cause = find(kube, pods=[died("exp-worker-0", 1, 9), died("exp-worker-1", 3, 5)])
+    cause = find_cause(kube, pods=[died("exp-worker-0", 1, 9), died("exp-worker-1", 3, 5)])
     assert (cause.name, cause.pod, cause.code) == ("damaged artifact", "exp-worker-1", 3)
 
 
@@ -253,7 +255,7 @@ def test_running_pods_have_no_cause(kube: Cluster):
         "exp", HEAD, state={"running": {}}, conditions=[{"type": "PodScheduled", "status": "True"}]
     )
     other = event("other-worker-0", "FailedMount", "not ours")
-    assert find(kube, pods=[running], events=[other]) is None
+    assert find_cause(kube, pods=[running], events=[other]) is None
 
 
 def test_pods_are_in_the_order_of_their_ranks(kube: Cluster):

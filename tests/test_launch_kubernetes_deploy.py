@@ -76,14 +76,14 @@ def add_pods(
     return names
 
 
-def state(item: Object, type_: str, message: str = "") -> None:
+def set_condition(item: Object, type_: str, message: str = "") -> None:
     """Set the condition of a job, as its operator would."""
     item.setdefault("status", {}).setdefault("conditions", []).append(
         make_condition(type_, message)
     )
 
 
-def later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
+def act_later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
     def run() -> None:
         with cluster.lock:
             do()
@@ -91,26 +91,26 @@ def later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
     threading.Timer(seconds, run).start()
 
 
-def complete(cluster: Cluster, item: Object, seconds: float = 1.0) -> None:
+def complete_job(cluster: Cluster, item: Object, seconds: float = 1.0) -> None:
     """Run a job to its end, as an operator would."""
-    state(item, "Created")
+    set_condition(item, "Created")
     names = add_pods(cluster, item, state=RUNNING, log=("[rank=0] {'global_step': 1}",))
     cluster.following |= set(names)
-    state(item, "Running")
+    set_condition(item, "Running")
 
     def end() -> None:
         for name in names:
             cluster.logs[name].append("done: 10 steps")
         cluster.following -= set(names)
-        state(item, SUCCESS[item["kind"]])
+        set_condition(item, SUCCESS[item["kind"]])
 
-    later(cluster, seconds, end)
+    act_later(cluster, seconds, end)
 
 
-def fail(cluster: Cluster, item: Object, code: int, *log: str) -> None:
+def fail_job(cluster: Cluster, item: Object, code: int, *log: str) -> None:
     """End a job at once."""
     add_pods(cluster, item, "Failed", state=make_ended_state(code), log=log)
-    state(item, "Failed", "a pod failed")
+    set_condition(item, "Failed", "a pod failed")
 
 
 def one_after_the_other(
@@ -145,8 +145,8 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
     with kube.lock:
         names = add_pods(kube, item, state=RUNNING, log=("step 1",))
         kube.logs[names[1]] = ["of the other"]
-        state(item, "Created")
-        state(item, "Running", "all pods run")
+        set_condition(item, "Created")
+        set_condition(item, "Running", "all pods run")
         kube.following.add(names[0])
     output = run_launcher("status", *how).stdout
     assert "exp is active: Running" in output and names[1] in output and "cause" not in output
@@ -155,7 +155,7 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
         kube.logs[names[0]].append("step 2")
         kube.following.clear()
 
-    later(kube, 0.8, end_the_log)
+    act_later(kube, 0.8, end_the_log)
     assert run_launcher("logs", *how).stdout.splitlines() == ["step 1", "step 2"]
     assert (
         run_launcher("logs", *how, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
@@ -169,7 +169,7 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
 
 
 def test_the_status_of_a_failed_job_shows_the_cause(kube: Cluster) -> None:
-    kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
+    kube.on_create = lambda cluster, item: fail_job(cluster, item, 3, "error: c4 is not finished")
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
     output = run_launcher("status", "--job-name", "exp").stdout
     assert "exp is failed" in output and "cause: damaged artifact" in output
@@ -207,7 +207,7 @@ def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
 @pytest.mark.parametrize("kind", QUICK_KIND)
 def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
     """The output of a quick job is shown even if it ends before the first poll."""
-    kube.on_create = partial(complete, seconds=0.0 if kind == "pytorchjob" else 1.0)
+    kube.on_create = partial(complete_job, seconds=0.0 if kind == "pytorchjob" else 1.0)
     output = run_launcher("deploy", "--kind", kind, *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "job exp is complete" in output and "attempt 1 of 5" in output
     assert "[rank=0] {'global_step': 1}" in output and "done: 10 steps" in output
@@ -216,9 +216,13 @@ def test_deploy_follows_a_job_to_its_end(kube: Cluster, kind: str) -> None:
 
 def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
     kube.on_create = one_after_the_other(
-        lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
-        lambda cluster, item: fail(cluster, item, 2, "error: out of memory", "CUDA out of memory"),
-        complete,
+        lambda cluster, item: fail_job(
+            cluster, item, 2, "error: out of memory", "CUDA out of memory"
+        ),
+        lambda cluster, item: fail_job(
+            cluster, item, 2, "error: out of memory", "CUDA out of memory"
+        ),
+        complete_job,
     )
     none = ("--activation-checkpointing", "none")
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, *none).stdout
@@ -232,7 +236,7 @@ def test_a_job_out_of_gpu_memory_recomputes_more(kube: Cluster) -> None:
 
 @pytest.mark.long
 def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) -> None:
-    kube.on_create = lambda cluster, item: fail(cluster, item, 2, "CUDA out of memory")
+    kube.on_create = lambda cluster, item: fail_job(cluster, item, 2, "CUDA out of memory")
     result = run_launcher(
         "deploy",
         *JOB_OPTIONS,
@@ -258,7 +262,7 @@ def test_out_of_gpu_memory_with_everything_recomputed_is_final(kube: Cluster) ->
 def test_a_final_failure_ends_with_the_code_of_the_run(
     kube: Cluster, code: int, log: str, says: str
 ) -> None:
-    kube.on_create = lambda cluster, item: fail(cluster, item, code, log)
+    kube.on_create = lambda cluster, item: fail_job(cluster, item, code, log)
     result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=code)
     assert f"failed at the first attempt: {says}" in result.stderr and log in result.stderr
     assert submissions(kube) == 1 and len(jobs(kube)) == 1  # the job remains, to be examined
@@ -286,7 +290,7 @@ def test_a_private_image_is_pulled_with_the_only_credentials(kube: Cluster) -> N
     def operator(cluster: Cluster, item: Object) -> None:
         worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
         if worker.get("imagePullSecrets") == [{"name": "ours"}]:
-            complete(cluster, item)
+            complete_job(cluster, item)
         else:
             add_pods(
                 cluster,
@@ -323,9 +327,9 @@ def test_huge_pages_and_interfaces_are_dropped_if_they_fail(kube: Cluster) -> No
             "NCCL_SOCKET_IFNAME" in text.partition('"annotations"')[2].partition("spec")[2]
             or '"name": "NCCL_SOCKET_IFNAME"' in text
         ):
-            fail(cluster, item, 1, "NCCL WARN Bootstrap : no socket interface found")
+            fail_job(cluster, item, 1, "NCCL WARN Bootstrap : no socket interface found")
         else:
-            complete(cluster, item)
+            complete_job(cluster, item)
 
     kube.on_create = operator
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
@@ -335,12 +339,12 @@ def test_huge_pages_and_interfaces_are_dropped_if_they_fail(kube: Cluster) -> No
 
 def lost(cluster: Cluster, item: Object) -> None:
     add_pods(cluster, item, "Failed", reason="NodeLost", message="node is not responding")
-    state(item, "Failed")
+    set_condition(item, "Failed")
 
 
 @pytest.mark.long
 def test_a_lost_node_is_retried_until_no_attempt_is_left(kube: Cluster) -> None:
-    kube.on_create = one_after_the_other(lost, lost, complete)
+    kube.on_create = one_after_the_other(lost, lost, complete_job)
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert output.count("cause: node lost") == 2 and "is complete" in output
     run_launcher("stop", "--job-name", "exp")
@@ -363,9 +367,9 @@ def test_deploy_waits_for_capacity(kube: Cluster) -> None:
 
         def found() -> None:
             cluster.delete_job("exp")
-            complete(cluster, item, 0.5)
+            complete_job(cluster, item, 0.5)
 
-        later(cluster, 3.0, found)
+        act_later(cluster, 3.0, found)
 
     kube.on_create = operator
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
@@ -415,7 +419,7 @@ def test_a_job_without_an_operator_is_explained(kube: Cluster) -> None:
 
 
 def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
-    kube.on_create = complete
+    kube.on_create = complete_job
     result = run_launcher(
         "deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, env={"HF_TOKEN": "hf_verysecret"}
     )
@@ -430,8 +434,8 @@ def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
 @pytest.mark.long
 def test_a_cluster_may_be_silent_for_a_while(kube: Cluster) -> None:
     def operator(cluster: Cluster, item: Object) -> None:
-        complete(cluster, item, 6.0)
-        later(cluster, 0.5, lambda: setattr(cluster, "failing", 8))
+        complete_job(cluster, item, 6.0)
+        act_later(cluster, 0.5, lambda: setattr(cluster, "failing", 8))
 
     kube.on_create = operator
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
@@ -445,8 +449,8 @@ def test_a_job_that_somebody_stops_is_not_submitted_again(kube: Cluster) -> None
             cluster.objects.pop(("pytorchjobs", "default", "exp"))
             cluster.delete_job("exp")
 
-        complete(cluster, item, 60)
-        later(cluster, 1.0, stop)
+        complete_job(cluster, item, 60)
+        act_later(cluster, 1.0, stop)
 
     kube.on_create = operator
     result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, expect=1)
@@ -491,11 +495,11 @@ def test_a_missing_kubectl_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_running_job_is_followed_and_a_finished_one_deleted(kube: Cluster) -> None:
-    kube.on_create = lambda cluster, item: complete(cluster, item, 10.0)
+    kube.on_create = lambda cluster, item: complete_job(cluster, item, 10.0)
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert "is running" in output and "is complete" in output and submissions(kube) == 1
-    kube.on_create = complete
+    kube.on_create = complete_job
     output = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS).stdout
     assert (
         "deleting the finished job" in output and "is complete" in output and submissions(kube) == 2
@@ -505,7 +509,7 @@ def test_a_running_job_is_followed_and_a_finished_one_deleted(kube: Cluster) -> 
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_the_job_running(kube: Cluster, number: signal.Signals, code: int) -> None:
-    kube.on_create = lambda cluster, item: complete(cluster, item, 60)
+    kube.on_create = lambda cluster, item: complete_job(cluster, item, 60)
     process = subprocess.Popen(
         [sys.executable, SCRIPT, "deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS],
         stdout=subprocess.PIPE,
@@ -542,13 +546,13 @@ def test_deploying_works_as_a_function(
         "train": ["-d", "c4"],
         "patience": Patience(poll_seconds=0.2, backoff_seconds=0.1),
     }
-    kube.on_create = complete
+    kube.on_create = complete_job
     kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     assert command_line.parse_options(worker["containers"][0]["args"]).max_steps == 5
     assert ("secrets", "default", "exp-hub-token") in kube.objects
-    kube.on_create = lambda cluster, item: fail(cluster, item, 3, "error: c4 is not finished")
+    kube.on_create = lambda cluster, item: fail_job(cluster, item, 3, "error: c4 is not finished")
     with pytest.raises(JobFailed, match="damaged artifact") as caught:
         kubernetes.deploy_training_job(cluster_name="big", monitor=False, **how)
     assert caught.value.code == 3

@@ -17,7 +17,7 @@ from lib.core.errors import UsageError
 from tests.kube_cluster import JOB_OPTIONS, TRAIN_OPTIONS, run_launcher
 from tests.kube_node import Node, list_pods
 from tests.kube_server import Cluster, Object
-from tests.test_launch_kubernetes_deploy import complete, fail, one_after_the_other
+from tests.test_launch_kubernetes_deploy import complete_job, fail_job, one_after_the_other
 
 QUICK = ("--poll-seconds", "0.1", "--backoff-seconds", "0.1")
 PREPARING = "preparing it first, in job exp-prepare"
@@ -37,7 +37,7 @@ def started(cluster: Cluster) -> list[str]:
 @pytest.fixture
 def deploy(kube: Cluster) -> Callable[..., str]:
     """Return a function that runs `deploy` on a cluster whose jobs succeed, for its output."""
-    kube.on_create = partial(complete, seconds=0.1)
+    kube.on_create = partial(complete_job, seconds=0.1)
 
     def run(*words: object, train: tuple[str, ...] = TRAIN_OPTIONS, expect: int = 0) -> str:
         kube.requests.clear()
@@ -107,10 +107,10 @@ def test_a_new_volume_is_prepared(kube: Cluster, deploy: Callable[..., str]) -> 
 def test_a_failed_preparation_ends_the_deployment(
     kube: Cluster, deploy: Callable[..., str]
 ) -> None:
-    kube.on_create = lambda cluster, job: fail(cluster, job, 2, "error: c4 does not exist")
+    kube.on_create = lambda cluster, job: fail_job(cluster, job, 2, "error: c4 does not exist")
     output = deploy(expect=2)
     assert started(kube) == ["jobs"] and "c4 does not exist" in output
-    kube.on_create = partial(complete, seconds=0.1)
+    kube.on_create = partial(complete_job, seconds=0.1)
     assert PREPARING in deploy(), "a failed job is no record"
     assert started(kube) == ["jobs", "pytorchjobs"]
 
@@ -126,7 +126,7 @@ def test_a_missing_operator_is_reported_before_the_preparation(
 def test_a_job_that_runs_already_is_followed_without_a_preparation(
     kube: Cluster, deploy: Callable[..., str]
 ) -> None:
-    kube.on_create = partial(complete, seconds=3.0)
+    kube.on_create = partial(complete_job, seconds=3.0)
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
     output = deploy()
     assert not started(kube) and "following it as it is" in output
@@ -171,7 +171,7 @@ def test_the_function_prepares_as_well(kube: Cluster) -> None:
     def operator(cluster: Cluster, job: Object) -> None:
         if job["kind"] == "Job":
             containers.extend(job["spec"]["template"]["spec"]["containers"])
-        complete(cluster, job, 0.1)
+        complete_job(cluster, job, 0.1)
 
     kube.on_create = operator
     how: dict[str, Any] = {
@@ -198,11 +198,11 @@ def test_a_preparation_that_loses_its_node_is_tried_again(
     kube: Cluster, deploy: Callable[..., str]
 ) -> None:
     def lose(cluster: Cluster, job: Object) -> None:
-        fail(cluster, job, 137)
+        fail_job(cluster, job, 137)
         for pod in cluster.pods_of(job["metadata"]["name"]):
             pod["status"]["reason"] = "Evicted"
 
-    kube.on_create = one_after_the_other(lose, partial(complete, seconds=0.1))
+    kube.on_create = one_after_the_other(lose, partial(complete_job, seconds=0.1))
     deploy()
     assert started(kube) == ["jobs", "jobs", "pytorchjobs"]
 

@@ -17,7 +17,7 @@ from tests import slurm_cluster
 from tests.conftest import ROOT, run_stage
 from tests.kube_node import Node, list_pods
 from tests.kube_server import Cluster
-from tests.make_targets import make
+from tests.make_targets import make_target
 from tests.slurm_cluster import SlurmCluster
 
 JOB = ("LAUNCHER=kubernetes", "EXP=test-quick")
@@ -33,7 +33,7 @@ def test_a_quick_run_on_kubernetes(
     leftover.mkdir(parents=True)
     options = " ".join((*node.options(), "--gpus-per-node 0 --poll-seconds 0.5"))
     job = (*JOB, f"KIND={kind}", f"NODES={nodes}", f"KUBERNETES={options}")
-    output = make(place, "test-quick", *job)
+    output = make_target(place, "test-quick", *job)
     assert "test-quick    complete" in output and "raw text to an exported model" in output
     for name in ("hf_datasets/test-quick", ".cache/models/test-quick", "outputs/test-quick/tb"):
         assert (node.volume / name).is_dir() and not (place / name).exists()
@@ -43,9 +43,9 @@ def test_a_quick_run_on_kubernetes(
         "test-quick-prepare-x1y2z",
         *(f"test-quick-{of_jobs}-{rank}" for rank in range(nodes)),
     ]
-    assert "succeeded" in make(place, "status", *job)
-    assert "step 20/20" in make(place, "logs-follow", *job)
-    assert "nothing to stop" in make(place, "stop", *job)
+    assert "succeeded" in make_target(place, "status", *job)
+    assert "step 20/20" in make_target(place, "logs-follow", *job)
+    assert "nothing to stop" in make_target(place, "stop", *job)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def slurm(slurm_once: SlurmCluster) -> Iterator[SlurmCluster]:
     slurm_once.cancel_all()
 
 
-def check(slurm: SlurmCluster, folder: Path, *words: str, expect: int) -> str:
+def check_slurm(slurm: SlurmCluster, folder: Path, *words: str, expect: int) -> str:
     """Run `check.py slurm`, assert its exit code and return its output."""
     result = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "check.py"), "slurm", *words],
@@ -85,37 +85,37 @@ def check(slurm: SlurmCluster, folder: Path, *words: str, expect: int) -> str:
 @pytest.mark.long
 def test_a_quick_run_on_slurm(place: Path, slurm: SlurmCluster) -> None:
     job = ("LAUNCHER=slurm", "EXP=test-quick", "NODES=2")
-    output = make(place, "test-quick", *job, **slurm.environment)
+    output = make_target(place, "test-quick", *job, **slurm.environment)
     assert "test-quick    complete" in output and "raw text to an exported model" in output
     AutoModelForCausalLM.from_pretrained(place / "outputs" / "test-quick" / "export" / "final")
-    assert "complete" in make(place, "status", *job, **slurm.environment)
-    assert "'global_step': 20" in make(place, "logs-follow", *job, **slurm.environment)
-    assert "nothing to stop" in make(place, "stop", *job, **slurm.environment)
-    output = make(place, "validate-setup", *job, **slurm.environment)
+    assert "complete" in make_target(place, "status", *job, **slurm.environment)
+    assert "'global_step': 20" in make_target(place, "logs-follow", *job, **slurm.environment)
+    assert "nothing to stop" in make_target(place, "stop", *job, **slurm.environment)
+    output = make_target(place, "validate-setup", *job, **slurm.environment)
     assert "2 of 2 nodes of low can be used" in output and "2 ranks on 2 nodes" in output
     assert "hf_datasets/test-quick: complete" in output
-    failed = make(place, "test-quick", *job, expect=2, **slurm.environment, SAVE_SECONDS="x")
+    failed = make_target(place, "test-quick", *job, expect=2, **slurm.environment, SAVE_SECONDS="x")
     assert "--save-seconds: expected" in failed  # the end of the job's output
 
 
 @pytest.mark.long
 def test_a_slurm_cluster_is_checked_for_a_job(slurm: SlurmCluster, tmp_path: Path) -> None:
     gpus = ("--", "--gpus-per-node=2")
-    output = check(slurm, tmp_path, "--nodes", "2", *gpus, expect=6)
+    output = check_slurm(slurm, tmp_path, "--nodes", "2", *gpus, expect=6)
     assert "2 ranks on 2 nodes, CPUs" in output
     assert "the job requests 2 GPUs per node, but its processes find none" in output
     assert not [*tmp_path.iterdir()]  # neither probes nor outputs
-    output = check(slurm, tmp_path, "--nodes", "2", "--fail-on", "warning", expect=5)
+    output = check_slurm(slurm, tmp_path, "--nodes", "2", "--fail-on", "warning", expect=5)
     assert "nodes have 2 GPUs, but the job requests none" in output
     assert "→ --gpus-per-node=2" in output
-    output = check(slurm, tmp_path, "--nodes", "3", "--", "-p", "high", expect=6)
+    output = check_slurm(slurm, tmp_path, "--nodes", "3", "--", "-p", "high", expect=6)
     assert "2 of 2 nodes of high can be used, 2 of them now; the run needs 3" in output
     assert "ranks on" not in output  # no job after an error
-    output = check(slurm, tmp_path, "--", "--partition=none", "--gres=gpu:tiny:2", expect=6)
+    output = check_slurm(slurm, tmp_path, "--", "--partition=none", "--gres=gpu:tiny:2", expect=6)
     assert "no partition none; the cluster has: low, low_at_once, high" in output
-    output = check(slurm, tmp_path, "--", "--gres=gpu:tiny:4", expect=6)
+    output = check_slurm(slurm, tmp_path, "--", "--gres=gpu:tiny:4", expect=6)
     assert "0 of 2 nodes have tiny:4 GPUs in GRES; the run needs 1" in output
-    output = check(slurm, tmp_path, "--", "--account=x", "--time=later", expect=6)
+    output = check_slurm(slurm, tmp_path, "--", "--account=x", "--time=later", expect=6)
     assert "submission: " in output and "time" in output
 
 
@@ -125,20 +125,20 @@ def test_nodes_and_partitions_of_slurm_that_are_down_are_named(
 ) -> None:
     slurm.run("scontrol", "update", "nodename=n2", "state=drain", "reason=a broken fan")
     try:
-        output = check(slurm, tmp_path, "--nodes", "2", expect=6)
+        output = check_slurm(slurm, tmp_path, "--nodes", "2", expect=6)
         assert "n2 is DRAIN+IDLE: a broken fan" in output and "state=resume" in output
-        output = check(slurm, tmp_path, "--fail-on", "warning", expect=5)
+        output = check_slurm(slurm, tmp_path, "--fail-on", "warning", expect=5)
         assert "1 of 2 nodes of low can be used" in output
     finally:
         slurm.run("scontrol", "update", "nodename=n2", "state=resume")
     slurm.run("scontrol", "update", "partitionname=high", "state=down")
     try:
-        assert "high is DOWN" in check(slurm, tmp_path, "--", "-phigh", expect=6)
+        assert "high is DOWN" in check_slurm(slurm, tmp_path, "--", "-phigh", expect=6)
     finally:
         slurm.run("scontrol", "update", "partitionname=high", "state=up")
     job = slurm.submit("--exclusive", "-N2", "--wrap", "sleep 600", cwd=tmp_path)
     slurm_cluster.wait_until(lambda: slurm.facts(job)["JobState"] == "RUNNING", "it runs")
-    output = check(slurm, tmp_path, "--wait-minutes", "0.05", expect=0)
+    output = check_slurm(slurm, tmp_path, "--wait-minutes", "0.05", expect=0)
     assert "nodes were not free within 0.05 minutes" in output
     assert "0 of them now; the run waits for others to end" in output
 

@@ -31,7 +31,7 @@ def name_of(path: Path) -> str:
     return path.name
 
 
-def run(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str:
+def run_command(*command: object, cwd: Path, expect: int = 0, **environment: str) -> str:
     """Run a command without root or a terminal, and return its output."""
     result = subprocess.run(
         [*map(str, command)],
@@ -62,14 +62,14 @@ def test_shellcheck_finds_no_problem(path: Path) -> None:
 # Not the lifecycle scripts of new nodes, which take no options and would change this machine.
 @pytest.mark.parametrize("path", [path for path in SHELL if path.parent == LAUNCH], ids=name_of)
 def test_scripts_print_their_help(path: Path, tmp_path: Path) -> None:
-    text = run("bash", path, "--help", cwd=tmp_path, HOME=str(tmp_path))
+    text = run_command("bash", path, "--help", cwd=tmp_path, HOME=str(tmp_path))
     assert path.name in text and "--dry-run" in text
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=name_of)
 def test_programs_print_their_help(path: Path, tmp_path: Path) -> None:
-    assert path.name in run(sys.executable, path, "--help", cwd=tmp_path)
+    assert path.name in run_command(sys.executable, path, "--help", cwd=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -100,7 +100,7 @@ def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path
         "--port",
         1234,
     )
-    text = run(
+    text = run_command(
         "bash",
         path,
         *(nodes if path.name.startswith("multi") else ()),
@@ -124,7 +124,7 @@ def test_dry_run_shows_the_command_and_starts_nothing(path: Path, tmp_path: Path
 
 
 def test_defaults_come_from_the_environment(tmp_path: Path) -> None:
-    text = run(
+    text = run_command(
         "bash",
         LAUNCH / "multi_node.sh",
         "--dry-run",
@@ -145,7 +145,7 @@ def test_defaults_come_from_the_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("devices", "count"), [("", 1), ("3", 1), ("0,2,5", 3), ("-1", 1)])
 def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -> None:
-    text = run(
+    text = run_command(
         "bash",
         LAUNCH / "single_node.sh",
         "--dry-run",
@@ -160,7 +160,7 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
     assert f"--nproc-per-node {count} " in text
     if count > 1:  # and one process for --device cpu
         for cpu in (("--device", "cpu"), ("--device=cpu",)):
-            text = run(
+            text = run_command(
                 "bash",
                 LAUNCH / "single_node.sh",
                 "--dry-run",
@@ -264,13 +264,13 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
 def test_bad_usage_is_refused_at_once_without_a_traceback(
     tmp_path: Path, arguments: tuple, says: tuple
 ) -> None:
-    text = run("bash", LAUNCH / "multi_node.sh", *arguments, cwd=tmp_path, expect=2)
+    text = run_command("bash", LAUNCH / "multi_node.sh", *arguments, cwd=tmp_path, expect=2)
     assert not [part for part in says if part not in text] and "Traceback" not in text, text
     assert "launcher:" not in text and not list(tmp_path.iterdir())
 
 
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
-    text = run(
+    text = run_command(
         "bash",
         LAUNCH / "single_node.sh",
         "--dry-run",
@@ -290,7 +290,9 @@ def test_a_secret_is_not_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dry", [("--dry-run",), ()])
 def test_a_batch_script_shows_no_secret(tmp_path: Path, dry: tuple[str, ...]) -> None:
     words = ("-e", "x", "-d", "https://me:hidden@host/c", "--hf-token", "hidden", "--token=hidden")
-    text = run("bash", LAUNCH / "slurm.sbatch", *dry, *words, cwd=tmp_path, expect=0 if dry else 2)
+    text = run_command(
+        "bash", LAUNCH / "slurm.sbatch", *dry, *words, cwd=tmp_path, expect=0 if dry else 2
+    )
     assert "hidden" not in text and text.count("[redacted]") == (3 if dry else 6)
 
 
@@ -299,7 +301,7 @@ def test_the_command_that_a_batch_script_suggests_keeps_its_words(
     tmp_path: Path, script: str
 ) -> None:
     words = ["--data-folder", "my raw", "it's $HOME"]
-    text = run("bash", LAUNCH / script, *words, cwd=tmp_path, expect=2)
+    text = run_command("bash", LAUNCH / script, *words, cwd=tmp_path, expect=2)
     line = next(line for line in text.splitlines() if line.startswith("  run: "))
     assert shlex.split(line) == ["run:", "sbatch", str(LAUNCH / script), *words]
 
@@ -323,5 +325,5 @@ def test_the_command_that_a_batch_script_suggests_keeps_its_words(
 def test_batch_scripts_refuse_before_a_node_starts(
     tmp_path: Path, script: str, arguments: tuple, inside: dict, says: str
 ) -> None:
-    text = run("bash", LAUNCH / script, *arguments, cwd=tmp_path, expect=2, **inside)
+    text = run_command("bash", LAUNCH / script, *arguments, cwd=tmp_path, expect=2, **inside)
     assert says in text and "not found" not in text and not list(tmp_path.iterdir())

@@ -66,7 +66,7 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def plan(**values: Any) -> ClusterOptions:
+def check_options(**values: Any) -> ClusterOptions:
     """Return checked options of a new cluster."""
     new = cluster_files.fill_region(declared.from_values(ClusterOptions, **values))
     problems = Problems()
@@ -75,7 +75,7 @@ def plan(**values: Any) -> ClusterOptions:
     return new
 
 
-def validate(schema: str, document: Any) -> None:
+def validate_document(schema: str, document: Any) -> None:
     jsonschema.Draft202012Validator(json.loads((CRDS / schema).read_text())).validate(document)
 
 
@@ -90,9 +90,9 @@ SETS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("values", SETS, ids=str)
 def test_eksctl_accepts_the_cluster(values: dict[str, Any]) -> None:
-    new = plan(**values)
+    new = check_options(**values)
     [config] = yaml.safe_load_all(cluster_files.render_part("cluster", new))
-    validate("eksctl_clusterconfig.json", config)
+    validate_document("eksctl_clusterconfig.json", config)
     groups = {group["name"]: group for group in config["managedNodeGroups"]}
     addons = {addon["name"] for addon in config["addons"]}
     assert {"aws-fsx-csi-driver", "aws-efs-csi-driver", "eks-pod-identity-agent"} <= addons
@@ -119,10 +119,10 @@ def test_sagemaker_accepts_the_nodes(kind: str, calls: Path) -> None:
         if kind == "hyperpod-slurm"
         else {"checkpoint_memory": 20}
     )
-    new = plan(kind=kind, instance_type="p5.48xlarge", nodes=2, **where)
+    new = check_options(kind=kind, instance_type="p5.48xlarge", nodes=2, **where)
     text = cluster_files.render_part("nodes", new)
     request = json.loads(text)
-    validate("sagemaker_createcluster.json", request)
+    validate_document("sagemaker_createcluster.json", request)
     groups = {group["InstanceGroupName"]: group for group in request["InstanceGroups"]}
     assert groups["gpu"]["InstanceType"] == "ml.p5.48xlarge"
     assert groups["gpu"]["InstanceCount"] == 2
@@ -151,7 +151,7 @@ def test_sagemaker_accepts_the_nodes(kind: str, calls: Path) -> None:
 
 
 def test_a_wrong_member_of_a_request_is_refused() -> None:
-    new = plan(kind="hyperpod")
+    new = check_options(kind="hyperpod")
     request = json.loads(cluster_files.render_part("nodes", new))
     for change in (
         {"NodeRecover": "Automatic"},
@@ -159,11 +159,11 @@ def test_a_wrong_member_of_a_request_is_refused() -> None:
         {"ClusterName": "a_b"},
     ):
         with pytest.raises(jsonschema.ValidationError):
-            validate("sagemaker_createcluster.json", {**request, **change})
+            validate_document("sagemaker_createcluster.json", {**request, **change})
     [config] = yaml.safe_load_all(cluster_files.render_part("cluster", new))
     config["managedNodeGroups"][0]["efaenabled"] = True
     with pytest.raises(jsonschema.ValidationError):
-        validate("eksctl_clusterconfig.json", config)
+        validate_document("eksctl_clusterconfig.json", config)
 
 
 VOLUMES: list[dict[str, Any]] = [
@@ -179,7 +179,7 @@ VOLUMES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("values", VOLUMES, ids=str)
 def test_the_claim_is_the_one_that_jobs_mount(values: dict[str, Any], calls: Path) -> None:
     """Its name, namespace and access mode are those that `prepare` and `deploy` use."""
-    new = plan(**values)
+    new = check_options(**values)
     documents = [*yaml.safe_load_all(cluster_files.render_part("storage", new))]
     for document in documents:
         kubernetes_validate.validate(document, "1.34", strict=True)
@@ -256,7 +256,7 @@ def test_the_steps_are_a_script_whose_own_commands_exist(kind: str, tmp_path: Pa
 )
 def test_what_the_steps_create_is_deleted_from_any_shell(values: dict[str, Any]) -> None:
     """A person deletes the cluster days later, in a shell without the variables of the steps."""
-    steps = setup_steps.render_steps(plan(**values), Path("new"))
+    steps = setup_steps.render_steps(check_options(**values), Path("new"))
     create, _, delete = steps.partition("# To delete everything again, in this order:\n")
     lines = [line.removeprefix("#   ") for line in delete.splitlines()]
     known: set[str] = set()
@@ -295,7 +295,7 @@ def test_a_new_file_system_is_available_before_it_is_used(
     values: dict[str, Any], created: str, used: str, available: str, tmp_path: Path
 ) -> None:
     """AWS refuses a mount target, and HyperPod a mount, while a file system is being created."""
-    steps = setup_steps.render_steps(plan(**values), Path("new"))
+    steps = setup_steps.render_steps(check_options(**values), Path("new"))
     wait = next(line for line in steps.splitlines() if line.startswith("until aws "))
     assert steps.index(created) < steps.index(wait) < steps.index(used)
     aws = tmp_path / "aws"
@@ -314,9 +314,9 @@ def test_a_new_file_system_is_available_before_it_is_used(
 
 def test_the_namespace_exists_before_the_volume() -> None:
     create = "kubectl create namespace mine"
-    steps = setup_steps.render_steps(plan(namespace="mine"), Path("new"))
+    steps = setup_steps.render_steps(check_options(namespace="mine"), Path("new"))
     assert steps.index(create) < steps.index("kubectl apply -f new/storage.yaml")
-    assert "create namespace" not in setup_steps.render_steps(plan(), Path("new"))
+    assert "create namespace" not in setup_steps.render_steps(check_options(), Path("new"))
 
 
 def test_the_files_are_written_and_found_by_their_steps(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_the_files_are_written_and_found_by_their_steps(tmp_path: Path) -> None:
 )
 def test_impossible_options_are_refused(values: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError) as caught:
-        plan(**values)
+        check_options(**values)
     assert says in caught.value.render()
 
 
@@ -365,10 +365,10 @@ def test_what_is_missing_at_aws_ends_with_a_command() -> None:
         ("nodes", {"kind": "hyperpod-slurm"}, "needs --subnet, --security-group", "--out"),
     ):
         with pytest.raises(UsageError, match=says) as caught:
-            cluster_files.render_part(part, plan(**values))
+            cluster_files.render_part(part, check_options(**values))
         assert run in caught.value.run
     with pytest.raises(UsageError, match="no private subnet in us-west-2c") as caught:
-        cluster_files.render_part("storage", plan(zones="us-west-2c,us-west-2a"))
+        cluster_files.render_part("storage", check_options(zones="us-west-2c,us-west-2a"))
     assert "us-west-2a, us-west-2b" in caught.value.found
 
 

@@ -95,7 +95,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(place: Path, name: str, save_seconds: float) -> subprocess.Popen:
+def start_launcher(place: Path, name: str, save_seconds: float) -> subprocess.Popen:
     """Start a launcher and return it once its rank is ready for signals."""
     script, *words = LAUNCHERS[name]
     (place / "save_seconds").write_text(str(save_seconds))
@@ -139,7 +139,7 @@ def saved_code(name: str, first: signal.Signals) -> int:
 def test_several_signals_save_once(
     place: Path, name: str, signals: tuple[signal.Signals, ...]
 ) -> None:
-    process = start(place, name, save_seconds=3)
+    process = start_launcher(place, name, save_seconds=3)
     for number in signals:
         process.send_signal(number)
         time.sleep(0.4)
@@ -155,7 +155,7 @@ def test_several_signals_save_once(
 def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
     place: Path, name: str, before: tuple[signal.Signals, ...]
 ) -> None:
-    process = start(place, name, save_seconds=300)
+    process = start_launcher(place, name, save_seconds=300)
     for number in (*before, signal.SIGINT, signal.SIGINT):
         process.send_signal(number)
         time.sleep(0.8)
@@ -173,7 +173,7 @@ def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
 @pytest.mark.slow
 def test_one_ctrl_c_in_the_terminal_of_a_pod_saves(place: Path) -> None:
     """All processes of the terminal receive it, and pod.py passes it on as well."""
-    process = start(place, "pod.py", save_seconds=3)
+    process = start_launcher(place, "pod.py", save_seconds=3)
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 143 and (place / "saved").exists(), output

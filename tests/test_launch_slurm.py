@@ -351,7 +351,7 @@ def trainers(project: Path) -> list[Path]:
     return found
 
 
-def send(entries: list[Path], number: signal.Signals) -> None:
+def send_signal(entries: list[Path], number: signal.Signals) -> None:
     """Send a signal to processes that may have ended."""
     for entry in entries:
         with suppress(ProcessLookupError):
@@ -391,7 +391,7 @@ def test_a_preempted_job_is_requeued_and_resumes(
     """The job resumes after it had time to save, and after Slurm itself ended and requeued it."""
     job = cluster.submit("-N", 2, "-p", partition, BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
-    send(ranks := trainers(project), signal.SIGSTOP)  # stopped, so it cannot end earlier
+    send_signal(ranks := trainers(project), signal.SIGSTOP)  # stopped, so it cannot end earlier
     try:
         other = cluster.submit("-N", 3, "-p", "high", "--exclusive", "--wrap", "true", cwd=project)
         wait_until(
@@ -401,7 +401,7 @@ def test_a_preempted_job_is_requeued_and_resumes(
             "the job is preempted",
         )
     finally:
-        send(ranks, signal.SIGCONT)
+        send_signal(ranks, signal.SIGCONT)
     assert cluster.ended(other)["JobState"] == "COMPLETED"
     facts = cluster.ended(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
@@ -419,13 +419,13 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes(
 
     job = cluster.submit("-N", 2, "--time=60", "--signal=B:USR1@45", BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
-    send(ranks := trainers(project), signal.SIGSTOP)
+    send_signal(ranks := trainers(project), signal.SIGSTOP)
     try:
         hours, minutes, _ = map(int, cluster.facts(job)["RunTime"].split(":"))
         limit(60 * hours + minutes + 1)
         wait_until(lambda: any(has_signal(rank) for rank in ranks), "the warning arrives")
     finally:
-        send(ranks, signal.SIGCONT)
+        send_signal(ranks, signal.SIGCONT)
     wait_until(lambda: cluster.facts(job)["Restarts"] == "1", "the job is queued again")
     limit(60)
     facts = cluster.ended(job)
@@ -442,11 +442,11 @@ def test_a_job_with_a_dead_node_is_requeued_and_resumes(
     job = cluster.submit("-N", 2, BATCH, *RUN, "--ckpt-freq", 10, cwd=project)
     saved = project / "outputs" / "exp" / "checkpoints"
     wait_until(lambda: list(saved.glob("step_????????/COMMIT.json")), "a checkpoint")
-    send(ranks := trainers(project), signal.SIGSTOP)
+    send_signal(ranks := trainers(project), signal.SIGSTOP)
     try:
         assert cluster.facts(job)["NodeList"] == "n[1-2]"
         cluster.kill_node(lost)
-        send(ranks, signal.SIGCONT)
+        send_signal(ranks, signal.SIGCONT)
         facts = cluster.ended(job)
     finally:
         cluster.start_node(lost)

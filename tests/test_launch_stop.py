@@ -26,7 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def state(run: Path, status: str) -> None:
+def write_state(run: Path, status: str) -> None:
     (run / "state.json").write_text(
         json.dumps({"status": status, "step": 1500, "total_steps": 20_000})
     )
@@ -43,7 +43,7 @@ def test_a_run_that_is_not_running_gets_no_stop_file(
     run: Path, status: str, capsys: pytest.CaptureFixture
 ) -> None:
     if status:
-        state(run, status)
+        write_state(run, status)
     (run / "stop").touch()  # from an earlier stop
     text = run_stop(run, capsys)
     assert (
@@ -55,7 +55,7 @@ def test_a_run_that_is_not_running_gets_no_stop_file(
 
 
 def test_a_running_run_gets_a_stop_file(run: Path, capsys: pytest.CaptureFixture) -> None:
-    state(run, "running")
+    write_state(run, "running")
     lease = Lease(run / "lock.json", lost=pytest.fail)
     try:
         assert "is running" in run_stop(run, capsys, "--dry-run") and not (run / "stop").exists()
@@ -95,7 +95,7 @@ def test_a_launcher_that_prepares_the_run_again_ends(
     try:
         while "preparing" not in process.stdout.readline():
             assert process.poll() is None
-        state(run, status)
+        write_state(run, status)
         (run / "stop").touch()
         assert "is asked to end" in run_stop(run, capsys, "--dry-run") and (run / "stop").exists()
         assert f"process {process.pid}" in run_stop(run, capsys) and not (run / "stop").exists()
@@ -177,7 +177,7 @@ def test_a_run_named_in_config_is_found_from_any_directory(
 def test_slurm_jobs_of_the_same_name_are_listed(
     run: Path, capsys: pytest.CaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state(run, "preempted")
+    write_state(run, "preempted")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match="squeue is not installed"):
         stop.main([str(run), "--slurm"])

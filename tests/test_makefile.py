@@ -17,7 +17,7 @@ import pytest
 
 from launch.checks import setup as setup_check
 from tests.conftest import ROOT
-from tests.make_targets import make, person_environment
+from tests.make_targets import make_target, person_environment
 from tests.training import write_corpus
 
 VERBS = (
@@ -50,7 +50,7 @@ def test_every_target_exists_and_is_described_in_the_head(place: Path):
     assert all(line.startswith("#") for line in head.splitlines())
     for verb in VERBS:
         assert f"make {verb} " in head, verb
-        assert make(place, "-n", verb), verb
+        assert make_target(place, "-n", verb), verb
     # If the hardware lacks a dtype, forcing it takes many times as long.
     for recipe in ("Makefile", *(f"benchmarks/{path.name}" for path in BENCHMARKS.glob("*.py"))):
         assert "--precision" not in (ROOT / recipe).read_text(), recipe
@@ -59,7 +59,7 @@ def test_every_target_exists_and_is_described_in_the_head(place: Path):
 
 
 def test_make_alone_prints_the_targets(place: Path):
-    output = make(place)
+    output = make_target(place)
     assert all(f"make {verb} " in output for verb in VERBS) and "EXP=exp" in output
     assert "#" not in output and ":=" not in output
 
@@ -71,28 +71,28 @@ def test_a_run_is_a_name_or_its_directory(place: Path):
         ("logs-follow", "monitor.py outputs/e --log"),
     ):
         for spelled in ("e", "outputs/e", "outputs/e/"):
-            assert command in make(place, "-n", verb, f"EXP={spelled}")
-    assert "--job-name e " in make(place, "-n", "run", "LAUNCHER=slurm", "EXP=outputs/e/")
+            assert command in make_target(place, "-n", verb, f"EXP={spelled}")
+    assert "--job-name e " in make_target(place, "-n", "run", "LAUNCHER=slurm", "EXP=outputs/e/")
 
 
 def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
     run = ("-n", "run", "EXP=e", "DATASET=hf_datasets/c", "ARGS=--max-steps 9")
     training = "-e e -d hf_datasets/c"
-    assert f"launch/single_node.sh  -- {training}  --max-steps 9" in make(place, *run)
-    assert f"--nproc-per-node 2 -- {training} -m org/m" in make(
+    assert f"launch/single_node.sh  -- {training}  --max-steps 9" in make_target(place, *run)
+    assert f"--nproc-per-node 2 -- {training} -m org/m" in make_target(
         place, *run, "NPROC=2", "MODEL=org/m"
     )
-    output = make(place, *run, "LAUNCHER=slurm", "NODES=4", "SBATCH=--partition=gpu")
+    output = make_target(place, *run, "LAUNCHER=slurm", "NODES=4", "SBATCH=--partition=gpu")
     assert f"sbatch -N 4 --job-name e --partition=gpu launch/slurm.sbatch {training}" in output
-    output = make(place, *run, "LAUNCHER=kubernetes", "NODES=2", "INSTANCE_TYPE=t")
+    output = make_target(place, *run, "LAUNCHER=kubernetes", "NODES=2", "INSTANCE_TYPE=t")
     assert (
         "launch/kubernetes.py apply --kind pytorchjob --job-name e --nodes 2 "
         "--instance-type t" in " ".join(output.replace("\\\n", " ").split())
     )
     assert f" -- {training}" in output
-    assert 'not "ssh"' in make(place, *run, "LAUNCHER=ssh", expect=2)
+    assert 'not "ssh"' in make_target(place, *run, "LAUNCHER=ssh", expect=2)
     for launcher in ("slurm", "kubernetes"):
-        finish = make(place, "-n", "test-quick", f"LAUNCHER={launcher}")
+        finish = make_target(place, "-n", "test-quick", f"LAUNCHER={launcher}")
         assert (
             "sbatch -N 1 --job-name test-quick  --wait"
             if launcher == "slurm"
@@ -101,16 +101,18 @@ def test_each_launcher_is_started_with_the_options_of_the_run(place: Path):
 
 
 def test_setups_are_checked_where_the_data_are(place: Path) -> None:
-    kubernetes = make(place, "-n", "validate-setup", "LAUNCHER=kubernetes", "KUBERNETES=--pvc p")
+    kubernetes = make_target(
+        place, "-n", "validate-setup", "LAUNCHER=kubernetes", "KUBERNETES=--pvc p"
+    )
     assert "kubernetes.py validate" in kubernetes
     assert "--pvc p --gpus-per-node 0 -- python launch/check.py setup" in kubernetes
-    slurm = make(place, "-n", "validate-setup", "LAUNCHER=slurm", "NODES=4", "SBATCH=-p gpu")
+    slurm = make_target(place, "-n", "validate-setup", "LAUNCHER=slurm", "NODES=4", "SBATCH=-p gpu")
     assert "check.py slurm --nodes 4 -- -p gpu" in slurm and "check.py setup" in slurm
-    assert "check.py machine" in make(place, "-n", "validate-setup")
+    assert "check.py machine" in make_target(place, "-n", "validate-setup")
 
 
 def test_the_local_launcher_accepts_the_options_of_make(place: Path):
-    command = make(place, "-n", "run", "NPROC=3", "ARGS=--max-steps 9").strip()
+    command = make_target(place, "-n", "run", "NPROC=3", "ARGS=--max-steps 9").strip()
     command = command.replace(" -- ", " --dry-run -- ")
     result = subprocess.run(["bash", "-c", command], cwd=place, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -120,7 +122,7 @@ def test_the_local_launcher_accepts_the_options_of_make(place: Path):
 
 @pytest.mark.parametrize("verb", ["run", "status", "logs-follow", "stop"])
 def test_pods_accept_the_options_of_make(place: Path, verb: str):
-    command = make(
+    command = make_target(
         place,
         "-n",
         verb,
@@ -140,17 +142,17 @@ def test_pods_accept_the_options_of_make(place: Path, verb: str):
 
 
 def test_make_shows_the_status_and_log_of_a_run_and_stops_it(place: Path):
-    assert "there is no run" in make(place, "status", expect=2)
-    assert "there is no run" in make(place, "stop", expect=2)
-    assert "there is no run" in make(place, "logs-follow", expect=2)
+    assert "there is no run" in make_target(place, "status", expect=2)
+    assert "there is no run" in make_target(place, "stop", expect=2)
+    assert "there is no run" in make_target(place, "logs-follow", expect=2)
     run = place / "outputs" / "exp"
     (run / "logs").mkdir(parents=True)
     (run / "logs" / "rank_00000.log").write_text("a line\n")
     (run / "state.json").write_text(
         json.dumps({"status": "preempted", "step": 3, "total_steps": 9})
     )
-    assert "preempted" in make(place, "status")
-    assert "nothing to stop" in make(place, "stop") and not (run / "stop").exists()
+    assert "preempted" in make_target(place, "status")
+    assert "nothing to stop" in make_target(place, "stop") and not (run / "stop").exists()
     process = subprocess.Popen(
         ["make", "logs-follow"],
         cwd=place,
@@ -173,25 +175,25 @@ def test_bench_runs_all_and_ends_at_the_first_failure(place: Path):
     (place / "benchmarks").mkdir()
     for name, code in (("a", "print('first')"), ("b", "raise SystemExit(4)"), ("c", "print('no')")):
         (place / "benchmarks" / f"{name}.py").write_text(code)
-    output = make(place, "bench", expect=2)
+    output = make_target(place, "bench", expect=2)
     assert "first" in output and "b.py" in output and "no\n" not in output
     (place / "benchmarks" / "b.py").unlink()
-    assert "first" in (output := make(place, "bench")) and "no\n" in output
+    assert "first" in (output := make_target(place, "bench")) and "no\n" in output
 
 
 def test_packages_come_from_a_wheelhouse(place: Path):
-    assert "--no-index" not in make(place, "-n", "demo", "-B")
+    assert "--no-index" not in make_target(place, "-n", "demo", "-B")
     (place / "wheelhouse").mkdir()
-    assert "--no-index --find-links wheelhouse -r requirements.txt" in make(
+    assert "--no-index --find-links wheelhouse -r requirements.txt" in make_target(
         place, "-n", "demo", "-B"
     )
     (place / "wheelhouse" / "requirements.txt").touch()  # this list may name another build of torch
-    assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make(
+    assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make_target(
         place, "-n", "demo", "-B"
     )
 
 
-def setup(place: Path, *options: str, expect: int) -> str:
+def check_setup(place: Path, *options: str, expect: int) -> str:
     """Run the check of prepared artifacts and return its output."""
     result = subprocess.run(
         [sys.executable, str(ROOT / "launch" / "check.py"), "setup", *options],
@@ -219,20 +221,20 @@ def test_prepared_artifacts_are_checked(project: Path):
         "model",
         cwd=project,
     )
-    output = setup(project, "--deep", expect=0)
+    output = check_setup(project, "--deep", expect=0)
     assert "hf_datasets/corpus: complete: train, validation" in output
     assert ".cache/models/small: every byte is intact" in output
     config = project / ".cache" / "models" / "small" / "config.json"
     config.write_text(config.read_text().replace("0", "1", 1))
-    setup(project, expect=0)  # the sizes are the same
-    output = setup(project, "--deep", "--json", "found.json", expect=6)
+    check_setup(project, expect=0)  # the sizes are the same
+    output = check_setup(project, "--deep", "--json", "found.json", expect=6)
     assert f"{config.relative_to(project)} has other content" in output and "--overwrite" in output
     found = json.loads((project / "found.json").read_text())["findings"]
-    output = setup(project, "--deep", "--json", "found.json/x", expect=2)
+    output = check_setup(project, "--deep", "--json", "found.json/x", expect=2)
     assert "found.json is a file" in output and "other content" not in output  # before the work
     assert [f["check"] for f in found if f["severity"] == "error"] == [".cache/models/small"]
     next((project / "hf_datasets" / "corpus" / "train").glob("*.arrow")).unlink()
-    assert "hf_datasets/corpus" in setup(project, expect=6)
+    assert "hf_datasets/corpus" in check_setup(project, expect=6)
 
 
 def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -242,13 +244,13 @@ def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: py
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also if torch could use them
-    output = setup(tmp_path, expect=6)
+    output = check_setup(tmp_path, expect=6)
     assert "torch cannot use the GPUs of this machine" in output and "which hides them" in output
     assert "1 GPU (NVIDIA A100), driver 535.104.05" in output
 
 
 def test_nothing_prepared_is_no_error(tmp_path: Path):
-    output = setup(tmp_path, expect=0)
+    output = check_setup(tmp_path, expect=0)
     assert "none under hf_datasets/" in output and "01" not in output
 
 
@@ -270,7 +272,7 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.long
 def test_validate_framework_checks_the_checkout(place: Path, tmp_path: Path):
-    output = make(place, "validate-framework")
+    output = make_target(place, "validate-framework")
     for check in (
         "imports: works",
         "offline guard: works",
@@ -299,11 +301,11 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     """It ignores leftovers of an earlier run, and validate-setup checks its artifacts."""
     (place / "outputs" / "test-quick" / "checkpoints" / "step_00000500").mkdir(parents=True)
     write_corpus(place / "splits_test-quick")
-    output = make(place, "test-quick")
+    output = make_target(place, "test-quick")
     assert "test-quick    complete" in output and "raw text to an exported model" in output
     assert (place / "outputs" / "test-quick" / "export" / "final" / "config.json").exists()
-    assert "step 20 of 20" in make(place, "status", "EXP=test-quick")
-    output = make(place, "validate-setup")
+    assert "step 20 of 20" in make_target(place, "status", "EXP=test-quick")
+    output = make_target(place, "validate-setup")
     assert (
         "hf_datasets/test-quick: complete" in output
         and ".cache/models/test-quick: complete" in output

@@ -456,7 +456,7 @@ HOSTILE = (
 )
 
 
-def shown(root: Path) -> str:
+def print_run(root: Path) -> str:
     """Return all output of the monitor and the stop command about a run."""
     run = RunFiles(root)
     run.update()
@@ -515,14 +515,14 @@ def test_no_file_of_a_run_can_break_or_control_the_terminal(tmp_path: Path) -> N
             (root / file).write_text(text)
         for content in contents:
             (root / name).write_text(content)
-            require_harmless(shown(root))
+            require_harmless(print_run(root))
     (root / "logs/rank_00000.log").write_text("2026-01-01 00:00:00,1 WARNING \x1b[2Ja\x9bb\n")
-    require_harmless(shown(root))
-    assert "\\x1b[2Ja\\x9bb" in shown(root)
+    require_harmless(print_run(root))
+    assert "\\x1b[2Ja\\x9bb" in print_run(root)
     for line in (b"\xff\n", b"[1]\n", b"{\n", b'{"step": 1e999}\n'):
         for name in base:
             (root / name).write_bytes(line)
-            require_harmless(shown(root))
+            require_harmless(print_run(root))
 
 
 def test_output_of_once_log_and_stop_is_harmless(tmp_path: Path) -> None:

@@ -83,7 +83,9 @@ def find_ranks(project: Path) -> dict[int, int]:
     return ranks
 
 
-def start(project: Path, *options: object, ranks: int = 0, **more: object) -> subprocess.Popen:
+def start_endless_run(
+    project: Path, *options: object, ranks: int = 0, **more: object
+) -> subprocess.Popen:
     """Start an endless run with a new interpreter, and wait for its third row."""
     command = stage_command(SCRIPT, *ENDLESS, *ON_END, *options, ranks=ranks)
     return start_command(project, command, **more)
@@ -229,7 +231,7 @@ def test_the_watchdog_does_not_end_a_rank_that_waits_for_the_command(project: Pa
     ],
 )
 def test_a_killed_rank_calls_once(project: Path, ranks: int, killed: int) -> None:
-    process = start(project, ranks=ranks)
+    process = start_endless_run(project, ranks=ranks)
     pid = find_ranks(project)[killed] if ranks else process.pid
     os.kill(pid, signal.SIGKILL)
     process.wait(timeout=120)
@@ -242,7 +244,7 @@ def test_a_killed_rank_calls_once(project: Path, ranks: int, killed: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_stop_signal_to_torchrun_calls_once(project: Path, ranks: int) -> None:
-    process = start(project, ranks=ranks)
+    process = start_endless_run(project, ranks=ranks)
     process.terminate()
     process.wait(timeout=120)
     [end] = wait_for_ends(project)
@@ -252,7 +254,7 @@ def test_a_stop_signal_to_torchrun_calls_once(project: Path, ranks: int) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_rank_whose_torchrun_was_killed_calls_once(project: Path, ranks: int) -> None:
-    process = start(project, ranks=ranks)
+    process = start_endless_run(project, ranks=ranks)
     process.kill()
     process.wait()
     [end] = wait_for_ends(project)

@@ -29,7 +29,7 @@ def no_reader() -> Iterator[int]:
     os.close(writer)
 
 
-def unread(command: list[str], cwd: Path, both: bool = False) -> tuple[int, str]:
+def run_unread(command: list[str], cwd: Path, both: bool = False) -> tuple[int, str]:
     """Return exit code and standard error of a command whose output is not read (both: neither)."""
     with no_reader() as nowhere:
         done = subprocess.run(
@@ -47,13 +47,13 @@ def unread(command: list[str], cwd: Path, both: bool = False) -> tuple[int, str]
     "script", [p for p in SCRIPTS if p.name != "__init__.py"], ids=lambda path: path.name
 )
 def test_head_on_any_help(script: Path, tmp_path: Path) -> None:
-    code, printed = unread([sys.executable, str(script), "--help"], tmp_path)
+    code, printed = run_unread([sys.executable, str(script), "--help"], tmp_path)
     assert "Pipe" not in printed and "Traceback" not in printed and code in (0, 141)
 
 
 def test_an_error_keeps_its_code(tmp_path: Path) -> None:
     command = stage_command("05_export_checkpoint.py", "-e", "none")
-    assert unread(command, tmp_path, both=True) == (3, "")
+    assert run_unread(command, tmp_path, both=True) == (3, "")
 
 
 def test_a_run_goes_on_and_what_shows_it_ends(prepared_once: Path, tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ def test_a_run_goes_on_and_what_shows_it_ends(prepared_once: Path, tmp_path: Pat
     assert [row["step"] for row in metrics(tmp_path, "run")] == [1, 2]
     assert "step" in (tmp_path / "outputs/run/logs/rank_00000.log").read_text()
     listing = [sys.executable, "-m", "lib.checkpoints", "list", str(tmp_path / "outputs/run")]
-    assert unread(listing, ROOT) == (141, "")
+    assert run_unread(listing, ROOT) == (141, "")
     follow = stage_command("launch/monitor.py", "outputs/run")
-    assert unread(follow, tmp_path) == (141, "")
+    assert run_unread(follow, tmp_path) == (141, "")
 
 
 def test_paths_of_the_command_line_are_told_in_words(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ ROOT = private_apis.ROOT
 OLDEST = ("torch==2.11.0", "transformers==5.17.0")
 
 
-def resolve(python: Path | str) -> None:
+def resolve_table(python: Path | str) -> None:
     """Resolve the table in another process, where nothing of ours hides a package."""
     done = subprocess.run(
         [python, "-m", "tests.private_apis"],
@@ -32,7 +32,7 @@ def resolve(python: Path | str) -> None:
 
 @pytest.mark.slow
 def test_every_name_of_the_table_exists() -> None:
-    resolve(sys.executable)
+    resolve_table(sys.executable)
 
 
 def test_a_name_that_is_gone_is_missing() -> None:
@@ -107,4 +107,4 @@ def test_every_name_exists_in_the_oldest_supported_versions(tmp_path: Path) -> N
     )
     if installed.returncode:
         pytest.skip(f"cannot install {' and '.join(OLDEST)}: {installed.stderr.strip()[-200:]}")
-    resolve(python)
+    resolve_table(python)

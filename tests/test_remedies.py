@@ -189,14 +189,14 @@ def there(prepared_once: Path, here: Terminal) -> Terminal:
     return here
 
 
-def damage(path: str) -> Path:
+def damage_file(path: str) -> Path:
     """Cut a file that a pattern names; return it."""
     file = next(iter(sorted(Path().glob(path))))
     file.write_bytes(file.read_bytes()[:-1])
     return file
 
 
-def blank(path: str) -> None:
+def blank_file(path: str) -> None:
     """Fill a file that a pattern names with spaces."""
     file = next(iter(sorted(Path().glob(path))))
     file.write_bytes(b" " * file.stat().st_size)
@@ -216,9 +216,9 @@ def test_remedies_for_splits_work(here: Terminal) -> None:
     for torn in ("{", '{"kind": "splits/1"}'):
         Path("splits/manifest.json").write_text(torn)
         here.cured("01_organize_data.py")
-    damage("splits/files.jsonl")
+    damage_file("splits/files.jsonl")
     here.cured("01_organize_data.py")
-    damage("splits/files.jsonl")
+    damage_file("splits/files.jsonl")
     here.cured("02_build_hf_dataset.py", "--save-dir", "hf_datasets/other")
     shutil.rmtree("splits")
     shutil.move("raw_text", "moved")  # the source of stage 01 is elsewhere
@@ -233,12 +233,12 @@ def test_remedies_for_parts_of_a_dataset_work(
     there.cured(*build, "--merge")  # one is not built
     shutil.rmtree("hf_datasets/parts")
     there.type(*build, "--only-splits", "0-2")
-    damage("hf_datasets/parts.parts/split_01/*.train")
+    damage_file("hf_datasets/parts.parts/split_01/*.train")
     there.cured(*build, "--merge")
     for part in ("train", work_units.RECORD):  # other bytes of the same size
         shutil.rmtree("hf_datasets/parts")
         there.type(*build, "--only-splits", "0-2")
-        blank(f"hf_datasets/parts.parts/split_01/*.{part}")
+        blank_file(f"hf_datasets/parts.parts/split_01/*.{part}")
         there.cured(*build, "--merge")
     near = ("02_build_hf_dataset.py", "--num-workers", 1, "--dedup", "near")
     there.type(*near, "--save-dir", "hf_datasets/old", "--near-bands", 7)
@@ -256,7 +256,7 @@ def test_remedies_for_parts_of_a_dataset_work(
         patch.setattr(dataset.DatasetWriter, "finish", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             there.type(*stopped)
-    blank("hf_datasets/**/progress.json")  # the parts that were added are deleted
+    blank_file("hf_datasets/**/progress.json")  # the parts that were added are deleted
     there.cured(*stopped)
     learn = (
         "03_download_model.py",
@@ -268,7 +268,7 @@ def test_remedies_for_parts_of_a_dataset_work(
         "--train-tokenizer",
     )
     there.cured(*learn, "hf_datasets/new")
-    damage("hf_datasets/new/**/*.arrow")
+    damage_file("hf_datasets/new/**/*.arrow")
     there.cured(*learn, "hf_datasets/new", "--overwrite")
 
 
@@ -334,7 +334,7 @@ def test_remedies_for_wrong_datasets_work(there: Terminal, monkeypatch: pytest.M
     shutil.rmtree("hf_datasets")
     shutil.rmtree("splits")
     there.cured(*prepare, "hf_datasets/corpus")
-    damage("hf_datasets/corpus/**/*.arrow")
+    damage_file("hf_datasets/corpus/**/*.arrow")
     there.cured(*prepare, "hf_datasets/corpus")
 
 
@@ -386,32 +386,32 @@ def test_remedies_for_token_stores_work(there: Terminal) -> None:
     there.type(*prepare)
     next(Path(".cache/tokens").glob("*/train.tokens.bin")).unlink()
     there.cured(*prepare)
-    damage(".cache/tokens/*/train.ends.bin")
+    damage_file(".cache/tokens/*/train.ends.bin")
     there.cured(*TRAIN, "--dry-run")
     there.type(*prepare)
-    damage(".cache/tokens/*/train.ends.bin")
+    damage_file(".cache/tokens/*/train.ends.bin")
     there.cured(*prepare, "--overwrite")
-    blank(".cache/tokens/*/train.tokens.bin")
+    blank_file(".cache/tokens/*/train.tokens.bin")
     there.cured(*prepare)
-    damage(".cache/tokens/*/train.tokens.bin")
+    damage_file(".cache/tokens/*/train.tokens.bin")
     there.follow(there.fails(*TRAIN), "--prepare-only")
     next(Path(".cache/tokens").glob("*/manifest.json")).write_text("{")
     there.cured(*prepare)
     store = next(Path(".cache/tokens").glob("*/manifest.json"))
     for wrong in ({"label_mask": 2}, {"dtype": "uint8"}):
-        summarise(store, wrong)
+        change_summary(store, wrong)
         there.cured(*prepare)
     packed = (*prepare, "--packing", "documents")
     there.type(*packed)
-    blank(".cache/tokens/*.packs-*/train.lengths.bin")
+    blank_file(".cache/tokens/*.packs-*/train.lengths.bin")
     error = there.fails(*packed)
     there.follow(error)
     there.type(*packed)
-    summarise(next(Path(".cache/tokens").glob("*.packs-*/manifest.json")), {"splits": 2})
+    change_summary(next(Path(".cache/tokens").glob("*.packs-*/manifest.json")), {"splits": 2})
     there.cured(*packed)
 
 
-def summarise(manifest: Path, wrong: dict[str, object]) -> None:
+def change_summary(manifest: Path, wrong: dict[str, object]) -> None:
     """Have the summary of a manifest say something else."""
     content = json.loads(manifest.read_text())
     manifest.write_text(json.dumps(content | {"summary": content["summary"] | wrong}))
@@ -430,9 +430,9 @@ def test_remedies_for_models_from_scratch_work(there: Terminal) -> None:
     )
     there.type(*make)
     train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "scratch-tiny", "--dry-run")
-    damage(".cache/models/scratch-tiny/tokenizer.json")
+    damage_file(".cache/models/scratch-tiny/tokenizer.json")
     there.cured(*train)
-    damage(".cache/models/scratch-tiny/config.json")
+    damage_file(".cache/models/scratch-tiny/config.json")
     there.cured("03_download_model.py", "--verify")
     Path(f".cache/models/scratch-tiny/{CODE_DIGESTS}").write_text('{"x.py": "sha256:0"}')
     with pytest.raises(StageError) as changed:
@@ -454,7 +454,7 @@ def test_remedies_for_models_from_scratch_work(there: Terminal) -> None:
         "--prepare-only",
     )
     there.type(*scratch)
-    blank(".cache/scratch/*/config.json")
+    blank_file(".cache/scratch/*/config.json")
     there.cured(*scratch)
     Path("no model").mkdir()
     assert not there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "no model").run
@@ -605,7 +605,7 @@ def test_remedies_for_a_bad_generation_config_work(there: Terminal) -> None:
         "--tokenizer",
         "model",
     )
-    blank(".cache/models/s/generation_config.json")
+    blank_file(".cache/models/s/generation_config.json")
     there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
 
 
@@ -710,7 +710,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: lookup.find_model("org/name", Path(".cache"))
     patch.setattr(sys, "argv", [str(ROOT / "01_organize_data.py")])
     yield from of_saved_splits()
-    train(patch)
+    make_train_command(patch)
     yield from of_other_models()
     yield lambda: attention._attend_varlen(None, None, None, None, None, dropout=0.1)
     leaking = AutoModelForCausalLM.from_config(FAMILIES["falcon_7b"](), dtype=torch.float32)
@@ -805,7 +805,7 @@ class Fake:
         self.__dict__ |= attributes
 
 
-def train(patch: pytest.MonkeyPatch) -> None:
+def make_train_command(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "argv", [str(ROOT / TRAIN[0]), *map(str, TRAIN[1:])])
 
 

@@ -49,7 +49,7 @@ def make_run(
     return root
 
 
-def monitor(cwd: Path, *arguments: object, expect: int = 0, **environment: str) -> str:
+def run_monitor(cwd: Path, *arguments: object, expect: int = 0, **environment: str) -> str:
     environment.setdefault("COLUMNS", "120")  # whatever the terminal of this test has
     result = run_stage("launch/monitor.py", *arguments, cwd=cwd, expect=expect, env=environment)
     assert "Traceback" not in result.stderr
@@ -71,7 +71,7 @@ def test_the_list_shows_each_run_with_the_options_that_differ(tmp_path: Path) ->
     held = make_run(outputs / "fifth", "running", 400, age=40)
     make_run(outputs / ".launch" / "hidden")
     with hold_run(held):
-        text = monitor(tmp_path)
+        text = run_monitor(tmp_path)
     rows = rows_of(text)
     assert list(rows) == ["run", "fifth", "sweep/deep/third", "first", "second run", "fourth"]
     assert rows["fifth"][:2] == ["running", "400/400 100 %"]
@@ -89,7 +89,7 @@ def test_the_list_is_narrow_and_shortens_long_names(tmp_path: Path) -> None:
     make_run(outputs / f"run-{'x' * 150}-a", text_field="y" * 300)
     make_run(outputs / f"run-{'x' * 150}-b", "disk_full", 12_345_670 // 1000 * 10)
     for environment in ({}, {"COLUMNS": "100"}, {"PYTHONIOENCODING": "ascii"}):
-        text = monitor(tmp_path, **environment)
+        text = run_monitor(tmp_path, **environment)
         width = int(environment.get("COLUMNS", 120))
         assert all(len(line) < max(width, 101) for line in text.splitlines()), text
         assert "-a " in text and "-b " in text and "disk full" in text
@@ -98,7 +98,7 @@ def test_the_list_is_narrow_and_shortens_long_names(tmp_path: Path) -> None:
 
 def test_one_run_shows_its_own_options(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "only", dataset_name=["hf_datasets/corpus", "other"])
-    text = monitor(tmp_path, "runs")
+    text = run_monitor(tmp_path, "runs")
     assert rows_of(text)["only"][-1] == "dataset_name corpus+other, seq_length 2048, lr 0.0003"
 
 
@@ -106,10 +106,10 @@ def test_one_run_shows_its_own_options(tmp_path: Path) -> None:
 def test_no_runs_name_the_next_command(tmp_path: Path, has_directory: bool) -> None:
     if has_directory:
         (tmp_path / "outputs" / "mine").mkdir(parents=True)
-    text = monitor(tmp_path)
+    text = run_monitor(tmp_path)
     assert "no runs in outputs/; next: " in text and "04_train_fsdp.py --help" in text
     assert ("skipped, no runs: mine" in text) == has_directory
-    assert monitor(tmp_path, "none", expect=2).startswith("error: there is no run")
+    assert run_monitor(tmp_path, "none", expect=2).startswith("error: there is no run")
 
 
 def test_damaged_and_foreign_directories_are_named(tmp_path: Path) -> None:
@@ -129,28 +129,28 @@ def test_damaged_and_foreign_directories_are_named(tmp_path: Path) -> None:
     (outputs / "foreign" / "checkpoints").mkdir(parents=True)
     (outputs / "notes.txt").write_text("mine")
     (outputs / "loop").symlink_to(outputs)
-    text = monitor(tmp_path)
+    text = run_monitor(tmp_path)
     assert text.count("good") == 1
     assert rows_of(text)["pipes"][0] == "complete"
     assert rows_of(text)["torn"][0] == "unreadable" and rows_of(text)["good"][0] == "complete"
     assert "skipped, no runs: foreign" in text and "lost (no config.yaml)" in text
     assert text.isprintable() or not set(text) & {"\x1b", "\u202e", "\r"}
-    values = json.loads(monitor(tmp_path, "--json"))
+    values = json.loads(run_monitor(tmp_path, "--json"))
     assert {run["name"] for run in values["runs"]} >= {"good", "torn", "empty"}
 
 
 def test_runs_can_be_named_as_the_list_names_them(tmp_path: Path) -> None:
     make_run(tmp_path / "outputs" / "sweep" / "a run")
-    assert "a run" in monitor(tmp_path, "sweep/a run", "--once")
-    assert json.loads(monitor(tmp_path, "sweep/a run", "--json"))["status"] == "complete"
+    assert "a run" in run_monitor(tmp_path, "sweep/a run", "--once")
+    assert json.loads(run_monitor(tmp_path, "sweep/a run", "--json"))["status"] == "complete"
 
 
 def test_json_contains_plain_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "outputs" / "a", age=60)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(make_row(110, **{"train/loss_mean": math.nan, "eval/loss": 2.5}))
-    assert rows_of(monitor(tmp_path))["a"][3] == "nan"
-    [values] = json.loads(monitor(tmp_path, "--json"), parse_constant=pytest.fail)["runs"]
+    assert rows_of(run_monitor(tmp_path))["a"][3] == "nan"
+    [values] = json.loads(run_monitor(tmp_path, "--json"), parse_constant=pytest.fail)["runs"]
     assert values["loss"] is None and values["validation_loss"] == 2.5
     assert values["step"] == 110 and values["total_steps"] == 400 and values["ranks"] == 16
     assert values["options"] == {"lr": 3e-4, "seq_length": 2048}
@@ -176,7 +176,7 @@ def test_two_runs_are_compared_where_both_have_rows(tmp_path: Path) -> None:
     with (first / "metrics.jsonl").open("a") as file:
         for step, loss in ((110, 2.5), (120, 2.0), (130, 2.25)):
             file.write(make_row(step, **{"eval/loss": loss}))
-    text = monitor(tmp_path, "--compare", "first", tmp_path / "outputs" / "second")
+    text = run_monitor(tmp_path, "--compare", "first", tmp_path / "outputs" / "second")
     assert re.search(r"A: first +B: second\n", text)
     assert re.search(r"training loss, step 130 +6.7500 at step 130 +6.7500 at step 130", text)
     assert re.search(r"validation loss, last +2.2500 at step 130\n", text)
@@ -187,7 +187,7 @@ def test_two_runs_are_compared_where_both_have_rows(tmp_path: Path) -> None:
     plot = text.split("up to 130 steps\n")[1].splitlines()
     assert len(plot) == 15 and "*" in plot[0] and "step 0" in plot[-1] and plot[-1].endswith("130")
     assert all(len(line) < 120 for line in text.splitlines())
-    values = json.loads(monitor(tmp_path, "--compare", "first", "second", "--json"))
+    values = json.loads(run_monitor(tmp_path, "--compare", "first", "second", "--json"))
     assert [run["name"] for run in values["runs"]] == ["first", "second"]
     assert ["--lr", "0.001", "0.0003"] in values["differences"]
 
@@ -197,21 +197,23 @@ def test_runs_with_other_batches_are_compared_by_tokens(tmp_path: Path) -> None:
     other = make_run(tmp_path / "outputs" / "b")
     rows = [make_row(step, **{"train/tokens_seen": step * 2000}) for step in range(10, 101, 10)]
     (other / "metrics.jsonl").write_text("".join(rows))
-    text = monitor(tmp_path, "--compare", "a", "b")
+    text = run_monitor(tmp_path, "--compare", "a", "b")
     assert "up to 100K tokens" in text and "tokens 0" in text
 
 
 def test_runs_without_rows_or_differences_are_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (make_run(tmp_path / "outputs" / name) / "metrics.jsonl").unlink()
-    text = monitor(tmp_path, "--compare", "a", "b")
+    text = run_monitor(tmp_path, "--compare", "a", "b")
     assert "no options differ" in text and "no plot: one of the runs has no rows yet" in text
     assert "nan" not in text
     (tmp_path / "outputs" / "b" / "state.json").unlink()
-    assert " of 0" not in monitor(tmp_path, "--compare", "a", "b")
-    assert monitor(tmp_path, "--compare", "a", "none", expect=2).startswith("error: there is no")
-    assert "--compare" in monitor(tmp_path, "a", "--compare", "a", "b", expect=2)
-    assert "--log" in monitor(tmp_path, "--log", expect=2)
+    assert " of 0" not in run_monitor(tmp_path, "--compare", "a", "b")
+    assert run_monitor(tmp_path, "--compare", "a", "none", expect=2).startswith(
+        "error: there is no"
+    )
+    assert "--compare" in run_monitor(tmp_path, "a", "--compare", "a", "b", expect=2)
+    assert "--log" in run_monitor(tmp_path, "--log", expect=2)
 
 
 def test_a_long_history_is_sampled_and_keeps_all_evaluations(
@@ -256,12 +258,12 @@ def test_real_runs_are_listed_while_they_train_and_compared(project: Path) -> No
     )
     while not (project / "outputs/live/metrics.jsonl").exists():
         assert not launch.poll(0.05)
-    rows = rows_of(text := monitor(project))
+    rows = rows_of(text := run_monitor(project))
     launch.kill()
     launch.wait()
     assert rows["live"][0] == "running" and rows["a b"][0] == rows["nested/c"][0] == "complete"
     assert "8/8" in rows["nested/c"][1] and "lr 0.001" in rows["nested/c"][-1], text
-    assert rows_of(monitor(project))["live"][0] == "died"
-    text = monitor(project, "--compare", "a b", "nested/c")
+    assert rows_of(run_monitor(project))["live"][0] == "died"
+    text = run_monitor(project, "--compare", "a b", "nested/c")
     assert re.search(r"--lr +\S+ +0.001", text) and re.search(r"ranks +2 +3", text)
     assert "training loss of A and B" in text and "samples/s" in text

@@ -16,7 +16,7 @@ import pytest
 from lib.corpus import dataset as dataset_module
 from lib.corpus import shards, work_units
 from lib.corpus.row_options import RowOptions
-from tests.test_stage_02_machines import build, content
+from tests.test_stage_02_machines import build_dataset, content
 
 SCRIPT = "02_build_hf_dataset.py"
 CHAT = ("--format", "chat")
@@ -62,7 +62,7 @@ def records(style: str, count: int) -> list[dict]:
     ]
 
 
-def fill(root: Path, count: int = 40) -> None:
+def write_conversations(root: Path, count: int = 40) -> None:
     """Write files of every format, and one without conversations."""
     root.mkdir()
     for style in ("messages", "calls", "sharegpt", "completion"):
@@ -82,7 +82,7 @@ def load(path: Path):
 
 
 def test_from_conversations_to_a_dataset(stage, tmp_path):
-    fill(tmp_path / "raw_text")
+    write_conversations(tmp_path / "raw_text")
     stage("01_organize_data.py", "--num-dirs", 3)
     options = (*CHAT, "--dedup", "exact", "--validation-percent", 20)
     done = stage(SCRIPT, *options, "--num-workers", 1)
@@ -141,7 +141,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
 @pytest.mark.slow
 def test_inputs_without_conversations_are_refused(stage, tmp_path):
     raw = tmp_path / "raw"
-    fill(raw)
+    write_conversations(raw)
     mixed = (
         "".join(json.dumps(record) + "\n" for record in records("completion", 300)).replace(
             "answer ", "answer " * 1000
@@ -181,7 +181,7 @@ def test_inputs_without_conversations_are_refused(stage, tmp_path):
 
 
 def test_conversations_read_as_plain_text_are_reported(stage, tmp_path):
-    fill(tmp_path / "raw")
+    write_conversations(tmp_path / "raw")
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "out", "--strings", "rows")
     [warning, command] = re.findall(r"warning: .*|^ .* --format chat .*", done.stdout, re.MULTILINE)
     assert "messages, prompt/completion, ShareGPT conversations, alpaca" in warning
@@ -202,15 +202,15 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 500)
     shape = RowOptions(validation_percent=20, dedup=dedup, format="chat")
-    fill(tmp_path / "raw", 100)
+    write_conversations(tmp_path / "raw", 100)
     (tmp_path / "raw/z.jsonl").write_text('{"messages": []}\n{"prompt": "", "completion": ""}\n')
-    build(tmp_path / "raw", tmp_path / "whole", shape)
+    build_dataset(tmp_path / "raw", tmp_path / "whole", shape)
     whole = content(tmp_path / "whole")
     assert len([name for name in whole if name.startswith("train/data-")]) > 3
     for stops in ([3], [1, 1, 7], [5, 22]):
         for stop in stops:
-            build(tmp_path / "raw", tmp_path / "out", shape, stop)
-        tally = build(tmp_path / "raw", tmp_path / "out", shape)
+            build_dataset(tmp_path / "raw", tmp_path / "out", shape, stop)
+        tally = build_dataset(tmp_path / "raw", tmp_path / "out", shape)
         assert content(tmp_path / "out") == whole
         assert tally.chat.mixed == {"z.jsonl": (("messages", 1), ("prompt/completion", 2))}
         assert len(tally.chat.formats) == 18 and tally.chat.counts.turns["user"] > 1000

@@ -25,7 +25,7 @@ from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
 from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier
 from tests.test_stage_02_machines import content
-from tests.test_stage_02_near import build, read_dropped, read_table, write_lines
+from tests.test_stage_02_near import build_dataset, read_dropped, read_table, write_lines
 
 SCRIPT = "02_build_hf_dataset.py"
 TEXTS = {
@@ -127,7 +127,7 @@ def spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_share_with_the_highest_scores_is_kept(models, spread, tmp_path):
     """Rows that a rule drops do not count; of equal scores, the first rows are kept."""
     shape = replace(models, keep_top=0.25, min_chars=2, keep_source=True)
-    build(spread, tmp_path / "out", shape)
+    build_dataset(spread, tmp_path / "out", shape)
     build_once(spread, tmp_path / "all", replace(models, min_chars=2))
     everything = read_table(tmp_path / "all")
     scores = np.array(everything["quality"].to_pylist())
@@ -160,7 +160,7 @@ def test_low_scores_go_before_copies_and_near_duplicates(models, tmp_path):
         "bad y",
     ]
     write_lines(tmp_path / "raw/a.jsonl", texts)
-    build(tmp_path / "raw", tmp_path / "out", replace(models, keep_top=0.5, dedup="near"))
+    build_dataset(tmp_path / "raw", tmp_path / "out", replace(models, keep_top=0.5, dedup="near"))
     table = read_table(tmp_path / "out")
     assert table["text"].to_pylist() == [texts[1]]
     assert table["cluster_size"].to_pylist() == [3]
@@ -180,7 +180,7 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(
 ):
     shape = replace(models, keep_top=0.3, validation_percent=20, dedup=dedup)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
-    build(spread, tmp_path / "whole", shape)
+    build_dataset(spread, tmp_path / "whole", shape)
     note = Planner._note
     steps = []
 
@@ -195,10 +195,10 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(
     for step in ("rows", "top", *(["walk"] if dedup == "near" else [])):
         steps.append(step)
         with pytest.raises(KeyboardInterrupt):
-            build(spread, tmp_path / "out", shape)
+            build_dataset(spread, tmp_path / "out", shape)
     for units in (0, 2, 3):
-        build(spread, tmp_path / "out", shape, units)
-    build(spread, tmp_path / "out", shape)
+        build_dataset(spread, tmp_path / "out", shape, units)
+    build_dataset(spread, tmp_path / "out", shape)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 

@@ -41,7 +41,7 @@ def read_report(directory: Path) -> dict:
     return json.loads((directory / "decontamination.json").read_text())
 
 
-def fill(root: Path) -> None:
+def write_test_sets(root: Path) -> None:
     """Write test sets and files of which some contain a question, whole, in part or as quotation.
 
     `sets/quiz` occurs, `sets/inner/clean` does not, `sets/short` cannot be compared, and
@@ -67,7 +67,7 @@ def fill(root: Path) -> None:
 
 @pytest.mark.slow
 def test_any_workers_and_machines_give_the_same_report_and_rows(stage, tmp_path):
-    fill(tmp_path)
+    write_test_sets(tmp_path)
     stage("01_organize_data.py", "--num-dirs", 3)
     options = ("--decontaminate", "sets", "--validation-percent", 10)
     one = stage(SCRIPT, *options, "--save-dir", "one")
@@ -92,7 +92,7 @@ def test_any_workers_and_machines_give_the_same_report_and_rows(stage, tmp_path)
 
 
 def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_path):
-    fill(tmp_path)
+    write_test_sets(tmp_path)
     options = ("--data-folder", "raw_text", "--decontaminate", "sets")
     done = stage(SCRIPT, *options, "--save-dir", "out")
     assert "no question can be compared in 1 test set: short" in done.stdout
@@ -150,7 +150,7 @@ def test_conversations_are_dropped_by_the_question_of_the_user(stage, tmp_path):
     assert read_report(tmp_path / "out")["test_sets"][0]["documents_by_question"] == {"1": 1}
 
 
-def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
+def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
     """Build a dataset in this process. units: it stops after them, as if killed."""
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
@@ -167,19 +167,19 @@ def test_a_build_stopped_after_any_unit_gives_the_same_report(tmp_path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(work_units, "UNIT_BYTES", 60_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
-    fill(tmp_path)
+    write_test_sets(tmp_path)
     lines = "".join((tmp_path / f"raw_text/{number}.jsonl").read_text() for number in range(12))
     (tmp_path / "raw_text/large.jsonl").write_text(lines)  # cut into spans
     shape = RowOptions(decontaminate=[tmp_path / "sets"])
-    build(tmp_path / "raw_text", tmp_path / "whole", shape)
+    build_dataset(tmp_path / "raw_text", tmp_path / "whole", shape)
     whole = content(tmp_path / "whole")
     dropped = [json.loads(line) for line in whole["dropped.jsonl"].splitlines()]
     spots = [line["position"] for line in dropped if line["path"] == "large.jsonl"]
     assert spots == sorted(20 * n + place for n in range(12) for place in (4, 8))
     for stops in ([3], [1, 5]):
         for stop in stops:
-            build(tmp_path / "raw_text", tmp_path / "out", shape, stop)
-        build(tmp_path / "raw_text", tmp_path / "out", shape)
+            build_dataset(tmp_path / "raw_text", tmp_path / "out", shape, stop)
+        build_dataset(tmp_path / "raw_text", tmp_path / "out", shape)
         assert content(tmp_path / "out") == whole
         shutil.rmtree(tmp_path / "out")
 
@@ -190,7 +190,7 @@ def test_the_sample_is_spread_over_a_large_input(tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 600_000)
     monkeypatch.setattr(frequency, "MOST_UNITS", 4)
     monkeypatch.setattr(frequency, "MOST_CHARACTERS", 4 * 5_000)
-    fill(tmp_path)
+    write_test_sets(tmp_path)
     text = (tmp_path / "raw_text/0.jsonl").read_text()
     (tmp_path / "raw_text/large.jsonl").write_text(text * 320)  # 6,400 rows
     files, _ = inputs.find_inputs(tmp_path / "raw_text", False)

@@ -22,7 +22,7 @@ SCRIPT = "02_build_hf_dataset.py"
 EXTRACT = ("--extract", "html,pdf,docx,epub", "--keep-source", "--dedup", "exact")
 
 
-def fill(root: Path, count: int) -> None:
+def write_documents(root: Path, count: int) -> None:
     """Write documents of each kind, and some that cannot be read."""
     root.mkdir()
     for number in range(count):
@@ -54,7 +54,7 @@ def problems(directory: Path) -> dict[str, str]:
 
 
 def test_documents_are_announced_and_the_printed_command_extracts_them(stage, tmp_path):
-    fill(tmp_path / "raw_text", 2)
+    write_documents(tmp_path / "raw_text", 2)
     done = stage("01_organize_data.py", "--num-dirs", 1)
     assert "3 pdf" in done.stdout and "binary" not in done.stdout
     done = stage(SCRIPT, "--save-dir", "out", "--dry-run")
@@ -92,7 +92,7 @@ def test_bad_usage_is_reported(stage, tmp_path, arguments, words):
 
 
 def test_splits_that_an_earlier_stage_01_made_without_documents(stage, tmp_path):
-    fill(tmp_path / "raw_text", 1)
+    write_documents(tmp_path / "raw_text", 1)
     stage("01_organize_data.py", "--num-dirs", 1)
     path = tmp_path / "splits/files.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -113,7 +113,7 @@ def test_splits_that_an_earlier_stage_01_made_without_documents(stage, tmp_path)
 
 @pytest.mark.slow
 def test_workers_machines_and_hanging_documents_give_the_same_bytes(stage, tmp_path):
-    fill(tmp_path / "raw_text", 12)
+    write_documents(tmp_path / "raw_text", 12)
     (tmp_path / "raw_text/hang.html").write_text("<html>" + "<div>" * 200_000)
     stage("01_organize_data.py", "--num-dirs", 3)
     options = (*EXTRACT, "--extract-seconds", 1, "--validation-percent", 20)
@@ -134,7 +134,7 @@ def test_workers_machines_and_hanging_documents_give_the_same_bytes(stage, tmp_p
 
 @pytest.mark.slow
 def test_a_build_killed_while_it_extracts_continues(stage, tmp_path):
-    fill(tmp_path / "raw_text", 700)  # three units
+    write_documents(tmp_path / "raw_text", 700)  # three units
     stage(SCRIPT, "--data-folder", "raw_text", *EXTRACT, "--save-dir", "whole")
     for seconds in (0.8, 1.2, 1.6):
         process = subprocess.Popen(

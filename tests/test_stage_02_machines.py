@@ -36,7 +36,7 @@ def content(directory: Path) -> dict[str, bytes]:
     }
 
 
-def fill(root: Path, files: int) -> None:
+def write_files(root: Path, files: int) -> None:
     """Write files of several formats with repeated and short documents and bad lines."""
     draw = random.Random(0)
     texts = [
@@ -55,7 +55,7 @@ def fill(root: Path, files: int) -> None:
 
 @pytest.fixture
 def splits(stage, tmp_path: Path) -> Path:
-    fill(tmp_path / "raw_text", 90)
+    write_files(tmp_path / "raw_text", 90)
     stage("01_organize_data.py", "--num-dirs", 4)
     return tmp_path / "splits"
 
@@ -125,7 +125,7 @@ def test_bad_usage_is_reported(stage, tmp_path, arguments, words):
     assert not (tmp_path / "hf_datasets").exists()
 
 
-def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> Tally:
+def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> Tally:
     """Build a dataset in this process and return its tally.
 
     units: number of units after which the build stops, as if killed; None for all.
@@ -153,14 +153,14 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
     shape = RowOptions(validation_percent=20, keep_source=True, dedup=dedup)
-    fill(tmp_path / "raw", 40)
-    build(tmp_path / "raw", tmp_path / "whole", shape)
+    write_files(tmp_path / "raw", 40)
+    build_dataset(tmp_path / "raw", tmp_path / "whole", shape)
     whole = content(tmp_path / "whole")
     assert len([name for name in whole if name.startswith("train/data-")]) > 3
     for stops in ([3], [1, 1, 7], [5, 12], [0]):
         for stop in stops:
-            build(tmp_path / "raw", tmp_path / "out", shape, stop)
-        build(tmp_path / "raw", tmp_path / "out", shape)
+            build_dataset(tmp_path / "raw", tmp_path / "out", shape, stop)
+        build_dataset(tmp_path / "raw", tmp_path / "out", shape)
         assert content(tmp_path / "out") == whole
         shutil.rmtree(tmp_path / "out")
 
@@ -169,8 +169,8 @@ def test_a_build_stopped_while_shards_are_renamed_continues(tmp_path, monkeypatc
     monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 10_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
-    fill(tmp_path / "raw", 40)
-    build(tmp_path / "raw", tmp_path / "whole", RowOptions())
+    write_files(tmp_path / "raw", 40)
+    build_dataset(tmp_path / "raw", tmp_path / "whole", RowOptions())
     verify = shards._verify_shard
     calls = []
 
@@ -182,22 +182,22 @@ def test_a_build_stopped_while_shards_are_renamed_continues(tmp_path, monkeypatc
 
     monkeypatch.setattr(shards, "_verify_shard", stop)
     with pytest.raises(KeyboardInterrupt):
-        build(tmp_path / "raw", tmp_path / "out", RowOptions())
+        build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions())
     monkeypatch.setattr(work_units, "process_unit", lambda unit: pytest.fail("read again"))
-    build(tmp_path / "raw", tmp_path / "out", RowOptions())
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions())
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
-    fill(tmp_path / "raw", 20)
-    build(tmp_path / "raw", tmp_path / "whole", RowOptions())
-    build(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
+    write_files(tmp_path / "raw", 20)
+    build_dataset(tmp_path / "raw", tmp_path / "whole", RowOptions())
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
     shard = tmp_path / "out/data-00000.unfinished"
     with shard.open("rb+") as file:
         file.truncate(100)
-    build(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
     progress = tmp_path / "out/unfinished/progress.json"
     for old, new in (
         ('"units": 2', '"units": 1'),
@@ -207,8 +207,8 @@ def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
         text = progress.read_text()
         assert old in text
         progress.write_text(text.replace(old, new, 1) if old != "{" else "[]")
-        build(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
-    build(tmp_path / "raw", tmp_path / "out", RowOptions())
+        build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions())
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
@@ -217,7 +217,7 @@ def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
     "how", [pytest.param((), marks=pytest.mark.long), ("--only-splits", "0-3")]
 )
 def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, how):
-    fill(tmp_path / "raw_text", 90)
+    write_files(tmp_path / "raw_text", 90)
     line = json.dumps({"t": "some text of a large file " * 20}) + "\n"
     # With --only-splits the build may end before it is killed.
     count, moments = (45_000, (0.4, 0.8, 1.2, 1.6)) if how else (150_000, (0.3, 0.7, 1.0, 1.4, 2.2))

@@ -58,7 +58,7 @@ def make_texts(draw: random.Random, count: int) -> list[str]:
     return [*texts, *texts[:9], *SECRETS, long, long]
 
 
-def fill(root: Path, count: int = 240) -> list[str]:
+def write_sources(root: Path, count: int = 240) -> list[str]:
     texts = make_texts(random.Random(0), count)
     write_lines(root / "web/a.jsonl", texts[: count // 2])
     write_lines(root / "mail/b.jsonl", texts[count // 2 :])
@@ -83,7 +83,7 @@ def list_texts(directory: Path) -> list[str]:
 def test_machines_and_workers_give_the_same_masked_rows(
     stage: StageRunner, tmp_path: Path, dedup: str
 ):
-    fill(tmp_path / "raw_text")
+    write_sources(tmp_path / "raw_text")
     stage("01_organize_data.py", "--num-dirs", 3)
     common = (SCRIPT, "--dedup", dedup, "--validation-percent", 10, "--keep-source")
     common += ("--min-chars", 30)  # some of SECRETS are dropped, and shown as samples
@@ -118,7 +118,7 @@ def test_machines_and_workers_give_the_same_masked_rows(
     assert "masks" in done.stdout and "national format of US" in done.stdout
 
 
-def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
+def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
     """Build a dataset with masks in this process. units: stop after them, as if killed."""
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
@@ -153,28 +153,28 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     monkeypatch.setattr(work_units, "UNIT_BYTES", 12_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
-    fill(tmp_path / "raw")
+    write_sources(tmp_path / "raw")
     shape = RowOptions(dedup=dedup, mask=[*KINDS], mask_phone_country=["US"], near_keep="upsample")
-    build(tmp_path / "raw", tmp_path / "whole", shape)
+    build_dataset(tmp_path / "raw", tmp_path / "whole", shape)
     require_no_leak(tmp_path / "whole")
     for units in (0, 2, 5):
-        build(tmp_path / "raw", tmp_path / "out", shape, units)
-    build(tmp_path / "raw", tmp_path / "out", shape)
+        build_dataset(tmp_path / "raw", tmp_path / "out", shape, units)
+    build_dataset(tmp_path / "raw", tmp_path / "out", shape)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
 def test_a_damaged_part_of_the_second_pass_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(work_units, "UNIT_BYTES", 12_000)
-    fill(tmp_path / "raw", 60)
+    write_sources(tmp_path / "raw", 60)
     shape = RowOptions(dedup="near", mask=["email"])
-    build(tmp_path / "raw", tmp_path / "out", shape, 0)
+    build_dataset(tmp_path / "raw", tmp_path / "out", shape, 0)
     part = next((tmp_path / "out" / PLAN / "parts").glob("*.train"))
     part.write_bytes(part.read_bytes()[:-300] + b"x" * 300)
     with pytest.raises(errors.ArtifactError, match="damaged"):
-        build(tmp_path / "raw", tmp_path / "out", shape)
+        build_dataset(tmp_path / "raw", tmp_path / "out", shape)
 
 
-def call(arguments: object, identifier: str) -> dict:
+def make_call(arguments: object, identifier: str) -> dict:
     function = {"name": "send", "arguments": arguments}
     return {"id": identifier, "type": "function", "function": function}
 
@@ -194,7 +194,7 @@ def test_turns_calls_and_results_are_masked_and_calls_stay_valid(stage, tmp_path
                 {
                     "role": "assistant",
                     "content": "",
-                    "tool_calls": [call(arguments, "4111111111111111")],
+                    "tool_calls": [make_call(arguments, "4111111111111111")],
                 },
                 {"role": "tool", "content": f"sent to {mail}", "tool_call_id": "4111111111111111"},
                 {"role": "assistant", "content": "Done.", "reasoning_content": f"It was {mail}."},
@@ -218,7 +218,7 @@ def test_turns_calls_and_results_are_masked_and_calls_stay_valid(stage, tmp_path
         assert turns[3]["reasoning_content"] == "It was <email>."
         assert turns[2]["tool_call_id"] == "4111111111111111"
         masked = {"to": ["<email>"], "body": "a\n<phone>\n<card>\\", "<email>": {"card": "<card>"}}
-        assert json.loads(turns[1]["tool_calls"]) == [call(masked, "4111111111111111")]
+        assert json.loads(turns[1]["tool_calls"]) == [make_call(masked, "4111111111111111")]
         tool = {"name": "send", "parameters": {"example": "\t<email>"}}
         assert json.loads(first["tools"]) == [{"type": "function", "function": tool}]
         assert [turn["content"] for turn in second["messages"]] == ["Hi", "Hi!"]
@@ -297,7 +297,7 @@ def test_a_conversation_larger_than_a_large_text_is_masked_and_written(
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     shape = RowOptions(format="chat", dedup=dedup, mask=["email"])
-    build(tmp_path / "raw", tmp_path / "out", shape)
+    build_dataset(tmp_path / "raw", tmp_path / "out", shape)
     (messages,) = read_table(tmp_path / "out")["messages"].to_pylist()
     assert [turn["content"] for turn in messages] == [asked, "write to <email>"]
 

@@ -42,7 +42,7 @@ def change_words(draw: random.Random, words: Sequence[str], count: int) -> list[
     return changed
 
 
-def compare(one: str, two: str) -> float:
+def compute_similarity(one: str, two: str) -> float:
     """Return the Jaccard similarity of two texts of plain words."""
     sets = []
     for words in (one.split(), two.split()):
@@ -50,7 +50,7 @@ def compare(one: str, two: str) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def plant(draw: random.Random, clusters: int) -> list[str]:
+def make_texts(draw: random.Random, clusters: int) -> list[str]:
     """Return texts with similar ones: pairs of all similarities, chains, copies, templates."""
     texts = []
     for number in range(clusters):
@@ -74,7 +74,7 @@ def keep_leaders(texts: Sequence[str]) -> list[int]:
     """Return the texts that a walk keeps if it compares each text with all kept ones before it."""
     kept: list[int] = []
     for number, text in enumerate(texts):
-        if all(compare(text, texts[leader]) < THRESHOLD for leader in kept):
+        if all(compute_similarity(text, texts[leader]) < THRESHOLD for leader in kept):
             kept.append(number)
     return kept
 
@@ -93,7 +93,7 @@ def read_dropped(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "dropped.jsonl").read_text().splitlines()]
 
 
-def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
+def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
     """Build a dataset in this process. units: the second pass stops after them, as if killed."""
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
@@ -112,11 +112,11 @@ def build(folder: Path, out: Path, shape: RowOptions, units: int | None = None) 
 
 def test_the_kept_rows_are_the_leaders_of_a_walk_over_all_pairs(tmp_path):
     """With many bands, no pair of the threshold is missed."""
-    texts = plant(random.Random(0), 60)
+    texts = make_texts(random.Random(0), 60)
     write_lines(tmp_path / "raw/a.jsonl", texts[:200])
     write_lines(tmp_path / "raw/b.jsonl", texts[200:])
     shape = RowOptions(dedup="near", near_bands=100, near_band_size=2, near_candidates=1000)
-    build(tmp_path / "raw", tmp_path / "out", shape)
+    build_dataset(tmp_path / "raw", tmp_path / "out", shape)
     kept = keep_leaders(texts)
     assert len(kept) < 0.6 * len(texts)
     table = read_table(tmp_path / "out")
@@ -130,7 +130,7 @@ def test_the_kept_rows_are_the_leaders_of_a_walk_over_all_pairs(tmp_path):
         leader = positions[line["duplicate_of"]["path"]] + line["duplicate_of"]["position"]
         sizes[leader] += 1  # raises KeyError unless it is kept
         assert leader < number and line["value"] >= THRESHOLD
-        assert line["value"] == round(compare(texts[number], texts[leader]), 4)
+        assert line["value"] == round(compute_similarity(texts[number], texts[leader]), 4)
         assert line["rule"] == "duplicate" or texts[number] != texts[leader]
     assert len(dropped) == len(texts) - len(kept)
     assert {line["rule"] for line in dropped} == {"duplicate", "near duplicate"}
@@ -144,8 +144,8 @@ def test_every_pair_above_085_is_found_with_the_default_bands(tmp_path):
         base = make_words(draw, 150)
         texts += [" ".join(base), " ".join(change_words(draw, base, 2))]
     write_lines(tmp_path / "raw/a.jsonl", texts)
-    build(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near"))
-    similar = [i for i in range(0, 600, 2) if compare(texts[i], texts[i + 1]) >= 0.85]
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near"))
+    similar = [i for i in range(0, 600, 2) if compute_similarity(texts[i], texts[i + 1]) >= 0.85]
     found = {line["position"] - 1 for line in read_dropped(tmp_path / "out")}
     assert len(similar) > 250 and found <= {*range(1, 600, 2)}
     assert sum(i + 1 in found for i in similar) >= 0.97 * len(similar)
@@ -164,7 +164,7 @@ def test_texts_of_any_length_and_script(tmp_path):
         "price 2.50 EUR for item 8 on page 13 of the list",
     ]
     write_lines(tmp_path / "raw/a.jsonl", texts)
-    build(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near"))
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near"))
     dropped = {line["position"] - 1: line for line in read_dropped(tmp_path / "out")}
     assert {*dropped} == {1, 5, 7, 9}
     assert dropped[1]["value"] == 1 and dropped[1]["rule"] == "near duplicate"
@@ -184,7 +184,7 @@ def test_conversations_are_compared_by_their_text(tmp_path):
     lines[1:1] = ["bad", json.dumps({"messages": []})]
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text("\n".join(lines))
-    build(tmp_path / "raw", tmp_path / "out", RowOptions(format="chat", dedup="near"))
+    build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(format="chat", dedup="near"))
     table = read_table(tmp_path / "out")
     assert table["cluster_size"].to_pylist() == [3, 1]
     assert [turns[1]["content"] for turns in table["messages"].to_pylist()] == [
@@ -202,7 +202,7 @@ def spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of several units, one of them a span of a larger file."""
     monkeypatch.setattr(work_units, "UNIT_BYTES", 30_000)
     monkeypatch.setattr(shards, "SHARD_BYTES", 30_000)
-    texts = plant(random.Random(3), 100)
+    texts = make_texts(random.Random(3), 100)
     write_lines(tmp_path / "raw/web/a.jsonl", texts[:300])
     write_lines(tmp_path / "raw/web/b.jsonl", texts[250:])
     write_lines(tmp_path / "raw/wiki/c.jsonl", texts[:100])
@@ -215,7 +215,7 @@ SHAPE = RowOptions(dedup="near", validation_percent=20, keep_source=True, near_k
 
 
 def test_positions_count_from_the_beginning_of_a_large_file(spread, tmp_path):
-    build(spread, tmp_path / "out", RowOptions(dedup="near"))
+    build_dataset(spread, tmp_path / "out", RowOptions(dedup="near"))
     lines = {path.name: path.read_text().splitlines() for path in (spread / "web").iterdir()}
     dropped = [line for line in read_dropped(tmp_path / "out") if line["path"].startswith("web")]
     assert max(line["position"] for line in dropped) > 280
@@ -227,13 +227,13 @@ def test_positions_count_from_the_beginning_of_a_large_file(spread, tmp_path):
                 texts.append(json.loads(text)["text"])
             else:
                 texts.append((spread / place["path"]).read_text())
-        assert round(compare(*texts), 4) == line["value"]
+        assert round(compute_similarity(*texts), 4) == line["value"]
 
 
 @pytest.mark.parametrize("notes", [1, pytest.param(1 << 40, marks=pytest.mark.slow)])
 def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeypatch, notes):
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
-    build(spread, tmp_path / "whole", SHAPE)
+    build_dataset(spread, tmp_path / "whole", SHAPE)
     whole = content(tmp_path / "whole")
     note = Planner._note
     steps = []
@@ -250,32 +250,32 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeyp
     for step in ("rows", "pairs", "sets", "walk"):
         steps.append(step)
         with pytest.raises(KeyboardInterrupt):
-            build(spread, tmp_path / "out", SHAPE)
+            build_dataset(spread, tmp_path / "out", SHAPE)
     state = tmp_path / "out" / PLAN / "state.json"
     recorded = state.read_text()
     assert '"first_new": 0' in recorded
     state.write_text(recorded.replace('"first_new": 0', '"first_new": 1'))
     for units in (0, 2, 5):
-        build(spread, tmp_path / "out", SHAPE, units)
+        build_dataset(spread, tmp_path / "out", SHAPE, units)
     parts = [*(tmp_path / "out" / PLAN / "parts").iterdir()]
     assert notes > 1 or not any(path.name.startswith("00000000") for path in parts)
-    build(spread, tmp_path / "out", SHAPE)
+    build_dataset(spread, tmp_path / "out", SHAPE)
     assert content(tmp_path / "out") == whole
 
 
 def test_a_full_disk_loses_no_work(spread, tmp_path, monkeypatch):
     """Arrays that are written through a map reserve their space, so a full disk is an error."""
-    build(spread, tmp_path / "whole", SHAPE)
+    build_dataset(spread, tmp_path / "whole", SHAPE)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", refuse)
+        patch.setattr(os, "posix_fallocate", raise_disk_full)
         with pytest.raises(OSError, match="No space left"):
-            build(spread, tmp_path / "out", SHAPE)
+            build_dataset(spread, tmp_path / "out", SHAPE)
     monkeypatch.setattr(split_parts, "process_unit", lambda unit: pytest.fail("read again"))
-    build(spread, tmp_path / "out", SHAPE)
+    build_dataset(spread, tmp_path / "out", SHAPE)
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def refuse(*_: object) -> None:
+def raise_disk_full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -287,7 +287,7 @@ def test_nothing_to_compare_is_reported_as_without_the_option(stage, tmp_path):
 
 
 def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):
-    build(spread, tmp_path / "out", SHAPE, 0)
+    build_dataset(spread, tmp_path / "out", SHAPE, 0)
     monkeypatch.setattr(near_build, "_VERSION", near_build._VERSION + 1)
     files, _ = inputs.find_inputs(spread, False)
     assert not Planner(tmp_path / "out" / PLAN, SHAPE, files, 1).is_collected
@@ -336,7 +336,7 @@ def test_new_rows_are_dropped_against_an_earlier_dataset(stage: StageRunner, tmp
         other = line["duplicate_of"]
         assert other["dataset"] == "old" and other["path"] == "a.jsonl"
         text = new[line["position"] - 1]
-        assert line["value"] == round(compare(text, old[other["position"] - 1]), 4)
+        assert line["value"] == round(compute_similarity(text, old[other["position"] - 1]), 4)
     assert content(tmp_path / "old") == before
     summary = json.loads((tmp_path / "new/manifest.json").read_text())["summary"]
     assert (summary["rows"], summary["near"]["earlier_rows"]) == (10, 30)
@@ -374,7 +374,7 @@ def test_damaged_signatures_are_refused(tmp_path, stage, damage):
 
 
 def test_within_a_source_only_its_rows_are_compared(spread, tmp_path):
-    build(spread, tmp_path / "out", RowOptions(dedup="near", near_within="source"))
+    build_dataset(spread, tmp_path / "out", RowOptions(dedup="near", near_within="source"))
     dropped = read_dropped(tmp_path / "out")
     pairs = {(line["path"], line["duplicate_of"]["path"]) for line in dropped}
     sources = {tuple(path.rpartition("/")[0] for path in pair) for pair in pairs}
@@ -392,7 +392,9 @@ def test_upsampling_repeats_a_row_by_the_size_of_its_cluster(tmp_path, size, cop
     text = " ".join(make_words(random.Random(5), 30))
     texts = [f"{text} {'x' if number % 2 else ''}" for number in range(size)]
     write_lines(tmp_path / "raw/a.jsonl", texts)
-    build(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near", near_keep="upsample"))
+    build_dataset(
+        tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near", near_keep="upsample")
+    )
     table = read_table(tmp_path / "out")
     assert table.num_rows == copies
     assert {*table["text"].to_pylist()} == {texts[0]}
@@ -401,7 +403,7 @@ def test_upsampling_repeats_a_row_by_the_size_of_its_cluster(tmp_path, size, cop
 
 @pytest.mark.parametrize("place", [200, -300])  # in the head of a batch, and in its text
 def test_a_part_that_was_damaged_after_the_first_pass_is_reported(tmp_path, place):
-    write_lines(tmp_path / "raw/a.jsonl", plant(random.Random(7), 10))
+    write_lines(tmp_path / "raw/a.jsonl", make_texts(random.Random(7), 10))
     shape = RowOptions(dedup="near")
     files, _ = inputs.find_inputs(tmp_path / "raw", False)
     tasks = work_units.cut_files(tmp_path / "raw", files, tmp_path / "split_00", shape)
@@ -429,7 +431,7 @@ def test_a_large_text_is_kept_and_written_in_pieces(tmp_path, monkeypatch):
         path.parent.mkdir(exist_ok=True)
         path.write_text(each)
     shape = RowOptions(dedup="near", near_keep="upsample", keep_source=True)
-    build(tmp_path / "raw", tmp_path / "out", shape)
+    build_dataset(tmp_path / "raw", tmp_path / "out", shape)
     table = read_table(tmp_path / "out")
     assert table["source"].to_pylist() == ["a.txt", "a.txt", "b.txt", "d.txt"]
     assert table["text"].to_pylist() == [text, text, files["b"], files["d"]]

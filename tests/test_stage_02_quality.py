@@ -35,7 +35,7 @@ def write_text(draw: random.Random) -> str:
     return "\n".join(lines)
 
 
-def fill(root: Path, files: int) -> None:
+def write_sources(root: Path, files: int) -> None:
     draw = random.Random(0)
     for number in range(files):
         source = root / ("code" if number % 4 == 0 else "web")
@@ -53,7 +53,7 @@ def read_dropped(directory: Path) -> list[dict]:
 
 
 def test_rules_print_their_thresholds_and_name_each_dropped_row(stage: StageRunner, tmp_path):
-    fill(tmp_path / "raw", 12)
+    write_sources(tmp_path / "raw", 12)
     (tmp_path / "raw/web/brace.txt").write_text("{")
     done = stage(
         *(SCRIPT, "--data-folder", "raw", "--save-dir", "out", *FAMILIES),
@@ -88,7 +88,7 @@ def test_rules_print_their_thresholds_and_name_each_dropped_row(stage: StageRunn
     ],
 )
 def test_bad_usage_is_reported(stage: StageRunner, tmp_path, arguments, words):
-    fill(tmp_path / "raw", 2)
+    write_sources(tmp_path / "raw", 2)
     done = stage(SCRIPT, "--data-folder", "raw", *arguments, expect=2)
     assert words in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "hf_datasets").exists()
@@ -114,7 +114,7 @@ def test_conversations_are_judged_by_their_turns(stage: StageRunner, tmp_path):
 
 @pytest.mark.slow
 def test_several_machines_and_any_workers_give_the_same_bytes(stage: StageRunner, tmp_path):
-    fill(tmp_path / "raw_text", 60)
+    write_sources(tmp_path / "raw_text", 60)
     stage("01_organize_data.py", "--num-dirs", 3)
     options = (*FAMILIES, "--quality-except", "code", "--dedup", "near")
     stage(SCRIPT, *options, "--save-dir", "one", "--num-workers", 1)

@@ -47,7 +47,7 @@ def repo(hub: HubServer) -> Repo:
     return hub.repos[NAME]
 
 
-def fetch(stage: StageRunner, *more: object, **how: object):
+def fetch_dataset(stage: StageRunner, *more: object, **how: object):
     return stage(SCRIPT, "--dataset-name", NAME, "--include", "en/*.json.gz", *more, **how)
 
 
@@ -61,7 +61,7 @@ def files_of(where: Path) -> dict[str, bytes]:
 
 def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
     repo.cut[FILES[1]] = 5000
-    done = fetch(stage)
+    done = fetch_dataset(stage)
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert "bytes=5000-" in [r.range for r in hub.requests]
     assert "01_organize_data.py --src-dir raw_text" in done.stdout
@@ -71,7 +71,7 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
         (tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file() for entry in made["files"]
     ] == [True] * 3
     hub.requests.clear()
-    assert "already done" in fetch(stage).stdout and not hub.requests
+    assert "already done" in fetch_dataset(stage).stdout and not hub.requests
     stage("01_organize_data.py", "--num-dirs", 2)
     listed = [json.loads(line) for line in (tmp_path / "splits/files.jsonl").open()]
     assert {entry["path"]: entry.get("skipped") for entry in listed} == {
@@ -96,14 +96,17 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     ).stdout
     assert "--include en/*.jsn.gz matches none of the 6 files of org/text" in printed
     hub.requests.clear()
-    more = fetch(stage).stdout  # adds to what is there
+    more = fetch_dataset(stage).stdout  # adds to what is there
     assert "with earlier files" in more and ".hub" not in more
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in [*FILES, "README.md"]}
     assert not hub.paths(FILES[0]) and hub.paths(FILES[1])
     hub.requests.clear()
-    assert "already done: raw_text/org--text (" in fetch(stage).stdout and not hub.requests
-    assert "--revision: main there, v2 now" in fetch(stage, "--revision", "v2", expect=2).stderr
-    printed = fetch(stage, "--overwrite").stdout  # only the files of --include
+    assert "already done: raw_text/org--text (" in fetch_dataset(stage).stdout and not hub.requests
+    assert (
+        "--revision: main there, v2 now"
+        in fetch_dataset(stage, "--revision", "v2", expect=2).stderr
+    )
+    printed = fetch_dataset(stage, "--overwrite").stdout  # only the files of --include
     assert "will delete 1 file" in printed
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
@@ -114,14 +117,14 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     assert f"raw_text/org--text/{FILES[2]} is missing" in printed
     assert "1 damaged artifact of 1: raw_text/org--text\n" in printed
     assert f"--dataset-name {NAME} --include 'en/*.json.gz' --overwrite" in printed
-    assert f"raw_text/org--text/{FILES[2]} is missing" in fetch(stage, expect=3).stderr
+    assert f"raw_text/org--text/{FILES[2]} is missing" in fetch_dataset(stage, expect=3).stderr
 
 
 def test_a_same_size_corruption_is_never_put_in_place(repo, stage: StageRunner, tmp_path):
     content = bytearray(repo.files[FILES[1]])
     content[-9] ^= 1
     repo.served[FILES[1]] = bytes(content)
-    assert "is damaged" in fetch(stage, expect=3).stderr
+    assert "is damaged" in fetch_dataset(stage, expect=3).stderr
     assert files_of(tmp_path / WHERE) == {} and not (tmp_path / WHERE / ".hub").exists()
 
 
@@ -137,18 +140,18 @@ def test_files_of_others_are_not_overwritten(repo, stage: StageRunner, tmp_path)
     mine = tmp_path / WHERE / FILES[0]
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    assert "would overwrite" in fetch(stage, expect=2).stderr
+    assert "would overwrite" in fetch_dataset(stage, expect=2).stderr
     assert mine.read_text() == "mine"
     mine.unlink()
     mine.parent.rmdir()
     mine.parent.write_text("mine")  # a file where a directory has to be
-    printed = fetch(stage, "--include", "README.md", expect=2).stderr
+    printed = fetch_dataset(stage, "--include", "README.md", expect=2).stderr
     assert "would overwrite" in printed and "en\n" in printed
     assert files_of(tmp_path / WHERE) == {"en": b"mine"}
     mine.parent.unlink()
     mine.parent.mkdir()
     mine.write_bytes(repo.files[FILES[0]])  # as a run that was killed at its end leaves it
-    fetch(stage)
+    fetch_dataset(stage)
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
 
 
@@ -165,13 +168,13 @@ def test_what_cannot_be_had_is_told(repo, stage: StageRunner, tmp_path):
     ).stderr
     assert "4 problems" in printed and "--allow-pickle is an option of --model-name" in printed
     repo.sizes[FILES[0]] = 10**15
-    assert "not enough room" in fetch(stage, expect=4).stderr
+    assert "not enough room" in fetch_dataset(stage, expect=4).stderr
     repo.gated = True
     repo.token = TOKEN
     del repo.sizes[FILES[0]]
-    gated = fetch(stage, expect=2).stderr
+    gated = fetch_dataset(stage, expect=2).stderr
     assert "is gated" in gated and "/datasets/org/text" in gated
-    fetch(stage, env={"HF_TOKEN": TOKEN})
+    fetch_dataset(stage, env={"HF_TOKEN": TOKEN})
     assert not find_files_with(tmp_path, TOKEN)
 
 
@@ -202,7 +205,7 @@ def test_what_stage_04_tells_to_type_for_a_name_of_the_hub(
 
     type_command(SCRIPT, "--dataset-name")
     assert [*files_of(tmp_path / WHERE)] == ["README.md"]  # and not terabytes, unseen
-    fetch(stage)
+    fetch_dataset(stage)
     type_command("02_build_hf_dataset.py", "--data-folder")
     assert "2 problems" not in (again := stage(*train, expect=3).stderr)
     assert "no finished model" in again

@@ -92,7 +92,7 @@ def prepared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return root
 
 
-def train(root: Path, name: str, *options: object, ranks: int = 1) -> dict[str, float]:
+def train_one_step(root: Path, name: str, *options: object, ranks: int = 1) -> dict[str, float]:
     """Train one step that changes no weight, and return the last row of the run."""
     run_stage(
         "04_train_fsdp.py",
@@ -167,7 +167,7 @@ def test_bits_per_byte_equal_those_of_a_plain_loop_for_1_2_and_3_ranks(
     for ranks, batch, reads in ((1, 6, "mmap"), (2, 1, "pread"), (3, 2, "mmap")):
         name = f"{packing}-{ranks}"
         options = ("--packing", packing, "-b", batch, "--token-reads", reads)
-        row = train(prepared, name, *options, "--eval-batches", batches, ranks=ranks)
+        row = train_one_step(prepared, name, *options, "--eval-batches", batches, ranks=ranks)
         figures = {key: row[key] for key in row if key.endswith("bits_per_byte")}
         assert figures == pytest.approx(expected, rel=1e-5)
 
@@ -191,7 +191,7 @@ def test_a_store_without_bytes_stays_as_it_is(prepared: Path, tmp_path: Path) ->
     (directory / "validation.bytes.bin").unlink()
     (directory / "validation.sources.bin").unlink()
     manifest.write_json(directory / "manifest.json", content)
-    row = train(tmp_path, "old")
+    row = train_one_step(tmp_path, "old")
     assert "eval/loss" in row and not any("bits_per_byte" in key for key in row)
     assert not (directory / "validation.bytes.bin").exists()
     result = run_stage(
@@ -210,7 +210,7 @@ def test_a_mixture_reports_its_datasets(prepared: Path, tmp_path: Path) -> None:
         *("--save-dir", "hf_datasets/code"),
         cwd=tmp_path,
     )
-    row = train(tmp_path, "mixture", "-d", "code", "-b", 6)
+    row = train_one_step(tmp_path, "mixture", "-d", "code", "-b", 6)
     figures = {key for key in row if "bits_per_byte" in key}
     assert figures == {f"eval/{name}bits_per_byte" for name in ("", "corpus/", "code/")}
     low, high = sorted(row[f"eval/{name}/bits_per_byte"] for name in ("corpus", "code"))

@@ -70,8 +70,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import datasets
 
     root = tmp_path_factory.mktemp("chats")
-    talks = [chats.talk(seed) for seed in range(110)]
-    chats.save(root / "hf_datasets/talks", train=talks[:90], validation=talks[90:])
+    talks = [chats.make_conversation(seed) for seed in range(110)]
+    chats.save_dataset(root / "hf_datasets/talks", train=talks[:90], validation=talks[90:])
     text = [" ".join(message["content"] for message in talk.messages) for talk in talks]
     datasets.Dataset.from_dict({"text": text}).save_to_disk(str(root / "hf_datasets/text"))
     chats.save_tokenizer(root / "model")
@@ -165,7 +165,7 @@ def test_the_store_equals_the_result_of_one_encoder(trained: Path) -> None:
     encoder = ChatEncoder(
         ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH), Encoder(trained / "model", 1)
     )
-    made = encoder.encode([chat for chat, _ in chats.read(dataset, "train")])
+    made = encoder.encode([chat for chat, _ in chats.read_conversations(dataset, "train")])
     [path] = (
         path for path in (trained / ".cache/tokens").glob("talks-*") if "packs" not in path.name
     )

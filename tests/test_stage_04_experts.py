@@ -80,14 +80,14 @@ ONE_LAYER = MixtralConfig(
 _BEHIND_ROUTERS = r".*layers\.1\.mlp\.shared_expert\.up_proj"
 
 
-def save(project: Path, config: PretrainedConfig) -> None:
+def replace_model(project: Path, config: PretrainedConfig) -> None:
     """Replace the model of the project."""
     for file in (project / "model").glob("*.safetensors"):
         file.unlink()
     save_model(project / "model", config)
 
 
-def train(project: Path, *options: object, ranks: int = 0, **more: Any) -> str:
+def train_experts(project: Path, *options: object, ranks: int = 0, **more: Any) -> str:
     """Run stage 04 in float32 on a few steps; return what it printed."""
     done = run_stage(
         "04_train_fsdp.py",
@@ -111,7 +111,9 @@ def read_samples(project: Path, packing_: str) -> Samples:
     return Windows(tokens.splits["train"].tokens, SEQ_LENGTH)
 
 
-def balance(model: PreTrainedModel, logits: tuple[torch.Tensor, ...], rows: Any) -> torch.Tensor:
+def compute_balance(
+    model: PreTrainedModel, logits: tuple[torch.Tensor, ...], rows: Any
+) -> torch.Tensor:
     """Return transformers' load-balancing loss of each layer and row, weighted by tokens."""
     experts = logits[0].shape[-1]
     lengths = [SEQ_LENGTH] * len(rows.inputs) if rows.lengths is None else rows.lengths.tolist()
@@ -150,7 +152,7 @@ def reference(
         recorded.clear()
         logits = model(inputs, position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        auxiliary = balance(model, tuple(recorded), rows)
+        auxiliary = compute_balance(model, tuple(recorded), rows)
         (loss + COEFFICIENT * auxiliary).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in adamw.param_groups:
@@ -206,9 +208,9 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
     project: Path, family: str, division: tuple[int, int, int], packing_: str
 ) -> None:
     """Compare with a loop in one process; with accumulation, activations are recomputed."""
-    save(project, MODELS[family])
+    replace_model(project, MODELS[family])
     ranks, batch, accumulation = division
-    printed = train(
+    printed = train_experts(
         project,
         *("-e", "run", "-b", batch, "--grad-accum-steps", accumulation, "--max-steps", STEPS),
         *("--router-aux-loss", COEFFICIENT, "--packing", packing_),
@@ -224,8 +226,8 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
 
 def test_the_loss_equals_that_of_transformers_if_the_config_sets_it(project: Path) -> None:
     """One layer and one sample: the loss, and 0.02 times the load-balancing loss."""
-    save(project, ONE_LAYER)
-    printed = train(project, "-e", "run", "--max-steps", 1)
+    replace_model(project, ONE_LAYER)
+    printed = train_experts(project, "-e", "run", "--max-steps", 1)
     assert "load-balancing loss × 0.02 over 1 router (the model's config)" in printed
     [row] = metrics(project, "run")
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32)
@@ -258,8 +260,10 @@ def test_the_loss_equals_that_of_transformers_if_the_config_sets_it(project: Pat
 def test_auto_chooses_a_coefficient_for_each_family(
     project: Path, config: PretrainedConfig, options: tuple[object, ...], expected_text: str
 ) -> None:
-    save(project, config)
-    assert expected_text in train(project, "-e", "run", "--max-steps", 1, "--dry-run", *options)
+    replace_model(project, config)
+    assert expected_text in train_experts(
+        project, "-e", "run", "--max-steps", 1, "--dry-run", *options
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,49 +277,55 @@ def test_a_router_loss_without_effect_is_refused(
     project: Path, config: PretrainedConfig | None, options: tuple[object, ...], expected_text: str
 ) -> None:
     if config:
-        save(project, config)
+        replace_model(project, config)
     arguments = ("-e", "run", "--max-steps", 1, "--router-aux-loss", "0.01", *options)
-    assert expected_text in train(project, *arguments, expect=2)
+    assert expected_text in train_experts(project, *arguments, expect=2)
 
 
 def test_a_value_that_is_no_number_is_refused(project: Path) -> None:
     for value in ("-1", "often", "on"):
-        printed = train(project, "-e", "run", "--router-aux-loss", value, expect=2)
+        printed = train_experts(project, "-e", "run", "--router-aux-loss", value, expect=2)
         assert "--router-aux-loss" in printed
 
 
 def test_off_in_a_config_file_is_understood(project: Path) -> None:
     """YAML reads it as false."""
-    save(project, ONE_LAYER)
+    replace_model(project, ONE_LAYER)
     for value in ("off", "0", "0.0"):
         (project / "run.yaml").write_text(f"router_aux_loss: {value}\n")
-        printed = train(project, "-e", "run", "--max-steps", 1, "--dry-run", "--config", "run.yaml")
+        printed = train_experts(
+            project, "-e", "run", "--max-steps", 1, "--dry-run", "--config", "run.yaml"
+        )
         assert "no load balancing (as typed)" in printed
 
 
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_load_balancing(project: Path) -> None:
-    save(project, MIXTRAL)
+    replace_model(project, MIXTRAL)
     typed = ("-e", "run", "--max-steps", 2, "--router-aux-loss", "0.5")
-    train(project, *typed)
-    assert "already done" in train(project, *typed)
-    assert "already done" in train(project, "-e", "run", "--max-steps", 2)
+    train_experts(project, *typed)
+    assert "already done" in train_experts(project, *typed)
+    assert "already done" in train_experts(project, "-e", "run", "--max-steps", 2)
     for other in ("off", "0.25"):
-        printed = train(
+        printed = train_experts(
             project, "-e", "run", "--max-steps", 3, "--router-aux-loss", other, expect=2
         )
         assert "--router-aux-loss: 0.5" in printed
-    assert "× 0.5 over 2 routers (earlier launch)" in train(project, "-e", "run", "--max-steps", 3)
+    assert "× 0.5 over 2 routers (earlier launch)" in train_experts(
+        project, "-e", "run", "--max-steps", 3
+    )
     changed = ("--router-aux-loss", "0.25", "--resume-with-changes")
-    assert "× 0.25 over 2 routers" in train(project, "-e", "run", "--max-steps", 4, *changed)
+    assert "× 0.25 over 2 routers" in train_experts(
+        project, "-e", "run", "--max-steps", 4, *changed
+    )
 
 
 def test_a_run_older_than_the_option_resumes_without_it(project: Path) -> None:
     """A new run from scratch would use the loss; a run that started without it keeps it off."""
-    save(project, MIXTRAL)
+    replace_model(project, MIXTRAL)
     typed = ("-e", "run", "--from-scratch", "--router-aux-loss", "off")
-    train(project, *typed, "--max-steps", 1)
-    printed = train(project, "-e", "run", "--from-scratch", "--max-steps", 2)
+    train_experts(project, *typed, "--max-steps", 1)
+    printed = train_experts(project, "-e", "run", "--from-scratch", "--max-steps", 2)
     assert "no load balancing (earlier launch)" in printed
 
 
@@ -335,13 +345,13 @@ def read_biases(project: Path, run: str) -> dict[int, torch.Tensor]:
 @pytest.mark.slow
 def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
     """Compare three steps with one and two on other ranks and in another division."""
-    save(project, DEEPSEEK)
+    replace_model(project, DEEPSEEK)
     arguments = ("--from-scratch", "--ckpt-freq", 1, "--activation-checkpointing", "full")
     arguments = (*arguments, "--router-aux-loss", "0.01", "--lr-scheduler", "constant")
     three_passes = ("-b", 1, "--grad-accum-steps", 3)
-    train(project, "-e", "whole", *arguments, "-b", 6, "--max-steps", 3)
-    train(project, "-e", "parts", *arguments, *three_passes, "--max-steps", 1, ranks=2)
-    train(project, "-e", "parts", *arguments, "-b", 2, "--max-steps", 3, ranks=3)
+    train_experts(project, "-e", "whole", *arguments, "-b", 6, "--max-steps", 3)
+    train_experts(project, "-e", "parts", *arguments, *three_passes, "--max-steps", 1, ranks=2)
+    train_experts(project, "-e", "parts", *arguments, "-b", 2, "--max-steps", 3, ranks=3)
     whole = read_biases(project, "whole")
     parts = read_biases(project, "parts")
     assert whole.keys() == parts.keys() == {1, 2, 3}

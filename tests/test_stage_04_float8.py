@@ -47,7 +47,9 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
         return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
-def train(root: Path, name: str, *options: object, ranks: int = 2, **settings: object) -> str:
+def train_float8(
+    root: Path, name: str, *options: object, ranks: int = 2, **settings: object
+) -> str:
     done = run_stage(
         "04_train_fsdp.py",
         "-e",
@@ -64,7 +66,7 @@ def train(root: Path, name: str, *options: object, ranks: int = 2, **settings: o
 
 @pytest.mark.slow
 def test_a_run_in_8_bits_trains_resumes_and_exports(project: Path) -> None:
-    printed = train(project, "whole")
+    printed = train_float8(project, "whole")
     assert (
         "fp8: 14 linear layers of the blocks in 8-bit floats, scaled tensorwise; the rest in "
         in printed
@@ -82,7 +84,7 @@ def test_a_run_in_8_bits_trains_resumes_and_exports(project: Path) -> None:
     runs = project / "outputs"
     shutil.copytree(runs / "whole", runs / "cut")
     shutil.rmtree(runs / "cut" / "checkpoints" / "step_00000004")
-    assert "step 2 of 4" in train(project, "cut", "--activation-checkpointing", "full")
+    assert "step 2 of 4" in train_float8(project, "cut", "--activation-checkpointing", "full")
     exact = ("train/loss", "train/grad_norm")
     assert [[row[key] for key in exact] for row in metrics(project, "cut")] == [
         [row[key] for key in exact] for row in metrics(project, "whole")
@@ -92,12 +94,14 @@ def test_a_run_in_8_bits_trains_resumes_and_exports(project: Path) -> None:
         "04_train_fsdp.py", "-e", "whole", *ARGUMENTS, "--precision", "bf16", cwd=project, expect=2
     )
     assert "--precision: fp8 there, bf16 now" in done.stderr
-    printed = train(
+    printed = train_float8(
         project, "whole", "--fp8-recipe", "rowwise", "--max-steps", 6, expect=2, ranks=0
     )
     assert "--fp8-recipe:" in printed
 
-    train(project, "replicas", "--shard-size", 1, "--fp8-recipe", "rowwise", "--max-steps", 2)
+    train_float8(
+        project, "replicas", "--shard-size", 1, "--fp8-recipe", "rowwise", "--max-steps", 2
+    )
     assert losses(project, "replicas")[1] == pytest.approx(expected[1], rel=0.01)
 
     for name in ("whole", "wide"):

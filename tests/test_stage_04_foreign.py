@@ -37,7 +37,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(root: Path, name: str, *options: object, **settings: object) -> str:
+def run_training(root: Path, name: str, *options: object, **settings: object) -> str:
     done = run_stage(*RUN, "-e", name, *options, cwd=root, **settings)
     return done.stdout + done.stderr
 
@@ -81,7 +81,7 @@ def test_weights_of_two_ranks_are_taken_over_to_the_bit(
     project: Path, kind: str, ranks: int
 ) -> None:
     name = f"{kind}-{ranks}"
-    printed = train(
+    printed = run_training(
         project, name, "-m", "model", *KEEP, "--resume-from-foreign", f"old/{kind}", ranks=ranks
     )
     assert f"parameters read from old/{kind}" in printed
@@ -97,27 +97,27 @@ def test_a_run_that_has_begun_resumes_by_itself(project: Path, tmp_path: Path) -
     shape = tmp_path / "shape"  # a directory without weights is enough
     shutil.copytree(tmp_path / "model", shape)
     (shape / "model.safetensors").unlink()
-    assert "missing" in train(tmp_path, "run", "-m", "shape", "--max-steps", 2, expect=3)
-    printed = train(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
+    assert "missing" in run_training(tmp_path, "run", "-m", "shape", "--max-steps", 2, expect=3)
+    printed = run_training(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
     assert "read from old/offline/checkpoint (step 1,200 of epoch 1)" in printed
     assert "learning-rate schedule (lr_scheduler.pt)" in printed
     assert "--lr 3e-05 (a model with weights)" in printed
     events = (tmp_path / "outputs/run/events.jsonl").read_text().splitlines()
     assert json.loads(events[0])["weights"] == "old/offline/checkpoint"
 
-    assert "already done" in train(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
+    assert "already done" in run_training(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
     for more, typed in ((3, option), (4, ())):  # the option may be left out
-        printed = train(tmp_path, "run", "-m", "shape", "--max-steps", more, *typed)
+        printed = run_training(tmp_path, "run", "-m", "shape", "--max-steps", more, *typed)
         assert f"step {more - 1:,} of {more}" in printed and "read from" not in printed
 
     # Other weights in the same directory are another run, or none.
     (tmp_path / "old/offline/checkpoint/__0_0.distcp").open("ab").write(b"x")
-    printed = train(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option, expect=2)
+    printed = run_training(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option, expect=2)
     assert "foreign weights" in printed and "which need no --resume-from-foreign" in printed
     shutil.rmtree(tmp_path / "old")
-    train(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option)
+    run_training(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option)
     assert list_saved_steps(tmp_path, "run") == [3, 4, 5]
-    printed = train(tmp_path, "another", "-m", "shape", "--max-steps", 2, *option, expect=3)
+    printed = run_training(tmp_path, "another", "-m", "shape", "--max-steps", 2, *option, expect=3)
     assert "there is no directory old" in printed
 
 
@@ -125,7 +125,7 @@ def test_a_run_that_has_begun_resumes_by_itself(project: Path, tmp_path: Path) -
 def test_a_killed_run_gives_the_same_losses(project: Path) -> None:
     """Before its first save, it reads the weights of the other trainer again."""
     steps = ("--max-steps", 50, "--resume-from-foreign", "old/offline", "-m", "model")
-    train(project, "undisturbed", *steps, ranks=2)
+    run_training(project, "undisturbed", *steps, ranks=2)
     for name, every in (("before a save", 1000), ("after a save", 10)):
         options = (*steps, "--ckpt-freq", every)
         launch = start_stage(*RUN, "-e", name, *options, cwd=project, ranks=2)
@@ -135,7 +135,7 @@ def test_a_killed_run_gives_the_same_losses(project: Path) -> None:
             assert not launch.poll(0.02)
         launch.kill()
         assert bool(commit.list_checkpoints(run / "checkpoints")) == (every == 10)
-        train(project, name, *options, ranks=2)
+        run_training(project, name, *options, ranks=2)
         assert losses(project, name) == losses(project, "undisturbed")
 
 
@@ -150,14 +150,14 @@ def test_weights_that_do_not_fit_are_named_before_training(project: Path) -> Non
     )
     option = ("--resume-from-foreign", "old/offline")
     for dry in ((), ("--dry-run",)):
-        printed = train(project, "wide", "-m", "wider", *KEEP, *option, *dry, expect=2)
+        printed = run_training(project, "wide", "-m", "wider", *KEEP, *option, *dry, expect=2)
         assert "gate_proj.weight: expected shape (96, 32), found (64, 32)" in printed
         assert "missing: model.layers.2.mlp.up_proj.weight" in printed
     assert not (project / "outputs/wide").exists()
 
 
 def test_contradictory_options_are_refused_at_once(tmp_path: Path) -> None:
-    printed = train(
+    printed = run_training(
         tmp_path,
         "all",
         *("-m", "model", "--resume-from-foreign", "old/offline", "--from-scratch"),

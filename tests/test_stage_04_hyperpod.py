@@ -105,7 +105,7 @@ def address() -> Iterator[str]:
         yield url
 
 
-def fill(project: Path, address: str, slots: Slots) -> InMemoryCheckpointClient:
+def fill_service(project: Path, address: str, slots: Slots) -> InMemoryCheckpointClient:
     """Put the checkpoints of the killed run into the service."""
     client = client_of(project, address)
     client.get_or_create_namespace()
@@ -128,7 +128,7 @@ def resumed_from(project: Path) -> tuple[str, int]:
 def test_a_killed_run_resumes_from_memory_with_the_same_losses(
     run: Path, slots: Slots, address: str
 ) -> None:
-    client = fill(run, address, slots)
+    client = fill_service(run, address, slots)
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
     assert resumed_from(run) == ("hyperpod", find_newest_committed(slots))
     assert "resumed from hyperpod/run-" in printed
@@ -145,7 +145,7 @@ def test_the_shared_checkpoint_is_used_if_a_rank_cannot_read_its_part(
     for step in {step for _, step in slots}:
         part = slots.get((1, step), b"")
         slots[1, step] = part[:-1] + b"\xa5"
-    fill(run, address, slots)
+    fill_service(run, address, slots)
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
     assert resumed_from(run) == ("outputs", 16)
     assert "rank 1's part does not match its digest" in printed
@@ -157,7 +157,7 @@ def test_the_shared_checkpoint_is_used_if_a_rank_cannot_read_its_part(
 def test_another_number_of_ranks_uses_the_shared_checkpoint(
     run: Path, slots: Slots, address: str
 ) -> None:
-    fill(run, address, slots)
+    fill_service(run, address, slots)
     run_stage("04_train_fsdp.py", *IN_MEMORY, address, "-b", 4, cwd=run)
     assert resumed_from(run) == ("outputs", 16)
     assert max(steps_in_memory(run)) == STEPS - 2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StageRunner, kill_all, run_stage
-from tests.test_stage_04_stop import start
+from tests.test_stage_04_stop import start_endless_run
 from tests.training import SEQ_LENGTH, list_saved_steps
 
 TRAIN = (
@@ -167,7 +167,7 @@ def test_a_named_checkpoint_may_be_gone_once_the_run_has_resumed_from_it(
     ],
 )
 def test_ranks_whose_torchrun_has_died_save_and_end(project: Path, ranks: int, options: tuple):
-    process = start(project, *options, ranks=ranks)
+    process = start_endless_run(project, *options, ranks=ranks)
     process.send_signal(signal.SIGUSR1)  # torchrun does not catch it, so it dies at once
     printed = process.communicate(timeout=90)[0]  # until every rank has closed the pipe as well
     kill_all(process, project)

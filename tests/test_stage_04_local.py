@@ -33,7 +33,7 @@ COMMON = (
 LOCAL = (*COMMON, "--ckpt-local-freq", 2, "-e", "run")
 
 
-def start(project: Path) -> list[forks.Launch]:
+def start_nodes(project: Path) -> list[forks.Launch]:
     """Start stage 04 as two nodes of one rank, each with a disk of its own."""
     return [
         start_stage(
@@ -49,10 +49,10 @@ def start(project: Path) -> list[forks.Launch]:
     ]
 
 
-def resume(project: Path, expect: int = 0) -> str:
+def resume_nodes(project: Path, expect: int = 0) -> str:
     """Run both nodes to their end and return their output."""
     (project / "printed").unlink(missing_ok=True)
-    codes = [node.wait(300)[0] for node in start(project)]
+    codes = [node.wait(300)[0] for node in start_nodes(project)]
     assert codes == [expect, expect], (project / "printed").read_text()
     return (project / "printed").read_text()
 
@@ -82,7 +82,7 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("local")
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=2)
-    nodes = start(root)
+    nodes = start_nodes(root)
     while max([0, *steps_on_both(root)]) <= 20:
         assert not any(node.poll() for node in nodes), (root / "printed").read_text()
         time.sleep(0.01)
@@ -103,7 +103,7 @@ def test_a_resume_uses_the_newest_checkpoint_and_gives_the_same_losses(run: Path
     verify = [sys.executable, "-m", "lib.checkpoints", "verify", next(run.glob("disk_1/run-*"))]
     done = subprocess.run(verify, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert " valid\n" in done.stdout
-    resume(run)
+    resume_nodes(run)
     assert resumed_from(run) == ("disk_0", newest)
     assert losses(run, "run") == losses(run, "plain")
     assert list_saved_steps(run, "run") == [16, 32, STEPS]
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: 
         config = run / "outputs/run/config.yaml"
         config.write_text(config.read_text().replace("\nrun: ", "\nrun: x"))
         expected = ("outputs", 16)
-    resume(run)
+    resume_nodes(run)
     assert resumed_from(run) == expected
     assert losses(run, "run") == losses(run, "plain")
 
@@ -147,12 +147,12 @@ def test_another_number_of_ranks_uses_the_shared_checkpoint(run: Path) -> None:
 def test_a_local_checkpoint_is_used_if_no_shared_one_is_valid(run: Path) -> None:
     (run / "outputs/run/checkpoints/step_00000016/COMMIT.json").unlink()
     newest = steps_on_both(run)[0]
-    resume(run)
+    resume_nodes(run)
     assert resumed_from(run) == ("disk_0", newest)
     assert losses(run, "run") == losses(run, "plain")
 
 
 def test_a_disk_that_cannot_be_written_is_refused(project: Path) -> None:
     (project / "disk_1").touch()
-    printed = resume(project, expect=2)
+    printed = resume_nodes(project, expect=2)
     assert "--ckpt-local-dir: disk_1/run-" in printed and "cannot be written" in printed

@@ -45,7 +45,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_project(tmp_path_factory.mktemp("lora"))
 
 
-def train(root: Path, name: str, *options: object, **settings: object) -> str:
+def train_adapter(root: Path, name: str, *options: object, **settings: object) -> str:
     done = run_stage(*RUN, "-e", name, *options, cwd=root, **settings)
     return done.stdout + done.stderr
 
@@ -96,7 +96,7 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     root: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(root / "model", root / "base")
-    printed = train(root, "run", "-m", "base", "--max-steps", 4)
+    printed = train_adapter(root, "run", "-m", "base", "--max-steps", 4)
     checkpoint = root / "outputs/run/checkpoints/step_00000004"
     digests = json.loads((checkpoint / "train_state.json").read_text())["base"]
     assert digests.keys() == {"model.safetensors"} and "has no digests" not in printed
@@ -105,21 +105,23 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
 
     # The same bytes elsewhere are the same model.
     shutil.move(root / "base", root / "moved")
-    gone = train(root, "run", "--max-steps", 6, expect=3)
+    gone = train_adapter(root, "run", "--max-steps", 6, expect=3)
     assert "with which outputs/run was begun, is gone" in gone
-    assert "resumed from" in train(root, "run", "-m", "moved", "--max-steps", 6)
+    assert "resumed from" in train_adapter(root, "run", "-m", "moved", "--max-steps", 6)
 
     flip(root / "moved/model.safetensors")
-    printed = train(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
+    printed = train_adapter(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
     assert "moved/model.safetensors is not the file that the adapters of" in printed
     assert "copy it again from its source" in printed
     shutil.copytree(root / "model", root / "good")
-    train(root, "kept", "-m", "good", "--max-steps", 2)
+    train_adapter(root, "kept", "-m", "good", "--max-steps", 2)
     before = (root / "outputs/kept/config.yaml").read_bytes()
-    assert "is not the file" in train(root, "kept", "-m", "moved", "--max-steps", 3, expect=3)
+    assert "is not the file" in train_adapter(
+        root, "kept", "-m", "moved", "--max-steps", 3, expect=3
+    )
     assert (root / "outputs/kept/config.yaml").read_bytes() == before
-    assert train(root, "other", "-m", "moved", "--max-steps", 1)  # another run may use it
-    printed = train(
+    assert train_adapter(root, "other", "-m", "moved", "--max-steps", 1)  # another run may use it
+    printed = train_adapter(
         root,
         "from",
         "-m",
@@ -135,13 +137,15 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     flip(root / "moved/model.safetensors")  # as it was
     content = json.loads((root / "moved/config.json").read_text())
     (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
-    printed = train(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
+    printed = train_adapter(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
     assert "was begun with other settings" in printed and "model" in printed
     assert "--experiment-name run-2" in printed, "the adapters are of another base"
     for rank in (0, 8):
-        printed = train(root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2)
+        printed = train_adapter(
+            root, "run", "-m", "model", "--max-steps", 8, "--lora-rank", rank, expect=2
+        )
         assert "--lora-rank: 4 there" in printed
-        printed = train(
+        printed = train_adapter(
             root,
             "run",
             "-m",
@@ -168,9 +172,9 @@ def test_damage_in_a_base_model_with_digests_is_found_in_each_launch(
     else:
         weights = prepare_model(root, "org--own") / "model.safetensors"
         name = "org/own"
-    train(root, kind, "-m", name, "--max-steps", 2, env=env)
+    train_adapter(root, kind, "-m", name, "--max-steps", 2, env=env)
     flip(weights)
-    printed = train(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
+    printed = train_adapter(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
     assert "model.safetensors" in printed and "damaged" in printed
     assert "resumed from" not in printed
     command = "it was made by" if "it was made by" in printed else "03_download_model.py"
@@ -192,13 +196,13 @@ def test_an_adapter_with_dropout_resumes_bit_for_bit(
 ) -> None:
     options = ("-m", "model", "--lora-dropout", 0.1, "--max-steps", 6, *saving)
     name = saving[0].strip("-")
-    train(root, name, *options, ranks=2)
+    train_adapter(root, name, *options, ranks=2)
     expected = losses(root, name)
     for kept in ("checkpoints/step_00000004", "checkpoints/step_00000006"):
         shutil.rmtree(root / "outputs" / name / kept)
     shutil.rmtree(root / "disk", ignore_errors=True)
     (root / "outputs" / name / "metrics.jsonl").unlink()
-    assert "step_00000002" in train(root, name, *options, ranks=2)
+    assert "step_00000002" in train_adapter(root, name, *options, ranks=2)
     repeated = losses(root, name)
     assert (
         repeated == {step: loss for step, loss in expected.items() if step > 2}
@@ -210,7 +214,7 @@ def test_an_adapter_with_dropout_resumes_bit_for_bit(
 def test_an_adapter_resumes_on_another_number_of_ranks(root: Path) -> None:
     options = ("-m", "model", "--global-batch-size", 4, "-b", 1)
     for steps, ranks in ((2, 2), (4, 0), (8, 2)):
-        train(
+        train_adapter(
             root,
             "many",
             *options,
@@ -222,7 +226,7 @@ def test_an_adapter_resumes_on_another_number_of_ranks(root: Path) -> None:
             "constant",
             ranks=ranks,
         )
-    train(
+    train_adapter(
         root,
         "one",
         *options,
@@ -236,13 +240,13 @@ def test_an_adapter_resumes_on_another_number_of_ranks(root: Path) -> None:
     )
     assert losses(root, "many") == pytest.approx(losses(root, "one"), rel=1e-6)
     full = ("--lora-rank", 0, "--max-steps", 1, *options)
-    train(root, "full", *full, ranks=2)
+    train_adapter(root, "full", *full, ranks=2)
     assert losses(root, "full")[1] == losses(root, "one")[1]  # new adapters add zero
 
 
 @pytest.mark.slow
 def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
-    train(
+    train_adapter(
         root,
         "first",
         "-m",
@@ -318,13 +322,15 @@ def test_named_experts_get_adapters(root: Path) -> None:
         "--global-batch-size",
         6,
     )
-    printed = train(root, "alone", *options)
+    printed = train_adapter(root, "alone", *options)
     assert (
         "on 2 linear layers and the experts of 4 parameters" in printed
         and "no adapters" not in printed
     )
     for kind in ("selective", "full"):
-        train(root, f"experts_{kind}", *options, "--activation-checkpointing", kind, ranks=3)
+        train_adapter(
+            root, f"experts_{kind}", *options, "--activation-checkpointing", kind, ranks=3
+        )
         assert losses(root, f"experts_{kind}") == pytest.approx(losses(root, "alone"), rel=1e-6)
     export = ("05_export_checkpoint.py", "-e", "experts_full")
     assert "none of them is zero" in run_stage(*export, cwd=root).stdout
@@ -334,5 +340,5 @@ def test_named_experts_get_adapters(root: Path) -> None:
 
 def test_lora_needs_a_base_model_with_weights(root: Path) -> None:
     for options in (("--from-scratch", "-m", "model"), ("--from-scratch", "--model-size", "1M")):
-        printed = train(root, "none", *options, "--max-steps", 2, expect=2)
+        printed = train_adapter(root, "none", *options, "--max-steps", 2, expect=2)
         assert "--lora-rank needs a base model with weights" in printed

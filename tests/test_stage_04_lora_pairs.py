@@ -37,7 +37,7 @@ RUN = (
 )
 
 
-def offload(_: int) -> None:
+def offload_on_cpu(_: int) -> None:
     """Shard as with --cpu-offload on a GPU, which keeps shards and states in host memory."""
     from lib.parallel import parallelize
 
@@ -62,7 +62,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hf_datasets/more",
         cwd=root,
     )
-    chats.save(root / "hf_datasets/talks", train=[chats.talk(seed) for seed in range(40)])
+    chats.save_dataset(
+        root / "hf_datasets/talks", train=[chats.make_conversation(seed) for seed in range(40)]
+    )
     chats.save_tokenizer(root / "chatty")
     save_model(
         root / "chatty",
@@ -71,7 +73,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(root: Path, name: str, *options: object, ranks: int = 2, before: str = "") -> str:
+def train_adapter(root: Path, name: str, *options: object, ranks: int = 2, before: str = "") -> str:
     defaults = [("-m", "model"), ("-d", "corpus"), ("--precision", "fp32"), ("--compile", "off")]
     done = run_stage(
         *RUN,
@@ -95,7 +97,7 @@ def export_adapter(root: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def plain(root: Path) -> dict[int, float]:
     """Return the losses of a run of one process."""
-    printed = train(root, "plain", "-b", 8, ranks=0)
+    printed = train_adapter(root, "plain", "-b", 8, ranks=0)
     assert " parameters, 4.1K trained" in printed
     assert "float32 masters and reductions of the adapters, frozen weights in float32" in printed
     measured = losses(root, "plain")
@@ -119,11 +121,14 @@ def plain(root: Path) -> dict[int, float]:
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            (), "tests.test_stage_04_lora_pairs:offload", id="offload", marks=pytest.mark.slow
+            (),
+            "tests.test_stage_04_lora_pairs:offload_on_cpu",
+            id="offload",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("--shard-size", 1, "--activation-checkpointing", "full"),
-            "tests.test_stage_04_lora_pairs:offload",
+            "tests.test_stage_04_lora_pairs:offload_on_cpu",
             id="offload, replicas",
         ),
         pytest.param(("--compile", "on"), "", id="compile", marks=pytest.mark.long),
@@ -139,7 +144,7 @@ def test_adapters_on_two_ranks_equal_the_reference(
     root: Path, plain: dict[int, float], tmp_path: Path, options: tuple[object, ...], before: str
 ) -> None:
     batch = () if "-b" in options else ("-b", 4)
-    printed = train(root, tmp_path.name, *batch, *options, before=before)
+    printed = train_adapter(root, tmp_path.name, *batch, *options, before=before)
     assert losses(root, tmp_path.name) == pytest.approx(plain, rel=1e-6)
     assert ("in host memory" in printed) == bool(before)
     if "--ckpt-freq" in options:
@@ -165,12 +170,12 @@ def test_adapters_on_two_ranks_equal_the_reference(
 def test_adapters_equal_those_of_one_process(
     root: Path, plain: dict[int, float], tmp_path: Path, options: tuple[object, ...], rel: float
 ) -> None:
-    train(root, tmp_path.name, *options, "-b", 8, ranks=0)
+    train_adapter(root, tmp_path.name, *options, "-b", 8, ranks=0)
     expected = losses(root, tmp_path.name)
     assert expected != plain and expected[STEPS] < expected[1] - 0.05
     if "--precision" in options:
         assert expected == pytest.approx(plain, rel=3e-3)
     two = f"{tmp_path.name}-two"
-    train(root, two, *options, "-b", 4)
+    train_adapter(root, two, *options, "-b", 4)
     assert losses(root, two) == pytest.approx(expected, rel=rel)
     export_adapter(root, two)

@@ -27,7 +27,7 @@ ARGUMENTS = (
 )
 
 
-def train(root: Path, name: str, kind: str, ranks: int = 2) -> str:
+def train_with_optimizer(root: Path, name: str, kind: str, ranks: int = 2) -> str:
     return run_stage(
         "04_train_fsdp.py", "-e", name, *ARGUMENTS, "--optimizer", kind, cwd=root, ranks=ranks
     ).stdout
@@ -43,7 +43,7 @@ def copy_after_four_steps(root: Path, name: str) -> None:
 @pytest.mark.slow
 def test_8_bit_moments_train_like_float32_moments(project: Path) -> None:
     for name, kind in (("large", "adamw"), ("small", "adamw8bit")):
-        train(project, name, kind)
+        train_with_optimizer(project, name, kind)
     expected = losses(project, "small")
     assert expected[STEPS] < expected[1] - 0.5
     assert expected == pytest.approx(losses(project, "large"), rel=0.02)
@@ -59,14 +59,14 @@ def test_8_bit_moments_train_like_float32_moments(project: Path) -> None:
     assert sizes["small"] < 0.8 * sizes["large"]  # rows of 32 numbers; most is the file format's
 
     copy_after_four_steps(project, "again")
-    assert "step 4 of 12" in train(project, "again", "adamw8bit")
+    assert "step 4 of 12" in train_with_optimizer(project, "again", "adamw8bit")
     exact = ("train/loss", "train/grad_norm")
     assert [[row[key] for key in exact] for row in metrics(project, "again")] == [
         [row[key] for key in exact] for row in metrics(project, "small")
     ]
 
     copy_after_four_steps(project, "alone")  # on another number of ranks
-    train(project, "alone", "adamw8bit", ranks=0)
+    train_with_optimizer(project, "alone", "adamw8bit", ranks=0)
     assert losses(project, "alone") == pytest.approx(expected, rel=1e-3)
 
     done = run_stage(

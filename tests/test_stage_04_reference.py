@@ -178,7 +178,7 @@ def test_twenty_steps_with_adapters_equal_the_reference(
         given.get("--lora-targets", ALL),
         "--lora-rslora" in given,
     )
-    check(
+    check_rows(
         project,
         reference(
             project / "model",
@@ -233,7 +233,9 @@ def test_twenty_steps_equal_the_reference(
         cwd=project,
         ranks=2,
     )
-    check(project, reference(project / "model", samples_of(project, packing_, length)), fall=0.5)
+    check_rows(
+        project, reference(project / "model", samples_of(project, packing_, length)), fall=0.5
+    )
 
 
 def samples_of(root: Path, packing_: str, length: int) -> Samples:
@@ -248,7 +250,7 @@ def samples_of(root: Path, packing_: str, length: int) -> Samples:
     )
 
 
-def check(root: Path, expected: list[dict[str, float]], fall: float) -> None:
+def check_rows(root: Path, expected: list[dict[str, float]], fall: float) -> None:
     """Compare the rows of a run with the reference. fall: the least decrease of the loss."""
     rows = metrics(root, "run")
     assert len(rows) == STEPS and expected[-1]["train/loss"] < expected[0]["train/loss"] - fall

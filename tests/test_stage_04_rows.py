@@ -84,7 +84,7 @@ class Recorder(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
-def record(rank: int) -> None:
+def record_loop(rank: int) -> None:
     """Record the training loop from its first step."""
     from lib.checkpoints.checkpointer import Checkpointer
     from lib.parallel.stop_request import StopRequest
@@ -135,7 +135,7 @@ def recorded(project: Path, rank: int = 0) -> list[tuple[str, Any]]:
     return [(kind, value) for kind, value in map(json.loads, lines)]
 
 
-def run(
+def run_training(
     project: Path,
     *options: object,
     before: str = "",
@@ -163,7 +163,7 @@ def run(
     "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks: int) -> None:
-    run(
+    run_training(
         project,
         "--log-freq",
         2,
@@ -172,7 +172,7 @@ def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks
         "--eval-freq",
         0,
         ranks=ranks,
-        before="record",
+        before="record_loop",
     )
     for rank in range(ranks):
         order = recorded(project, rank)
@@ -226,7 +226,7 @@ def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks
     """If every step is saved, every row is written at once."""
     rows = []
     for name, every in (("late", NEVER), ("at_once", 1)):
-        run(
+        run_training(
             project, "--log-freq", 1, "--ckpt-freq", every, "--eval-freq", 3, ranks=ranks, name=name
         )
         rows.append(_training(metrics(project, name)))
@@ -246,7 +246,7 @@ def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks
 def test_a_checkpoint_follows_the_row_of_its_step(
     project: Path, log: int, save: int, evaluate: int
 ) -> None:
-    run(
+    run_training(
         project,
         "--log-freq",
         log,
@@ -256,7 +256,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
         evaluate,
         "--ckpt-keep",
         9,
-        before="record",
+        before="record_loop",
     )
     steps = range(1, STEPS + 1)
     due = [step for step in steps if step in (1, STEPS) or not step % log or not step % evaluate]
@@ -295,7 +295,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
         assert state["eval_loss"] == rows.get(step, {}).get("eval/loss")
 
 
-def stop(rank: int) -> None:
+def stop_in_step(rank: int) -> None:
     """Send rank 0 a signal when a step begins."""
     from lib.parallel.stop_request import StopRequest
 
@@ -326,8 +326,10 @@ def test_a_stopped_run_has_all_its_rows(
     project: Path, ranks: int, options: tuple[object, ...]
 ) -> None:
     options = ("--ckpt-freq", NEVER, "--eval-freq", 0, *options)
-    run(project, *options, name="whole", ranks=ranks)
-    run(project, *options, before="stop", ranks=ranks, expect=1 if ranks > 1 else 75)
+    run_training(project, *options, name="whole", ranks=ranks)
+    run_training(
+        project, *options, before="stop_in_step", ranks=ranks, expect=1 if ranks > 1 else 75
+    )
     due = [
         step
         for step in range(1, STOPPED_AT + 1)
@@ -335,13 +337,13 @@ def test_a_stopped_run_has_all_its_rows(
     ]
     assert [row["step"] for row in metrics(project, "run")] == due
     assert json.loads((project / "outputs/run/state.json").read_text())["status"] == "preempted"
-    run(project, *options, ranks=ranks)
+    run_training(project, *options, ranks=ranks)
     whole = {step: row["train/loss"] for step, row in _training(metrics(project, "whole")).items()}
     again = {step: row["train/loss"] for step, row in _training(metrics(project, "run")).items()}
     assert whole == {step: loss for step, loss in again.items() if step in whole}
 
 
-def fail(rank: int) -> None:
+def fail_in_step(rank: int) -> None:
     """Let a step fail once it has been launched."""
     from lib.train.state import TrainState
 
@@ -360,7 +362,7 @@ def test_an_error_leaves_the_previous_row_or_logs_that_it_is_missing(
     project: Path, ranks: int
 ) -> None:
     """A failing rank cannot ask the others for figures that were not exchanged."""
-    printed = run(
+    printed = run_training(
         project,
         "--log-freq",
         1,
@@ -368,7 +370,7 @@ def test_an_error_leaves_the_previous_row_or_logs_that_it_is_missing(
         NEVER,
         "--eval-freq",
         0,
-        before="fail",
+        before="fail_in_step",
         ranks=ranks,
         expect=1,
     )

@@ -25,7 +25,7 @@ TOKENS = 9
 SEED = 5
 
 
-def train(root: Path, name: str, *options: object, ranks: int = 1, **more: Any) -> Any:
+def train_samples(root: Path, name: str, *options: object, ranks: int = 1, **more: Any) -> Any:
     return run_stage(
         "04_train_fsdp.py",
         *("-e", name, *SMALL_RUN, "--global-batch-size", 12, "--seed", SEED, *options),
@@ -79,7 +79,7 @@ def test_samples_equal_those_of_a_plain_loop(
 ) -> None:
     """With --lr 0 and B = 0 of LoRA, the weights stay those of the model directory."""
     steps = ("--max-steps", 3, "--lr", 0, "--compile", "off")
-    result = train(project, "run", *steps, *options_of(project), *options, ranks=ranks)
+    result = train_samples(project, "run", *steps, *options_of(project), *options, ranks=ranks)
     model = AutoModelForCausalLM.from_pretrained(project / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(project / "model")
     expected = []
@@ -108,8 +108,8 @@ def test_samples_change_no_loss_and_a_resume_repeats_them(project: Path) -> None
     config = make_tiny_llama(vocab_size=VOCABULARY, attention_dropout=0.2, tie_word_embeddings=True)
     save_model(project / "model", config)
     steps = ("--max-steps", 6, "--lr", 1e-2, "--ckpt-freq", 2, "--ckpt-keep", 0)
-    train(project, "without", *steps, ranks=2)
-    train(project, "run", *steps, *options_of(project, 1), ranks=2)
+    train_samples(project, "without", *steps, ranks=2)
+    train_samples(project, "run", *steps, *options_of(project, 1), ranks=2)
     names = ("train/loss", "train/grad_norm", "eval/loss")
     one, other = (
         [[row.get(name) for name in names] for row in metrics(project, name)]
@@ -123,14 +123,14 @@ def test_samples_change_no_loss_and_a_resume_repeats_them(project: Path) -> None
         shutil.rmtree(root / f"checkpoints/step_{step:08d}")
     with (root / "samples.jsonl").open("a") as file:
         file.write('{"step": 6, "tor')  # a kill in the middle of a write
-    train(project, "run", *steps, *options_of(project, 1), ranks=2)
+    train_samples(project, "run", *steps, *options_of(project, 1), ranks=2)
     assert samples(project, "run") == before
 
 
 @pytest.mark.slow
 def test_prompts_of_conversations_use_the_template(tmp_path: Path) -> None:
-    talks = [chats.talk(seed) for seed in range(40)]
-    chats.save(tmp_path / "hf_datasets/talks", train=talks)
+    talks = [chats.make_conversation(seed) for seed in range(40)]
+    chats.save_dataset(tmp_path / "hf_datasets/talks", train=talks)
     chats.save_tokenizer(tmp_path / "model")
     config = make_tiny_llama(vocab_size=320, max_position_embeddings=256)
     save_model(tmp_path / "model", config)
@@ -158,13 +158,13 @@ def test_prompts_of_conversations_use_the_template(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bad_prompts_are_refused_before_the_model_is_loaded(project: Path) -> None:
     (project / "bad.jsonl").write_text('{"prompt": 1}\nx\n{"messages": []}\n')
-    result = train(project, "run", "--sample-prompts", "bad.jsonl", expect=2, ranks=0)
+    result = train_samples(project, "run", "--sample-prompts", "bad.jsonl", expect=2, ranks=0)
     assert "3 problems" in result.stderr and "line 2 is not JSON" in result.stderr
     (project / "long.txt").write_text("fine\n" + "kalo mi " * 40 + "\n")
-    result = train(project, "run", "--sample-prompts", "long.txt", expect=2, ranks=0)
+    result = train_samples(project, "run", "--sample-prompts", "long.txt", expect=2, ranks=0)
     assert "2 problems" in result.stderr  # the default of 64 tokens does not fit either
     assert "line 2 is too long" in result.stderr and not (project / "outputs/run").exists()
-    result = train(project, "run", "--sample-freq", 3, expect=2, ranks=0)
+    result = train_samples(project, "run", "--sample-freq", 3, expect=2, ranks=0)
     assert "belongs to --sample-prompts" in result.stderr
 
 

@@ -32,7 +32,9 @@ ENDLESS = (
 )
 
 
-def start(project: Path, *options: object, ranks: int | None = None) -> subprocess.Popen:
+def start_endless_run(
+    project: Path, *options: object, ranks: int | None = None
+) -> subprocess.Popen:
     """Launch a run that does not end by itself and wait for its third step."""
     process = subprocess.Popen(
         stage_command("04_train_fsdp.py", *ENDLESS, *options, ranks=ranks),
@@ -48,7 +50,7 @@ def start(project: Path, *options: object, ranks: int | None = None) -> subproce
     return process
 
 
-def stop(project: Path, reason: str) -> str:
+def stop_run(project: Path, reason: str) -> str:
     """Start a run, give it a reason to stop, and return what it printed."""
     options = ("--max-minutes", 0.05) if reason == "--max-minutes" else ()
     launch = start_stage(
@@ -73,12 +75,12 @@ def stop(project: Path, reason: str) -> str:
 )
 def test_each_reason_to_stop_saves_and_exits_with_75(project: Path, reason: str) -> None:
     if reason == "SIGTERM":  # as without a launcher
-        process = start(project)
+        process = start_endless_run(project)
         process.terminate()
         output = process.communicate(timeout=60)[0]
         assert process.returncode == 75, output
     else:
-        output = stop(project, reason)
+        output = stop_run(project, reason)
     assert f"stopped by {reason}" in output and "run the same command again" in output
     state = json.loads((project / "outputs" / "run" / "state.json").read_text())
     assert state["status"] == "preempted" and list_saved_steps(project, "run") == [state["step"]]
@@ -113,7 +115,7 @@ def test_a_signal_while_the_weights_load_ends_the_run_after_step_1(project: Path
 
 @pytest.mark.slow  # torchrun gives the stopped rank half a minute to end
 def test_if_a_rank_hangs_the_others_end_with_their_stacks(project: Path) -> None:
-    process = start(project, "--watchdog-minutes", 0.1, ranks=2)
+    process = start_endless_run(project, "--watchdog-minutes", 0.1, ranks=2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     of_rank = {_environment(pid).get("RANK"): int(pid) for pid in children}
     os.kill(of_rank["1"], signal.SIGSTOP)

@@ -23,7 +23,9 @@ RUN = (
 )
 
 
-def train(root: Path, name: str, *options: object, ranks: int = 0, expect: int = 0) -> str:
+def train_synthetic(
+    root: Path, name: str, *options: object, ranks: int = 0, expect: int = 0
+) -> str:
     done = run_stage(STAGE, "-e", name, *RUN, *options, cwd=root, ranks=ranks, expect=expect)
     return done.stdout + done.stderr
 
@@ -32,7 +34,7 @@ def train(root: Path, name: str, *options: object, ranks: int = 0, expect: int =
 @pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.long), "documents"])
 def test_the_number_of_ranks_does_not_matter(tmp_path: Path, packing: str) -> None:
     for ranks in (1, 2, 3):
-        train(tmp_path, f"on-{ranks}", "--packing", packing, ranks=ranks)
+        train_synthetic(tmp_path, f"on-{ranks}", "--packing", packing, ranks=ranks)
     expected = losses(tmp_path, "on-1")
     assert len(expected) == 8 and expected[8] < expected[1]
     for ranks in (2, 3):
@@ -42,31 +44,31 @@ def test_the_number_of_ranks_does_not_matter(tmp_path: Path, packing: str) -> No
 
 @pytest.mark.slow
 def test_a_killed_run_continues_exactly_and_on_another_number_of_ranks(tmp_path: Path) -> None:
-    train(tmp_path, "whole", ranks=2)
+    train_synthetic(tmp_path, "whole", ranks=2)
     expected = losses(tmp_path, "whole")
     launch = start_stage(STAGE, "-e", "killed", *RUN, cwd=tmp_path, ranks=2)
     while not commit.find_newest(tmp_path / "outputs/killed/checkpoints"):
         assert not launch.poll(0.02)
     launch.kill()
-    assert "resumed from" in train(tmp_path, "killed", ranks=2)
+    assert "resumed from" in train_synthetic(tmp_path, "killed", ranks=2)
     assert losses(tmp_path, "killed") == expected
 
     shutil.copytree(tmp_path / "outputs/whole", tmp_path / "outputs/other")
     for step in (6, 8):
         shutil.rmtree(tmp_path / f"outputs/other/checkpoints/step_{step:08d}")
-    assert "resumed from" in train(tmp_path, "other", ranks=3)
+    assert "resumed from" in train_synthetic(tmp_path, "other", ranks=3)
     assert losses(tmp_path, "other") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.slow
 def test_a_run_without_tokenizer_can_be_exported_and_trained_further(tmp_path: Path) -> None:
-    printed = train(tmp_path, "one")
+    printed = train_synthetic(tmp_path, "one")
     assert "1M from scratch without a tokenizer" in printed
     assert "none with -d synthetic" in printed  # validation
-    assert "already done" in train(tmp_path, "one")
-    other = train(tmp_path, "one", "--seed", 5, expect=2)
+    assert "already done" in train_synthetic(tmp_path, "one")
+    other = train_synthetic(tmp_path, "one", "--seed", 5, expect=2)
     assert "seed: 0 there, 5 now" in other
-    other = train(tmp_path, "one", "-d", "synthetic:200K", "--overwrite", expect=2)
+    other = train_synthetic(tmp_path, "one", "-d", "synthetic:200K", "--overwrite", expect=2)
     assert "cannot be mixed" in other
 
     done = run_stage("05_export_checkpoint.py", "-e", "one", "--out", "exported", cwd=tmp_path)

@@ -19,7 +19,7 @@ from lib.core.errors import EXIT_BUG, EXIT_USAGE, DiskFullError, StageError
 from tests.fault_points import Fault
 
 
-def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
+def commit_checkpoint(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
     """Commit a checkpoint whose only tensor file is some bytes."""
     attempt = commit.create_attempt(checkpoints, step)
     (attempt / commit.TENSORS).mkdir()
@@ -34,7 +34,7 @@ def make(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
 
 def test_committed_checkpoints_are_listed_newest_first(tmp_path: Path):
     for step in (5, 20, 10):
-        assert make(tmp_path, step).problems() == []
+        assert commit_checkpoint(tmp_path, step).problems() == []
     assert [c.step for c in commit.list_checkpoints(tmp_path)] == [20, 10, 5]
     assert commit.list_checkpoints(tmp_path)[0].commit()["world_size"] == 2
 
@@ -42,7 +42,7 @@ def test_committed_checkpoints_are_listed_newest_first(tmp_path: Path):
 def test_the_newest_complete_checkpoint_is_found(tmp_path: Path):
     assert commit.find_newest(tmp_path) is None
     for step in (5, 20, 10):
-        make(tmp_path, step)
+        commit_checkpoint(tmp_path, step)
     (tmp_path / "step_00000020" / commit.COMMIT).unlink()
     assert commit.find_newest(tmp_path).step == 10
     assert commit.find_newest(tmp_path, before=10).step == 10
@@ -55,7 +55,7 @@ def test_the_newest_complete_checkpoint_is_found(tmp_path: Path):
 def test_wrong_sizes_and_missing_files_are_found_without_hashing(
     tmp_path: Path, name: str, damage: str
 ):
-    path = make(tmp_path, 1).path / name
+    path = commit_checkpoint(tmp_path, 1).path / name
     content = path.read_bytes()
     path.unlink()
     if damage != "missing":
@@ -64,7 +64,7 @@ def test_wrong_sizes_and_missing_files_are_found_without_hashing(
 
 
 def test_a_flipped_bit_and_a_changed_manifest_are_found(tmp_path: Path):
-    checkpoint = make(tmp_path, 1)
+    checkpoint = commit_checkpoint(tmp_path, 1)
     data = checkpoint.path / commit.TENSORS / "data"
     data.write_bytes(bytes([255]) + data.read_bytes()[1:])
     assert checkpoint.problems() == [] and len(checkpoint.content_problems(0, 1)) == 1
@@ -75,14 +75,14 @@ def test_a_flipped_bit_and_a_changed_manifest_are_found(tmp_path: Path):
 
 
 def test_a_renamed_checkpoint_is_not_of_another_step(tmp_path: Path):
-    checkpoint = make(tmp_path, 1)
+    checkpoint = commit_checkpoint(tmp_path, 1)
     checkpoint.path.rename(tmp_path / "step_00000009")
     assert commit.list_checkpoints(tmp_path)[0].problems() == ["COMMIT.json belongs to step 1"]
 
 
 def test_pruning_keeps_the_newest_intact_checkpoints(tmp_path: Path):
     for step in range(1, 6):
-        make(tmp_path, step)
+        commit_checkpoint(tmp_path, step)
     (tmp_path / "step_00000005" / commit.COMMIT).unlink()
     assert commit.prune_checkpoints(tmp_path, keep=2) == [2, 1]
     assert [c.step for c in commit.list_checkpoints(tmp_path)] == [5, 4, 3]
@@ -93,14 +93,14 @@ def test_pruning_keeps_the_newest_intact_checkpoints(tmp_path: Path):
 def test_pruning_keeps_multiples_and_the_best_checkpoint(tmp_path: Path):
     losses = {1: 3.0, 2: None, 3: 1.5, 4: 2.0, 5: None, 6: 2.5, 7: None, 8: 1.6}
     for step, loss in losses.items():
-        make(tmp_path, step, eval_loss=loss)
+        commit_checkpoint(tmp_path, step, eval_loss=loss)
     assert commit.prune_checkpoints(tmp_path, keep=2, keep_every=4) == [6, 5, 2, 1]
     assert [c.step for c in commit.list_checkpoints(tmp_path)] == [8, 7, 4, 3]
 
 
 def test_a_save_without_disk_space_does_not_start(tmp_path: Path, monkeypatch):
     commit.require_space(tmp_path)
-    make(tmp_path, 1)
+    commit_checkpoint(tmp_path, 1)
     commit.require_space(tmp_path)
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda _: SimpleNamespace(free=3))
     with pytest.raises(DiskFullError, match="no disk space"):
@@ -119,10 +119,10 @@ def test_leftovers_are_deleted(tmp_path: Path):
 def test_directories_of_users_named_like_leftovers_are_kept(tmp_path: Path):
     mine = ["step_00000001.tmp-2025", "step_00000001.tmp-mine", ".trash-step_00000001", "old"]
     for name in mine:
-        shutil.copytree(make(tmp_path / "other", 1).path, tmp_path / name)
+        shutil.copytree(commit_checkpoint(tmp_path / "other", 1).path, tmp_path / name)
         shutil.rmtree(tmp_path / "other")
     for step in range(2, 6):
-        make(tmp_path, step)
+        commit_checkpoint(tmp_path, step)
     (tmp_path / "step_00000001").symlink_to(tmp_path / "old")
     commit.delete_leftovers(tmp_path)
     assert commit.prune_checkpoints(tmp_path, keep=2) == [3, 2]
@@ -142,7 +142,7 @@ def test_a_kill_during_a_deletion_leaves_no_damaged_checkpoint(tmp_path: Path):
     while killed:
         at += 1
         for step in {1, 2} - {c.step for c in commit.list_checkpoints(tmp_path)}:
-            make(tmp_path, step)
+            commit_checkpoint(tmp_path, step)
         if not (pid := os.fork()):
             Fault(str(tmp_path), at).install()
             commit.delete_checkpoints([tmp_path / "step_00000001"])
@@ -157,15 +157,15 @@ def test_a_kill_during_a_deletion_leaves_no_damaged_checkpoint(tmp_path: Path):
 
 
 def test_saving_a_damaged_step_again_quarantines_the_damaged_one(tmp_path: Path):
-    (make(tmp_path, 7).path / commit.COMMIT).unlink()
-    assert make(tmp_path, 7).problems() == []
+    (commit_checkpoint(tmp_path, 7).path / commit.COMMIT).unlink()
+    assert commit_checkpoint(tmp_path, 7).problems() == []
     assert len(list((tmp_path / "quarantine").iterdir())) == 1
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
 def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch, number: int):
     """It is not reported as a missing file either, and nothing is deleted."""
-    checkpoints = [make(tmp_path, step) for step in (1, 2, 3)]
+    checkpoints = [commit_checkpoint(tmp_path, step) for step in (1, 2, 3)]
     failing = {checkpoints[1].path / commit.COMMIT, tmp_path}
 
     def fail(self: Path, *args: object, **how: object) -> object:

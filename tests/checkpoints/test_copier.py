@@ -18,7 +18,7 @@ from lib.checkpoints import commit, copier, copies
 from lib.checkpoints.copier import Copier
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from tests.checkpoints.test_commit import make
+from tests.checkpoints.test_commit import commit_checkpoint
 from tests.s3_server import BUCKET, S3Server, serve_s3
 
 URL = f"s3://{BUCKET}/backup"
@@ -89,9 +89,11 @@ def new(
         each.close()
 
 
-def save(run: Experiment, *steps: int, copier: Copier | None = None, **facts: object) -> None:
+def commit_steps(
+    run: Experiment, *steps: int, copier: Copier | None = None, **facts: object
+) -> None:
     for step in steps:
-        make(run.checkpoints, step, **facts)
+        commit_checkpoint(run.checkpoints, step, **facts)
     if copier:
         copier.wake()
 
@@ -114,7 +116,7 @@ def test_each_checkpoint_is_copied_and_old_copies_are_pruned(
     target = tmp_path / "second"
     copying = new(target, keep=2, keep_every=3)
     for step in range(1, 8):
-        save(run, step, copier=copying, eval_loss=step + 1)
+        commit_steps(run, step, copier=copying, eval_loss=step + 1)
         assert copying.wait(60)
     assert find_copies(target) == [1, 3, 6, 7], "the best, multiples of 3, and the two newest"
     assert recorder.steps("copy") == [1, 2, 3, 4, 5, 6, 7]
@@ -128,7 +130,7 @@ def test_the_next_launch_copies_what_is_missing(
 ) -> None:
     """The newest is copied first, then only the checkpoints that retention keeps for long."""
     for step, loss in ((10, 3.0), (11, 1.0), (12, 2.0), (13, 4.0), (14, 5.0)):
-        save(run, step, eval_loss=loss)
+        commit_steps(run, step, eval_loss=loss)
     assert new(tmp_path / "second", 14, keep_every=5).wait(60)
     assert recorder.steps("copy") == [14, 11, 10]
     assert new(tmp_path / "second", 14, keep_every=5).wait(60)
@@ -148,10 +150,10 @@ def test_a_slow_copy_skips_checkpoints_and_its_own_is_spared(
     copying = new(URL, prune=prune)
     assert copying.wait(60)
     server.store.seconds = 0.3
-    save(run, 1, copier=copying)
+    commit_steps(run, 1, copier=copying)
     until(copying.get_current)
     for step in range(2, 8):
-        save(run, step, copier=copying)
+        commit_steps(run, step, copier=copying)
         prune()
     assert copying.get_current() == (1,), "it is still being copied"
     assert [c.step for c in commit.list_checkpoints(run.checkpoints)] == [7, 6, 1]
@@ -168,9 +170,9 @@ def test_a_checkpoint_that_is_deleted_during_its_copy_is_no_failure(
     copying = new(URL)
     assert copying.wait(60)
     server.store.seconds = 0.3
-    save(run, 1, copier=copying)
+    commit_steps(run, 1, copier=copying)
     until(copying.get_current)
-    save(run, 2)
+    commit_steps(run, 2)
     commit.delete_checkpoints([run.checkpoints / "step_00000001"])
     assert copying.wait(60)
     assert recorder.steps("copy") == [2] and not recorder.steps("copy_failed")
@@ -186,14 +188,14 @@ def test_a_server_that_fails_is_tried_again(
     copying = new(URL)
     assert copying.wait(60)
     server.stop()
-    save(run, 1, copier=copying)
+    commit_steps(run, 1, copier=copying)
     until(lambda: recorder.steps("copy_failed"))
     assert "Could not connect" in recorder.state["copy_error"]
     assert recorder.state["copied"] is None and not copying.wait(0)
     server.store.status = 503
     server.start()
     until(lambda: "reduce your request rate" in recorder.state["copy_error"])
-    save(run, 2, copier=copying)
+    commit_steps(run, 2, copier=copying)
     server.store.status = 0
     assert copying.wait(60)
     assert recorder.steps("copy") == [2], "the newest"
@@ -210,7 +212,7 @@ def test_a_killed_child_process_is_replaced(
     copying = new(URL)
     assert copying.wait(60)
     server.store.hangs = True
-    save(run, 1, copier=copying)
+    commit_steps(run, 1, copier=copying)
     until(copying.get_current)
     os.kill(copying._worker._process.pid, signal.SIGKILL)
     server.store.hangs = False
@@ -226,7 +228,7 @@ def test_a_hanging_server_does_not_delay_the_end(
     copying = new(URL)
     assert copying.wait(60)
     server.store.hangs = True
-    save(run, 1, copier=copying)
+    commit_steps(run, 1, copier=copying)
     until(copying.get_current)
     copying.hurry(5)
     assert not copying.wait(0.1)
@@ -238,7 +240,7 @@ def test_at_the_end_three_failures_are_enough(
     run: Experiment, new: Callable[..., Copier], server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier, "_FIRST_PAUSE_S", 1000.0)
-    save(run, 1)
+    commit_steps(run, 1)
     server.stop()
     copying = new(URL)
     until(lambda: copying._failures)
@@ -257,14 +259,14 @@ def test_copies_of_an_abandoned_line_are_not_used(
     target = tmp_path / "second"
     copying = new(target)
     for step in (1, 2, 3):
-        save(run, step, copier=copying)
+        commit_steps(run, step, copier=copying)
         assert copying.wait(60)
     for step in (2, 3):
         shutil.rmtree(run.checkpoints / f"step_{step:08d}")
     copying.retire(1)
     assert copying.wait(60)
     assert find_copies(target) == [1]
-    save(run, 2, copier=copying, tokens=9)
+    commit_steps(run, 2, copier=copying, tokens=9)
     assert copying.wait(60)
     copying.close()
     shutil.rmtree(run.checkpoints / "step_00000002")
@@ -275,11 +277,11 @@ def test_copies_of_an_abandoned_line_are_not_used(
 def test_a_step_that_is_saved_again_is_copied_again(
     run: Experiment, recorder: Recorder, new: Callable[..., Copier], tmp_path: Path
 ) -> None:
-    save(run, 1)
+    commit_steps(run, 1)
     copying = new(tmp_path / "second", 1)
     assert copying.wait(60)
     shutil.rmtree(run.checkpoints / "step_00000001")
-    save(run, 1, copier=copying, tokens=9)
+    commit_steps(run, 1, copier=copying, tokens=9)
     assert copying.wait(60)
     place = copies.open_place(str(tmp_path / "second"), "exp", "18ab")
     assert place.read_commits()[1]["tokens"] == 9

@@ -19,7 +19,7 @@ from lib.checkpoints.copies import CopyPlace, DirectoryPlace
 from lib.core.errors import ArtifactError, DiskFullError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.hub import s3
-from tests.checkpoints.test_commit import make
+from tests.checkpoints.test_commit import commit_checkpoint
 from tests.fault_points import Fault
 from tests.s3_server import BUCKET, S3Server, serve_s3
 
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Experiment:
     """Return a run with checkpoints of steps 1 to 4."""
     experiment = Experiment(tmp_path, "my run")
     for step in range(1, 5):
-        make(experiment.checkpoints, step, eval_loss=step)
+        commit_checkpoint(experiment.checkpoints, step, eval_loss=step)
     experiment.config.write_text("run: 18ab\n")
     experiment.metrics.write_text('{"step": 1}\n')
     (experiment.model / "code").mkdir(parents=True)
@@ -119,7 +119,7 @@ def test_a_copy_of_an_abandoned_line_is_kept_but_not_used(
     assert [*place.read_commits()] == [1]
     assert len([n for n in list_objects(target, server) if "step_00000002" in n]) >= 4
     shutil.rmtree(run.checkpoints / "step_00000002")
-    make(run.checkpoints, 2, tokens=7)  # the run reaches this step again
+    commit_checkpoint(run.checkpoints, 2, tokens=7)  # the run reaches this step again
     place.copy(checkpoint(run, 2))
     assert open_place(target).read_commits()[2]["tokens"] == 7
 

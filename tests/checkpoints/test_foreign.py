@@ -31,12 +31,12 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import keys
 from lib.train import first_weights, previous_run
 from lib.train.inputs import Inputs
-from tests.checkpoints.test_commit import make
+from tests.checkpoints.test_commit import commit_checkpoint
 
 MODEL_DIR = Path("the model")
 
 
-def build(tied: bool = False, **options: int) -> PreTrainedModel:
+def build_model(tied: bool = False, **options: int) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {
         "vocab_size": 40,
@@ -51,14 +51,14 @@ def build(tied: bool = False, **options: int) -> PreTrainedModel:
 
 def build_empty(tied: bool = False, **options: int) -> PreTrainedModel:
     """Return the same model without its weights."""
-    model = build(tied, **options)
+    model = build_model(tied, **options)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     return model
 
 
-def save(directory: Path, tensors: Mapping[str, object]) -> ForeignRun:
+def save_foreign_run(directory: Path, tensors: Mapping[str, object]) -> ForeignRun:
     dcp.save(dict(tensors), checkpoint_id=directory, no_dist=True)
     return find_foreign_run(directory)
 
@@ -69,7 +69,7 @@ def weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def assert_loaded(run: ForeignRun, expected: Mapping[str, Tensor], tied: bool = False) -> None:
     with torch.device("meta"):
-        require_fits(build(tied), run, MODEL_DIR)
+        require_fits(build_model(tied), run, MODEL_DIR)
     model = build_empty(tied)
     load_foreign(model, run, MODEL_DIR)
     for name, value in model.named_parameters():
@@ -89,18 +89,18 @@ def assert_loaded(run: ForeignRun, expected: Mapping[str, Tensor], tied: bool = 
     ],
 )
 def test_weights_are_found_in_every_container(tmp_path: Path, rename: str) -> None:
-    expected = weights(build())
+    expected = weights(build_model())
     others = {
         "optimizer.state.model.norm.weight.exp_avg": torch.ones(16),
         "optimizer.param_groups.0.lr": 1e-3,
         "train_state": {"step": 7},
     }
     named = {rename.format(name): value for name, value in expected.items()}
-    assert_loaded(save(tmp_path, named | others), expected)
+    assert_loaded(save_foreign_run(tmp_path, named | others), expected)
 
 
 def test_parts_of_names_that_wrappers_add_are_dropped(tmp_path: Path) -> None:
-    expected = weights(build())
+    expected = weights(build_model())
 
     def wrap(name: str) -> str:
         for block in ("layers.0", "layers.1"):
@@ -109,19 +109,22 @@ def test_parts_of_names_that_wrappers_add_are_dropped(tmp_path: Path) -> None:
             )
         return f"model.module.{name}"
 
-    assert_loaded(save(tmp_path, {wrap(name): value for name, value in expected.items()}), expected)
+    assert_loaded(
+        save_foreign_run(tmp_path, {wrap(name): value for name, value in expected.items()}),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("names", ["one name", "both names"])
 def test_tied_embeddings_need_one_name(tmp_path: Path, names: str) -> None:
-    model = build(tied=True)
+    model = build_model(tied=True)
     expected = weights(model)
     tensors = {f"model.{name}": value for name, value in expected.items()}
     if names == "both names":
         tensors["model.lm_head.weight"] = expected["model.embed_tokens.weight"].clone()
-    assert_loaded(save(tmp_path, tensors), expected, tied=True)
+    assert_loaded(save_foreign_run(tmp_path, tensors), expected, tied=True)
     tensors["model.lm_head.weight"] = torch.zeros(40, 16)
-    run = save(tmp_path / "other", tensors)
+    run = save_foreign_run(tmp_path / "other", tensors)
     with pytest.raises(UsageError) as error:
         load_foreign(build_empty(tied=True), run, MODEL_DIR)
     assert "have different values, but config.json ties them" in error.value.render()
@@ -146,7 +149,9 @@ def test_experts_are_found_under_the_names_of_both_transformers(
     expected = weights(model)
     tensors = dict(keys.convert_to_hub(model, expected)) if version == 4 else expected
     assert any("experts.1.w2" in name for name in tensors) == (version == 4)
-    run = save(tmp_path, {f"model.{name}": value.clone() for name, value in tensors.items()})
+    run = save_foreign_run(
+        tmp_path, {f"model.{name}": value.clone() for name, value in tensors.items()}
+    )
     torch.manual_seed(1)
     empty = MixtralForCausalLM(config)
     load_foreign(empty, run, MODEL_DIR)
@@ -155,20 +160,22 @@ def test_experts_are_found_under_the_names_of_both_transformers(
 
 
 def test_bfloat16_becomes_float32_without_loss(tmp_path: Path) -> None:
-    model = build().bfloat16()
-    run = save(tmp_path, {f"model.{name}": value for name, value in weights(model).items()})
+    model = build_model().bfloat16()
+    run = save_foreign_run(
+        tmp_path, {f"model.{name}": value for name, value in weights(model).items()}
+    )
     assert_loaded(run, weights(model.float()))
 
 
 def test_all_weights_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
-    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    tensors = {f"model.{name}": value for name, value in weights(build_model()).items()}
     del tensors["model.model.norm.weight"]
     tensors["model.lm_head.weight"] = torch.zeros(41, 16)
     tensors["model.model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
     tensors["model.model.embed_tokens.weight"] = torch.zeros(40, 16, dtype=torch.int64)
-    run = save(tmp_path, tensors)
+    run = save_foreign_run(tmp_path, tensors)
     with torch.device("meta"), pytest.raises(UsageError) as error:
-        require_fits(build(), run, MODEL_DIR)
+        require_fits(build_model(), run, MODEL_DIR)
     text = error.value.render()
     assert f"{tmp_path} do not fit the model the model (4 differences)" in text
     for line in (
@@ -187,13 +194,13 @@ def test_a_checkpoint_of_another_design_is_refused_by_its_names(tmp_path: Path) 
     name = "layers.0.attention.wqkv.weight"
     tensors = {"tok_embeddings.weight": torch.zeros(40, 16), name: torch.zeros(32, 16)}
     tensors[f"optimizer.state.{name}.exp_avg"] = torch.zeros(32, 16)
-    run = save(tmp_path, tensors)
+    run = save_foreign_run(tmp_path, tensors)
     sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
     config = MixtralConfig(
         vocab_size=40, num_key_value_heads=1, num_hidden_layers=1, num_local_experts=2, **sizes
     )
     with torch.device("meta"):
-        models = {build(): "are one tensor", MixtralForCausalLM(config): "not for mixtral"}
+        models = {build_model(): "are one tensor", MixtralForCausalLM(config): "not for mixtral"}
     for model, reason in models.items():
         with pytest.raises(UsageError) as error:
             require_fits(model, run, MODEL_DIR)
@@ -220,17 +227,17 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
 
 def test_parameters_without_names_are_explained(tmp_path: Path) -> None:
     name = "model._fsdp_wrapped_module._flat_param"
-    run = save(tmp_path, {name: torch.zeros(100)})
+    run = save_foreign_run(tmp_path, {name: torch.zeros(100)})
     with pytest.raises(UsageError, match="do not fit") as error:
-        require_fits(build(), run, MODEL_DIR)
+        require_fits(build_model(), run, MODEL_DIR)
     assert "SHARDED_STATE_DICT" in error.value.hint
 
 
 def test_one_weight_under_two_names_is_refused(tmp_path: Path) -> None:
-    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    tensors = {f"model.{name}": value for name, value in weights(build_model()).items()}
     tensors["model.module.model.norm.weight"] = torch.ones(16)
     with pytest.raises(UsageError, match="do not fit") as error:
-        require_fits(build(), save(tmp_path, tensors), MODEL_DIR)
+        require_fits(build_model(), save_foreign_run(tmp_path, tensors), MODEL_DIR)
     assert "ambiguous: " in error.value.found
 
 
@@ -247,7 +254,9 @@ class Command:
 @pytest.mark.parametrize("place", ["the whole", "a part"])
 def test_no_code_in_a_checkpoint_runs(tmp_path: Path, place: str) -> None:
     directory = tmp_path / "saved"
-    save(directory, {f"model.{name}": value for name, value in weights(build()).items()})
+    save_foreign_run(
+        directory, {f"model.{name}": value for name, value in weights(build_model()).items()}
+    )
     attack: object = Command(f"touch {tmp_path / 'ran'}")
     if place == "a part":
         metadata = dcp.FileSystemReader(directory).read_metadata()
@@ -255,34 +264,41 @@ def test_no_code_in_a_checkpoint_runs(tmp_path: Path, place: str) -> None:
         attack = metadata
     (directory / ".metadata").write_bytes(pickle.dumps(attack))
     with pytest.raises(ArtifactError, match="would load posix"):
-        require_fits(build(), find_foreign_run(directory), MODEL_DIR)
+        require_fits(build_model(), find_foreign_run(directory), MODEL_DIR)
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", pickle.dumps([1, 2]), "cut"], ids=str)
 def test_damaged_metadata_is_reported(tmp_path: Path, content: bytes | str) -> None:
-    save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    save_foreign_run(
+        tmp_path, {f"model.{name}": value for name, value in weights(build_model()).items()}
+    )
     path = tmp_path / ".metadata"
     path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-40])
     with pytest.raises(ArtifactError, match="metadata is damaged"):
-        require_fits(build(), find_foreign_run(tmp_path), MODEL_DIR)
+        require_fits(build_model(), find_foreign_run(tmp_path), MODEL_DIR)
 
 
 def test_files_outside_the_directory_are_not_read(tmp_path: Path) -> None:
-    save(tmp_path / "saved", {f"model.{name}": value for name, value in weights(build()).items()})
+    save_foreign_run(
+        tmp_path / "saved",
+        {f"model.{name}": value for name, value in weights(build_model()).items()},
+    )
     metadata = dcp.FileSystemReader(tmp_path / "saved").read_metadata()
     for place in metadata.storage_data.values():
         place.relative_path = "../" + place.relative_path
     (tmp_path / "saved/.metadata").write_bytes(pickle.dumps(metadata))
     (tmp_path / "saved/__0_0.distcp").rename(tmp_path / "__0_0.distcp")
     with pytest.raises(ArtifactError, match="is incomplete") as error:
-        require_fits(build(), find_foreign_run(tmp_path / "saved"), MODEL_DIR)
+        require_fits(build_model(), find_foreign_run(tmp_path / "saved"), MODEL_DIR)
     assert "names a file outside this directory" in error.value.found
 
 
 @pytest.mark.parametrize("damage", ["gone", "truncated", "overwritten"])
 def test_damaged_files_are_reported(tmp_path: Path, damage: str) -> None:
-    run = save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    run = save_foreign_run(
+        tmp_path, {f"model.{name}": value for name, value in weights(build_model()).items()}
+    )
     file = next(tmp_path.glob("*.distcp"))
     if damage == "gone":
         file.unlink()
@@ -291,44 +307,48 @@ def test_damaged_files_are_reported(tmp_path: Path, damage: str) -> None:
     else:
         file.write_bytes(bytes(file.stat().st_size))
     if damage == "overwritten":
-        require_fits(build(), run, MODEL_DIR)  # reads descriptions only
+        require_fits(build_model(), run, MODEL_DIR)  # reads descriptions only
         with pytest.raises(ArtifactError, match="distcp is damaged"):
             load_foreign(build_empty(), run, MODEL_DIR)
         return
     with pytest.raises(ArtifactError, match="is incomplete") as error:
-        require_fits(build(), run, MODEL_DIR)
+        require_fits(build_model(), run, MODEL_DIR)
     assert file.name in error.value.found
 
 
 def test_shards_that_do_not_cover_a_tensor_are_reported(tmp_path: Path) -> None:
-    save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
+    save_foreign_run(
+        tmp_path, {f"model.{name}": value for name, value in weights(build_model()).items()}
+    )
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
     entry = metadata.state_dict_metadata["model.lm_head.weight"]
     assert isinstance(metadata, Metadata) and isinstance(entry, TensorStorageMetadata)
     entry.chunks.clear()
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(UsageError) as error:
-        require_fits(build(), find_foreign_run(tmp_path), MODEL_DIR)
+        require_fits(build_model(), find_foreign_run(tmp_path), MODEL_DIR)
     assert "incomplete: the shards of model.lm_head.weight do not cover it" in error.value.found
 
 
 def test_a_file_newer_than_metadata_is_warned_about(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = save(tmp_path, {f"model.{name}": value for name, value in weights(build()).items()})
-    require_fits(build(), run, MODEL_DIR)
+    run = save_foreign_run(
+        tmp_path, {f"model.{name}": value for name, value in weights(build_model()).items()}
+    )
+    require_fits(build_model(), run, MODEL_DIR)
     assert not caplog.text
     file = next(tmp_path.glob("*.distcp"))
     later = (tmp_path / ".metadata").stat().st_mtime + 300
     os.utime(file, (later, later))
-    require_fits(build(), run, MODEL_DIR)
+    require_fits(build_model(), run, MODEL_DIR)
     assert f"{file} is newer than .metadata" in caplog.text
 
 
 def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
-    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
+    tensors = {f"model.{name}": value for name, value in weights(build_model()).items()}
     offline = tmp_path / "offline"
-    save(offline / "checkpoint", tensors)
+    save_foreign_run(offline / "checkpoint", tensors)
     (offline / "state.json").write_text(
         json.dumps({"epoch": 2, "global_step": 1500, "epoch_step": 9, "running_loss": 1.5})
     )
@@ -338,7 +358,7 @@ def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
     assert run.describe_progress() == "step 1,500 of epoch 2"
     assert "(lr_scheduler.pt)" in run.describe_omissions()
     trainer = tmp_path / "checkpoint-70"
-    save(trainer / "pytorch_model_fsdp_0", tensors)
+    save_foreign_run(trainer / "pytorch_model_fsdp_0", tensors)
     (trainer / "trainer_state.json").write_text(json.dumps({"epoch": 0.5, "global_step": 70}))
     assert find_foreign_run(trainer).describe_progress() == "step 70 of epoch 0.5"
     for content in ("[]", '{"epoch": NaN, "global_step": -5}', '{"epoch": "1"}'):
@@ -349,7 +369,7 @@ def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     tensors = {"model.a": torch.zeros(2)}
     for name in ("step-10", "step-20"):
-        save(tmp_path / "checkpoints" / name, tensors)
+        save_foreign_run(tmp_path / "checkpoints" / name, tensors)
     with pytest.raises(ArtifactError, match="is not a checkpoint") as error:
         find_foreign_run(tmp_path)
     assert str(tmp_path / "checkpoints/step-20") in error.value.found
@@ -370,7 +390,7 @@ def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is a checkpoint of this project"):
             find_foreign_run(path)
     for step in (1, 2):
-        make(tmp_path / "run/checkpoints", step)
+        commit_checkpoint(tmp_path / "run/checkpoints", step)
     for path in (tmp_path / "run", tmp_path / "run/checkpoints"):
         with pytest.raises(UsageError, match="step_00000002 is a checkpoint of this"):
             find_foreign_run(path)
@@ -378,19 +398,22 @@ def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
 
 def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
     tensors = {"model.a": torch.zeros(2)}
-    first = save(tmp_path / "a", tensors)
+    first = save_foreign_run(tmp_path / "a", tensors)
     (tmp_path / "a").rename(tmp_path / "b")
     assert find_foreign_run(tmp_path / "b").fingerprint == first.fingerprint
-    assert save(tmp_path / "c", {"model.a": torch.zeros(3)}).fingerprint != first.fingerprint
+    assert (
+        save_foreign_run(tmp_path / "c", {"model.a": torch.zeros(3)}).fingerprint
+        != first.fingerprint
+    )
 
 
 def test_a_checkpoint_that_changes_while_it_is_read_is_not_trained(tmp_path: Path) -> None:
     """The other trainer may still run, and save over it."""
-    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
-    run = save(tmp_path, tensors)
+    tensors = {f"model.{name}": value for name, value in weights(build_model()).items()}
+    run = save_foreign_run(tmp_path, tensors)
     inputs = Inputs(tmp_path, [], {}, {}, None, False, foreign=run)
     inputs.require_unchanged()
-    save(tmp_path, tensors)
+    save_foreign_run(tmp_path, tensors)
     with pytest.raises(UsageError, match="was replaced or changed while the run started"):
         inputs.require_unchanged()
 
@@ -408,8 +431,8 @@ def test_a_begun_run_needs_the_checkpoint_no_longer(tmp_path: Path) -> None:
 
 def test_descriptions_of_torch_2_2_are_read(tmp_path: Path) -> None:
     """It took the class that describes a tensor from another module."""
-    tensors = {f"model.{name}": value for name, value in weights(build()).items()}
-    save(tmp_path, tensors)
+    tensors = {f"model.{name}": value for name, value in weights(build_model()).items()}
+    save_foreign_run(tmp_path, tensors)
     old = "torch.distributed._shard.sharded_tensor.metadata"
 
     class Pickler(pickle._Pickler):
@@ -429,4 +452,4 @@ def test_descriptions_of_torch_2_2_are_read(tmp_path: Path) -> None:
     Pickler(stream, protocol=2).dump(dcp.FileSystemReader(tmp_path).read_metadata())
     (tmp_path / ".metadata").write_bytes(stream.getvalue())
     assert old.encode() in stream.getvalue()
-    assert_loaded(find_foreign_run(tmp_path), weights(build()))
+    assert_loaded(find_foreign_run(tmp_path), weights(build_model()))

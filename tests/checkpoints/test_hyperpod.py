@@ -63,7 +63,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return contents.name_tensors(model, registry.named_states(model, optimizer))
 
 
-def save(tier: HyperPodTier, *steps: int) -> None:
+def save_steps(tier: HyperPodTier, *steps: int) -> None:
     """Save steps; all values in a checkpoint depend on the number of the step."""
     for step in steps:
         model, optimizer = state_of(step)
@@ -108,7 +108,7 @@ def newest(
 def test_the_newest_checkpoint_is_read_back(address: str) -> None:
     tier = tier_at(address)
     assert newest(tier) == (0, [])
-    save(tier, 2, 4, 6)
+    save_steps(tier, 2, 4, 6)
     again = tier_at(address)
     assert newest(again) == (6, [])
     assert newest(again, before=5) == (4, [])
@@ -186,28 +186,28 @@ def a_lost_part(client: Any) -> None:
 )
 def test_a_damaged_part_is_reported_and_not_used(address: str, harm: Callable[[Any], None]) -> None:
     tier = tier_at(address)
-    save(tier, 4, 6)
+    save_steps(tier, 4, 6)
     harm(tier._client)
     step, [(damaged, why)] = newest(tier)
     assert (step, damaged) == (4, 6)
     assert "in the cluster's memory" in why and ("rank 0's part" in why or "COMMIT" in why)
-    save(tier, 6)
+    save_steps(tier, 6)
     assert newest(tier) == (6, []), "saved anew, it counts"
 
 
 def test_a_save_without_a_commit_does_not_count(address: str) -> None:
     tier = tier_at(address)
-    save(tier, 4, 6)
+    save_steps(tier, 4, 6)
     tier._client.delete_checkpoint(6, rank=COMMIT)
     assert newest(tier) == (4, [])
 
 
 def test_steps_after_a_rollback_are_not_used_again(address: str) -> None:
     tier = tier_at(address)
-    save(tier, 6, 8)
+    save_steps(tier, 6, 8)
     tier.drop_newer(6, "the run went back")
     assert newest(tier) == (6, [])
-    save(tier, 8, 3)  # an older one than all others, which the service would drop first
+    save_steps(tier, 8, 3)  # an older one than all others, which the service would drop first
     assert newest(tier) == (3, [])
 
 
@@ -215,7 +215,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = tier_at(address)
-    save(tier, 2, 4)
+    save_steps(tier, 2, 4)
     put = tier._client.put_checkpoint
 
     def full(step: int, data: bytes, rank: int, timeout: float | None = None) -> None:
@@ -227,7 +227,7 @@ def test_a_failed_save_keeps_the_previous_checkpoint(
         patch.setattr(tier._client, "put_checkpoint", full)
         for step in (6, 8, 10):
             with pytest.raises(StageError, match="InMemoryStorageError: full"):
-                save(tier, step)
+                save_steps(tier, step)
     assert newest(tier) == (4, [])
 
 
@@ -237,7 +237,7 @@ def test_a_namespace_of_another_number_of_ranks_is_replaced(address: str) -> Non
     of_two.get_or_create_namespace()
     of_two.put_checkpoint(4, b"a part, where the COMMIT of one rank would be", rank=COMMIT)
     assert newest(tier) == (0, [])
-    save(tier, 2)
+    save_steps(tier, 2)
     assert newest(tier) == (2, [])
     assert tier._steps() == [2]
 
@@ -246,13 +246,13 @@ def test_an_unreachable_service_does_not_end_the_run() -> None:
     port = free_port()
     tier = tier_at(f"http://127.0.0.1:{port}")
     with pytest.raises(StageError, match=r"refused"):
-        save(tier, 2)
+        save_steps(tier, 2)
     assert newest(tier) == (0, [])
     tier.delete_all(6)
     with pytest.raises(ArtifactError, match="cannot delete"):
         tier.drop_newer(0, "the run goes on from another one")
     with run_service(port):
-        save(tier, 4)
+        save_steps(tier, 4)
         assert newest(tier) == (4, []), "it is used again as soon as it answers"
 
 
@@ -261,7 +261,7 @@ def test_requests_to_a_hanging_service_time_out(monkeypatch: pytest.MonkeyPatch)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         tier = tier_at(f"http://127.0.0.1:{silent.getsockname()[1]}")
         with pytest.raises(StageError, match="Timeout"):
-            save(tier, 2)
+            save_steps(tier, 2)
         assert newest(tier) == (0, [])
         tier.delete_all(6)
 
@@ -276,7 +276,7 @@ def test_redirects_to_another_host_are_refused(monkeypatch: pytest.MonkeyPatch) 
     server = HTTPServer(("127.0.0.1", 0), Elsewhere)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with pytest.raises(StageError, match="redirects"):
-        save(tier_at(f"http://127.0.0.1:{server.server_port}"), 2)
+        save_steps(tier_at(f"http://127.0.0.1:{server.server_port}"), 2)
     server.shutdown()
     server.server_close()
 
@@ -285,7 +285,7 @@ def test_proxies_are_ignored(address: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("NO_PROXY", "")
     tier = tier_at(address)
-    save(tier, 2)
+    save_steps(tier, 2)
     assert newest(tier) == (2, [])
 
 

@@ -24,7 +24,7 @@ from lib.core.errors import ArtifactError, DiskFullError, StageError
 from tests.conftest import free_port
 
 
-def save(checkpoints: Path, step: int) -> Checkpoint:
+def save_checkpoint(checkpoints: Path, step: int) -> Checkpoint:
     """Save a checkpoint with one small file."""
     attempt = commit.create_attempt(checkpoints, step)
     (attempt / commit.TENSORS).mkdir()
@@ -38,7 +38,7 @@ def render(error: StageError) -> list[str]:
 
 
 def test_the_error_without_a_valid_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    (save(tmp_path, 5).path / commit.COMMIT).unlink()
+    (save_checkpoint(tmp_path, 5).path / commit.COMMIT).unlink()
     with pytest.raises(ArtifactError) as caught:
         search.find_newest_valid(tmp_path, group, lambda step, why: None)
     assert render(caught.value) == [
@@ -53,14 +53,16 @@ def test_the_error_without_a_valid_checkpoint(tmp_path: Path, group: dist.Proces
 def test_the_warning_about_a_quarantined_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    target = commit.quarantine(save(tmp_path, 5), "COMMIT.json does not match its digest")
+    target = commit.quarantine(
+        save_checkpoint(tmp_path, 5), "COMMIT.json does not match its digest"
+    )
     assert caplog.messages == [
         f"step_00000005 was moved to quarantine, {target}: COMMIT.json does not match its digest"
     ]
 
 
 def test_the_error_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 5)
+    save_checkpoint(tmp_path, 5)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(DiskFullError) as caught:
         commit.require_space(tmp_path)

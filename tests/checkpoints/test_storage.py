@@ -43,14 +43,14 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "dcp"
 
 
-def load(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+def load_tensors(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     with unwrap_dcp_errors():
         dcp.load(tensors, storage_reader=StrictReader(directory), no_dist=True)
 
 
 def test_saved_tensors_are_loaded(saved: Path):
     tensors = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
-    load(saved, tensors)
+    load_tensors(saved, tensors)
     assert torch.equal(tensors["model.a"], torch.arange(12.0).view(3, 4))
 
 

@@ -13,7 +13,7 @@ from lib.core import manifest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def save(checkpoints: Path, step: int) -> Path:
+def save_checkpoint(checkpoints: Path, step: int) -> Path:
     attempt = commit.create_attempt(checkpoints, step)
     (attempt / commit.TENSORS).mkdir()
     (attempt / commit.TENSORS / "data").write_bytes(bytes(1000 + step))
@@ -36,8 +36,8 @@ def table(action: str, directory: Path, code: int = 0) -> str:
 
 def test_the_table_lists_checkpoints_and_their_problems(tmp_path: Path) -> None:
     checkpoints = tmp_path / "exp" / "checkpoints"
-    paths = [save(checkpoints, step) for step in (5, 10, 15)]
-    commit.quarantine(commit.Checkpoint(save(checkpoints, 20), 20), "for the test")
+    paths = [save_checkpoint(checkpoints, step) for step in (5, 10, 15)]
+    commit.quarantine(commit.Checkpoint(save_checkpoint(checkpoints, 20), 20), "for the test")
     listed = table("list", tmp_path / "exp")
     assert [line.split()[0] for line in listed.splitlines()[1:4]] == ["5", "10", "15"]
     assert "10,240" in listed and "2.5000" in listed and "in quarantine: " in listed

@@ -31,12 +31,12 @@ def artifact(tmp_path: Path) -> Path:
     return root
 
 
-def read(root: Path) -> dict:
+def read_thing(root: Path) -> dict:
     return manifest.read_manifest(root, "thing/1", "the thing", run="python 00.py")
 
 
 def test_a_written_manifest_is_read_back(artifact: Path) -> None:
-    content = read(artifact)
+    content = read_thing(artifact)
     assert content["summary"] == {"rows": 2} and content["identity"] == {"options": {"x": 1}}
     assert [(entry["path"], entry["bytes"]) for entry in content["files"]] == [
         ("a.bin", 3),
@@ -49,18 +49,18 @@ def test_a_written_manifest_is_read_back(artifact: Path) -> None:
 
 def test_an_intact_artifact_has_no_damage_after_a_move(artifact: Path) -> None:
     moved = artifact.rename(artifact.with_name("elsewhere"))
-    manifest.require_intact(moved, read(moved), "the thing", deep=True)
+    manifest.require_intact(moved, read_thing(moved), "the thing", deep=True)
 
 
 def test_all_damaged_files_are_reported_at_once(artifact: Path) -> None:
     (artifact / "a.bin").write_bytes(b"axa")
     (artifact / "sub/b.bin").write_bytes(b"bb")
-    shallow = manifest.find_damage(artifact, read(artifact), deep=False)
+    shallow = manifest.find_damage(artifact, read_thing(artifact), deep=False)
     assert len(shallow) == 1 and "b.bin has 2 bytes instead of 4" in shallow[0]
     (artifact / "sub/b.bin").unlink()
     with pytest.raises(ArtifactError) as caught:
         manifest.require_intact(
-            artifact, read(artifact), "the thing", run="python 00.py", deep=True
+            artifact, read_thing(artifact), "the thing", run="python 00.py", deep=True
         )
     message = caught.value.render()
     assert "a.bin has other content" in message and "b.bin is missing" in message
@@ -78,12 +78,12 @@ def test_errors_for_missing_artifacts_name_leftovers_and_a_command(tmp_path: Pat
     missing = tmp_path / "corpus[1]"  # brackets are no pattern
     (tmp_path / "corpus[1].partial-81f3").mkdir()
     with pytest.raises(ArtifactError, match="does not exist") as caught:
-        read(missing)
+        read_thing(missing)
     assert "corpus[1].partial-81f3 (0 min old)" in caught.value.found
     assert caught.value.run == "python 00.py"
     missing.mkdir()
     with pytest.raises(ArtifactError, match=r"is not finished \(no manifest.json\)") as caught:
-        read(missing)
+        read_thing(missing)
     assert "partial-81f3" in caught.value.found
 
 
@@ -96,7 +96,7 @@ def test_without_leftovers_none_are_described(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_reported(artifact: Path, text: str) -> None:
     (artifact / "manifest.json").write_text(text)
     with pytest.raises(ArtifactError, match="is damaged"):
-        read(artifact)
+        read_thing(artifact)
     assert manifest.read_if_any(artifact) is None
 
 

@@ -24,13 +24,13 @@ def identity(x: object = 1) -> dict:
     return {"options": {"num_dirs": x}, "inputs": {"source": "s"}}
 
 
-def make(target: Path, text: str = "new", x: object = 1, overwrite: bool = False) -> None:
+def publish_file(target: Path, text: str = "new", x: object = 1, overwrite: bool = False) -> None:
     """Build and publish an artifact of one file."""
     with Build(target, KIND, identity(x), overwrite) as build:
-        finish(build, text)
+        finish_build(build, text)
 
 
-def finish(build: Build, text: str) -> None:
+def finish_build(build: Build, text: str) -> None:
     (build.dir / "f").write_text(text)
     build.publish(
         stage="00.py",
@@ -47,7 +47,7 @@ def names(directory: Path) -> list[str]:
 def test_a_published_artifact_is_done_without_leftovers(tmp_path: Path) -> None:
     target = tmp_path / "deep/corpus"
     assert not publish.is_done(target, KIND, identity(), overwrite=False)
-    make(target)
+    publish_file(target)
     assert publish.is_done(target, KIND, identity(), overwrite=False)
     assert not publish.is_done(target, KIND, identity(), overwrite=True)
     assert names(target.parent) == ["corpus"] and names(target) == ["f", "manifest.json"]
@@ -60,7 +60,7 @@ def test_a_kill_just_after_publishing_leaves_a_finished_artifact(tmp_path: Path)
     user_directories = make_user_directories(tmp_path)
     while not has_survived(Fault(str(tmp_path), at := at + 1), target):
         if not publish.is_done(target, KIND, identity(2), False, dry_run=True):
-            make(target, x=2)
+            publish_file(target, x=2)
         before = names(tmp_path)
         assert publish.is_done(target, KIND, identity(2), False, dry_run=True)
         assert names(tmp_path) == before
@@ -73,7 +73,7 @@ def test_a_kill_just_after_publishing_leaves_a_finished_artifact(tmp_path: Path)
 def test_an_empty_directory_is_a_free_name(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     assert not publish.is_done(tmp_path / "corpus", KIND, identity(), overwrite=False)
-    make(tmp_path / "corpus")
+    publish_file(tmp_path / "corpus")
     assert (tmp_path / "corpus/f").read_text() == "new"
 
 
@@ -87,11 +87,11 @@ def test_a_mount_point_is_refused_before_the_work(
         publish.is_done(target, KIND, identity(), overwrite=False)
     assert f"such as {target}/NAME" in caught.value.render()
     with pytest.raises(UsageError, match="is a mount point"):
-        make(target)
+        publish_file(target)
     assert names(tmp_path) == ["corpus"]
     with monkeypatch.context() as elsewhere:  # made there, and mounted here
         elsewhere.setattr(os.path, "ismount", lambda path: False)
-        make(target)
+        publish_file(target)
     assert publish.is_done(target, KIND, identity(), overwrite=False)
     with pytest.raises(UsageError, match="is a mount point"):
         publish.is_done(target, KIND, identity(2), overwrite=True)
@@ -99,7 +99,7 @@ def test_a_mount_point_is_refused_before_the_work(
 
 def test_differences_are_named_as_typed(tmp_path: Path) -> None:
     target = tmp_path / "corpus"
-    make(target)
+    publish_file(target)
     changed = {"options": {"num_dirs": 2}, "inputs": {"source": "t"}}
     with pytest.raises(UsageError, match="other inputs or options") as caught:
         publish.is_done(target, KIND, changed, overwrite=False)
@@ -140,14 +140,14 @@ def test_files_of_others_are_never_replaced(tmp_path: Path, content: str, overwr
 @pytest.mark.parametrize("content", [None, "short", "x" * 100])
 def test_an_artifact_that_lost_files_is_not_done(tmp_path: Path, content: str | None) -> None:
     target = tmp_path / "corpus"
-    make(target, "as it was made")
+    publish_file(target, "as it was made")
     (target / "f").unlink()
     if content is not None:
         (target / "f").write_text(content)
     with pytest.raises(ArtifactError, match="is damaged") as caught:
         publish.is_done(target, KIND, identity(), overwrite=False)
     assert "--overwrite" in caught.value.run
-    make(target, overwrite=True)
+    publish_file(target, overwrite=True)
     assert publish.is_done(target, KIND, identity(), overwrite=False)
 
 
@@ -165,7 +165,7 @@ def test_a_resumable_build_continues_from_finished_files(tmp_path: Path) -> None
         raise OSError
     with Build(target, KIND, identity(), False, resumable=True) as build:
         assert (build.dir / "part").read_text() == "part"
-        finish(build, "rest")
+        finish_build(build, "rest")
     assert names(tmp_path) == ["model"] and names(target) == ["f", "manifest.json", "part"]
 
 
@@ -181,7 +181,7 @@ def test_a_resumed_build_does_not_write_through_links(tmp_path: Path, name: str)
     with build:
         assert build.files() == []
         (build.dir / "part").write_text("ours")
-        finish(build, "ours")
+        finish_build(build, "ours")
     assert names(tmp_path / "mine") == ["part"]
     assert (tmp_path / "mine/part").read_text() == "mine"
 
@@ -202,22 +202,22 @@ def test_overwrite_keeps_the_old_artifact_until_it_is_replaced(
     if not swap:
         monkeypatch.setattr(publish.ctypes, "CDLL", lambda *_, **__: object())
     target = tmp_path / "corpus"
-    make(target, "old")
+    publish_file(target, "old")
     with pytest.raises(OSError), Build(target, KIND, identity(2), overwrite=True) as build:
         (build.dir / "f").write_text("half")
         raise OSError
     assert (target / "f").read_text() == "old"
     with Build(target, KIND, identity(2), overwrite=True) as build:
         assert (target / "f").read_text() == "old"
-        finish(build, "new")
+        finish_build(build, "new")
     assert (target / "f").read_text() == "new" and names(tmp_path) == ["corpus"]
 
 
 def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "big_disk").mkdir()
     (tmp_path / "corpus").symlink_to(tmp_path / "big_disk/corpus")
-    make(tmp_path / "corpus", "old")
-    make(tmp_path / "corpus", "new", x=2, overwrite=True)
+    publish_file(tmp_path / "corpus", "old")
+    publish_file(tmp_path / "corpus", "new", x=2, overwrite=True)
     assert (tmp_path / "corpus").is_symlink()
     assert (tmp_path / "big_disk/corpus/f").read_text() == "new"
 
@@ -226,7 +226,7 @@ def make_user_directories(directory: Path) -> list[str]:
     """Create directories that a user may have beside an artifact; return their names."""
     made = ["corpus.old-2025", "corpus.partial-12345678", "corpus.partial-keepme"]
     for name in made:
-        make(directory / name, "mine")
+        publish_file(directory / name, "mine")
     (directory / "corpus.partial-87654321").symlink_to(directory / "corpus.old-2025")
     return [*made, "corpus.partial-87654321"]
 
@@ -235,14 +235,14 @@ def test_user_directories_named_like_leftovers_stay(tmp_path: Path) -> None:
     user_directories = make_user_directories(tmp_path)
     (tmp_path / "corpus").mkdir()
     for x in range(3):
-        make(tmp_path / "corpus", "new", x, overwrite=True)
+        publish_file(tmp_path / "corpus", "new", x, overwrite=True)
     corpus = tmp_path / "corpus"
     copied = tmp_path / "corpus.partial-abcdef12"
     with pytest.raises(OSError), Build(corpus, KIND, {}, True, resumable=True) as build:
         (build.dir / "part").write_text("part")
         shutil.copytree(build.partial, copied)
         raise OSError
-    make(tmp_path / "corpus", "newer", overwrite=True)
+    publish_file(tmp_path / "corpus", "newer", overwrite=True)
     assert names(tmp_path) == sorted(["corpus", copied.name, *user_directories])
     assert all((tmp_path / name / "f").read_text() == "mine" for name in user_directories)
     shutil.rmtree(copied)
@@ -267,14 +267,14 @@ def test_a_kill_at_any_operation_loses_nothing(tmp_path: Path, monkeypatch, swap
     user_directories = make_user_directories(tmp_path)
     while killed:
         at += 1
-        make(target, "old", overwrite=True)
+        publish_file(target, "old", overwrite=True)
         killed = not has_survived(Fault(str(tmp_path), at), target)
         if target.exists():
             assert (target / "f").read_text() in ("old", "new") and names(target)[0] == "f"
         assert target.exists() or not swap
         with Build(target, KIND, identity(3), overwrite=True, resumable=True) as build:
             assert names(build.dir) == [] and (target / "f").read_text() in ("old", "new")
-            finish(build, "newer")
+            finish_build(build, "newer")
         assert names(tmp_path) == sorted(["corpus", *user_directories])
         assert (target / "f").read_text() == "newer"
         assert all((tmp_path / name / "f").read_text() == "mine" for name in user_directories)
@@ -286,7 +286,7 @@ def has_survived(fault: Fault, target: Path) -> bool:
     pid = os.fork()
     if not pid:
         fault.install()
-        make(target, "new", 2, overwrite=True)
+        publish_file(target, "new", 2, overwrite=True)
         os._exit(0)
     return os.waitpid(pid, 0)[1] == 0
 
@@ -302,7 +302,7 @@ def test_a_second_builder_is_refused_without_harm(tmp_path: Path) -> None:
             else:
                 with second:
                     pass
-        finish(build, "first")
+        finish_build(build, "first")
     assert (target / "f").read_text() == "first" and names(tmp_path) == ["corpus"]
     with (
         pytest.raises(AlreadyBuilding, match="just now"),
@@ -339,7 +339,7 @@ def test_two_nodes_with_local_locks_do_not_build_the_same_artifact(
         with pytest.raises(OSError), Build(target, KIND, identity(2), False):
             raise OSError
         assert (build.dir / "g").read_text() == "of a"
-        finish(build, "first")
+        finish_build(build, "first")
     assert names(target) == ["f", "g", "manifest.json"] and names(tmp_path) == ["corpus"]
 
 
@@ -354,7 +354,7 @@ def test_leftovers_of_a_silent_node_are_deleted(tmp_path: Path, node, silent_s: 
     at = record.stat().st_mtime - silent_s
     os.utime(record, (at, at))
     node("b")
-    make(target)
+    publish_file(target)
     assert partial.exists() == (silent_s < 600)
 
 
@@ -370,7 +370,7 @@ def test_a_suspended_builder_reports_that_another_published(tmp_path: Path, node
         build._lease._thread.join()
         (build.partial / publish.OWNER).unlink()
         node("b")
-        make(target)
+        publish_file(target)
         (build.dir / "part").write_text("part")
     assert (target / "f").read_text() == "new" and names(tmp_path) == ["corpus"]
 

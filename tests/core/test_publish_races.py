@@ -35,7 +35,7 @@ with publish.Build(target, "thing/1", {"options": {"num_dirs": 1}, "inputs": {"s
 """
 
 
-def start(environment: dict, *argv: object) -> subprocess.Popen:
+def start_builder(environment: dict, *argv: object) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-c", BUILDER, *map(str, argv)],
         env=environment,
@@ -49,7 +49,7 @@ def test_a_killed_build_does_not_exist_and_is_cleaned_up(
     tmp_path: Path, python, environment
 ) -> None:
     target = tmp_path / "corpus"
-    with start(environment, target, "half", 60) as killed:
+    with start_builder(environment, target, "half", 60) as killed:
         killed.stdout.readline()
         python(BUILDER, target, "late", 0, expect=1)  # its lock is held
         killed.send_signal(signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_many_builders_at_once_make_one_artifact(tmp_path: Path, environment) ->
     """The others get AlreadyBuilding, whatever the first one does at that moment."""
     for attempt in range(3):
         target = tmp_path / f"corpus{attempt}"
-        racers = [start(environment, target, number, 0.05) for number in range(6)]
+        racers = [start_builder(environment, target, number, 0.05) for number in range(6)]
         errors = [racer.communicate(timeout=60)[1] for racer in racers]
         winners = [n for n, racer in enumerate(racers) if racer.returncode == 0]
         assert len(winners) == 1, errors

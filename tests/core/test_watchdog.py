@@ -27,7 +27,7 @@ time.sleep(60)
 """
 
 
-def hang(
+def hang_process(
     where: Path, log_file: Path | str = "", how: str = "", err: int = subprocess.PIPE
 ) -> subprocess.Popen:
     return subprocess.Popen(
@@ -52,13 +52,13 @@ def test_the_process_ends_even_if_disks_and_pipes_hang(tmp_path: Path) -> None:
             break
     os.set_blocking(writable, True)
     hung = [
-        hang(silent, log_file=silent),
-        hang(silent, log_file=silent, err=writable),
-        hang(tmp_path / "frozen", how="frozen"),
-        hang(tmp_path / "frozen", how="frozen", err=writable),
+        hang_process(silent, log_file=silent),
+        hang_process(silent, log_file=silent, err=writable),
+        hang_process(tmp_path / "frozen", how="frozen"),
+        hang_process(tmp_path / "frozen", how="frozen", err=writable),
     ]
-    usual = hang(tmp_path / "logs" / "stacks.txt")
-    read_only = hang(Path("/proc/no/stacks.txt"))
+    usual = hang_process(tmp_path / "logs" / "stacks.txt")
+    read_only = hang_process(Path("/proc/no/stacks.txt"))
     try:
         errors = [process.communicate(timeout=20)[1] for process in (usual, read_only, *hung)]
     finally:

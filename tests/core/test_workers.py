@@ -12,7 +12,7 @@ from lib.core.errors import StageError, UsageError
 from lib.core.workers import Pool, Worker, WorkerDied
 
 
-def answer(task: object) -> object:
+def answer_task(task: object) -> object:
     if task == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if task == "fail":
@@ -20,12 +20,12 @@ def answer(task: object) -> object:
     return os.getpid() if task == "pid" else 1 / task
 
 
-def make() -> object:
-    return answer
+def make_answer() -> object:
+    return answer_task
 
 
 def test_a_worker_answers_and_reports_errors_and_its_death():
-    worker = Worker("test", make)
+    worker = Worker("test", make_answer)
     worker.send(4)
     assert worker.receive() == 0.25
     worker.send("fail")
@@ -44,7 +44,7 @@ def test_a_worker_answers_and_reports_errors_and_its_death():
 
 
 def test_a_pool_answers_in_the_order_of_the_tasks():
-    with Pool(3, "test", make) as pool:
+    with Pool(3, "test", make_answer) as pool:
         assert list(pool.run(range(1, 40))) == [1 / task for task in range(1, 40)]
         assert len(set(pool.run(["pid"] * 30))) <= 3
         with pytest.raises(UsageError, match="not so"):
@@ -53,7 +53,7 @@ def test_a_pool_answers_in_the_order_of_the_tasks():
 
 
 def test_a_pool_replaces_a_dead_worker():
-    with Pool(2, "test", make) as pool:
+    with Pool(2, "test", make_answer) as pool:
         with pytest.raises(WorkerDied, match="has died"):
             list(pool.run([1, "die", 2]))
         answers = pool.run([1, "die", 2, "die", 4], on_death=lambda task: f"{task} alone")
@@ -62,7 +62,7 @@ def test_a_pool_replaces_a_dead_worker():
 
 
 def test_closing_a_pool_ends_its_workers():
-    with Pool(2, "test", make) as pool:
+    with Pool(2, "test", make_answer) as pool:
         pids = set(pool.run(["pid"] * 20))
         next(pool.run(range(1, 100)))  # the other tasks are dropped
     for pid in pids:

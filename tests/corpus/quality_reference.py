@@ -35,7 +35,7 @@ def count_words(words: list[str]) -> float:
     return sum(0.5 if is_unit(word[0]) else 1 for word in words)
 
 
-def divide(value: float, total: float) -> float:
+def divide_or_zero(value: float, total: float) -> float:
     return value / total if total else math.nan
 
 
@@ -66,7 +66,7 @@ def list_repeats(items: list[str]) -> list[str]:
 
 
 def share_characters(items: list[str]) -> float:
-    return divide(sum(map(len, list_repeats(items))), sum(map(len, items)))
+    return divide_or_zero(sum(map(len, list_repeats(items))), sum(map(len, items)))
 
 
 def list_paragraphs(raw_lines: list[str]) -> list[list[str]]:
@@ -112,7 +112,7 @@ def is_c4_line(line: str, end_marks: bool, min_words: int, longest: int) -> bool
     )
 
 
-def measure(original: str, end_marks: bool, min_words: int, longest: int) -> dict[str, float]:
+def measure_text(original: str, end_marks: bool, min_words: int, longest: int) -> dict[str, float]:
     """Return all figures of a text by `family.figure`."""
     text = unicodedata.normalize("NFC", original).lower()
     words = split_words(text)
@@ -127,22 +127,28 @@ def measure(original: str, end_marks: bool, min_words: int, longest: int) -> dic
     lengths = {"\n".join(each): sum(map(len, each)) for each in paragraphs}
     figures = {
         "gopher.words": count,
-        "gopher.word_length": divide(len("".join(spaced)), len(spaced)) if has_spaces else math.nan,
-        "gopher.hash_signs": divide(text.count("#"), count),
-        "gopher.ellipses": divide(count_ellipses(text), count),
-        "gopher.bullet_lines": divide(sum(line[0] in BULLETS for line in lines), len(lines)),
-        "gopher.ellipsis_lines": divide(
+        "gopher.word_length": divide_or_zero(len("".join(spaced)), len(spaced))
+        if has_spaces
+        else math.nan,
+        "gopher.hash_signs": divide_or_zero(text.count("#"), count),
+        "gopher.ellipses": divide_or_zero(count_ellipses(text), count),
+        "gopher.bullet_lines": divide_or_zero(
+            sum(line[0] in BULLETS for line in lines), len(lines)
+        ),
+        "gopher.ellipsis_lines": divide_or_zero(
             sum(line.endswith(("...", "…")) for line in lines), len(lines)
         ),
-        "gopher.letter_words": divide(
+        "gopher.letter_words": divide_or_zero(
             sum(any(unicodedata.category(c)[0] == "L" for c in token) for token in tokens),
             len(tokens),
         ),
         "gopher.stop_words": len(set(words) & set(ENGLISH_LISTS.stop_words)),
-        "gopher-repetition.duplicate_lines": divide(len(list_repeats(lines)), len(lines)),
+        "gopher-repetition.duplicate_lines": divide_or_zero(len(list_repeats(lines)), len(lines)),
         "gopher-repetition.duplicate_line_characters": share_characters(lines),
-        "gopher-repetition.duplicate_paragraphs": divide(len(list_repeats(whole)), len(whole)),
-        "gopher-repetition.duplicate_paragraph_characters": divide(
+        "gopher-repetition.duplicate_paragraphs": divide_or_zero(
+            len(list_repeats(whole)), len(whole)
+        ),
+        "gopher-repetition.duplicate_paragraph_characters": divide_or_zero(
             sum(lengths[each] for each in list_repeats(whole)), sum(lengths[each] for each in whole)
         ),
         "c4.sentences": sum(
@@ -152,12 +158,12 @@ def measure(original: str, end_marks: bool, min_words: int, longest: int) -> dic
         ),
         "c4.braces": text.count("{"),
         "c4.lorem_ipsum": int(has_phrase(words, "lorem ipsum")),
-        "fineweb.end_mark_lines": divide(
+        "fineweb.end_mark_lines": divide_or_zero(
             sum(line[-1] in END_MARKS + QUOTES for line in lines), len(lines)
         ),
-        "fineweb.short_lines": divide(sum(len(line) <= 30 for line in lines), len(lines)),
+        "fineweb.short_lines": divide_or_zero(sum(len(line) <= 30 for line in lines), len(lines)),
         "fineweb.duplicate_line_characters": share_characters(lines),
-        "fineweb.newlines": divide(text.count("\n"), count),
+        "fineweb.newlines": divide_or_zero(text.count("\n"), count),
     }
     judged = bool(words) and has_spaces
     for n in range(2, 11):

@@ -198,7 +198,7 @@ def test_scores_of_texts(models):
     assert scores.score_batch(other, make_batch(*texts[:2])) == pytest.approx([0, 1], abs=1e-3)
 
 
-def refuse(check, **options) -> StageError:
+def catch_error(check, **options) -> StageError:
     with pytest.raises(StageError) as error:
         check(RowOptions(**options))
     return error.value
@@ -209,15 +209,17 @@ def test_options_of_languages_are_checked(models, tmp_path):
     language.require_language(models)
     language.require_language(RowOptions(language=["all"], language_model=model))
     language.require_language(RowOptions(language=["en", "und"], language_model=model))
-    error = refuse(language.require_language, language=["en", "dee"], language_model=model)
+    error = catch_error(language.require_language, language=["en", "dee"], language_model=model)
     assert "no label dee; the nearest are de" in error.problem
     assert "en, fr" in error.expected
-    error = refuse(language.require_language, language=["all", "de"], language_model=model)
+    error = catch_error(language.require_language, language=["all", "de"], language_model=model)
     assert "cannot be combined with languages" in error.problem
-    error = refuse(language.require_language, language=["de"], language_model=tmp_path / "x.bin")
+    error = catch_error(
+        language.require_language, language=["de"], language_model=tmp_path / "x.bin"
+    )
     assert isinstance(error, ArtifactError) and not error.run
     known = shutil.copy(model, tmp_path / "lid.176.ftz")
-    error = refuse(language.require_language, language=["de"], language_model=known)
+    error = catch_error(language.require_language, language=["de"], language_model=known)
     assert "is damaged, or is a different model" in error.problem
 
 
@@ -225,22 +227,24 @@ def test_options_of_quality_are_checked(models):
     model = models.quality_model
     scores.require_scores(models)
     scores.require_scores(RowOptions(quality_model=model, quality_label="cc", keep_top=0.1))
-    error = refuse(scores.require_scores, keep_top=0.1, quality_label="cc")
+    error = catch_error(scores.require_scores, keep_top=0.1, quality_label="cc")
     assert [each.problem for each in error.several] == [
         "--quality-label needs --quality-model",
         "--keep-top needs --quality-model",
     ]
     for options in ({"keep_top": 0.1, "quality_score": 0.5}, {"keep_top": 0.0}):
-        assert isinstance(refuse(scores.require_scores, quality_model=model, **options), UsageError)
-    error = refuse(scores.require_scores, quality_model=models.language_model)
+        assert isinstance(
+            catch_error(scores.require_scores, quality_model=model, **options), UsageError
+        )
+    error = catch_error(scores.require_scores, quality_model=models.language_model)
     assert "no label hq" in error.problem and error.expected == "en, de, fr"
 
 
 def test_the_package_is_named_if_it_is_missing(models, monkeypatch):
     monkeypatch.setattr(predictor.importlib.util, "find_spec", lambda name: None)
     for error in (
-        refuse(language.require_language, language=["de"]),
-        refuse(scores.require_scores, quality_model=models.quality_model),
+        catch_error(language.require_language, language=["de"]),
+        catch_error(scores.require_scores, quality_model=models.quality_model),
     ):
         assert "fasttext-predict" in error.problem
         assert "fasttext-predict==0.9.2.4" in error.run

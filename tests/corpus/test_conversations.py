@@ -25,7 +25,7 @@ SYSTEM = {"role": "system", "content": "s"}
 WEATHER = {"type": "function", "function": {"name": "f", "parameters": {"maximum": 10}}}
 
 
-def call(arguments: Any, **more: Any) -> dict[str, Any]:
+def make_call(arguments: Any, **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "arguments": arguments}, **more}
 
 
@@ -41,7 +41,7 @@ def parquet(records: list[Any]) -> bytes:
 
 CALLING = [
     USER,
-    {"role": "assistant", "content": "", "tool_calls": [call({"x": 1, "y": 2.5})]},
+    {"role": "assistant", "content": "", "tool_calls": [make_call({"x": 1, "y": 2.5})]},
     {"role": "tool", "content": "3"},
     ANSWER,
 ]
@@ -136,7 +136,7 @@ RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
                     {
                         "role": "assistant",
                         "tool_calls": [
-                            call(
+                            make_call(
                                 {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]},
                                 id="c",
                             )
@@ -150,7 +150,9 @@ RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
                     "role": "assistant",
                     "content": "",
                     "tool_calls": [
-                        call({"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c")
+                        make_call(
+                            {"big": 2**70 + 1, "null": None, "deep": [[{"a": [1, True]}]]}, id="c"
+                        )
                     ],
                 },
             ],
@@ -161,21 +163,21 @@ RECORDS: dict[str, list[tuple[Any, Any, Any, Any]]] = {
             {
                 "messages": [
                     USER,
-                    {**ANSWER, "tool_calls": [call({}, id=7)]},
+                    {**ANSWER, "tool_calls": [make_call({}, id=7)]},
                     {"role": "tool", "content": "", "tool_call_id": 7},
                 ]
             },
             [
                 USER,
-                {**ANSWER, "tool_calls": [call({}, id="7")]},
+                {**ANSWER, "tool_calls": [make_call({}, id="7")]},
                 {"role": "tool", "content": "", "tool_call_id": "7"},
             ],
             None,
             None,
         ),
         (
-            {"messages": [USER, {**ANSWER, "tool_calls": [call("no JSON")]}]},
-            [USER, {**ANSWER, "tool_calls": [call("no JSON")]}],
+            {"messages": [USER, {**ANSWER, "tool_calls": [make_call("no JSON")]}]},
+            [USER, {**ANSWER, "tool_calls": [make_call("no JSON")]}],
             None,
             None,
         ),
@@ -364,7 +366,11 @@ def test_numbers_and_nulls_of_tables_are_kept(read):
         {
             "messages": [
                 USER,
-                {"role": "assistant", "content": None, "tool_calls": [call({"x": 1, "y": 2.5})]},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [make_call({"x": 1, "y": 2.5})],
+                },
                 {"role": "tool", "content": "3"},
                 ANSWER,
             ],
@@ -410,7 +416,9 @@ def test_conversations_in_csv_and_yaml_are_read(read):
     ]
     assert [place.line for _, place in outcome.chats] == [2, 2, 1, 1, 3]
     assert outcome.chats[2][0].weights == [1, 0]
-    assert outcome.chats[2][0].messages[1]["tool_calls"] == [call({"x": 1, "y": 2.5, "z": None})]
+    assert outcome.chats[2][0].messages[1]["tool_calls"] == [
+        make_call({"x": 1, "y": 2.5, "z": None})
+    ]
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [
         ("a.csv", "empty answer", 3),
         ("c.yaml", "content", 8),
@@ -522,7 +530,7 @@ def test_invalid_unicode_is_replaced_and_counted(read):
                     **ANSWER,
                     "content": "\ud800x\udc00",
                     "name": "\ud800",
-                    "tool_calls": [call({"\ud800": ["\udfff"]})],
+                    "tool_calls": [make_call({"\ud800": ["\udfff"]})],
                 },
             ]
         }
@@ -543,7 +551,7 @@ def test_invalid_unicode_is_replaced_and_counted(read):
                 "role": "assistant",
                 "content": "\ufffdx\ufffd",
                 "name": "\ufffd",
-                "tool_calls": [call({"\ufffd": ["\ufffd"]})],
+                "tool_calls": [make_call({"\ufffd": ["\ufffd"]})],
             },
         ],
         [{"role": "user", "content": "q\ufffd"}, ANSWER],
@@ -555,7 +563,7 @@ def test_invalid_unicode_is_replaced_and_counted(read):
 
 def test_deep_cut_and_large_records_are_listed(read, monkeypatch):
     monkeypatch.setattr("lib.corpus.raw_file.LARGE_BYTES", 5_000_000)
-    deep = {"messages": [USER, {**ANSWER, "tool_calls": [call({"x": 1})]}]}
+    deep = {"messages": [USER, {**ANSWER, "tool_calls": [make_call({"x": 1})]}]}
     texts = [json.dumps(deep).replace("1", "[" * depth + "]" * depth) for depth in (5, 300, 90_000)]
     huge = json.dumps({"messages": [USER, {**ANSWER, "content": "x" * 6_000_000}]})
     data = "\n".join([*texts, huge, lines([{"messages": [USER, ANSWER]}])])

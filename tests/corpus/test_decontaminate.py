@@ -39,7 +39,7 @@ def make_index(**sets: Sequence[str]) -> Index:
     return index.build_index(numbered)
 
 
-def check(
+def check_texts(
     test_index: Index, *texts: str, least: float = 0.5, report_only: bool = False
 ) -> tuple[RowVerdict, TestHits]:
     rule = matching.TestSetRule(test_index, least, report_only)
@@ -76,7 +76,9 @@ def list_reference_share(question: str, text: str) -> float:
 def test_a_copy_is_found_whatever_its_case_punctuation_and_script(question, copy):
     copy = copy or question.upper().replace("E\u0301T\u00c9", "\u00e9te\u0301")
     test_index = make_index(one=[make_words(30), question])
-    verdict, hits = check(test_index, make_words(50), make_words(9) + f" {copy} " + make_words(9))
+    verdict, hits = check_texts(
+        test_index, make_words(50), make_words(9) + f" {copy} " + make_words(9)
+    )
     assert verdict.dropped.tolist() == [False, True]
     assert verdict.values == [None, "one question 2 (1.00)"]
     assert dict(hits.sets["one"].questions) == {2: 1}
@@ -94,12 +96,14 @@ def test_the_share_is_that_of_the_distinct_n_grams_of_the_question():
         assert count_shares(test_index, text) == ([round(share, 4)] if share else [])
     # 29 words contain 22 of the 43 n-grams.
     half = " ".join(words[:29])
-    verdict, _ = check(test_index, half, " ".join(words[:28]), " ".join(words[:25] + words[26:]))
+    verdict, _ = check_texts(
+        test_index, half, " ".join(words[:28]), " ".join(words[:25] + words[26:])
+    )
     assert verdict.dropped.tolist() == [True, False, True]
-    verdict, _ = check(test_index, half, least=0.6)
+    verdict, _ = check_texts(test_index, half, least=0.6)
     assert not verdict.dropped.any()
-    assert check(test_index, question, report_only=True)[0].dropped.tolist() == [False]
-    assert check(test_index, question, report_only=True)[1].documents == 1
+    assert check_texts(test_index, question, report_only=True)[0].dropped.tolist() == [False]
+    assert check_texts(test_index, question, report_only=True)[1].documents == 1
 
 
 def test_instructions_that_questions_share_do_not_count():
@@ -112,7 +116,7 @@ def test_instructions_that_questions_share_do_not_count():
         texts[0] = texts[0] if first == own[0] else first
         test_index = make_index(one=texts)
         assert test_index.sizes.tolist() == [18] * 12  # of 25 words
-        verdict, _ = check(test_index, innocent, f"{make_words(9)} {own[3]}")
+        verdict, _ = check_texts(test_index, innocent, f"{make_words(9)} {own[3]}")
         assert verdict.dropped.tolist() == [False, True]
 
 
@@ -147,7 +151,7 @@ def test_frequent_n_grams_are_ignored_and_their_questions_named():
     final = index.ignore_frequent(test_index, is_frequent, Frequent(1000, 10, 23))
     assert [each.unprotected for each in final.test_sets] == [{"frequent": [1]}] * 2
     assert test_index.test_sets[0].unprotected == {}
-    verdict, hits = check(final, quoted, mixed)
+    verdict, hits = check_texts(final, quoted, mixed)
     assert verdict.dropped.tolist() == [False, True]
     assert set(hits.sets["one"].questions) == {2, 3}
     nothing = np.zeros_like(is_frequent)
@@ -174,7 +178,7 @@ def test_a_document_with_many_questions_names_the_best_and_counts_all():
     texts = [make_words(40) for _ in range(6)]
     part = " ".join(texts[0].split()[:30])
     test_index = make_index(one=texts, two=[texts[3], make_words(40)])
-    verdict, hits = check(test_index, f"{part} {' '.join(texts[1:5])}", texts[3], texts[3])
+    verdict, hits = check_texts(test_index, f"{part} {' '.join(texts[1:5])}", texts[3], texts[3])
     assert verdict.values[0] == "one question 2 (1.00)"  # of equal shares, the first one
     assert dict(hits.sets["one"].questions) == {1: 1, 2: 1, 3: 1, 4: 3, 5: 1}
     assert dict(hits.sets["two"].questions) == {1: 3}
@@ -220,4 +224,4 @@ def test_counts_of_several_units_are_added_and_stored():
 def test_a_text_shorter_than_an_n_gram_contains_no_question(text):
     test_index = make_index(one=[make_words(30), "one two three four five six seven " * 5])
     assert count_shares(test_index, text) == []
-    assert check(test_index, text, text)[0].dropped.tolist() == [False, False]
+    assert check_texts(test_index, text, text)[0].dropped.tolist() == [False, False]

@@ -13,20 +13,20 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.corpus.decontaminate import questions
 
 
-def write(path: Path, *lines: object) -> Path:
+def write_lines(path: Path, *lines: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
 
-def read(directory: Path) -> dict[str, list[tuple[int, str]]]:
+def read_questions(directory: Path) -> dict[str, list[tuple[int, str]]]:
     return {name: [*map(tuple, found)] for name, found in questions.read_sets([directory])}
 
 
 def test_the_question_is_found_by_its_key(tmp_path):
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "in a turn"}]
-    write(
+    write_lines(
         tmp_path / "a.jsonl",
         {"text": "a passage", "question": "of four keys, this one", "context": "c"},
         "",
@@ -35,10 +35,10 @@ def test_the_question_is_found_by_its_key(tmp_path):
         {"question": {"stem": "in an object", "choices": []}},
         {"text": ""},
     )
-    write(tmp_path / "inner/b.jsonl.gz", {"query": "compressed"})
-    write(tmp_path / ".hidden.jsonl", {"query": "hidden"})
-    write(tmp_path / "notes.txt", "text")
-    assert read(tmp_path) == {
+    write_lines(tmp_path / "inner/b.jsonl.gz", {"query": "compressed"})
+    write_lines(tmp_path / ".hidden.jsonl", {"query": "hidden"})
+    write_lines(tmp_path / "notes.txt", "text")
+    assert read_questions(tmp_path) == {
         "a": [
             (1, "of four keys, this one"),
             (3, "of our own tasks"),
@@ -49,7 +49,7 @@ def test_the_question_is_found_by_its_key(tmp_path):
         "inner/b": [(1, "compressed")],
     }
     assert list(questions.identify_sets([tmp_path])) == ["a", "inner/b"]
-    assert read(tmp_path / "a.jsonl").keys() == {"a"}
+    assert read_questions(tmp_path / "a.jsonl").keys() == {"a"}
 
 
 def test_requests_of_olmo_give_a_question_once_and_without_examples(tmp_path):
@@ -58,7 +58,7 @@ def test_requests_of_olmo_give_a_question_once_and_without_examples(tmp_path):
         return {"doc_id": number, "idx": choice, "doc": document, "request": {"context": context}}
 
     place = tmp_path / "arc_easy/rc_5shot"
-    write(
+    write_lines(
         place / "requests.jsonl.gz",
         *(request(7, choice, {"query": "Question: seven?"}) for choice in range(4)),
         request(8, 0, {"goal": "no key"}),
@@ -67,17 +67,17 @@ def test_requests_of_olmo_give_a_question_once_and_without_examples(tmp_path):
     settings = {"metric_kwargs": {"uncond_docid_offset": 1_000_000}}
     (place / "config.json").write_text(json.dumps({"task_config": settings}))
     expected = [(7, "Question: seven?"), (8, "Examples. Question: 8?\nAnswer:")]
-    assert read(tmp_path) == {"arc_easy/rc_5shot": expected}
-    assert read(place) == {"rc_5shot": expected}
+    assert read_questions(tmp_path) == {"arc_easy/rc_5shot": expected}
+    assert read_questions(place) == {"rc_5shot": expected}
 
 
 def test_bad_lines_of_all_files_are_reported_in_one_error(tmp_path):
-    write(tmp_path / "a.jsonl", {"answer": "x", "id": 1}, "{broken", "[1]", {"question": 5})
-    write(tmp_path / "b.jsonl", {"question": "fine"})
-    write(tmp_path / "c.jsonl", "")
+    write_lines(tmp_path / "a.jsonl", {"answer": "x", "id": 1}, "{broken", "[1]", {"question": 5})
+    write_lines(tmp_path / "b.jsonl", {"question": "fine"})
+    write_lines(tmp_path / "c.jsonl", "")
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(UsageError) as refused:
-        read(tmp_path)
+        read_questions(tmp_path)
     text = refused.value.render()
     for part in (
         "3 problems",
@@ -97,9 +97,9 @@ def test_bad_lines_of_all_files_are_reported_in_one_error(tmp_path):
 
 def test_directories_without_test_sets_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
-    write(tmp_path / "other/data.json", "{}")
-    write(tmp_path / "x/same.jsonl", {"text": "a"})
-    write(tmp_path / "y/same.jsonl", {"text": "b"})
+    write_lines(tmp_path / "other/data.json", "{}")
+    write_lines(tmp_path / "x/same.jsonl", {"text": "a"})
+    write_lines(tmp_path / "y/same.jsonl", {"text": "b"})
     directories = [tmp_path / name for name in ("empty", "other", "absent", "x", "y")]
     with pytest.raises(StageError) as refused:
         questions.list_files(directories)
@@ -114,5 +114,5 @@ def test_directories_without_test_sets_are_refused(tmp_path):
 
 
 def test_a_directory_that_is_given_twice_counts_once(tmp_path):
-    write(tmp_path / "a.jsonl", {"question": "once"})
+    write_lines(tmp_path / "a.jsonl", {"question": "once"})
     assert [name for name, _ in questions.read_sets([tmp_path, tmp_path])] == ["a"]

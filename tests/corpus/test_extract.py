@@ -285,7 +285,7 @@ def extraction():
     one.close()
 
 
-def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
+def replace_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
     """Let the child of a test run other code for DOCX files: it reads modules from `sys.path`."""
     (tmp_path / "stub_child.py").write_text(
         "import ctypes, sys, time\n"
@@ -323,7 +323,7 @@ def test_a_page_that_makes_the_library_hang_is_reported_and_the_next_one_is_read
 def test_the_death_of_the_child_is_explained(
     extraction, monkeypatch, tmp_path, code: str, kind: str, cause: str
 ):
-    stub(monkeypatch, tmp_path, code)
+    replace_child(monkeypatch, tmp_path, code)
     with pytest.raises(Refusal) as caught:
         extraction.extract("docx", b"", "", 0.02 if "sleep" in code else 20)
     assert caught.value.kind == kind and cause in caught.value.message

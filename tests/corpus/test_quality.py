@@ -15,7 +15,7 @@ from lib.corpus.quality.judge import Judge, is_dropped
 from lib.corpus.quality.layout import find_layouts
 from lib.corpus.quality.word_lists import ENGLISH_LISTS, WordLists
 from lib.corpus.words import BATCH_CHARACTERS
-from tests.corpus.quality_reference import measure, measure_repeated, split_words
+from tests.corpus.quality_reference import measure_repeated, measure_text, split_words
 
 PIECES = [
     *("the", "be", "to", "of", "And", "cat", "dog", "house", "javascript", "lorem", "ipsum"),
@@ -73,7 +73,7 @@ def test_all_figures_equal_those_of_a_plain_implementation(seed):
     results = measure_batch(texts)
     assert len(results) == sum(each.is_rule for each in thresholds.THRESHOLDS.values())
     for number, text in enumerate(texts):
-        expected = measure(text, **SETTINGS)
+        expected = measure_text(text, **SETTINGS)
         for name, values in results.items():
             figure = f"{thresholds.find_family(name)}.{thresholds.find_figure(name)}"
             assert values[number] == pytest.approx(expected[figure], nan_ok=True), (name, text)

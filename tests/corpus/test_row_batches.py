@@ -52,7 +52,7 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def build(folder: Path, out: Path) -> DatasetWriter:
+def build_dataset(folder: Path, out: Path) -> DatasetWriter:
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir()
     with DatasetWriter(out, OPTIONS) as dataset:
@@ -81,7 +81,7 @@ def make_files(folder: Path) -> None:
 def test_every_batch_gives_the_same_dataset(tmp_path, monkeypatch, rules, characters):
     make_files(tmp_path / "raw")
     monkeypatch.setattr(shingles, "BATCH_CHARACTERS", characters)
-    dataset = build(tmp_path / "raw", tmp_path / "out")
+    dataset = build_dataset(tmp_path / "raw", tmp_path / "out")
     with pa.ipc.open_stream((tmp_path / "out/data-00000-of-00001.arrow").read_bytes()) as stream:
         rows = stream.read_all().to_pylist()
     assert [(row["text"], row["letters"]) for row in rows] == [

@@ -12,7 +12,7 @@ from lib.corpus.row_tally import OTHERS, SAMPLES, RowTally, find_bin_start, make
 NAMES = [f"{name}/a.jsonl" for name in "abcdef"] + ["b.txt", "a/\ud800\n/c"]
 
 
-def fill(rows: list[tuple[str, int, int, bool]]) -> RowTally:
+def tally_rows(rows: list[tuple[str, int, int, bool]]) -> RowTally:
     """Return the tally of rows: path, position, size, and whether a rule drops it."""
     tally = RowTally()
     for path, position, size, is_dropped in rows:
@@ -32,10 +32,10 @@ def test_tallies_of_parts_add_up_after_json(monkeypatch):
     for number in range(400):
         path = NAMES[number // 50]
         rows.append((path, number, int(10 ** (draw.random() * 4)), draw.random() < 0.3))
-    whole = fill(rows)
+    whole = tally_rows(rows)
     joined = RowTally()
     for start in range(0, 400, 70):
-        part = json.loads(json.dumps(fill(rows[start : start + 70]).to_json()))
+        part = json.loads(json.dumps(tally_rows(rows[start : start + 70]).to_json()))
         joined.add(RowTally.from_json(part))
     assert joined == whole == RowTally.from_json(json.loads(json.dumps(whole.to_json())))
 
@@ -54,8 +54,8 @@ def test_tallies_of_parts_add_up_after_json(monkeypatch):
 
 
 def test_positions_in_a_later_span_are_shifted():
-    first = fill([("a", 3, 9, True)])
-    first.add(fill([("a", 2, 9, True)]), rows_before=100)
+    first = tally_rows([("a", 3, 9, True)])
+    first.add(tally_rows([("a", 2, 9, True)]), rows_before=100)
     assert {each.position for each in first.samples["rule"]} == {3, 102}
 
 
@@ -71,5 +71,5 @@ def test_samples_show_control_characters_and_are_cut():
 def test_a_tally_of_an_earlier_version_is_known_to_be_incomplete():
     total = RowTally()
     total.add(RowTally.from_json(None))
-    total.add(fill([("a", 1, 9, False)]))
+    total.add(tally_rows([("a", 1, 9, False)]))
     assert (total.uncounted, total.rows) == (1, 1)

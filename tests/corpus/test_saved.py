@@ -19,7 +19,7 @@ ORGANISE = "01_organize_data.py"
 BUILD = "02_build_hf_dataset.py"
 
 
-def run(script: str, *words: object) -> None:
+def run_script(script: str, *words: object) -> None:
     runpy.run_path(str(ROOT / script))["main"]([*map(str, words), "--no-progress"])
 
 
@@ -40,10 +40,10 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_splits_are_not_mixed(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", [BUILD, "--data-folder", "both", "--save-dir", "out"])
     with pytest.raises(UsageError, match="several splits") as caught:
-        run(BUILD, "--data-folder", both, "--save-dir", "out")
+        run_script(BUILD, "--data-folder", both, "--save-dir", "out")
     assert caught.value.found == "test, train"
     assert caught.value.run.endswith("--save-dir out --data-folder both/train")
-    run(BUILD, "--data-folder", both / "train", "--save-dir", "out")
+    run_script(BUILD, "--data-folder", both / "train", "--save-dir", "out")
     assert datasets.load_from_disk("out")["text"][:] == [f"train {n}" for n in range(20)]
 
 
@@ -51,8 +51,8 @@ def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
     Path("raw").mkdir()
     both.rename("raw/both")
     with pytest.raises(UsageError, match="raw/both contains several splits"):
-        run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
-    run(
+        run_script(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
+    run_script(
         ORGANISE,
         "--src-dir",
         "raw",
@@ -65,7 +65,7 @@ def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
     )
     assert len([*Path("splits").rglob("*.arrow")]) == 1
     assert not [*Path("splits").rglob("state.json")]
-    run(BUILD, "--data-folder", "splits", "--save-dir", "out")
+    run_script(BUILD, "--data-folder", "splits", "--save-dir", "out")
     assert len(datasets.load_from_disk("out")) == 20
 
 
@@ -75,7 +75,7 @@ def test_metadata_of_a_dataset_gives_no_row(tmp_path: Path) -> None:
     (tmp_path / "saved/cache-0123.arrow").write_bytes(
         next((tmp_path / "saved").glob("data-*.arrow")).read_bytes()
     )
-    run(BUILD, "--data-folder", tmp_path / "saved", "--save-dir", tmp_path / "out")
+    run_script(BUILD, "--data-folder", tmp_path / "saved", "--save-dir", tmp_path / "out")
     assert len(datasets.load_from_disk(str(tmp_path / "out"))) == 40
     kinds = [
         json.loads(line)["kind"]
@@ -102,7 +102,7 @@ def test_a_tokenised_dataset_is_refused(tmp_path: Path) -> None:
         str(tmp_path / "prepared")
     )
     with pytest.raises(UsageError, match="tokenised") as caught:
-        run(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
+        run_script(BUILD, "--data-folder", tmp_path / "prepared", "--save-dir", tmp_path / "out")
     assert "input_ids" in caught.value.found and not (tmp_path / "out").exists()
 
 
@@ -131,7 +131,7 @@ def test_an_excluded_tokenised_dataset_is_ignored(tmp_path: Path) -> None:
     raw = tmp_path / "raw"
     datasets.Dataset.from_dict({"input_ids": [[1, 2]]}).save_to_disk(str(raw / "prepared"))
     (raw / "note.txt").write_text("a note")
-    run(ORGANISE, "--src-dir", raw, "--dst-root", tmp_path / "out", "--include", "*.txt")
+    run_script(ORGANISE, "--src-dir", raw, "--dst-root", tmp_path / "out", "--include", "*.txt")
     assert len([*(tmp_path / "out").rglob("*.txt")]) == 1
 
 
@@ -139,7 +139,7 @@ def test_an_excluded_tokenised_dataset_is_ignored(tmp_path: Path) -> None:
 def test_invalid_lists_of_splits_are_damage(both: Path, names: object) -> None:
     (both / "dataset_dict.json").write_text(json.dumps({"splits": names}))
     with pytest.raises(ArtifactError, match=r"dataset_dict\.json is damaged"):
-        run(BUILD, "--data-folder", both, "--save-dir", "out")
+        run_script(BUILD, "--data-folder", both, "--save-dir", "out")
 
 
 @pytest.mark.parametrize("held_out", ["test", "validation", "dev"])
@@ -147,16 +147,16 @@ def test_splits_saved_one_by_one_are_not_mixed(both: Path, held_out: str) -> Non
     (both / "dataset_dict.json").unlink()
     (both / "test").rename(both / held_out)
     with pytest.raises(UsageError, match="both contains several splits") as caught:
-        run(BUILD, "--data-folder", both, "--save-dir", "out")
+        run_script(BUILD, "--data-folder", both, "--save-dir", "out")
     assert caught.value.run.endswith("--data-folder both/train")
     Path("raw").mkdir()
     both.rename("raw/both")
     with pytest.raises(UsageError, match="raw/both contains several splits"):
-        run(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
+        run_script(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
 
 
 def test_several_saved_corpora_are_read_together(both: Path) -> None:
     (both / "dataset_dict.json").unlink()
     (both / "test").rename(both / "books")
-    run(BUILD, "--data-folder", both, "--save-dir", "out")
+    run_script(BUILD, "--data-folder", both, "--save-dir", "out")
     assert len(datasets.load_from_disk("out")) == 30

@@ -252,11 +252,11 @@ def test_a_file_that_changes_while_it_is_placed_is_reported(tmp_path, monkeypatc
         place.place_files(root, tmp_path / "splits", [(entry, "split_00")], mode, workers, False)
 
 
-def _die(paths: list[str]) -> list[str]:
+def _die_in_worker(paths: list[str]) -> list[str]:
     os.kill(os.getpid(), signal.SIGKILL)
     return paths
 
 
 def test_a_dead_worker_is_reported() -> None:
     with place.Workers(1) as workers, pytest.raises(StageError, match="has died"):
-        list(workers.map(_die, ["a"] * 600, 600))
+        list(workers.map(_die_in_worker, ["a"] * 600, 600))

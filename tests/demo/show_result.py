@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
 
 def show_texts(model_dir: Path, prompts: list[str], tokens: int) -> None:
     """Print each prompt with its continuation, and how to go on."""
-    for prompt, text in generate(model_dir, prompts, tokens):
+    for prompt, text in generate_texts(model_dir, prompts, tokens):
         print(f"\n--- {prompt!r} continued by {model_dir} (transformers)\n{text}")
     print("""
 --- your own data
@@ -95,7 +95,7 @@ torchrun --nproc-per-node <GPUs> 04_train_fsdp.py -e exp -d hf_datasets/corpus
 python 05_export_checkpoint.py -e exp""")
 
 
-def generate(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str, str]]:
+def generate_texts(model_dir: Path, prompts: list[str], tokens: int) -> list[tuple[str, str]]:
     """Return each prompt with its sampled continuation (fixed seed)."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging

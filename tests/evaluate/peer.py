@@ -16,7 +16,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 
-def score(model: str, suite: Path) -> dict[str, Any]:
+def score_suite(model: str, suite: Path) -> dict[str, Any]:
     """Return accuracies, and the log-likelihoods of all choices, by task."""
     with tempfile.TemporaryDirectory() as place:
         names = []
@@ -60,4 +60,4 @@ def score(model: str, suite: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     model, suite, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(score(model, Path(suite))))
+    Path(out).write_text(json.dumps(score_suite(model, Path(suite))))

@@ -11,7 +11,7 @@ import pytest
 from lib.core.errors import ArtifactError, UsageError
 from lib.evaluate.open_model import find_evaluated_model
 from tests.conftest import run_stage
-from tests.evaluate.test_evaluate import evaluate, read_values
+from tests.evaluate.test_evaluate import read_values, run_evaluator
 from tests.training import SMALL_RUN
 
 RUN = (*SMALL_RUN, "--max-steps", 4, "--ckpt-freq", 2, "--eval-freq", 2)
@@ -35,10 +35,10 @@ def test_a_checkpoint_gives_the_figures_of_its_export(
     run_stage(*EXPORT, "--step", 2, "--out", "out", cwd=project)
     limit = ("--limit", 5)
     before = sorted(project.rglob("*"))
-    done = evaluate(project, "outputs/exp", *limit, "--step", 2, "--json", "checkpoint.json")
+    done = run_evaluator(project, "outputs/exp", *limit, "--step", 2, "--json", "checkpoint.json")
     assert f"model: {Path('outputs/exp/checkpoints/step_00000002')}" in done.stdout
     assert set(project.rglob("*")) - set(before) == {project / "checkpoint.json"}, "no copies"
-    evaluate(project, "out", *limit, "--json", "export.json")
+    run_evaluator(project, "out", *limit, "--json", "export.json")
     exported = read_model(project, "export.json")
     if options:  # the export adds the adapter to the weights, and rounds the sum
         for task, values in read_model(project, "checkpoint.json").items():
@@ -49,12 +49,12 @@ def test_a_checkpoint_gives_the_figures_of_its_export(
         assert read_model(project, "checkpoint.json") == exported
     # By its path, on several ranks; the newest one is another step.
     where = "outputs/exp/checkpoints/step_00000002"
-    evaluate(project, where, *limit, "--json", "ranks.json", ranks=2)
+    run_evaluator(project, where, *limit, "--json", "ranks.json", ranks=2)
     assert read_model(project, "ranks.json") == read_model(project, "checkpoint.json")
-    done = evaluate(project, "exp", *limit, "--json", "newest.json")
+    done = run_evaluator(project, "exp", *limit, "--json", "newest.json")
     assert "step_00000004" in done.stdout
     assert read_model(project, "newest.json") != exported
-    assert "best: step" in evaluate(project, "exp", *limit, "--step", "best").stdout
+    assert "best: step" in run_evaluator(project, "exp", *limit, "--step", "best").stdout
 
 
 def test_what_cannot_be_evaluated_is_refused(project: Path) -> None:
@@ -87,12 +87,12 @@ def test_a_damaged_checkpoint_and_another_model_are_refused(project: Path) -> No
     config = run / "model" / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"intermediate_size": ', '"intermediate_size": 1'))
-    done = evaluate(project, "outputs/exp", "--limit", 1, expect=3)
+    done = run_evaluator(project, "outputs/exp", "--limit", 1, expect=3)
     assert "belongs to another model" in done.stderr and "Traceback" not in done.stderr
     config.write_text(text)
     (shard,) = (run / "checkpoints" / "step_00000004" / "dcp").glob("__0_0.distcp")
     data = bytearray(shard.read_bytes())
     data[-100] ^= 1
     shard.write_bytes(data)
-    done = evaluate(project, "outputs/exp", "--limit", 1, expect=3)
+    done = run_evaluator(project, "outputs/exp", "--limit", 1, expect=3)
     assert "is damaged" in done.stderr and "--step 2" in done.stderr

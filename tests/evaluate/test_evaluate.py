@@ -47,7 +47,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def evaluate(
+def run_evaluator(
     place: Path, *arguments: object, ranks: int = 0, expect: int = 0
 ) -> subprocess.CompletedProcess:
     """Run the command in a directory as a fork; its ranks have the variables of torchrun."""
@@ -91,7 +91,7 @@ def compute_nats(place: Path, context: str, answer: str) -> float:
 
 @pytest.mark.slow
 def test_results_are_those_of_transformers(place: Path) -> None:
-    done = evaluate(place, "model", "--suite", "suite", "--json", "results.json")
+    done = run_evaluator(place, "model", "--suite", "suite", "--json", "results.json")
     values = read_values(place)
     lines = done.stdout.splitlines()
     (cut,) = [line for line in lines if "cut at the left" in line]
@@ -115,7 +115,7 @@ def test_results_are_those_of_transformers(place: Path) -> None:
     (place / "short").mkdir()
     text = "".join(f"{json.dumps(line)}\n" for line in ANSWERS[:3])
     (place / "short" / "answers.jsonl").write_text(text)
-    evaluate(place, "model", "--suite", "short", "--json", "short.json")
+    run_evaluator(place, "model", "--suite", "short", "--json", "short.json")
     total = compute_nats(place, "", "kan lota") + compute_nats(place, "kan \n", "größer 🙂 日本")
     total += compute_nats(place, ANSWERS[2]["context"], "rux")
     size = len("kan lota") + len(" \ngrößer 🙂 日本".encode()) + len(" rux")
@@ -127,12 +127,12 @@ def test_results_are_those_of_transformers(place: Path) -> None:
 @pytest.mark.slow
 def test_results_are_the_same_for_any_ranks_and_batch_size(place: Path) -> None:
     suite = ("--suite", "suite")
-    evaluate(place, "model", *suite, "--json", "one.json")
+    run_evaluator(place, "model", *suite, "--json", "one.json")
     for ranks in (2, 3):
-        evaluate(place, "model", *suite, "--json", "many.json", ranks=ranks)
+        run_evaluator(place, "model", *suite, "--json", "many.json", ranks=ranks)
         assert (place / "many.json").read_bytes() == (place / "one.json").read_bytes()
     for size in (1, 7):
-        evaluate(place, "model", *suite, "--json", "other.json", "--batch-size", size)
+        run_evaluator(place, "model", *suite, "--json", "other.json", "--batch-size", size)
         one, other = (read_values(place, name) for name in ("one.json", "other.json"))
         for task, values in one.items():
             for metric, value in values.items():
@@ -154,11 +154,11 @@ def test_families(place: Path, tmp_path: Path, family: str, torchrun: bool) -> N
     save_tokenizer(tmp_path / "model", place / "text")
     save_model(tmp_path / "model", FAMILIES[family](VOCABULARY))
     suite = ("--suite", place / "suite", "--limit", 3)
-    evaluate(tmp_path, "model", *suite, "--json", "one.json")
+    run_evaluator(tmp_path, "model", *suite, "--json", "one.json")
     if torchrun:
         evaluate_with_torchrun(tmp_path, "model", *suite, "--json", "two.json")
     else:
-        evaluate(tmp_path, "model", *suite, "--json", "two.json", ranks=2)
+        run_evaluator(tmp_path, "model", *suite, "--json", "two.json", ranks=2)
     assert read_values(tmp_path, "one.json") == read_values(tmp_path, "two.json")
 
 
@@ -211,14 +211,14 @@ def test_texts_that_cannot_be_scored_are_reported_before_the_weights_are_read(
     data = bytearray(weights.read_bytes())
     data[16:40] = b"x" * 24  # the header
     weights.write_bytes(data)
-    done = evaluate(tmp_path, "model", "--suite", place / "suite", expect=2)
+    done = run_evaluator(tmp_path, "model", "--suite", place / "suite", expect=2)
     assert "has neither BOS nor EOS" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_bad_suite_is_reported_before_the_model_is_opened(tmp_path: Path) -> None:
     (tmp_path / "suite").mkdir()
     (tmp_path / "suite" / "bad.jsonl").write_text('{"context": 1}\n')
-    done = evaluate(tmp_path, "missing", "--suite", "suite", expect=2)
+    done = run_evaluator(tmp_path, "missing", "--suite", "suite", expect=2)
     assert "line 1" in done.stderr and "Traceback" not in done.stderr
-    done = evaluate(tmp_path, "missing", "--json", "suite", expect=2)
+    done = run_evaluator(tmp_path, "missing", "--json", "suite", expect=2)
     assert "suite is a directory" in done.stderr and "Traceback" not in done.stderr

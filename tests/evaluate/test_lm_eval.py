@@ -81,7 +81,7 @@ def test_results_equal_those_of_lm_eval(tmp_path: Path, peer_python: str, adds_b
         env=bare_environment(),
     )
     theirs = json.loads((tmp_path / "peer.json").read_text())
-    ours = {name: evaluate(tmp_path, name) for name in ("suite", "choices")}
+    ours = {name: evaluate_suite(tmp_path, name) for name in ("suite", "choices")}
     for name, expected in theirs.items():
         values = ours["suite"][name]["values"]
         for metric in ("accuracy", "accuracy_per_char"):
@@ -115,7 +115,7 @@ def write_suites(place: Path, items: dict[str, Sequence[Item]]) -> dict[str, int
     return sizes
 
 
-def evaluate(place: Path, suite: str) -> dict[str, dict]:
+def evaluate_suite(place: Path, suite: str) -> dict[str, dict]:
     command = [sys.executable, "-m", "lib.evaluate", "model", "--suite", suite]
     subprocess.run(
         [*command, "--json", f"{suite}-results.json", "--no-progress"],

@@ -34,13 +34,13 @@ def make_task(*items: Item, metric: str = "accuracy") -> Task:
     return Task("task", items, metric)
 
 
-def encode(requests: list[Request], window: int = 8, **tokens: int | None) -> EncodedSuite:
+def encode_requests(requests: list[Request], window: int = 8, **tokens: int | None) -> EncodedSuite:
     items = [Item((request,)) for request in requests]
     return passes.encode_suite([make_task(*items)], Letters(**tokens), window)
 
 
 def test_space_before_the_answer_belongs_to_it_and_equal_requests_are_one() -> None:
-    suite = encode([Request("ab \n", "c"), Request("ab", " \nc"), Request("", "é")], bos=1)
+    suite = encode_requests([Request("ab \n", "c"), Request("ab", " \nc"), Request("", "é")], bos=1)
     assert suite.requests == [0, 0, 1]
     assert (suite.tokens, suite.bytes) == ([3, 1], [3, 2])
     assert suite.rows[0].ids.tolist() == [1, *map(ord, "ab \nc")] and suite.rows[0].scored == 3
@@ -48,17 +48,17 @@ def test_space_before_the_answer_belongs_to_it_and_equal_requests_are_one() -> N
 
 
 def test_without_bos_a_bare_text_follows_eos_as_in_training() -> None:
-    suite = encode([Request("", "ab"), Request("x", "ab")], eos=2)
+    suite = encode_requests([Request("", "ab"), Request("x", "ab")], eos=2)
     assert [row.ids.tolist() for row in suite.rows] == [[2, 97, 98], [120, 97, 98]]
     with pytest.raises(UsageError, match="without context"):
-        encode([Request("", "ab")], eos=None)
+        encode_requests([Request("", "ab")], eos=None)
 
 
 def test_a_context_is_cut_at_the_left_and_an_answer_never() -> None:
     fits, cut, long = (
         Request("".ljust(n, "c"), "".ljust(m, "a")) for n, m in ((6, 3), (9, 2), (3, 21))
     )
-    suite = encode([fits, cut, long])
+    suite = encode_requests([fits, cut, long])
     assert suite.is_cut == [False, True, True]
     assert [(len(row.ids), row.scored) for row in suite.rows[:2]] == [(9, 3), (9, 2)]
     parts = suite.rows[2:]
@@ -70,7 +70,7 @@ def test_batches_have_few_shapes_and_all_ranks_as_many() -> None:
     lengths = [passes.round_length(length, 200) for length in range(1, 201)]
     assert sorted(set(lengths)) == [16, 32, 48, 64, 96, 128, 192, 200]
     assert all(length <= padded for length, padded in enumerate(lengths, 1))
-    suite = encode([Request("".ljust(n, "c"), "ab") for n in range(1, 40)], window=40)
+    suite = encode_requests([Request("".ljust(n, "c"), "ab") for n in range(1, 40)], window=40)
     plan = passes.plan_batches(suite, lambda length: 96 // length)
     shapes = {}
     for ranks in (1, 2, 5):

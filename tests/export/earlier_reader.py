@@ -18,7 +18,7 @@ TEXTS = (TEXT, "naïve 漢字 👩🏽‍🚀\t\tx = [0]", "<|im_end|> </s>", " 
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
-def read(directory: Path) -> dict[str, Any]:
+def read_model(directory: Path) -> dict[str, Any]:
     """Return the logits of the model in a directory, and the token IDs of some texts."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
@@ -42,7 +42,7 @@ def read(directory: Path) -> dict[str, Any]:
 WRITTEN = ("LlamaConfig", "Qwen2Config", "MixtralConfig")
 
 
-def write(directory: Path, name: str) -> None:
+def write_model(directory: Path, name: str) -> None:
     """Save a model with random weights and a tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -84,11 +84,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1] == "--write":
         for name in WRITTEN:
-            write(Path(sys.argv[2]) / name, name)
+            write_model(Path(sys.argv[2]) / name, name)
         sys.exit()
     for name in sys.argv[1:]:
         try:
-            found = read(Path(name))
+            found = read_model(Path(name))
         except Exception as error:  # of one model; the tests of the others go on
             found = {"error": repr(error)}
         torch.save(found, Path(name) / "read.pt")

@@ -22,7 +22,7 @@ from lib.tokens.batches import MicroBatch
 from tests.export.exports import run_stage_05, save_run
 from tests.export.lora_runs import build_lora_model, save_lora_run
 from tests.models.families import FAMILIES, LLAMA3, make_checkpoint
-from tests.models.two_ranks import shard
+from tests.models.two_ranks import shard_model
 
 TOKENS = 300
 ROWS = 384  # of an embedding that is padded
@@ -165,7 +165,7 @@ def compute_run_loss(root: Path, name: str) -> float:
         model = build_lora_model(root / "model", Lora(4, 8.0))
     else:
         model = build_on_meta(root / "model")
-        shard(model, None, [1])
+        shard_model(model, None, [1])
         model.to_empty(device="cpu")
         load_pretrained(model, root / "model")
     tokens = draw_tokens()

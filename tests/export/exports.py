@@ -18,7 +18,7 @@ from lib.models.architecture import build_on_meta
 from lib.models.weights import load_pretrained
 from lib.optim import registry
 from tests.models.families import FAMILIES
-from tests.models.two_ranks import shard
+from tests.models.two_ranks import shard_model
 from tests.scripts import load_script
 
 # These families differ from another one only in their position embeddings or the width of a head,
@@ -49,7 +49,7 @@ def save_run(
         if (model_dir / name).exists():
             shutil.copyfile(model_dir / name, experiment.model / name)
     model = build_on_meta(model_dir)
-    shard(model, None, [world_size])
+    shard_model(model, None, [world_size])
     model.to_empty(device="cpu")
     load_pretrained(model, model_dir)
     adamw = registry.build_optimizer("adamw", model, 1e-3)

@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path, strength=0.2)
 
 
-def export(root: Path, *arguments: object) -> None:
+def export_adapter(root: Path, *arguments: object) -> None:
     """Run stage 05 on the experiment of a directory."""
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", *arguments)
 
@@ -65,7 +65,7 @@ def test_every_precision_passes(
     caplog.set_level(logging.INFO, "pipeline")
     for dtype in ("bf16", "fp16", "fp32"):
         caplog.clear()
-        export(tmp_path, "--dtype", dtype, "--overwrite")
+        export_adapter(tmp_path, "--dtype", dtype, "--overwrite")
         logged = caplog.text
         assert logged.count("at most") == 3 and "of lora_B had a gradient, and none" in logged
 
@@ -83,10 +83,10 @@ def test_the_probe_uses_the_rope_frequencies_of_the_run(
     }
     make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
     save_lora_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
-    export(tmp_path, "--adapter")
+    export_adapter(tmp_path, "--adapter")
     monkeypatch.setattr(adapter_checks.attention, "fix_rope_frequencies", lambda *arguments: None)
     with pytest.raises(ArtifactError, match="do not compute what was trained"):
-        export(tmp_path, "--adapter", "--overwrite")
+        export_adapter(tmp_path, "--adapter", "--overwrite")
 
 
 def broken_fold(change: Callable[[Tensor, Tensor, str], Tensor]) -> Callable[..., Tensor]:
@@ -114,7 +114,7 @@ def test_a_wrong_merge_is_not_published(
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[fault]))
     with pytest.raises(ArtifactError, match="do not compute what was trained") as caught:
-        export(run)
+        export_adapter(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
 
@@ -125,17 +125,17 @@ def test_the_base_model_is_found_and_verified(run: Path) -> None:
     save_lora_run(run, run / "model", Lora(4, 8.0), record={"base": {"model.safetensors": digest}})
     (run / "model").rename(run / "elsewhere")
     with pytest.raises(ArtifactError, match="is gone") as gone:
-        export(run)
+        export_adapter(run)
     assert "-m NAME|DIR" in gone.value.hint
-    export(run, "-m", run / "elsewhere")
+    export_adapter(run, "-m", run / "elsewhere")
     shutil.rmtree(run / "out")
     content[-1] ^= 1
     (run / "elsewhere" / "model.safetensors").write_bytes(content)
     with pytest.raises(ArtifactError, match="damaged"):
-        export(run, "-m", run / "elsewhere")
+        export_adapter(run, "-m", run / "elsewhere")
     make_checkpoint(run / "other", FAMILIES["llama"]())
     with pytest.raises(UsageError, match="is not the base model"):
-        export(run, "-m", run / "other")
+        export_adapter(run, "-m", run / "other")
     assert not list(run.glob("out*"))
 
 
@@ -143,7 +143,7 @@ def test_an_exported_adapter_equals_the_files_of_peft(tmp_path: Path) -> None:
     """The files are float32, and contain neither config.json nor any path."""
     make_run(tmp_path, lora=Lora(4, 6.5, 0.1, "q_proj|v_proj", rslora=True))
     (tmp_path / "exp" / "model" / "tokenizer.json").write_text("{}")
-    export(tmp_path, "--adapter")
+    export_adapter(tmp_path, "--adapter")
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -179,12 +179,12 @@ def test_an_exported_adapter_equals_the_files_of_peft(tmp_path: Path) -> None:
     )
     assert str(tmp_path) not in (tmp_path / "out" / "README.md").read_text()
     before = (tmp_path / "out" / "manifest.json").read_bytes()
-    export(tmp_path, "--adapter")  # already done
+    export_adapter(tmp_path, "--adapter")  # already done
     assert (tmp_path / "out" / "manifest.json").read_bytes() == before
     with pytest.raises(UsageError, match="made from other inputs or options") as merged:
-        export(tmp_path)
+        export_adapter(tmp_path)
     assert "--adapter" in merged.value.found
-    export(tmp_path, "--adapter", "--dtype", "bf16", "--overwrite")
+    export_adapter(tmp_path, "--adapter", "--dtype", "bf16", "--overwrite")
     tensors = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
@@ -244,7 +244,7 @@ def test_an_adapter_that_lacks_rows_is_not_published(tmp_path: Path, fault: str)
     )
     for arguments in ((), ("--adapter",)):
         with pytest.raises(ArtifactError, match=_REFUSED) as caught:
-            export(tmp_path, *arguments)
+            export_adapter(tmp_path, *arguments)
         assert says in caught.value.found and not list(tmp_path.glob("out*"))
 
 
@@ -252,7 +252,7 @@ def test_rows_that_were_never_trained_may_be_zero(tmp_path: Path) -> None:
     """B remains zero without a step, and at a learning rate of 0."""
     none = without_rows(slice(0, 0), "model.")
     make_run(tmp_path, strength=0.0, change=none, lr=0)
-    export(tmp_path, "--adapter")
+    export_adapter(tmp_path, "--adapter")
     shutil.rmtree(tmp_path / "exp")
     save_lora_run(
         tmp_path,
@@ -262,7 +262,7 @@ def test_rows_that_were_never_trained_may_be_zero(tmp_path: Path) -> None:
         change=without_rows(slice(0, 0), "model.", "optimizer."),
         record={"optimizer_steps": 0},
     )
-    export(tmp_path, "--adapter", "--overwrite")
+    export_adapter(tmp_path, "--adapter", "--overwrite")
 
 
 def rewritten(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[..., Any]:
@@ -322,7 +322,7 @@ def test_a_wrong_adapter_file_is_not_published(
     name, change, says = BROKEN_ADAPTERS[fault]
     monkeypatch.setattr(adapter_files, "write_adapter", rewritten(name, change))
     with pytest.raises(ArtifactError, match=says):
-        export(run, "--adapter", *(["--dtype", "bf16"] if says == "do not compute" else []))
+        export_adapter(run, "--adapter", *(["--dtype", "bf16"] if says == "do not compute" else []))
     assert not list(run.glob("out*"))
 
 
@@ -330,7 +330,7 @@ def test_adapter_is_refused_for_a_run_of_the_full_model(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model", FAMILIES["llama"]())
     save_run(tmp_path, tmp_path / "model")
     with pytest.raises(UsageError, match="--adapter requires a LoRA run"):
-        export(tmp_path, "--adapter")
+        export_adapter(tmp_path, "--adapter")
 
 
 @pytest.mark.parametrize("family", EXPORTED)
@@ -344,7 +344,7 @@ def test_peft_and_the_merged_model_compute_what_the_trainer_did(
         rslora=family in ("llama", "gpt2"),
     )
     make_run(tmp_path, family, lora)
-    export(tmp_path, "--adapter")
+    export_adapter(tmp_path, "--adapter")
     run_stage_05(
         "-e", "exp", "--save-dir", tmp_path, "--out", tmp_path / "merged", "--dtype", "fp32"
     )

@@ -116,13 +116,15 @@ def exports(
 ) -> dict[str, Path]:
     """Return an export of each model, which transformers 4 has read."""
     root = tmp_path_factory.mktemp("exports")
-    made = {name: _export(root / name.replace(", ", "-"), make) for name, make in MODELS.items()}
+    made = {
+        name: _export_model(root / name.replace(", ", "-"), make) for name, make in MODELS.items()
+    }
     reader = Path(earlier_reader.__file__)
     subprocess.run([earlier_python, reader, *made.values()], check=True, env=clean_environment())
     return made
 
 
-def _export(root: Path, make: Callable[[], PretrainedConfig]) -> Path:
+def _export_model(root: Path, make: Callable[[], PretrainedConfig]) -> Path:
     root.mkdir()
     make_checkpoint(root / "model", make())
     save_run(root, root / "model")
@@ -138,8 +140,8 @@ def _export(root: Path, make: Callable[[], PretrainedConfig]) -> Path:
 def test_transformers_4_and_5_compute_the_same_logits(exports: dict[str, Path], name: str) -> None:
     torch.set_num_threads(1)
     out = exports[name]
-    before = earlier_reader.read(out.parent / "model")["logits"]
-    now = earlier_reader.read(out)
+    before = earlier_reader.read_model(out.parent / "model")["logits"]
+    now = earlier_reader.read_model(out)
     earlier = torch.load(out / "read.pt")
     assert "error" not in earlier, earlier["error"]
     assert earlier["version"] == "4.57.6" and earlier["dtype"] == now["dtype"] == "torch.float32"
@@ -171,7 +173,7 @@ def test_eight_kinds_of_models_are_the_same_to_transformers_4(
     out = eight[name]
     earlier = torch.load(out / "read.pt")
     assert "error" not in earlier, earlier["error"]
-    now = earlier_reader.read(out)
+    now = earlier_reader.read_model(out)
     assert earlier["version"] == "4.57.6"
     assert torch.equal(now.pop("logits"), earlier["logits"])
     expected = eight_models.compute_run_loss(out.parent, name)
@@ -196,7 +198,7 @@ def test_models_that_transformers_4_saved_are_the_same_in_all_stages(
         out = saved / "out"
         run_stage_05("-e", "exp", "--save-dir", saved, "--out", out, "--dtype", "float32")
         torch.save(torch.load(saved / "ids.pt"), out / "ids.pt")
-        assert torch.equal(earlier_reader.read(out)["logits"], logits), name
+        assert torch.equal(earlier_reader.read_model(out)["logits"], logits), name
         design = scratch.Design(None, saved / "config.json", None, (), saved)
         (saved / "new").mkdir()
         design.write_tokenizer(saved / "new", 1, False)
@@ -225,7 +227,7 @@ def test_transformers_4_reads_a_tokenizer_that_transformers_5_saved(
     subprocess.run([earlier_python, reader, out], check=True, env=clean_environment())
     earlier = torch.load(out / "read.pt")
     assert "error" not in earlier, earlier["error"]
-    now = earlier_reader.read(out)
+    now = earlier_reader.read_model(out)
     for part in ("text", "special", "batch", "chat"):
         assert earlier[part] == now[part], part
     assert now["chat"] == f"{tokenizer.BOS}Hi<|unused_270|>"

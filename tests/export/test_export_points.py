@@ -34,7 +34,7 @@ def name_of(out: Path) -> str:
     return next(name for name, path in _made.items() if path == out)
 
 
-def read(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
@@ -58,8 +58,8 @@ def test_the_files_are_complete_and_those_of_the_tokenizer_unchanged(out: Path) 
 
 
 def test_the_config_has_both_dialects_and_agrees_with_the_weights(out: Path) -> None:
-    config = read(out / "config.json")
-    generation = read(out / "generation_config.json")
+    config = read_json(out / "config.json")
+    generation = read_json(out / "generation_config.json")
     with safe_open(out / "model.safetensors", "pt") as file:
         names = set(file.keys())
         assert file.metadata() == {"format": "pt"}
@@ -77,8 +77,8 @@ def test_the_config_has_both_dialects_and_agrees_with_the_weights(out: Path) -> 
 
 def test_the_tokenizer_encodes_like_that_of_the_base(out: Path) -> None:
     base, exported = (AutoTokenizer.from_pretrained(place) for place in (out.parent / "model", out))
-    assert len(exported) <= read(out / "config.json")["vocab_size"]
-    assert read(out / "tokenizer_config.json")["tokenizer_class"] in (
+    assert len(exported) <= read_json(out / "config.json")["vocab_size"]
+    assert read_json(out / "tokenizer_config.json")["tokenizer_class"] in (
         "PreTrainedTokenizerFast",
         "GemmaTokenizer",
     )
@@ -88,7 +88,7 @@ def test_the_tokenizer_encodes_like_that_of_the_base(out: Path) -> None:
         assert exported.decode(ids) == base.decode(ids)
     if (out / CHAT_TEMPLATE).exists():
         assert (
-            read(out / "tokenizer_config.json")["chat_template"]
+            read_json(out / "tokenizer_config.json")["chat_template"]
             == (out / CHAT_TEMPLATE).read_text()
         )
         for prompt in (False, True):
@@ -98,7 +98,7 @@ def test_the_tokenizer_encodes_like_that_of_the_base(out: Path) -> None:
             assert rendered == base.apply_chat_template(
                 QUESTION, tokenize=False, add_generation_prompt=prompt
             )
-        stop = read(out / "generation_config.json")["eos_token_id"][0]
+        stop = read_json(out / "generation_config.json")["eos_token_id"][0]
         assert exported.convert_ids_to_tokens(stop) == "<|im_end|>"
         assert "<|im_end|>" in exported.all_special_tokens
 

@@ -35,7 +35,7 @@ def bucket(server: S3Server) -> Bucket:
     return Bucket(URL, "a run-18")
 
 
-def write(path: Path, size: int) -> tuple[Path, int, str]:
+def write_file(path: Path, size: int) -> tuple[Path, int, str]:
     path.write_bytes(os.urandom(size))
     return path, size, hashing.file_digest(path)
 
@@ -61,7 +61,7 @@ def test_a_url_names_a_bucket(text: str, is_url: bool) -> None:
 
 @pytest.mark.parametrize("size", [0, 5, 1 << 20])
 def test_a_small_file_becomes_an_object(bucket: Bucket, tmp_path: Path, size: int) -> None:
-    path, *facts = write(tmp_path / "file", size)
+    path, *facts = write_file(tmp_path / "file", size)
     bucket.upload("folder/file", path, *facts)
     assert b"".join(bucket.read("folder/file")) == path.read_bytes()
     bucket.delete(["folder/file", "no such object"])
@@ -74,7 +74,7 @@ def test_a_large_file_is_uploaded_in_parts(
     bucket: Bucket, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(s3, "_PART", 5 << 20)  # the least that S3 allows
-    path, *facts = write(tmp_path / "file", size)
+    path, *facts = write_file(tmp_path / "file", size)
     bucket.upload("file", path, *facts)
     assert b"".join(bucket.read("file")) == path.read_bytes()
     bucket.delete(["file"])
@@ -96,7 +96,7 @@ def test_a_file_with_other_content_makes_no_object(
 ) -> None:
     monkeypatch.setattr(s3, "_PART", 5 << 20)
     for size in (100, 11 << 20):
-        path, _, digest = write(tmp_path / "file", size)
+        path, _, digest = write_file(tmp_path / "file", size)
         with path.open("r+b") as file:
             file.write(bytes([path.read_bytes()[0] ^ 1]))
         with pytest.raises(ArtifactError, match="has other content"):
@@ -118,7 +118,7 @@ def test_a_damaged_object_is_noticed(
     monkeypatch.setattr(s3, "_PART", 5 << 20)
     server.store.keeps_checksums = keeps_checksums
     for size in (100, 11 << 20):
-        path, *facts = write(tmp_path / "file", size)
+        path, *facts = write_file(tmp_path / "file", size)
         server.store.corrupts = "bad"
         bucket.upload("good", path, *facts)
         with pytest.raises(StageError, match="has other content"):

@@ -55,13 +55,13 @@ def remote(content: bytes = CONTENT, path: str = "a/model.bin") -> RemoteFile:
     return RemoteFile(path, len(content), hashlib.sha256(content).hexdigest(), "")
 
 
-def transfer(wire: Wire, **how) -> Transfer:
+def transfer_files(wire: Wire, **how) -> Transfer:
     return Transfer(wire, Repository("org/x", "0" * 40, {}), **how)
 
 
 def test_a_large_file_is_downloaded_in_parallel_pieces(tmp_path):
     wire = Wire()
-    entries = transfer(wire, workers=4).fetch([remote()], tmp_path)
+    entries = transfer_files(wire, workers=4).fetch([remote()], tmp_path)
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
     assert sorted(wire.ranges) == [(at, at + PIECE) for at in range(0, len(CONTENT), PIECE)]
     assert entries[0]["digest"] == f"sha256:{remote().sha256}"
@@ -70,32 +70,32 @@ def test_a_large_file_is_downloaded_in_parallel_pieces(tmp_path):
 
 def test_a_killed_download_resumes_where_it_stopped(tmp_path):
     with pytest.raises(ConnectionError):
-        transfer(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
+        transfer_files(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
     came = 23 << 14
     assert len(CONTENT) - prepare_directory([remote()], tmp_path) == came
     wire = Wire()
-    transfer(wire, workers=2).fetch([remote()], tmp_path)
+    transfer_files(wire, workers=2).fetch([remote()], tmp_path)
     assert sum(end - start for start, end in wire.ranges) == len(CONTENT) - came
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
 
 
 def test_invalid_counts_restart_the_download(tmp_path):
     with pytest.raises(ConnectionError):
-        transfer(Wire(dies_after=5)).fetch([remote()], tmp_path)
+        transfer_files(Wire(dies_after=5)).fetch([remote()], tmp_path)
     counts = next(tmp_path.rglob("*.at"))
     counts.write_bytes(b"\xff" * len(counts.read_bytes()))
-    transfer(Wire()).fetch([remote()], tmp_path)
+    transfer_files(Wire()).fetch([remote()], tmp_path)
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
 
 
 def test_counts_ahead_of_the_bytes_are_detected_and_repaired(tmp_path):
     """A power cut can leave counts on disk whose bytes were never written."""
     with pytest.raises(ConnectionError):
-        transfer(Wire(dies_after=40), workers=1).fetch([remote()], tmp_path)
+        transfer_files(Wire(dies_after=40), workers=1).fetch([remote()], tmp_path)
     part = next(tmp_path.rglob("*.part"))
     part.write_bytes(bytes(part.stat().st_size))
     wire = Wire()
-    transfer(wire).fetch([remote()], tmp_path)
+    transfer_files(wire).fetch([remote()], tmp_path)
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
     assert sum(end - start for start, end in wire.ranges) > len(CONTENT)
 
@@ -103,7 +103,7 @@ def test_counts_ahead_of_the_bytes_are_detected_and_repaired(tmp_path):
 def test_repeated_damage_is_an_error_and_leaves_nothing(tmp_path):
     wire = Wire(content=b"\1" + CONTENT[1:])
     with pytest.raises(ArtifactError, match="is damaged"):
-        transfer(wire, workers=3).fetch([remote()], tmp_path)
+        transfer_files(wire, workers=3).fetch([remote()], tmp_path)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert sum(end - start for start, end in wire.ranges) == 2 * len(CONTENT)
 
@@ -112,7 +112,7 @@ def test_empty_files_and_git_blobs(tmp_path):
     blob = hashlib.sha1(b"blob 3\0abc").hexdigest()
     empty = hashlib.sha1(b"blob 0\0").hexdigest()
     files = [RemoteFile("empty", 0, "", empty), RemoteFile("small", 3, "", blob)]
-    entries = transfer(Wire(b"abc")).fetch(files, tmp_path)
+    entries = transfer_files(Wire(b"abc")).fetch(files, tmp_path)
     assert (tmp_path / "empty").read_bytes() == b""
     assert entries[1]["digest"] == "sha256:" + hashlib.sha256(b"abc").hexdigest()
 
@@ -125,9 +125,9 @@ def test_an_earlier_directory_is_used_if_its_digests_match(tmp_path, capsys):
     reuse_from = [tmp_path / "bad", tmp_path / "good"]
     (tmp_path / "new").mkdir()
     assert prepare_directory([remote()], tmp_path / "new", reuse_from) == 0  # links take no room
-    transfer(wire, reuse_from=reuse_from).fetch([remote()], tmp_path / "new")
+    transfer_files(wire, reuse_from=reuse_from).fetch([remote()], tmp_path / "new")
     assert not wire.ranges and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
-    transfer(wire, reuse_from=reuse_from[:1]).fetch([remote()], tmp_path / "newer")
+    transfer_files(wire, reuse_from=reuse_from[:1]).fetch([remote()], tmp_path / "newer")
     assert wire.ranges and (tmp_path / "bad/a/model.bin").read_bytes()[:1] == b"\1"
 
 
@@ -145,7 +145,7 @@ def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
 def test_nothing_is_written_outside_the_directory(tmp_path, path):
     wire = Wire(b"abc")
     with pytest.raises(UsageError, match="unsafe paths"):
-        transfer(wire).fetch([remote(b"abc", path)], tmp_path / "in")
+        transfer_files(wire).fetch([remote(b"abc", path)], tmp_path / "in")
     assert not wire.ranges and not list(tmp_path.iterdir())
 
 

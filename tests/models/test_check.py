@@ -40,7 +40,7 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change(model_dir: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_weights(model_dir: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(model_dir / WEIGHTS)
     how(tensors)
     save_file(tensors, model_dir / WEIGHTS)
@@ -73,7 +73,7 @@ def test_all_problems_are_reported_at_once(model_dir):
         tensors["model.layers.9.extra"] = torch.zeros(1)
         tensors["model.norm.weight"] = torch.ones(256, dtype=torch.int64)
 
-    change(model_dir, spoil)
+    change_weights(model_dir, spoil)
     found = problems(model_dir)
     for problem in (
         "model.layers.0.mlp.up_proj.weight",

@@ -24,7 +24,7 @@ def _written(config: PretrainedConfig, place: Path) -> dict[str, Any]:
     return json.loads((place / "config.json").read_text())
 
 
-def _read(content: dict[str, Any], place: Path) -> dict[str, Any]:
+def _read_config(content: dict[str, Any], place: Path) -> dict[str, Any]:
     """Return the config as transformers 5 reads it."""
     place.mkdir()
     (place / "config.json").write_text(json.dumps(content))
@@ -104,15 +104,15 @@ def test_each_family_gets_its_earlier_keys(
 def test_transformers_5_reads_the_same_with_earlier_keys(tmp_path: Path, family: str) -> None:
     before = _written(FAMILIES[family](), tmp_path)
     after = dialects.add_earlier_keys(before)
-    assert _read(after, tmp_path / "after") == _read(before, tmp_path / "before")
+    assert _read_config(after, tmp_path / "after") == _read_config(before, tmp_path / "before")
 
 
 def test_phi3_accepts_the_names_of_its_earlier_fields(tmp_path: Path) -> None:
     before = _written(FAMILIES["phi3"](), tmp_path)
-    read = _read(dialects.add_earlier_keys(before), tmp_path / "after")
+    read = _read_config(dialects.add_earlier_keys(before), tmp_path / "after")
     assert read.pop("partial_rotary_factor") == 1.0  # what stands in rope_parameters, too
     assert read["rope_parameters"].pop("type") == "longrope"
-    assert read == _read(before, tmp_path / "before")
+    assert read == _read_config(before, tmp_path / "before")
 
 
 def test_the_text_part_of_a_model_gets_earlier_keys_too() -> None:
@@ -157,9 +157,9 @@ def test_the_base_of_each_scaled_config_is_the_one_that_transformers_5_reads(
         after = dialects.add_earlier_keys(before)
         assert after["rope_theta"] == 5e5 and after["rope_scaling"] == scaling, name
         assert dialects.add_earlier_keys(after) == after
-        read = _read(before, tmp_path / f"{name} before")["rope_parameters"]
+        read = _read_config(before, tmp_path / f"{name} before")["rope_parameters"]
         assert read.get("full_attention", read)["rope_theta"] == 5e5
-        assert _read(after, tmp_path / f"{name} after")["rope_parameters"] == read
+        assert _read_config(after, tmp_path / f"{name} after")["rope_parameters"] == read
 
 
 def test_the_dtype_of_the_text_part_is_set_too() -> None:

@@ -59,7 +59,7 @@ def sharded(
     return model
 
 
-def train(model: nn.Module, steps: int) -> list[float]:
+def train_steps(model: nn.Module, steps: int) -> list[float]:
     """Return the losses of some steps on sentences of a small artificial language."""
     adamw = registry.build_optimizer("adamw", model, 1e-2)
     float8.update_scales_with(adamw, model)
@@ -85,7 +85,7 @@ def test_scales_are_updated_after_each_step(group: dist.ProcessGroup) -> None:
     assert type(local_tensor(weight)) is torch.Tensor
     assert not local_tensor(weight).is_meta
     for steps in (0, 1):
-        train(model, steps)
+        train_steps(model, steps)
         scale = 448 / local_tensor(weight).abs().max()
         assert weight._local_tensor._precomputed_scale.item() == pytest.approx(scale.item())
     masters = plain(weight)
@@ -96,10 +96,10 @@ def test_scales_are_updated_after_each_step(group: dist.ProcessGroup) -> None:
 
 @pytest.mark.slow
 def test_losses_are_within_a_percent_of_those_in_bf16(group: dist.ProcessGroup) -> None:
-    expected = train(sharded(SMALL), 100)
+    expected = train_steps(sharded(SMALL), 100)
     assert expected[-1] < 0.5 * expected[0]
     for recipe in ("tensorwise", "rowwise"):
-        found = train(sharded(SMALL, recipe), 100)
+        found = train_steps(sharded(SMALL, recipe), 100)
         assert found[0] != expected[0]
         for at in range(0, 100, 10):
             of_bf16, mine = (math.fsum(losses[at : at + 10]) for losses in (expected, found))
@@ -111,8 +111,8 @@ def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> N
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    expected = train(sharded(SMALL, "tensorwise"), 3)
-    found = train(sharded(SMALL, "tensorwise", compiled=True), 3)
+    expected = train_steps(sharded(SMALL, "tensorwise"), 3)
+    found = train_steps(sharded(SMALL, "tensorwise", compiled=True), 3)
     assert found == pytest.approx(expected, rel=1e-3)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
@@ -134,10 +134,10 @@ def test_a_rank_with_all_weights_casts_them_in_its_blocks(
         return cast(*rest)
 
     monkeypatch.setattr(fsdp_utils, "hp_tensor_and_scale_to_float8", note_and_cast)
-    expected = train(gathered, 3)
+    expected = train_steps(gathered, 3)
     assert calls
     calls.clear()
-    assert train(alone, 3) == pytest.approx(expected, rel=0.01)
+    assert train_steps(alone, 3) == pytest.approx(expected, rel=0.01)
     assert not calls
 
 

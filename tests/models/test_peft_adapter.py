@@ -26,7 +26,7 @@ from tests.models.families import FAMILIES
 from tests.models.two_ranks import TOKENS
 
 
-def build(family: str) -> PreTrainedModel:
+def build_model(family: str) -> PreTrainedModel:
     torch.manual_seed(1)
     return AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=torch.float32).eval()
 
@@ -47,7 +47,7 @@ def written_by_peft(model: PreTrainedModel, out: Path, **settings: object) -> to
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Path:
-    written_by_peft(build("llama"), tmp_path / "adapter")
+    written_by_peft(build_model("llama"), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
@@ -72,7 +72,7 @@ def adapter(tmp_path: Path) -> Path:
 def test_an_adapter_gives_the_logits_of_peft(
     tmp_path: Path, family: str, settings: dict[str, object]
 ) -> None:
-    model = build(family)
+    model = build_model(family)
     expected = written_by_peft(model, tmp_path, **settings)
     found = peft_adapter.read_adapter(tmp_path)
     lora.require_fits(model, found)
@@ -188,7 +188,7 @@ def test_weights_that_are_not_finite_are_refused(adapter: Path) -> None:
     first = next(iter(sorted(tensors)))
 
     save_file(tensors | {first: tensors[first] * math.inf}, weights)
-    model = build("llama")
+    model = build_model("llama")
     found = peft_adapter.read_adapter(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged") as error:
@@ -241,7 +241,7 @@ def test_files_that_safetensors_refuses_count_as_damaged(adapter: Path) -> None:
     change_header(
         adapter / peft_adapter.WEIGHTS, lambda _, header: header.update(__metadata__={"format": 5})
     )
-    model = build("llama")
+    model = build_model("llama")
     found = peft_adapter.read_adapter(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged"):
@@ -258,7 +258,7 @@ def test_numbers_too_large_for_the_dtype_count_as_damage(adapter: Path) -> None:
         },
         weights,
     )
-    model = build("llama")
+    model = build_model("llama")
     found = peft_adapter.read_adapter(adapter)
     Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
     for module in model.modules():
@@ -282,8 +282,8 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
     found = peft_adapter.read_adapter(adapter)
     for family in ("gpt2", "mixtral"):
         with pytest.raises(UsageError, match="does not belong to this"):
-            lora.require_fits(build(family), found)
-    written_by_peft(build("llama"), tmp_path / "head", target_modules=["q_proj", "lm_head"])
+            lora.require_fits(build_model(family), found)
+    written_by_peft(build_model("llama"), tmp_path / "head", target_modules=["q_proj", "lm_head"])
     with pytest.raises(UsageError) as refused:
         peft_adapter.read_adapter(tmp_path / "head")  # which brings the weight along
     assert "lm_head.base_layer.weight" in refused.value.render()
@@ -291,7 +291,7 @@ def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_linear_means_the_same_layers_as_in_peft(family: str) -> None:
-    model = build(family)
+    model = build_model(family)
     mine = set(lora_targets.choose_linears(model, lora_targets.ALL))
     attention = set(lora_targets.choose_linears(model, lora_targets.ATTENTION))
     if mine == attention:  # the rest are fused experts
@@ -326,7 +326,7 @@ def test_all_linear_means_the_same_layers_as_in_peft(family: str) -> None:
 
 
 def test_an_unused_adapter_causes_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    model = build("llama")
+    model = build_model("llama")
     Lora(2, 4.0).attach(model)
     for module in model.modules():
         if isinstance(module, lora.Factor):
@@ -346,7 +346,7 @@ def test_an_unused_adapter_causes_a_warning(caplog: pytest.LogCaptureFixture) ->
 
 
 def test_an_adapter_without_some_layers_counts_as_damaged(adapter: Path) -> None:
-    model = build("llama")
+    model = build_model("llama")
     weights = {
         name: tensor
         for name, tensor in load_file(adapter / "adapter_model.safetensors").items()

@@ -48,7 +48,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(corpus: Path, into: Path, vocabulary: int = 600, **more) -> tuple[int, tokenizer.Sample]:
+def train_tokenizer(
+    corpus: Path, into: Path, vocabulary: int = 600, **more
+) -> tuple[int, tokenizer.Sample]:
     into.mkdir()
     return tokenizer.train_tokenizer(
         [corpus], vocabulary, 128, into, workers=1, show_progress=False, **more
@@ -59,7 +61,7 @@ def train(corpus: Path, into: Path, vocabulary: int = 600, **more) -> tuple[int,
 def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train a tokenizer beside the config of its model."""
     into = tmp_path_factory.mktemp("tokenizer") / "it"
-    assert train(corpus, into)[0] == 600
+    assert train_tokenizer(corpus, into)[0] == 600
     scratch.make_config("tiny", 600, 0, 1).save_pretrained(into)
     return into
 
@@ -111,7 +113,7 @@ def test_a_batch_is_padded_with_a_token_that_occurs_in_no_text(trained):
 
 
 def test_the_smallest_vocabulary_has_no_room_for_padding(corpus, tmp_path):
-    made, _ = train(corpus, tmp_path / "it", vocabulary=tokenizer.SMALLEST_VOCABULARY)
+    made, _ = train_tokenizer(corpus, tmp_path / "it", vocabulary=tokenizer.SMALLEST_VOCABULARY)
     loaded = tokenizer.load_tokenizer(tmp_path / "it")
     assert made == len(loaded) == tokenizer.SMALLEST_VOCABULARY and loaded.pad_token is None
 
@@ -127,19 +129,19 @@ def test_ollama_knows_how_words_are_split(trained):
 
 
 def test_the_same_text_gives_the_same_bytes(corpus, trained, tmp_path):
-    train(corpus, tmp_path / "again")
+    train_tokenizer(corpus, tmp_path / "again")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "again" / file).read_bytes() == (trained / file).read_bytes()
 
 
 def test_a_small_corpus_leaves_tokens_unused(corpus, tmp_path):
-    made, sample = train(corpus, tmp_path / "it", vocabulary=50_000)
+    made, sample = train_tokenizer(corpus, tmp_path / "it", vocabulary=50_000)
     assert 600 < made < 50_000 == len(tokenizer.load_tokenizer(tmp_path / "it"))
     assert sample.documents_used == 402 and str(sample).startswith("all 402 documents")
 
 
 def test_the_sample_is_bounded_and_spread(corpus, tmp_path):
-    made, sample = train(corpus, tmp_path / "it", vocabulary=300, limit=20_000)
+    made, sample = train_tokenizer(corpus, tmp_path / "it", vocabulary=300, limit=20_000)
     assert made == 300
     assert 18_000 < sample.bytes_used <= 20_000 < sample.bytes_total
     assert 40 < sample.documents_used < 60 and "evenly spread" in str(sample)
@@ -147,7 +149,7 @@ def test_the_sample_is_bounded_and_spread(corpus, tmp_path):
 
 def test_one_long_document_is_truncated(tmp_path):
     datasets.Dataset.from_dict({"text": ["é" * 10_000]}).save_to_disk(tmp_path / "long")
-    made, sample = train(tmp_path / "long", tmp_path / "it", vocabulary=259, limit=1001)
+    made, sample = train_tokenizer(tmp_path / "long", tmp_path / "it", vocabulary=259, limit=1001)
     assert made == 259 and sample.bytes_used == 1001
 
 
@@ -175,7 +177,7 @@ def test_a_tokenizer_is_trained_on_several_datasets_or_none(corpus: Path, tmp_pa
     (tmp_path / "plain").mkdir()
     tokenizer.train_tokenizer([shard], 600, None, tmp_path / "plain", **how)
     alone = tmp_path / "alone"
-    train(corpus, alone)
+    train_tokenizer(corpus, alone)
     assert (
         json.loads((tmp_path / "plain/tokenizer.json").read_text())["model"]
         == json.loads((alone / "tokenizer.json").read_text())["model"]
@@ -250,7 +252,7 @@ def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpu
     chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.make_batch(rows)]))
     chat.save_to_disk(tmp_path / "chat")
 
-    train(tmp_path / "chat", tmp_path / "it", 300)
+    train_tokenizer(tmp_path / "chat", tmp_path / "it", 300)
     loaded = AutoTokenizer.from_pretrained(tmp_path / "it", local_files_only=True)
     assert "Ġheron" in loaded.get_vocab()
     ids = loaded.apply_chat_template(turns)["input_ids"]
@@ -260,4 +262,4 @@ def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpu
     found = training_text.read_texts([corpus, tmp_path / "chat"])  # strings, and large strings
     assert found.is_chat and len(found.texts) == 402 + 150
     with pytest.raises(UsageError, match="too few for a tokenizer of conversations"):
-        train(tmp_path / "chat", tmp_path / "small", 259)
+        train_tokenizer(tmp_path / "chat", tmp_path / "small", 259)

@@ -29,7 +29,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("a model")
 
 
-def refused(path: Path) -> StageError:
+def find_and_fail(path: Path) -> StageError:
     with pytest.raises(StageError) as caught:
         lookup.find_model(str(path), Path(".cache"))
     assert caught.value.code in (2, 3)
@@ -41,7 +41,7 @@ def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
     weights = load_file(model / "model.safetensors")
     torch.save(weights, model / "pytorch_model.bin")
     (model / "model.safetensors").unlink()
-    convert, train = refused(model).run.splitlines()
+    convert, train = find_and_fail(model).run.splitlines()
     python, option, code, *words = shlex.split(convert)
     assert (python, option) == (sys.executable, "-c")
     run_code(code, *words, cwd=Path.cwd())
@@ -50,7 +50,7 @@ def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
     converted = load_file(found / "model.safetensors")
     assert all(torch.equal(converted[name], weights[name]) for name in converted)
     (model / "config.json").unlink()  # then only its author can say what it is
-    assert "save_pretrained" in refused(model).hint
+    assert "save_pretrained" in find_and_fail(model).hint
 
 
 @pytest.mark.parametrize("inner", [".", "pytorch_model_fsdp_0", "a/b"])
@@ -66,7 +66,7 @@ def test_the_error_for_shards_of_fsdp_names_the_command_that_merges_them(
     (model / "model.safetensors").unlink()
     if not has_config:
         (model / "config.json").unlink()
-    merge, train = refused(model).run.splitlines()
+    merge, train = find_and_fail(model).run.splitlines()
     assert shlex.split(merge) == ["accelerate", "merge-weights", str(shards), "a model-merged"]
     assert shlex.split(train)[-1] == "a model-merged"
 
@@ -81,7 +81,7 @@ def test_the_printed_command_exports_a_run(model: Path, part: str) -> None:
     (step / "COMMIT.json").touch()
     for file in ("config.json", "model.safetensors"):
         (model / file).unlink()
-    words = shlex.split(refused(model / part).run.splitlines()[0])[2:]
+    words = shlex.split(find_and_fail(model / part).run.splitlines()[0])[2:]
     expected = ["--step", "2"] if "step" in part else []
     assert words == ["-e", "a model", *expected, "--out", "a model/export/model"]
 
@@ -92,4 +92,4 @@ def test_a_complete_model_is_accepted_beside_other_formats(model: Path) -> None:
     (model / "global_step5" / "__0_0.distcp").touch()
     assert lookup.find_model(str(model), Path(".cache")) == model
     shutil.rmtree(model)
-    assert "no finished model" in refused(model).problem
+    assert "no finished model" in find_and_fail(model).problem

@@ -21,7 +21,7 @@ from lib.models.directory import INDEX, WEIGHTS, has_weights
 from lib.models.tensors import HubTensors
 from lib.models.weights import initialise, load_pretrained, restore_buffers
 from tests.models.families import FAMILIES, make_checkpoint
-from tests.models.two_ranks import TOKENS, full_weights, spoil
+from tests.models.two_ranks import TOKENS, full_weights, spoil_memory
 
 Tensors = dict[str, torch.Tensor]
 
@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 def _empty(directory: Path) -> PreTrainedModel:
     model = build_on_meta(directory).to_empty(device="cpu")
     with torch.no_grad():
-        spoil(model)
+        spoil_memory(model)
     return model
 
 

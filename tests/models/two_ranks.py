@@ -30,7 +30,7 @@ from lib.models.sharded import local_slice, local_tensor
 TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
 
 
-def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) -> None:
+def shard_model(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) -> None:
     """Shard as the trainer does: blocks, then norm and head (or tied embedding), then the root."""
     names = ("replicate", "shard") if len(mesh_shape) == 2 else ("shard",)
     options: dict[str, Any] = {"mesh": init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)}
@@ -48,7 +48,7 @@ def shard(model: PreTrainedModel, placement: int | None, mesh_shape: list[int]) 
     fully_shard(model, **options)
 
 
-def spoil(model: nn.Module) -> None:
+def spoil_memory(model: nn.Module) -> None:
     """Fill all memory that `to_empty` may have left uninitialised with NaN or wrong numbers."""
     for tensor in [*model.parameters(), *model.buffers()]:
         local_tensor(tensor).fill_(torch.nan if tensor.is_floating_point() else 7)
@@ -97,9 +97,9 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
 
     weights.HubTensors.read = counting
     model = build_on_meta(directory)
-    shard(model, placement, mesh)
+    shard_model(model, placement, mesh)
     model.to_empty(device="cpu")
-    spoil(model)
+    spoil_memory(model)
     weights.load_pretrained(model, directory)
     weights.HubTensors.read = original
     check_slices(model)
@@ -107,7 +107,7 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
     loaded = full_weights(model)
     written = exported(model)
     logits = model.eval()(TOKENS, use_cache=False).logits.detach()
-    spoil(model)
+    spoil_memory(model)
     weights.initialise(model, seed=3)
     return {
         "logits": logits,

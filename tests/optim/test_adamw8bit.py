@@ -26,7 +26,9 @@ def model_of(*shapes: tuple[int, ...]) -> nn.Module:
     return nn.ParameterList(torch.randn(shape) for shape in shapes)
 
 
-def build(model: nn.Module, kind: str = "adamw8bit", lr: float = 1e-2) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, kind: str = "adamw8bit", lr: float = 1e-2
+) -> torch.optim.Optimizer:
     return registry.build_optimizer(kind, model, lr)
 
 
@@ -48,7 +50,7 @@ def test_states_of_matrices_take_a_quarter_of_the_memory() -> None:
     sizes = {
         kind: {
             name: tensor.nbytes
-            for name, tensor in registry.named_states(model, build(model, kind)).items()
+            for name, tensor in registry.named_states(model, build_optimizer(model, kind)).items()
         }
         for kind in ("adamw", "adamw8bit")
     }
@@ -66,7 +68,7 @@ def test_the_first_step_equals_that_of_adamw() -> None:
     reference = copy.deepcopy(model)
     for m, kind in ((model, "adamw8bit"), (reference, "adamw")):
         fill_gradients(m, 1)
-        build(m, kind).step()
+        build_optimizer(m, kind).step()
     torch.testing.assert_close(list(model), list(reference), rtol=1e-5, atol=1e-7)
 
 
@@ -79,7 +81,7 @@ def test_it_reaches_the_loss_of_adamw() -> None:
     losses: dict[str, list[float]] = {"adamw": [], "adamw8bit": []}
     for kind, curve in losses.items():
         model = copy.deepcopy(start)
-        adamw = build(model, kind, lr=1e-3)
+        adamw = build_optimizer(model, kind, lr=1e-3)
         for _ in range(80):
             loss = (model(inputs) - targets).square().mean()
             loss.backward()
@@ -94,7 +96,7 @@ def test_it_reaches_the_loss_of_adamw() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
     model = model_of((4, 300), (7,))
-    adamw = build(model)
+    adamw = build_optimizer(model)
     for seed in range(steps):
         fill_gradients(model, seed)
         adamw.step()
@@ -127,8 +129,8 @@ def test_an_update_does_not_depend_on_how_rows_are_split(monkeypatch: pytest.Mon
             parts[0][7:].detach().clone(),
         ]
     )  # the last rank has no row
-    whole_optimizer = build(whole)
-    shard_optimizer = build(shards)
+    whole_optimizer = build_optimizer(whole)
+    shard_optimizer = build_optimizer(shards)
     for seed in range(5):
         fill_gradients(whole, seed)
         for shard, gradient in zip(shards, whole[0].grad.split((3, 4, 0)), strict=True):
@@ -147,7 +149,7 @@ def test_small_changes_are_not_lost_in_rounding() -> None:
     The first number of the block stays large, so that the scale hardly changes.
     """
     model = nn.ParameterList([torch.ones(1, 256)])
-    adamw = build(model, lr=0.0)
+    adamw = build_optimizer(model, lr=0.0)
     first = torch.linspace(0.3, 0.6, 256)[None]
     for step in range(101):
         model[0].grad = first.clone() if step == 0 else torch.zeros_like(first)
@@ -163,7 +165,7 @@ def test_small_changes_are_not_lost_in_rounding() -> None:
 
 def test_tiny_and_huge_gradients_leave_finite_states() -> None:
     model = model_of((2, 256))
-    adamw: AdamW8bit = build(model)
+    adamw: AdamW8bit = build_optimizer(model)
     for scale in (1e-25, 1e15, 0.0, 1.0):
         model[0].grad = torch.randn(2, 256) * scale
         adamw.step()
@@ -182,7 +184,7 @@ def test_scalars_are_computed_once_per_group_and_step(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(adamw8bit, "step_scalars", count_calls)
     model = model_of((4, 300), (8, 256), (3, 2, 7), (9,), (7,))
-    adamw = build(model)
+    adamw = build_optimizer(model)
     for seed in range(3):
         fill_gradients(model, seed)
         adamw.step()

@@ -79,7 +79,7 @@ def make_curve(values: dict[int, float], **more: object) -> Line:
     return Line("curve", low, np.where(np.isfinite(low), low, -np.inf), gaps, **more)
 
 
-def draw(*curves: Line, form: str = "", end: float = 1000.0) -> str:
+def draw_chart(*curves: Line, form: str = "", end: float = 1000.0) -> str:
     """Return a page with one chart, which passes the check."""
     chart = svg.draw_chart("key", "Title", "unit", form, curves, end, [("tokens", str)])
     text = page.page("title", [page.tag("h1", "title"), chart])
@@ -89,7 +89,7 @@ def draw(*curves: Line, form: str = "", end: float = 1000.0) -> str:
 
 
 def test_a_gap_interrupts_a_line_and_a_single_point_is_a_dot() -> None:
-    chart = draw(make_curve({0: 1.0, 1: 2.0, 5: float("nan"), 7: 3.0, 9: float("inf")}))
+    chart = draw_chart(make_curve({0: 1.0, 1: 2.0, 5: float("nan"), 7: 3.0, 9: float("inf")}))
     (path,) = re.findall(r'<path d="(M[^"]*)"/>', chart)
     first, second = path[1:].split("M")
     assert first.count("L") == 1 and second.count("L") == 0 and second.endswith("h0")
@@ -99,7 +99,7 @@ def test_a_spike_stays_visible_in_a_band() -> None:
     curve = make_curve(dict.fromkeys(range(COLUMNS), 1.0))
     high = curve.high + 0.1
     high[17] = 50.0
-    chart = draw(curve._replace(high=high))
+    chart = draw_chart(curve._replace(high=high))
     assert "band" in chart
     heights = [float(y) for y in re.findall(r",([\d.]+)", chart.split("band")[1])]
     assert min(heights) < 60 < 200 < sorted(heights)[1]
@@ -119,13 +119,15 @@ def test_a_spike_stays_visible_in_a_band() -> None:
     ],
 )
 def test_any_numbers_give_a_chart(values: dict[int, float], form: str) -> None:
-    draw(make_curve(values), form=form)
-    draw(make_curve(values, form="marked"), make_curve({2: 1.0}, style=7), form=form, end=1.0)
+    draw_chart(make_curve(values), form=form)
+    draw_chart(make_curve(values, form="marked"), make_curve({2: 1.0}, style=7), form=form, end=1.0)
 
 
 def test_an_area_lies_between_its_edges() -> None:
     upper = make_curve({0: 2.0, 1: 2.0}, form="area")
-    chart = draw(upper._replace(low=np.where(np.isfinite(upper.low), 1.0, np.inf)), form="zero")
+    chart = draw_chart(
+        upper._replace(low=np.where(np.isfinite(upper.low), 1.0, np.inf)), form="zero"
+    )
     (path,) = re.findall(r'<path class="sum" d="(M[^"]*)"/>', chart)
     assert len({point.split(",")[1] for point in path[1:-2].split("L")}) == 2
 

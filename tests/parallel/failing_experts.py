@@ -19,7 +19,7 @@ from lib.parallel import experts, experts_trial, parallelize
 from lib.parallel.layout import ParallelLayout, gather
 
 
-def fail(*_: object) -> torch.Tensor:
+def fail_to_start(*_: object) -> torch.Tensor:
     """Fail like a kernel that this rank's GPU cannot start."""
     raise RuntimeError("no such kernel")
 
@@ -49,7 +49,7 @@ def main() -> None:
             if buffer is not None:
                 buffer.fill_(0.5)
     if layout.rank == 1:
-        experts.combine = fail
+        experts.combine = fail_to_start
     lines = gather(experts_trial.choose_experts_function(model, layout), layout.control)
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(lines))

@@ -31,12 +31,12 @@ from tests.models.families import make_tiny_llama
 STEPS = 3
 
 
-def fail(*_: Any) -> None:
+def fail_to_compile(*_: Any) -> None:
     """Raise what a compiler that knows no 8-bit floats may raise."""
     raise RuntimeError("type fp8e4nv not supported")
 
 
-def train(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
+def train_steps(layout: ParallelLayout, compiler: Compiler | None) -> list[float]:
     """Return the loss of each step, summed over ranks. All ranks must call this."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_tiny_llama())
@@ -77,14 +77,16 @@ def main() -> None:
         return run
 
     def compile_(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        return fail if function in may_fail else real(function, backend=backend, **options)
+        return (
+            fail_to_compile if function in may_fail else real(function, backend=backend, **options)
+        )
 
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger().addHandler(handler)
-    expected = train(layout, None)
+    expected = train_steps(layout, None)
     with mock.patch.object(torch, "compile", compile_):
-        found = train(layout, make_compiler(True, layout.device))
+        found = train_steps(layout, make_compiler(True, layout.device))
     (Path(sys.argv[1]) / f"{layout.rank}.json").write_text(
         json.dumps(
             {

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout, make_mesh
-from tests.parallel.summing import train
+from tests.parallel.summing import train_case
 
 CASES = [
     ("adamw", "fp32", False),
@@ -34,7 +34,7 @@ def main() -> None:
         mesh = make_mesh("cpu", ranks, ranks // shard)
         for optimizer, precision, offload in CASES:
             found[f"{optimizer} {precision} {shard} {offload}"] = [
-                train(
+                train_case(
                     layout,
                     mesh,
                     precision,

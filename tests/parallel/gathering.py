@@ -58,7 +58,7 @@ def make_model(tied: bool, lora: int, precision: str) -> PreTrainedModel:
     return model
 
 
-def train(
+def train_case(
     layout: ParallelLayout,
     shard_size: int,
     kept: bool,
@@ -117,7 +117,7 @@ def train(
             guard.clip(adamw, 1.0, scaled)
             adamw.step()
             adamw.zero_grad(set_to_none=True)
-        validated = validate(model, tokens[0, 0][None])
+        validated = validate_row(model, tokens[0, 0][None])
     weights = b"".join(
         p.full_tensor().detach().numpy().tobytes()
         for p in model.parameters()
@@ -131,7 +131,7 @@ def train(
     }
 
 
-def validate(model: PreTrainedModel, row: torch.Tensor) -> float:
+def validate_row(model: PreTrainedModel, row: torch.Tensor) -> float:
     """Return a loss without gradients, and require that everything is sharded afterwards."""
     with torch.no_grad(), eval_mode(model):
         found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
@@ -162,7 +162,7 @@ def main() -> None:
         cases = {"replicas": {"shard_size": 2}, "separate": {"shard_size": 2, "separate": True}}
     for name, case in cases.items():
         for kept in (False,) if case.get("offload") else (False, True):
-            found[f"{name} {kept}"] = train(layout, kept=kept, **case)
+            found[f"{name} {kept}"] = train_case(layout, kept=kept, **case)
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     layout.stop()

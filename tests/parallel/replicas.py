@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from lib.optim.guard import StepGuard
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout, make_mesh
-from tests.parallel.summing import train
+from tests.parallel.summing import train_case
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
                     ranks,
                     divisor=parallelize.gradient_divisor(mesh),
                 )
-                found[precision].append(train(layout, mesh, precision, guard))
+                found[precision].append(train_case(layout, mesh, precision, guard))
                 found[precision][-1]["sum_calls"] = summing.call_count
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

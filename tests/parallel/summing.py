@@ -48,7 +48,7 @@ class AveragingGuard(StepGuard):
         return LossScale(power * self.scale, mean / power / self.scale)
 
 
-def train(
+def train_case(
     layout: ParallelLayout,
     mesh: DeviceMesh,
     precision: str,
@@ -97,11 +97,11 @@ def main() -> None:
     for precision in ("fp32", "bf16", "fp16"):
         for shard in (4, 2, 1) if ranks == 4 else (ranks,):
             mesh = make_mesh("cpu", ranks, ranks // shard)
-            summed = train(
+            summed = train_case(
                 layout, mesh, precision, StepGuard(precision, 30.0, layout.device, ranks)
             )
             with mock.patch.object(parallelize, "_sum_gradients"):
-                averaged = train(layout, mesh, precision, AveragingGuard(precision, ranks))
+                averaged = train_case(layout, mesh, precision, AveragingGuard(precision, ranks))
             found[f"{precision} {shard}"] = summed, averaged
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

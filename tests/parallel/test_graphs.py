@@ -50,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphMod
     torch._dynamo.reset()
 
 
-def attend(
+def compute_attention(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float
 ) -> list[Tensor]:
     """Return heads, each [H, tokens, D], and weights; tokens beyond `longest` are ignored."""
@@ -72,7 +72,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     @varlen._varlen_attn.register_kernel("cpu")
     def forward(query, key, value, ends, _, longest, *others):
-        *_, values, weights = attend(query, key, value, ends, longest, others[2])
+        *_, values, weights = compute_attention(query, key, value, ends, longest, others[2])
         return (
             (weights @ values).transpose(0, 1).contiguous(),
             torch.zeros(query.shape[1], len(query)),
@@ -83,7 +83,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
         scale = others[3]
         given = gradient.transpose(0, 1)
-        queries, keys, values, weights = attend(query, key, value, ends, longest, scale)
+        queries, keys, values, weights = compute_attention(query, key, value, ends, longest, scale)
         of_weights = given @ values.mT
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, True)) * scale
         found = [
@@ -195,7 +195,7 @@ def layers(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, size), nn.Linear(size, 4)) for size in range(3, 3 + count)]
 
 
-def run(blocks: list[nn.Module]) -> None:
+def run_blocks(blocks: list[nn.Module]) -> None:
     """Run wrapped layers forward and backward, and compare them with the plain layers."""
     compiler = compiling.make_compiler(True, CPU)
     given = torch.randn(2, 4, requires_grad=True)
@@ -212,7 +212,7 @@ def run(blocks: list[nn.Module]) -> None:
 def test_all_layers_are_compiled_even_if_all_differ(
     compiled: list[torch.fx.GraphModule], caplog
 ) -> None:
-    run(layers(20))
+    run_blocks(layers(20))
     assert len(compiled) == 20 and not caplog.records
 
 
@@ -225,7 +225,7 @@ def test_the_limit_of_graphs_is_reported_once(
 ) -> None:
     """One warning covers all functions; further calls give the same results without a graph."""
     monkeypatch.setattr(compiling, "_GRAPH_LIMIT", 8)
-    run(layers(12))
+    run_blocks(layers(12))
     assert len(compiled) == 8
 
     def other(value: Tensor) -> Tensor:

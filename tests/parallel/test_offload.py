@@ -67,7 +67,7 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(input_ids=batch, labels=batch, use_cache=False).loss
 
 
-def train(model: nn.Module) -> list[float]:
+def train_steps(model: nn.Module) -> list[float]:
     """Return the losses and norms of a few steps with accumulation, and an evaluation in each."""
     adamw = registry.build_optimizer("adamw", model, 1e-2)
     guard = StepGuard("fp32", 0.0, CPU)
@@ -107,7 +107,7 @@ def test_losses_are_the_same_to_the_bit(
     on_device = shard_model(precision, rank, offloaded=precision == "fp8", recompute=recompute)
     monkeypatch.setattr(parallelize, "copy_ahead", lambda model: None)
     by_fsdp = shard_model(precision, rank, recompute=recompute)
-    found = [train(model) for model in (ahead, by_fsdp, on_device)]
+    found = [train_steps(model) for model in (ahead, by_fsdp, on_device)]
     assert found[0] == found[1] == found[2] and len(set(found[0])) > 5
     for one, other in zip(ahead.parameters(), by_fsdp.parameters(), strict=True):
         assert torch.equal(local_tensor(one), local_tensor(other))

@@ -92,7 +92,9 @@ OTHERS_WITH_LOSS = ["olmoe", "granitemoe", "minimax", "jamba"]
 COEFFICIENT = 0.5
 
 
-def build(family: str, lora: Lora | None = None) -> tuple[PreTrainedModel, list[routers.Router]]:
+def build_model(
+    family: str, lora: Lora | None = None
+) -> tuple[PreTrainedModel, list[routers.Router]]:
     """Return a model with weights, and its routers, found on the meta device."""
     config = CONFIGS[family]
     with torch.device("meta"):
@@ -208,7 +210,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("family", WITH_LOSS + OTHERS_WITH_LOSS)
 def test_gradients_and_the_loss_are_those_of_the_formula(group: object, family: str) -> None:
-    model, found = build(family)
+    model, found = build_model(family)
     batch = make_batch([12, 7, 1])
     value, expected = expected_gradients(model, batch)
     assert find_method(model, found) == LOSS
@@ -223,7 +225,7 @@ def test_gradients_and_the_loss_are_those_of_the_formula(group: object, family: 
 
 def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None:
     """PhiMoE draws experts at random in training, so they need not have the highest logits."""
-    model, found = build("phimoe")
+    model, found = build_model("phimoe")
     batch = make_batch([12, 7, 1])
     load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
     chosen: list[torch.Tensor] = []
@@ -240,7 +242,7 @@ def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None
 @pytest.mark.parametrize("family", WITH_LOSS)
 def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str) -> None:
     """It is run as one micro-batch, as three of different sizes, and row by row."""
-    model, found = build(family)
+    model, found = build_model(family)
     whole = make_batch([12, 3, 12, 7, 1, 9])
     _, expected = expected_gradients(model, whole)
     load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
@@ -281,7 +283,7 @@ def test_recomputed_and_compiled_passes_count_once(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    model, found = build(family)
+    model, found = build_model(family)
     method = find_method(model, found)
     batch = make_batch([12, 7, 1])
     load = RouterLoad(found, CPU, method, COEFFICIENT)
@@ -304,7 +306,7 @@ def test_recomputed_and_compiled_passes_count_once(
 
 
 def test_only_training_steps_count(group: object) -> None:
-    model, found = build("mixtral")
+    model, found = build_model("mixtral")
     batch = make_batch([12, 7, 1])
     load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
     load.begin_step(step_of(batch), 1.0)
@@ -319,7 +321,7 @@ def test_only_training_steps_count(group: object) -> None:
 
 
 def test_a_new_window_discards_the_steps_since_the_last_row(group: object) -> None:
-    model, found = build("mixtral")
+    model, found = build_model("mixtral")
     load = RouterLoad(found, CPU, "", 0.0)
     run_step(model, load, make_batch([12]))
     load.end_step(torch.zeros(()))
@@ -330,7 +332,7 @@ def test_a_new_window_discards_the_steps_since_the_last_row(group: object) -> No
 
 
 def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
-    model, found = build("deepseek_v3")
+    model, found = build_model("deepseek_v3")
     assert find_method(model, found) == BIAS
     batches = make_batch([12, 7, 1]), make_batch([5, 12])
     load = RouterLoad(found, CPU, BIAS, 1e-3)
@@ -353,7 +355,7 @@ def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
 @pytest.mark.slow
 def test_biases_balance_the_load(group: object) -> None:
     """After 300 steps with biases, each of four experts gets about a quarter of the choices."""
-    model, found = build("glm4_moe")
+    model, found = build_model("glm4_moe")
     batch = make_batch([12] * 6)
     load = RouterLoad(found, CPU, BIAS, 1e-2)
     highest = []
@@ -386,7 +388,7 @@ def test_figures_are_computed_from_the_load() -> None:
 
 
 def test_adapters_before_a_frozen_router_learn_from_the_loss(group: object) -> None:
-    model, found = build("mixtral", Lora(4, 8.0, 0.0, "attention"))
+    model, found = build_model("mixtral", Lora(4, 8.0, 0.0, "attention"))
     assert not found[0].module.weight.requires_grad
     assert routers.has_trained_inputs(model, found)
     batch = make_batch([12, 7, 1])

@@ -21,7 +21,7 @@ from lib.planning.child_process import NoAnswer, in_child_process
 from lib.planning.trace import StepConfig
 from lib.train import memory_fit
 from tests.planning.test_memory import ASKED, on_meta
-from tests.planning.test_memory_check import fit
+from tests.planning.test_memory_check import check_memory
 
 LARGE = LlamaConfig(
     hidden_size=256,
@@ -42,19 +42,19 @@ class Endless:
         time.sleep(60)
 
 
-def refuse() -> None:
+def raise_stage_error() -> None:
     raise ValueError("no such operator\nand more")
 
 
-def end() -> None:
+def end_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (refuse, "ValueError: no such operator"),
-        (end, "its process was killed"),
+        (raise_stage_error, "ValueError: no such operator"),
+        (end_process, "its process was killed"),
         (lambda: time.sleep(3600), "it takes longer than 1 s"),
     ],
 )
@@ -91,7 +91,7 @@ def test_stage_04_takes_safe_settings_after_one_failure(
         monkeypatch.setattr(capacity, name, lambda device: round(1.2 * states))
     monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
     options = replace(ASKED, batch_size="auto", seq_length=1024, activation_checkpointing="auto")
-    config, check = fit(options, model)
+    config, check = check_memory(options, model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
     assert check.excess(memory_fit.make_local_step_config(config, model)) == {}
     assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
@@ -112,4 +112,4 @@ def test_a_child_process_that_cannot_start_is_reported(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(os, "fork", full)
     with pytest.raises(NoAnswer, match="Cannot allocate memory"):
-        in_child_process(refuse, patience_s=5.0)
+        in_child_process(raise_stage_error, patience_s=5.0)

@@ -50,7 +50,7 @@ FAMILIES = {
 TOKENS = 256
 
 
-def make(config: PretrainedConfig, device: str, lora: int = 0) -> PreTrainedModel:
+def make_model(config: PretrainedConfig, device: str, lora: int = 0) -> PreTrainedModel:
     with torch.device("meta" if lora else device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     if lora:
@@ -108,12 +108,12 @@ def test_the_estimate_is_no_lower_than_the_real_activations(
         torch, "compile", functools.partial(torch.compile, backend="aot_eager_decomp_partition")
     )
     torch._dynamo.reset()
-    estimates = Estimates(make(FAMILIES[family], "meta", lora))
+    estimates = Estimates(make_model(FAMILIES[family], "meta", lora))
     eager, planned = (
         estimates.step(case(compiled=is_compiled)).largest["activations"]
         for is_compiled in (False, True)
     )
-    model = make(FAMILIES[family], "cpu", lora)
+    model = make_model(FAMILIES[family], "cpu", lora)
     assert saved_bytes(model) == pytest.approx(eager, rel=0.06)
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
     kept = saved_bytes(model)
@@ -125,10 +125,10 @@ def test_the_estimate_is_no_lower_than_the_real_activations(
 def test_blocks_that_cannot_be_traced_count_as_uncompiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = make(FAMILIES["llama"], "meta")
+    model = make_model(FAMILIES["llama"], "meta")
     assert 0.6 < trace.estimate_kept_share(model, case()) < 0.8
     assert trace.estimate_kept_share(model, case(precision="fp8")) == 1.0
-    scan = make(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2), "meta")
+    scan = make_model(MambaConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2), "meta")
     assert trace.estimate_kept_share(scan, case()) == 1.0  # token by token: it would take minutes
     monkeypatch.setattr(compiled, "_count_kept_bytes", lambda *_: 1 / 0)
     assert trace.estimate_kept_share(model, case()) == 1.0
@@ -136,7 +136,7 @@ def test_blocks_that_cannot_be_traced_count_as_uncompiled(
 
 @pytest.mark.slow
 def test_only_blocks_that_keep_activations_keep_fewer() -> None:
-    estimates = Estimates(make(FAMILIES["llama"], "meta"))
+    estimates = Estimates(make_model(FAMILIES["llama"], "meta"))
     for kind in ("selective", "full"):
         step = estimates.step(case(recompute=kind, compiled=True))
         assert step == estimates.step(case(recompute=kind))

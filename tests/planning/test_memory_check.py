@@ -49,7 +49,7 @@ def inputs(begun: dict[str, Any] | None = None) -> Inputs:
     return Inputs(Path("model"), [], {}, begun or {}, None, scratch=False)
 
 
-def fit(
+def check_memory(
     config: Config, model: PreTrainedModel, begun: dict[str, Any] | None = None
 ) -> tuple[Config, memory_check.MemoryCheck]:
     """Return the options after all rules, and the check of this machine's memory."""
@@ -88,7 +88,7 @@ def refused(
     )
     earlier = {"identity": {}} if begun else {}
     try:
-        config, check = fit(config, on_meta(), earlier)
+        config, check = check_memory(config, on_meta(), earlier)
         memory_fit.require_memory(config, inputs(earlier), check)
     except UsageError as error:
         return error

@@ -12,7 +12,7 @@ from lib.tokens import build, split_writer
 from lib.tokens import dataset as datasets
 
 
-def prepare(dataset: str, tokenizer: str, cache: str, pause: str, node: str = "") -> None:
+def prepare_store(dataset: str, tokenizer: str, cache: str, pause: str, node: str = "") -> None:
     """Build the token store and print its directory.
 
     pause: seconds before each write, which is announced; writes are small then, so that a test can

@@ -32,7 +32,7 @@ from .conftest import save_tokenizer
 FILES = [f"{split}.{kind}.bin" for split in ("train", "validation") for kind in ("tokens", "ends")]
 
 
-def prepare(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
+def prepare_tokens(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
     return build.prepare_store(open_dataset(dataset), tokenizer, cache, model_vocab, 1, False)
 
 
@@ -55,7 +55,7 @@ def test_a_store_contains_the_tokenizer_s_ids_document_by_document(
     tmp_path: Path, of_stage_02: Path, extra_ids: int, dtype: str
 ) -> None:
     tokenizer = save_tokenizer(tmp_path / "t", bos=True, extra_ids=extra_ids)
-    opened = store.open_store(prepare(of_stage_02, tokenizer, tmp_path / ".cache"))
+    opened = store.open_store(prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache"))
     assert list(opened.splits) == ["train", "validation"]
     assert opened.vocab_size == 258 + extra_ids
     for name, split in opened.splits.items():
@@ -79,7 +79,7 @@ def test_an_empty_split_is_an_empty_store(tmp_path: Path, tokenizer: Path) -> No
         for name, text in (("train", ["a"]), ("validation", []))
     }
     datasets.DatasetDict(rows).save_to_disk(str(tmp_path / "d"))
-    opened = store.open_store(prepare(tmp_path / "d", tokenizer, tmp_path / ".cache"))
+    opened = store.open_store(prepare_tokens(tmp_path / "d", tokenizer, tmp_path / ".cache"))
     assert len(opened.splits["validation"].tokens) == len(opened.splits["validation"].ends) == 0
 
 
@@ -87,20 +87,20 @@ def test_a_store_is_built_once_per_content(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
     cache = tmp_path / ".cache"
-    path = prepare(of_stage_02, tokenizer, cache)
+    path = prepare_tokens(of_stage_02, tokenizer, cache)
     made = (path / "manifest.json").stat().st_mtime_ns
-    assert prepare(of_stage_02, tokenizer, cache) == path
+    assert prepare_tokens(of_stage_02, tokenizer, cache) == path
     moved = of_stage_02.rename(tmp_path / "corpus")
-    assert prepare(moved, tokenizer.rename(tmp_path / "other"), cache) == path
+    assert prepare_tokens(moved, tokenizer.rename(tmp_path / "other"), cache) == path
     assert (path / "manifest.json").stat().st_mtime_ns == made
-    other = prepare(moved, save_tokenizer(tmp_path / "t2", bos=False), cache)
+    other = prepare_tokens(moved, save_tokenizer(tmp_path / "t2", bos=False), cache)
     assert other != path and len(list(other.parent.iterdir())) == 2
 
 
 def test_a_store_is_relocatable(tmp_path: Path, of_stage_02: Path, tokenizer: Path) -> None:
-    first = store.open_store(prepare(of_stage_02, tokenizer, tmp_path / ".cache"))
+    first = store.open_store(prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache"))
     shutil.move(tmp_path / ".cache", tmp_path / "elsewhere")
-    path = prepare(of_stage_02, tokenizer, tmp_path / "elsewhere")
+    path = prepare_tokens(of_stage_02, tokenizer, tmp_path / "elsewhere")
     second = store.open_store(path)
     assert path.is_relative_to(tmp_path / "elsewhere")
     assert second.fingerprint == first.fingerprint
@@ -111,10 +111,10 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_any_work(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
     with pytest.raises(UsageError, match="larger than the model's vocabulary") as caught:
-        prepare(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=257)
+        prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=257)
     assert "at most 257" in caught.value.expected and "258" in caught.value.found
     assert not list((tmp_path / ".cache").rglob("*.bin"))
-    prepare(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=258)
+    prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=258)
 
 
 def test_damage_in_the_dataset_is_found_before_it_is_trained_on(
@@ -125,14 +125,14 @@ def test_damage_in_the_dataset_is_found_before_it_is_trained_on(
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     with pytest.raises(ArtifactError, match="is damaged"):
-        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+        prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
 
 
 @pytest.mark.parametrize("damage", ["short", "missing", "unfinished"])
 def test_a_damaged_store_is_reported_with_a_remedy(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path, damage: str
 ) -> None:
-    path = prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+    path = prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
     tokens = path / "train.tokens.bin"
     if damage == "short":
         os.truncate(tokens, tokens.stat().st_size - 2)
@@ -145,7 +145,7 @@ def test_a_damaged_store_is_reported_with_a_remedy(
     assert damage == "unfinished" or f"rm -r {path}" in caught.value.run
 
 
-def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
+def start_building(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
     """Start building.py in a child process; return it and its output."""
     reader, writer = os.pipe()
     launch = Launch(
@@ -156,7 +156,7 @@ def start(*arguments: object, **environment: str) -> tuple[Launch, IO[str]]:
             {**os.environ, **environment},
             writer,
             2,
-            call="tests.tokens.building:prepare",
+            call="tests.tokens.building:prepare_store",
         )
     )
     os.close(writer)
@@ -174,11 +174,11 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
     cache = tmp_path / ".cache"
-    builder = start(of_stage_02, tokenizer, cache, 0.1)
+    builder = start_building(of_stage_02, tokenizer, cache, 0.1)
     wait_for(builder[1], "writing")
     others = [
-        start(of_stage_02, tokenizer, cache, 0),
-        start(of_stage_02, tokenizer, cache, 0, LOCAL_RANK="1", RANK="1"),
+        start_building(of_stage_02, tokenizer, cache, 0),
+        start_building(of_stage_02, tokenizer, cache, 0, LOCAL_RANK="1", RANK="1"),
     ]
     outputs = [printed.read() for _, printed in (builder, *others)]
     assert [launch.wait() for launch, _ in (builder, *others)] == [[0]] * 3
@@ -204,7 +204,7 @@ def test_a_killed_build_continues_to_the_same_bytes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache = tmp_path / ".cache"
-    killed, printed = start(of_stage_02, tokenizer, cache, 0.4)
+    killed, printed = start_building(of_stage_02, tokenizer, cache, 0.4)
     for _ in range(writes):
         wait_for(printed, "writing")
     killed.kill()
@@ -213,11 +213,11 @@ def test_a_killed_build_continues_to_the_same_bytes(
     with pytest.raises(ArtifactError):
         store.open_store(left)
     caplog.set_level("INFO", logger="pipeline")
-    path = prepare(of_stage_02, tokenizer, cache)
+    path = prepare_tokens(of_stage_02, tokenizer, cache)
     documents = (writes - 1) // 2 * 5  # two files are written to, five documents at a time
     assert (f"after {documents} documents from" in caplog.text) == bool(documents)
     assert list((cache / "tokens").iterdir()) == [path]
-    whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
+    whole = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
     files = [
         [entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
         for p in (path, whole)
@@ -247,19 +247,19 @@ def test_a_failing_disk_loses_no_finished_work(
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Input/output"):
         patch.setattr(Dataset, "documents", torn)
-        prepare(of_stage_02, tokenizer, cache)
+        prepare_tokens(of_stage_02, tokenizer, cache)
     with monkeypatch.context() as patch, pytest.raises(StageError, match=r"progress.json cannot"):
         patch.setattr(records, "read_json", failing)
-        prepare(of_stage_02, tokenizer, cache)
+        prepare_tokens(of_stage_02, tokenizer, cache)
     caplog.set_level("INFO", logger="pipeline")
-    prepare(of_stage_02, tokenizer, cache)
+    prepare_tokens(of_stage_02, tokenizer, cache)
     assert "20 documents from an interrupted run" in caplog.text
 
 
 def test_a_rank_that_waits_does_not_build(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
-    launch, printed = start(of_stage_02, tokenizer, tmp_path / ".cache", 0, LOCAL_RANK="1")
+    launch, printed = start_building(of_stage_02, tokenizer, tmp_path / ".cache", 0, LOCAL_RANK="1")
     wait_for(printed, "waiting for")
     time.sleep(0.7)
     assert not launch.poll() and not (tmp_path / ".cache").exists()
@@ -273,7 +273,7 @@ def test_tokens_by_pread_equal_the_mapped_ones(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = prepare(of_stage_02, tokenizer, tmp_path)
+    path = prepare_tokens(of_stage_02, tokenizer, tmp_path)
     mapped = store.open_store(path).splits["train"]
     read = store.open_store(path, "pread").splits["train"]
     assert len(read.tokens) == len(mapped.tokens) and read.tokens.dtype == mapped.tokens.dtype
@@ -305,7 +305,7 @@ def test_tokens_by_pread_equal_the_mapped_ones(
 def test_a_store_with_an_unknown_label_mask_is_refused(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
-    path = prepare(of_stage_02, tokenizer, tmp_path)
+    path = prepare_tokens(of_stage_02, tokenizer, tmp_path)
     content = json.loads((path / "manifest.json").read_text())
     assert content["summary"]["label_mask"] is None
     content["summary"]["label_mask"] = "*.mask.bin"
@@ -317,7 +317,7 @@ def test_a_store_with_an_unknown_label_mask_is_refused(
 def test_preparing_again_verifies_every_byte(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
-    path = prepare(of_stage_02, tokenizer, tmp_path)
+    path = prepare_tokens(of_stage_02, tokenizer, tmp_path)
     build.prepare_store(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
     damaged = bytearray((path / "train.tokens.bin").read_bytes())
     damaged[8] ^= 1
@@ -333,18 +333,18 @@ def test_two_nodes_without_common_locks_build_one_store(
 ) -> None:
     """If flock is local to a node, one builds, and the other waits or continues its work."""
     cache = tmp_path / ".cache"
-    whole = prepare(of_stage_02, tokenizer, tmp_path / "fresh")
-    first = start(of_stage_02, tokenizer, cache, 0.03, "a")
-    second = start(of_stage_02, tokenizer, cache, 0.03, "b")
+    whole = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
+    first = start_building(of_stage_02, tokenizer, cache, 0.03, "a")
+    second = start_building(of_stage_02, tokenizer, cache, 0.03, "b")
     outputs = [printed.read() for _, printed in (first, second)]
     assert [launch.wait() for launch, _ in (first, second)] == [[0]] * 2
     assert sorted("tokenising" in output for output in outputs) == [False, True]
     [path] = (cache / "tokens").iterdir()
     shutil.rmtree(path)
-    killed, printed = start(of_stage_02, tokenizer, cache, 0.1, "a")
+    killed, printed = start_building(of_stage_02, tokenizer, cache, 0.1, "a")
     wait_for(printed, "writing")
     killed.kill()
-    late, printed = start(of_stage_02, tokenizer, cache, 0, "b")
+    late, printed = start_building(of_stage_02, tokenizer, cache, 0, "b")
     assert f"is gone: taking over {path}.partial-" in printed.read() and late.wait() == [0]
     assert [(path / name).read_bytes() for name in FILES] == [
         (whole / name).read_bytes() for name in FILES
@@ -365,7 +365,7 @@ def test_a_store_is_read_back_before_it_is_published(
 
     monkeypatch.setattr(split_writer.Sink, "sync", disturbed)
     with pytest.raises(ArtifactError, match="does not read back as it was written"):
-        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+        prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
     assert not list((tmp_path / ".cache/tokens").iterdir())
 
 
@@ -399,7 +399,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
 
     monkeypatch.setattr(Dataset, moment, disturbed)
     with pytest.raises((UsageError, ArtifactError)) as caught:
-        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+        prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
     assert (
         "was replaced or changed while its tokens were prepared" in caught.value.problem
         or way == "cut"
@@ -419,7 +419,7 @@ def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
 
     monkeypatch.setattr(build, "Encoder", disturbed)
     with pytest.raises(UsageError, match=r"the tokenizer in .* was replaced"):
-        prepare(of_stage_02, tokenizer, tmp_path / ".cache")
+        prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
     assert not list((tmp_path / ".cache/tokens").iterdir())
 
 
@@ -441,14 +441,14 @@ def test_a_changed_foreign_dataset_is_tokenised_from_the_start(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(split_writer.TextWriter, "run", killed)
-        prepare(path, tokenizer, cache)
+        prepare_tokens(path, tokenizer, cache)
     shard = next(path.glob("*.arrow"))
     data = bytearray(shard.read_bytes())
     middle = len(data) // 2
     data[middle : middle + 8] = b"bbbbbbbb"
     shard.write_bytes(data)
-    opened = store.open_store(prepare(path, tokenizer, cache)).splits["train"]
-    fresh = store.open_store(prepare(path, tokenizer, tmp_path / "fresh")).splits["train"]
+    opened = store.open_store(prepare_tokens(path, tokenizer, cache)).splits["train"]
+    fresh = store.open_store(prepare_tokens(path, tokenizer, tmp_path / "fresh")).splits["train"]
     assert np.array_equal(opened.tokens, fresh.tokens)
 
 
@@ -473,20 +473,20 @@ def test_a_modified_store_is_hashed_before_it_is_used(
 
     monkeypatch.setattr(build.verified.manifest, "describe_damage", note_and_check)
     cache = tmp_path / ".cache"
-    path = prepare(of_stage_02, tokenizer, cache)
+    path = prepare_tokens(of_stage_02, tokenizer, cache)
     hashed.clear()
-    prepare(of_stage_02, tokenizer, cache)
+    prepare_tokens(of_stage_02, tokenizer, cache)
     assert "train.tokens.bin" not in hashed
     os.utime(path / "train.ends.bin")
-    prepare(of_stage_02, tokenizer, cache)
+    prepare_tokens(of_stage_02, tokenizer, cache)
     assert "train.tokens.bin" in hashed
     half_overwritten(path / "train.tokens.bin")
     with pytest.raises(ArtifactError, match=r"token store .* is damaged") as caught:
-        prepare(of_stage_02, tokenizer, cache)
+        prepare_tokens(of_stage_02, tokenizer, cache)
     assert "other content than when it was written" in caught.value.found
     assert f"rm -r {path}" in caught.value.run
     monkeypatch.setenv("LOCAL_RANK", "1")
-    prepare(of_stage_02, tokenizer, cache)  # one rank of a machine does it for all
+    prepare_tokens(of_stage_02, tokenizer, cache)  # one rank of a machine does it for all
 
 
 def test_a_tokenizer_without_eos_is_warned_about(
@@ -497,11 +497,11 @@ def test_a_tokenizer_without_eos_is_warned_about(
     monkeypatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
-    prepare(of_stage_02, tokenizer, tmp_path / "with")
+    prepare_tokens(of_stage_02, tokenizer, tmp_path / "with")
     assert "no EOS token" not in caplog.text
     without = tmp_path / "without"
     shutil.copytree(tokenizer, without)
     config = json.loads((without / "tokenizer_config.json").read_text())
     (without / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": None}))
-    prepare(of_stage_02, without, tmp_path / "cache")
+    prepare_tokens(of_stage_02, without, tmp_path / "cache")
     assert "no EOS token" in caplog.text

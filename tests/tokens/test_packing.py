@@ -86,7 +86,7 @@ def test_as_many_packs_with_another_limit_are_the_same_packs(seed: int) -> None:
 def test_packs_below_the_limit_stay_unchanged(tmp_path: Path, seq_length: int, most: int) -> None:
     assert packing.choose_document_limit(seq_length) == most
     documents = [seq_length // most] * most + [seq_length] * 2
-    _, packs = make(documents, tmp_path, seq_length)
+    _, packs = make_packs(documents, tmp_path, seq_length)
     assert packs.most_documents == most + 1 and len(packs) == 3
 
 
@@ -98,16 +98,16 @@ def test_packs_of_an_earlier_version_are_used_unchanged(
     documents = [1] * 100 + [128] * 200
     with monkeypatch.context() as earlier:
         earlier.setattr(packing, "choose_document_limit", lambda _: limit)
-        _, before = make(documents, tmp_path / "old", 128)
-    _, packs = make(documents, tmp_path / "old", 128)
-    _, new = make(documents, tmp_path / "new", 128)
+        _, before = make_packs(documents, tmp_path / "old", 128)
+    _, packs = make_packs(documents, tmp_path / "old", 128)
+    _, new = make_packs(documents, tmp_path / "new", 128)
     every = np.arange(len(before))
     assert len(packs) == len(before) != len(new) == 202
     for one, other in zip(packs.read_samples(every), before.read_samples(every), strict=True):
         assert np.array_equal(one, other)
 
 
-def make(
+def make_packs(
     documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap"
 ) -> tuple[np.ndarray, packing.Packs]:
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
@@ -121,7 +121,7 @@ def make(
 
 @pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])
 def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents: list[int]):
-    tokens, packs = make(documents, tmp_path, 8)
+    tokens, packs = make_packs(documents, tmp_path, 8)
     rows = packs.read_samples(np.arange(len(packs)))
     seen = rows.inputs[rows.inputs > 0]
     assert sorted(seen.tolist()) == tokens.tolist()
@@ -139,7 +139,7 @@ def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents:
 
 def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
     documents = [5, 8, 3, 7, 8, 1, 2, 6]
-    _, packs = make(documents, tmp_path, 8)
+    _, packs = make_packs(documents, tmp_path, 8)
     rows = packs.read_samples(np.arange(len(packs)))
     begins = set((np.cumsum(documents) - documents + 1).tolist())
     assert set(rows.inputs[(rows.positions == 0) & (rows.inputs > 0)].tolist()) == begins
@@ -150,11 +150,11 @@ def test_the_index_is_built_once_and_reports_padding_and_cuts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="pipeline")
-    make([20, 4, 4], tmp_path, 8)
+    make_packs([20, 4, 4], tmp_path, 8)
     [index] = tmp_path.iterdir()
     made = (index / "manifest.json").read_bytes()
     assert index.name == "corpus-key.packs-8"
     assert "12.5 % padding, 33.3 % of the documents cut, at most 2 per pack" in caplog.text
-    make([20, 4, 4], tmp_path, 8)
+    make_packs([20, 4, 4], tmp_path, 8)
     assert (index / "manifest.json").read_bytes() == made
     assert store.open_file(index / "train.packs.bin", "int64", "mmap")[-1] == 5

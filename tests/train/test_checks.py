@@ -20,7 +20,7 @@ from lib.train.config import Config
 from tests.conftest import ROOT
 
 
-def parse(*argv: Any) -> Config:
+def parse_options(*argv: Any) -> Config:
     """Return the options of a command line, with the learning rates filled in."""
     parser = options.Parser("training")
     add_options(parser)
@@ -68,7 +68,7 @@ def parse(*argv: Any) -> Config:
 )
 def test_impossible_options_are_refused(argv: tuple, expected_text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        checks.require_consistent(parse(*argv), has_begun=False)
+        checks.require_consistent(parse_options(*argv), has_begun=False)
     assert re.search(
         expected_text, " ".join(caught.value.render().replace("expected:", "").split())
     )
@@ -81,14 +81,18 @@ def test_a_warm_up_that_is_too_long_names_the_limiting_option() -> None:
         (("--max-steps", 9000), "--num-epochs"),
     ):
         with pytest.raises(UsageError) as caught:
-            checks.require_enough_steps(parse(*argv, "--warmup-steps", 2000), 1000, has_begun=False)
+            checks.require_enough_steps(
+                parse_options(*argv, "--warmup-steps", 2000), 1000, has_begun=False
+            )
         assert caught.value.expected.endswith(f"or a larger {limit}")
 
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(UsageError, match="4 problems") as caught:
         checks.require_consistent(
-            parse("-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10, "--profile", "3:12"),
+            parse_options(
+                "-s", 1, "--lr", 5, "--max-steps", 9, "--warmup-steps", 10, "--profile", "3:12"
+            ),
             has_begun=False,
         )
     assert len(caught.value.several) == 4
@@ -110,7 +114,7 @@ def test_all_problems_are_reported_at_once() -> None:
     ],
 )
 def test_possible_options_are_accepted(argv: tuple) -> None:
-    checks.require_consistent(parse(*argv), has_begun=False)
+    checks.require_consistent(parse_options(*argv), has_begun=False)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_a_missing_package_of_an_option_is_reported_first(
     monkeypatch.setattr(metadata, "version", find)
     installed: set[str] = set()
     with pytest.raises(UsageError, match=f"needs the package {package}, which is not") as caught:
-        checks.require_consistent(parse(*argv), has_begun=False)
+        checks.require_consistent(parse_options(*argv), has_begun=False)
     pin = caught.value.run.split()[-1]
     assert pin in (ROOT / "requirements-optional.txt").read_text().splitlines()
     assert pin.startswith(f"{package}==") and "--optional" in caught.value.hint
@@ -144,13 +148,13 @@ def test_a_missing_package_of_an_option_is_reported_first(
     )
     # A machine that only prepares or plans does not need it.
     for more in (("--prepare-only",), ("--dry-run", "--plan-gpus", 8)):
-        checks.require_consistent(parse(*argv, *more), has_begun=False)
+        checks.require_consistent(parse_options(*argv, *more), has_begun=False)
     installed.add(package)
-    checks.require_consistent(parse(*argv), has_begun=False)
+    checks.require_consistent(parse_options(*argv), has_begun=False)
 
 
 def test_a_resumed_run_may_keep_a_long_warm_up() -> None:
-    opts = parse("--max-steps", 10, "--warmup-steps", 20)
+    opts = parse_options("--max-steps", 10, "--warmup-steps", 20)
     checks.require_enough_steps(opts, 10, has_begun=True)
     assert "takes 100 % of the run of 10 steps" in checks.list_unusual_options(opts, 10, True)[0]
     assert not checks.list_unusual_options(opts, 400, True)  # the same with a larger --max-steps
@@ -159,7 +163,7 @@ def test_a_resumed_run_may_keep_a_long_warm_up() -> None:
 def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    opts = parse("--save-dir", "/mnt/nas/runs", "--ckpt-local-dir", "/scratch")
+    opts = parse_options("--save-dir", "/mnt/nas/runs", "--ckpt-local-dir", "/scratch")
     monkeypatch.setattr(checks.paths, "find_missing_mount", lambda path: Path("/mnt/nas"))
     warnings = checks.list_unusual_options(opts, 400, True)
     assert [warning.split()[:2] for warning in warnings] == [
@@ -180,7 +184,7 @@ def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
     ],
 )
 def test_unusual_options_cause_a_warning(argv: tuple, steps: int, expected_text: str) -> None:
-    warnings = checks.list_unusual_options(parse(*argv), steps, has_validation=True)
+    warnings = checks.list_unusual_options(parse_options(*argv), steps, has_validation=True)
     assert len(warnings) == 1 and expected_text in warnings[0]
 
 
@@ -208,24 +212,24 @@ def test_a_learning_rate_is_compared_with_published_ones(
 
 
 def test_a_resumed_run_may_keep_a_large_learning_rate() -> None:
-    checks.require_consistent(parse("--lr", 0.9), has_begun=True)
+    checks.require_consistent(parse_options("--lr", 0.9), has_begun=True)
 
 
 def test_evaluation_options_without_a_validation_split_cause_a_warning() -> None:
-    both = parse("--eval-freq", 5, "--eval-batches", 7)
+    both = parse_options("--eval-freq", 5, "--eval-batches", 7)
     assert (
         "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation "
         "split" in checks.list_unusual_options(both, 9, has_validation=False)[0]
     )
     assert (
         "--eval-batches has nothing"
-        in checks.list_unusual_options(parse("--eval-batches", 7), 9, False)[0]
+        in checks.list_unusual_options(parse_options("--eval-batches", 7), 9, False)[0]
     )
     assert (
         "with --streaming"
-        in checks.list_unusual_options(parse("--streaming", "--eval-freq", 5), 9, False)[0]
+        in checks.list_unusual_options(parse_options("--streaming", "--eval-freq", 5), 9, False)[0]
     )
-    assert not checks.list_unusual_options(parse("--eval-freq", 0), 9, has_validation=False)
+    assert not checks.list_unusual_options(parse_options("--eval-freq", 0), 9, has_validation=False)
 
 
 def test_defaults_never_cause_a_warning() -> None:
@@ -233,5 +237,5 @@ def test_defaults_never_cause_a_warning() -> None:
         text
         for steps in (1, 9, 10**6)
         for valid in (True, False)
-        for text in checks.list_unusual_options(parse(), steps, valid)
+        for text in checks.list_unusual_options(parse_options(), steps, valid)
     ]

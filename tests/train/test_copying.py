@@ -15,7 +15,7 @@ from lib.core import lease, paths
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.train import copying
-from tests.checkpoints.test_commit import make
+from tests.checkpoints.test_commit import commit_checkpoint
 from tests.fault_points import Fault
 
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Experiment:
     place = copies.open_place(str(tmp_path / "second"), "exp", "18ab")
     for step in (1, 2):
         place.open()
-        place.copy(make(experiment.checkpoints, step))
+        place.copy(commit_checkpoint(experiment.checkpoints, step))
     experiment.config.write_text("run: 18ab\n")
     experiment.metrics.write_text('{"step": 2}\n')
     place.copy_run_files(experiment)
@@ -79,7 +79,7 @@ def test_a_run_with_a_checkpoint_or_without_copies_stays_as_it_is(run: Experimen
     other = Experiment(run.root.parent, "other")
     copying.restore_lost_run(config(run), other)
     assert not other.root.exists()
-    make(run.checkpoints, 1)
+    commit_checkpoint(run.checkpoints, 1)
     copying.restore_lost_run(config(run), run)
     assert list_steps(run) == [1]
 
@@ -148,7 +148,7 @@ def test_a_place_whose_disk_is_not_mounted_is_refused(
     second = run.root.parents[1] / "second"
     place = copies.open_place(str(second), "exp", "18ab")
     place.open()
-    checkpoint = make(Experiment(second.parent, "source").checkpoints, 3)
+    checkpoint = commit_checkpoint(Experiment(second.parent, "source").checkpoints, 3)
     monkeypatch.setattr(paths, "find_missing_mount", lambda path: second)
     for act in (place.open, place.is_ours, lambda: place.copy(checkpoint)):
         with pytest.raises(UsageError, match=f"{second}, which /etc/fstab lists, is not mounted"):

@@ -42,7 +42,7 @@ def model_dir(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / ".cache/models/org--name"))
 
 
-def of(model_dir: Path, **more: object) -> Inputs:
+def identify_inputs(model_dir: Path, **more: object) -> Inputs:
     facts = {
         "earlier_run": {},
         "named_checkpoint": None,
@@ -62,10 +62,10 @@ def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
         lora_rank=0,
         bench=False,
     )
-    model_files.verify_model_files(opts, of(model_dir, **more))
+    model_files.verify_model_files(opts, identify_inputs(model_dir, **more))
 
 
-def flip(path: Path) -> None:
+def flip_middle_bit(path: Path) -> None:
     """Change one bit in the middle, and restore the times of the file."""
     before = path.stat()
     data = bytearray(path.read_bytes())
@@ -79,7 +79,7 @@ def test_damaged_weights_are_found_before_training(
 ) -> None:
     monkeypatch.setattr(verified, "_RACY_NS", -(10**18))
     require_whole(model_dir, tmp_path)
-    flip(model_dir / "model.safetensors")
+    flip_middle_bit(model_dir / "model.safetensors")
     for run in (
         {"scratch": True},
         {"earlier_run": {"identity": {}}},
@@ -105,7 +105,7 @@ def test_the_names_of_blobs_in_a_cache_are_digests(saved: Path, tmp_path: Path) 
     (snapshot / "model.safetensors").symlink_to(blob)
     shutil.copy(saved / "config.json", snapshot)
     require_whole(snapshot, tmp_path)
-    flip(blob)
+    flip_middle_bit(blob)
     with pytest.raises(ArtifactError, match="is damaged"):
         require_whole(snapshot, tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(
         else:
             (directory / "model.safetensors").write_bytes(b"")
 
-    read = of(model_dir)
+    read = identify_inputs(model_dir)
     monkeypatch.setattr(model, "load_pretrained", disturbed)
     with pytest.raises(UsageError, match="was replaced or changed while the run started"):
         model.load_first_weights(

@@ -23,7 +23,7 @@ from lib.train import memory_fit, plan
 from lib.train.settle import Facts, Known, apply_rules, settle_from_files
 from tests.conftest import run_stage
 from tests.planning.test_memory import ASKED, on_meta
-from tests.planning.test_memory_check import MIB, fit, inputs
+from tests.planning.test_memory_check import MIB, check_memory, inputs
 from tests.planning.test_memory_check import Known as KnownSteps
 
 STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
@@ -68,7 +68,7 @@ def choose_batch(seq_length: int = 1024, precision: str = "fp32", **changes: Any
             **changes,
         },
     )
-    return fit(given, on_meta())[0].batch_size
+    return check_memory(given, on_meta())[0].batch_size
 
 
 def test_the_largest_batch_that_fits_is_used(
@@ -95,7 +95,9 @@ def test_no_more_is_recomputed_than_needed(
         logged.clear()
         set_memory(monkeypatch, samples, gpu=True)
         given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
-        config, _ = fit(given, on_meta(), {"settled": {"activation_checkpointing": earlier_kind}})
+        config, _ = check_memory(
+            given, on_meta(), {"settled": {"activation_checkpointing": earlier_kind}}
+        )
         assert config.settled_by["activation_checkpointing"] == (
             "earlier launch"
             if config.activation_checkpointing == earlier_kind
@@ -207,7 +209,7 @@ def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
     def shards(**changes: Any) -> int | None:
         logged.clear()
         given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
-        config = fit(given, on_meta())[0]
+        config = check_memory(given, on_meta())[0]
         assert (config.settled_by.get("shard_size") == "memory estimate") == bool(logged)
         assert config.to_record()["shard_size"] == changes.get("shard_size")
         return config.shard_size
@@ -259,7 +261,7 @@ def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch)
                 **changes,
             },
         )
-        config, found = fit(given, model)
+        config, found = check_memory(given, model)
         case = memory_fit.make_local_step_config(config, model)
         assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
         return config.keep_gathered
@@ -329,7 +331,7 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
         assert division.global_batch == (
             whole or (accumulation or 1) * (batch if batch != "auto" else 1)
         )
-    fitted, _ = fit(replace(asked, compile=False), on_meta(), earlier_run)
+    fitted, _ = check_memory(replace(asked, compile=False), on_meta(), earlier_run)
     assert plan.divide_batch(fitted, 0, 1).global_batch == (
         whole or fitted.batch_size * (accumulation or 1)
     )

@@ -10,13 +10,13 @@ import torch
 
 from lib.core.paths import Experiment
 from lib.train.output.meters import Meters
-from tests.train.test_plan import make
+from tests.train.test_plan import make_plan
 
 
 def test_a_window_has_its_own_memory_peak(tmp_path: Path) -> None:
     """The peak of the launch alone would not show which steps need the most memory."""
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    config = make(samples=10, max_steps=1).config
+    config = make_plan(samples=10, max_steps=1).config
     meters = Meters(config, Experiment(tmp_path, "exp"), layout, 1.0, 1.0, 0.0, 0)
     meters.memory()
     torch.ones(1 << 27).sum()  # half a gigabyte, for a moment

@@ -31,7 +31,9 @@ def experiment(tmp_path: Path) -> Experiment:
     return made
 
 
-def write(experiment: Experiment, begin: int, steps: range, rank: int = 0, **more: float) -> None:
+def write_rows(
+    experiment: Experiment, begin: int, steps: range, rank: int = 0, **more: float
+) -> None:
     sink = Metrics(experiment, rank, begin)
     for step in steps:
         sink.write({"step": step, "train/loss": 1 / (step + 3), **more})
@@ -43,7 +45,7 @@ def steps_of(experiment: Experiment) -> list[int]:
 
 
 def test_figures_are_written_without_rounding(experiment: Experiment) -> None:
-    write(experiment, 0, range(1, 4), **{"train/learning_rate": 1e-17 / 3})
+    write_rows(experiment, 0, range(1, 4), **{"train/learning_rate": 1e-17 / 3})
     rows = records.read_log_rows(experiment.metrics)
     assert [row["train/loss"] for row in rows] == [1 / 4, 1 / 5, 1 / 6]
     assert rows[0]["train/learning_rate"] == 1e-17 / 3
@@ -58,10 +60,10 @@ def test_a_row_is_on_disk_at_once(experiment: Experiment) -> None:
 
 
 def test_a_resume_drops_the_rows_of_repeated_steps(experiment: Experiment) -> None:
-    write(experiment, 0, range(1, 10))
-    write(experiment, 5, range(6, 8))
+    write_rows(experiment, 0, range(1, 10))
+    write_rows(experiment, 5, range(6, 8))
     assert steps_of(experiment) == [1, 2, 3, 4, 5, 6, 7]
-    write(experiment, 0, range(1, 2))
+    write_rows(experiment, 0, range(1, 2))
     assert steps_of(experiment) == [1]
     assert [path.name for path in experiment.root.iterdir() if path.name.startswith("metrics")] == [
         "metrics.jsonl"
@@ -83,11 +85,11 @@ def test_a_resume_drops_the_rows_of_repeated_steps(experiment: Experiment) -> No
     ],
 )
 def test_a_line_torn_by_a_crash_is_ignored(experiment: Experiment, torn: bytes) -> None:
-    write(experiment, 0, range(1, 3))
+    write_rows(experiment, 0, range(1, 3))
     with experiment.metrics.open("ab") as file:
         file.write(torn)
     assert steps_of(experiment)[:2] == [1, 2]
-    write(experiment, 2, range(3, 5))
+    write_rows(experiment, 2, range(3, 5))
     assert steps_of(experiment) == [1, 2, 3, 4]
     assert all(json.loads(line) for line in experiment.metrics.read_text().splitlines())
 
@@ -97,12 +99,12 @@ def test_a_missing_file_has_no_rows(experiment: Experiment) -> None:
 
 
 def test_a_loss_of_nan_is_kept(experiment: Experiment) -> None:
-    write(experiment, 0, range(1, 2), **{"eval/loss": math.nan})
+    write_rows(experiment, 0, range(1, 2), **{"eval/loss": math.nan})
     assert math.isnan(records.read_log_rows(experiment.metrics)[0]["eval/loss"])
 
 
 def test_only_rank_0_writes(experiment: Experiment) -> None:
-    write(experiment, 0, range(1, 3), rank=1)
+    write_rows(experiment, 0, range(1, 3), rank=1)
     assert list(experiment.root.iterdir()) == []
 
 
@@ -236,8 +238,8 @@ def test_tensorboard_gets_the_figures_and_ignores_repeated_steps(
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     ).EventAccumulator
-    write(experiment, 0, range(1, 10))
-    write(experiment, 5, range(6, 8))
+    write_rows(experiment, 0, range(1, 10))
+    write_rows(experiment, 5, range(6, 8))
     events = accumulator(str(experiment.tensorboard))
     events.Reload()
     scalars = events.Scalars("train/loss")

@@ -30,7 +30,7 @@ def experiment(tmp_path: Path) -> Experiment:
     return made
 
 
-def run(
+def run_command(
     experiment: Experiment, command: str, seconds: float = 30.0, ending: Ending = COMPLETE
 ) -> str:
     return on_end.run_command(command, seconds, experiment, ending, on_end.build_user_environment())
@@ -44,7 +44,9 @@ def test_the_command_gets_the_facts_about_the_run(experiment: Experiment, tmp_pa
     names = "EXP STATUS STEP LOSS EXIT_CODE REASON SAVE_DIR"
     text = " ".join(f"${name}," for name in names.split())
     ending = Ending("failed", 2, "out of\nmemory")
-    assert "succeeded" in run(experiment, f'printf "%s" "{text}" > "$SAVE_DIR/facts"', 30, ending)
+    assert "succeeded" in run_command(
+        experiment, f'printf "%s" "{text}" > "$SAVE_DIR/facts"', 30, ending
+    )
     assert (tmp_path / "out puts" / "facts").read_text() == (
         f"exp 'é', failed, 20, 2.12346, 2, out of\\nmemory, {tmp_path / 'out puts'},"
     )
@@ -75,7 +77,7 @@ def test_the_last_row_counts_if_a_rank_was_killed_after_it(experiment: Experimen
     ],
 )
 def test_a_failure_is_an_event(experiment: Experiment, command: str, reason: str) -> None:
-    assert f"failed: {reason}" in run(experiment, command)
+    assert f"failed: {reason}" in run_command(experiment, command)
     [event] = read_events(experiment)
     assert (event["event"], event["reason"]) == ("on_end_failed", reason)
 
@@ -85,7 +87,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(
     experiment: Experiment, ignores: str, tmp_path: Path
 ) -> None:
     mark = f"31{os.getpid()}.{len(ignores)}"
-    text = run(experiment, f"{ignores}sleep {mark} & sleep {mark}; sleep {mark}", 0.5)
+    text = run_command(experiment, f"{ignores}sleep {mark} & sleep {mark}; sleep {mark}", 0.5)
     assert "did not end within 0.5 s and was killed" in text
     deadline = time.monotonic() + 30
     while find_processes(f"sleep\0{mark}"):
@@ -95,15 +97,15 @@ def test_a_command_that_hangs_is_killed_with_its_children(
 
 def test_a_process_in_the_background_may_go_on(experiment: Experiment, tmp_path: Path) -> None:
     mark = tmp_path / "done"
-    assert "succeeded" in run(experiment, f"(sleep 2; touch '{mark}') >/dev/null 2>&1 &")
+    assert "succeeded" in run_command(experiment, f"(sleep 2; touch '{mark}') >/dev/null 2>&1 &")
     assert not mark.exists()
     while not mark.exists():
         time.sleep(0.05)
 
 
 def test_endless_output_is_cut_and_there_is_no_input(experiment: Experiment) -> None:
-    assert "did not end" in run(experiment, "echo begin; yes", 0.5)
-    assert "succeeded" in run(experiment, "cat; echo to stderr >&2")
+    assert "did not end" in run_command(experiment, "echo begin; yes", 0.5)
+    assert "succeeded" in run_command(experiment, "cat; echo to stderr >&2")
     text = (experiment.logs / "on_end.log").read_text()
     assert "complete: the command of --on-end failed: it did not end" in text
     assert "begin\ny\n" in text and text.endswith("to stderr\n") and len(text) < 70_000
@@ -124,7 +126,7 @@ def test_the_command_may_use_the_network_and_is_no_rank(
         "WANDB_MODE": "disabled",
     }.items():
         monkeypatch.setenv(name, value)
-    run(experiment, f"env > '{tmp_path / 'env'}'")
+    run_command(experiment, f"env > '{tmp_path / 'env'}'")
     names = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
     assert {"SLURM_JOB_ID", "WANDB_MODE", "PATH"} <= names
     assert not names & {"RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"}
@@ -135,7 +137,9 @@ def test_nothing_is_created_for_a_run_that_does_not_exist(tmp_path: Path) -> Non
     experiment = Experiment(tmp_path / "outputs", "exp")
     mark = tmp_path / "mark"
     ending = Ending("failed", 2, "no dataset")
-    assert "succeeded" in run(experiment, f'echo "$STEP$LOSS$STATUS" > "{mark}"', 30, ending)
+    assert "succeeded" in run_command(
+        experiment, f'echo "$STEP$LOSS$STATUS" > "{mark}"', 30, ending
+    )
     assert mark.read_text() == "0failed\n" and not experiment.root.exists()
 
 
@@ -145,7 +149,7 @@ def test_files_that_cannot_be_written_change_nothing(
     log.ensure_setup()
     experiment.logs.touch()
     experiment.events.mkdir()
-    assert "succeeded" in run(experiment, "true")
+    assert "succeeded" in run_command(experiment, "true")
 
 
 SECRETS = [

@@ -30,7 +30,7 @@ def options(**changes: Any) -> Config:
     )
 
 
-def make(samples: int = 103, **changes: Any) -> Plan:
+def make_plan(samples: int = 103, **changes: Any) -> Plan:
     """Return a plan of sequences of 8 tokens on one rank."""
     given = options(**{"batch_size": 4} | changes)
     division = plan.divide_batch(given, 0, 1)
@@ -127,7 +127,7 @@ def test_all_contradictions_are_reported_at_once() -> None:
 
 
 def test_derived_numbers_come_with_their_derivation() -> None:
-    rows = make(grad_accum_steps=3, num_epochs=2).describe()
+    rows = make_plan(grad_accum_steps=3, num_epochs=2).describe()
     assert rows["tokens/step"] == "96 = 4 per process × 8 tokens × 3 accumulation × 1 rank"
     assert rows["epoch"] == "103 samples = 8.6 steps of 12"
     assert rows["steps"] == "17 (1.98 epochs, 1,632 tokens)"
@@ -136,23 +136,24 @@ def test_derived_numbers_come_with_their_derivation() -> None:
 
 
 def test_samples_left_out_are_reported_if_there_are_any() -> None:
-    assert make().describe()["left out"].startswith("3 samples")  # one epoch, not asked for
-    assert "left out" not in make(samples=104).describe()
-    assert "left out" not in make(max_steps=3).describe()
-    assert "left out" not in make(max_steps=3, num_epochs=1).describe()
+    assert make_plan().describe()["left out"].startswith("3 samples")  # one epoch, not asked for
+    assert "left out" not in make_plan(samples=104).describe()
+    assert "left out" not in make_plan(max_steps=3).describe()
+    assert "left out" not in make_plan(max_steps=3, num_epochs=1).describe()
 
 
 def test_a_constant_rate_does_not_go_down() -> None:
     assert (
-        make(lr_scheduler="constant").describe()["learning rate"] == "constant, 1 step up to 0.001"
+        make_plan(lr_scheduler="constant").describe()["learning rate"]
+        == "constant, 1 step up to 0.001"
     )
 
 
 def test_the_schedule_follows_the_options() -> None:
-    schedule = make(num_epochs=40, lr_scheduler="linear").schedule
+    schedule = make_plan(num_epochs=40, lr_scheduler="linear").schedule
     assert (schedule.kind, schedule.peak, schedule.minimum) == ("linear", 1e-3, 1e-4)
     assert (schedule.total, schedule.warmup) == (1030, 51)
-    assert make(warmup_steps=0).schedule.warmup == 0
+    assert make_plan(warmup_steps=0).schedule.warmup == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_the_schedule_follows_the_options() -> None:
 )
 def test_a_resume_may_change_these_options(changes: dict) -> None:
     previous_run.require_same_run(
-        make().identity(), make(**changes).identity(), Path("outputs/exp")
+        make_plan().identity(), make_plan(**changes).identity(), Path("outputs/exp")
     )
 
 
@@ -190,13 +191,13 @@ def test_a_resume_may_change_these_options(changes: dict) -> None:
 def test_a_resume_must_share_these_options(changes: dict, expected_text: str) -> None:
     with pytest.raises(UsageError, match="was begun with other settings") as caught:
         previous_run.require_same_run(
-            make().identity(), make(**changes).identity(), Path("outputs/exp")
+            make_plan().identity(), make_plan(**changes).identity(), Path("outputs/exp")
         )
     assert caught.value.found == expected_text
 
 
 def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> None:
-    before = make()
+    before = make_plan()
     now = replace(
         before,
         inputs={**before.inputs, "dataset": "other"},
@@ -212,7 +213,7 @@ def test_inputs_length_and_precision_must_be_the_same_and_all_are_named() -> Non
 
 
 def test_a_division_does_not_change_the_identity() -> None:
-    before = make()
+    before = make_plan()
     now = replace(before, division=Division(1, 2, 0, 2))
     assert now.identity() == before.identity()
 
@@ -235,8 +236,8 @@ def test_invalid_names_of_experiments_are_refused(text: str, good: bool) -> None
 
 
 def test_another_optimizer_cannot_resume_even_with_changes() -> None:
-    before = make().identity()
-    now = make(optimizer="adamw8bit").identity()
+    before = make_plan().identity()
+    now = make_plan(optimizer="adamw8bit").identity()
     where = Path("o/exp")
     with pytest.raises(UsageError, match="begun with other settings"):
         previous_run.require_same_run(before, now, where)

@@ -15,7 +15,7 @@ from lib.core.paths import Experiment
 from lib.tokens.batches import BEGINNING
 from lib.train.output import meters, report
 from lib.train.output.report import Report
-from tests.train.test_plan import make
+from tests.train.test_plan import make_plan
 
 FIRST_S = 60.0
 STEP_S = 5.0
@@ -29,7 +29,7 @@ def test_the_speed_of_a_launch_includes_saves_and_excludes_the_first_step(
     lines = []
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(report.log, "info", lines.append)
-    plan = make(samples=10**6, max_steps=1000, no_progress=True)
+    plan = make_plan(samples=10**6, max_steps=1000, no_progress=True)
     layout = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"))
     state = SimpleNamespace(
         plan=plan,
@@ -74,7 +74,7 @@ def test_an_error_after_the_last_save_leaves_the_run_complete(tmp_path: Path) ->
         (["running", "preempted"], []),
     ):
         (root := tmp_path / "-".join(statuses)).mkdir()
-        plan = make(samples=10**6, max_steps=1000, no_progress=True)
+        plan = make_plan(samples=10**6, max_steps=1000, no_progress=True)
         written = []
         layout = SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu"))
         state = SimpleNamespace(
@@ -113,7 +113,7 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
     if not is_installed:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
         experiment.plot.write_bytes(b"from an earlier launch, which had the package")
-    plan = make(samples=10**6, max_steps=1000, no_progress=True)
+    plan = make_plan(samples=10**6, max_steps=1000, no_progress=True)
     state = SimpleNamespace(
         plan=plan,
         layout=SimpleNamespace(rank=0, ranks=1, device=torch.device("cpu")),

@@ -18,7 +18,7 @@ from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.tokens.batches import BEGINNING, Cursor, Position, Step
 from lib.train.state import TrainState
-from tests.train.test_plan import make
+from tests.train.test_plan import make_plan
 
 
 def state_of(group: dist.ProcessGroup) -> TrainState:
@@ -32,7 +32,7 @@ def state_of(group: dist.ProcessGroup) -> TrainState:
         model,
         optimizer,
         StepGuard("fp16", 30.0, torch.device("cpu")),
-        make(samples=100, max_steps=10),
+        make_plan(samples=100, max_steps=10),
         SimpleNamespace(ranks=1, control=group),
     )
 

@@ -18,24 +18,24 @@ from lib.train.output import symptoms
 PLAIN = Config(batch_size=4, seq_length=1024, precision="bf16", activation_checkpointing="none")
 
 
-def explain(error: BaseException, **options: object):
+def explain_error(error: BaseException, **options: object):
     return symptoms.explain_error(error, replace(PLAIN, **options), Experiment(Path("o"), "e"))
 
 
 def test_an_allocation_that_fails_names_the_remedies_in_order() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50)
-    first = explain(caught.value)
+    first = explain_error(caught.value)
     assert first.code == 2 and "allocate" in first.found
     _, *remedies = first.hint.splitlines()
     assert "--activation-checkpointing selective" in remedies[0] and "-b" in remedies[1]
-    later = explain(caught.value, activation_checkpointing="full", batch_size=1)
+    later = explain_error(caught.value, activation_checkpointing="full", batch_size=1)
     _, *remedies = later.hint.splitlines()
     assert "more ranks" in remedies[0] and "-s" in remedies[-1]
 
 
 def test_an_operation_that_is_not_deterministic_is_a_usage_error() -> None:
-    error = explain(
+    error = explain_error(
         RuntimeError(
             "index_add_cuda_ does not have a deterministic implementation, "
             "but you set 'torch.use_deterministic_algorithms(True)'.\nmore"
@@ -46,17 +46,17 @@ def test_an_operation_that_is_not_deterministic_is_a_usage_error() -> None:
 
 
 def test_a_lost_rank_is_explained_by_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = explain(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
+    broken = explain_error(RuntimeError("[pair.cc:544] Connection closed by peer [10.0.0.7]:1234"))
     assert "broke" in broken.problem and "10.0.0.7" in broken.found
-    late = explain(
+    late = explain_error(
         torch.distributed.DistBackendError(
             "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"
         )
     )
     assert "timed out" in late.problem and "logs/rank_" in late.expected
-    assert explain(RuntimeError("shapes do not match")) is None
+    assert explain_error(RuntimeError("shapes do not match")) is None
     monkeypatch.setattr(launcher, "is_gone", lambda: True)
-    alone = explain(torch.distributed.DistNetworkError("Broken pipe"))
+    alone = explain_error(torch.distributed.DistNetworkError("Broken pipe"))
     assert alone.problem == "the launcher that started this rank has gone"
 
 

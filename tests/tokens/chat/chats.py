@@ -22,7 +22,7 @@ SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 _WORDS = [f"{a}{b}" for a in ("ka", "lo", "mi", "ru", "se") for b in ("", "n", "ta", "vi", "x")]
 
 
-def talk(seed: int, turns: int = 0, words: int = 12) -> Conversation:
+def make_conversation(seed: int, turns: int = 0, words: int = 12) -> Conversation:
     """Return a conversation of invented words, the same one for the same seed."""
     draw = random.Random(seed)
     says = [
@@ -41,7 +41,7 @@ def talk(seed: int, turns: int = 0, words: int = 12) -> Conversation:
     )
 
 
-def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
+def save_dataset(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
     """Write a chat dataset. splits: conversations by split. rows: per record batch."""
     (path).mkdir(parents=True)
     (path / "dataset_dict.json").write_text(json.dumps({"splits": list(splits)}))
@@ -61,7 +61,9 @@ def save(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
     return path
 
 
-def read(dataset: Dataset, split: str, first: int = 0) -> list[tuple[Conversation, Place]]:
+def read_conversations(
+    dataset: Dataset, split: str, first: int = 0
+) -> list[tuple[Conversation, Place]]:
     """Return the valid conversations of a split from row `first` on, with their sources."""
     batches = dataset.chats(split, first)
     return [row for batch in batches for row in conversations.read_valid_rows(batch)]

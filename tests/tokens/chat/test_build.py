@@ -54,10 +54,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    talks = [chats.talk(seed) for seed in range(90)]
-    talks[20] = chats.talk(20, turns=40)  # too long
+    talks = [chats.make_conversation(seed) for seed in range(90)]
+    talks[20] = chats.make_conversation(20, turns=40)  # too long
     talks[21] = talks[21]._replace(weights=[0.0] * len(talks[21].messages))
-    return chats.save(
+    return chats.save_dataset(
         tmp_path_factory.mktemp("c") / "talks", rows=7, train=talks[:80], validation=talks[80:]
     )
 
@@ -73,7 +73,7 @@ def policy(
     return ChatPolicy(template, train_on, "drop", longest)
 
 
-def prepare(
+def prepare_chats(
     corpus: Path, tokenizer: Path, cache: Path, workers: int = 1, how: ChatPolicy | None = None
 ) -> Path:
     return build.prepare_store(
@@ -84,12 +84,12 @@ def prepare(
 def test_a_store_contains_the_samples_and_a_bit_for_each_label(
     corpus: Path, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
-    path = prepare(corpus, tokenizer, tmp_path)
+    path = prepare_chats(corpus, tokenizer, tmp_path)
     opened = store.open_store(path)
     facts = counts.read_facts(opened)
     encoder = ChatEncoder(policy(), Encoder(tokenizer, 1))
     for name, split in opened.splits.items():
-        placed = chats.read(open_dataset(corpus), name)
+        placed = chats.read_conversations(open_dataset(corpus), name)
         made = encoder.encode([chat for chat, _ in placed])
         assert np.array_equal(split.tokens, made.tokens) and len(split.labels) == len(made.tokens)
         assert np.array_equal(split.ends, np.cumsum(made.lengths))
@@ -156,8 +156,8 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
 ) -> None:
     monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(dataset, "_CHAT_ROWS", 5)
-    whole = prepare(corpus, tokenizer, tmp_path / "whole", 2)
-    assert same(whole, prepare(corpus, tokenizer, tmp_path / "one"))
+    whole = prepare_chats(corpus, tokenizer, tmp_path / "whole", 2)
+    assert same(whole, prepare_chats(corpus, tokenizer, tmp_path / "one"))
     cache = tmp_path / "killed"
     append = split_writer.SplitWriter.append
     left = iter(())
@@ -171,8 +171,8 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
         left = iter(range(batches))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(split_writer.SplitWriter, "append", killed)
-            prepare(corpus, tokenizer, cache)
-    path = prepare(corpus, tokenizer, cache, 3)
+            prepare_chats(corpus, tokenizer, cache)
+    path = prepare_chats(corpus, tokenizer, cache, 3)
     assert same(whole, path)
     assert (path / "manifest.json").read_text().count("conversations") == 2
     assert (
@@ -185,25 +185,25 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
     ("talks", "how", "words"),
     [
         ([], policy(), "no conversation"),
-        ([chats.talk(0, 30)], policy(longest=30), "no conversation in"),
+        ([chats.make_conversation(0, 30)], policy(longest=30), "no conversation in"),
         (
-            [chats.talk(n) for n in range(9)],
+            [chats.make_conversation(n) for n in range(9)],
             policy("{{ messages|length }}" + chats.CHATML),
             "template gives no sample",
         ),
         (
-            [chats.talk(n) for n in range(9)],
+            [chats.make_conversation(n) for n in range(9)],
             policy("{% if messages[1] %}{{ raise_exception('no') }}{% endif %}" + chats.CHATML),
             "template gives no sample",
         ),
         (
-            [chats.talk(n) for n in range(9)],
+            [chats.make_conversation(n) for n in range(9)],
             policy("{% generation %}" + chats.CHATML.partition("{% if")[0] + "{% endgeneration %}"),
             "from its beginning|no sample",
         ),
         (
             [
-                chats.talk(1)._replace(
+                chats.make_conversation(1)._replace(
                     messages=[
                         {"role": "user", "content": "word " * 900},
                         {"role": "assistant", "content": "a"},
@@ -219,9 +219,9 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
 def test_untrainable_datasets_are_refused_without_leftovers(
     talks: list, how: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
-    corpus = chats.save(tmp_path / "d", train=talks)
+    corpus = chats.save_dataset(tmp_path / "d", train=talks)
     with pytest.raises(UsageError, match=words) as caught:
-        prepare(corpus, tokenizer, tmp_path / "c", how=how)
+        prepare_chats(corpus, tokenizer, tmp_path / "c", how=how)
     assert not list((tmp_path / "c/tokens").iterdir())
     if talks:
         assert caught.value.found and caught.value.hint
@@ -308,7 +308,7 @@ def test_rows_that_stage_02_would_drop_are_dropped_and_listed(
     name: str, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
     kind, odd = ODD_ROWS[name]
-    path = prepare(saved_by_datasets(tmp_path / "d", odd), tokenizer, tmp_path)
+    path = prepare_chats(saved_by_datasets(tmp_path / "d", odd), tokenizer, tmp_path)
     train = counts.read_facts(store.open_store(path)).counts["train"]
     assert (train.conversations, train.samples, train.dropped) == (5, 4, {kind: 1})
     [error] = [json.loads(line) for line in (path / counts.ERRORS).read_text().splitlines()]
@@ -331,14 +331,14 @@ def test_a_dataset_without_a_valid_row_is_answered_with_stage_02(
     )
     both.save_to_disk(str(tmp_path / "d"))
     with pytest.raises(UsageError, match="no conversation") as caught:
-        prepare(tmp_path / "d", tokenizer, tmp_path)
+        prepare_chats(tmp_path / "d", tokenizer, tmp_path)
     assert "turn 1 has 'human' as its role" in caught.value.found
     assert "--train-on" not in caught.value.hint
     assert f"--data-folder {tmp_path}/d/train --save-dir" in caught.value.run
 
 
 def test_damage_is_reported(corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
-    path = prepare(corpus, tokenizer, tmp_path)
+    path = prepare_chats(corpus, tokenizer, tmp_path)
     kept = Path(shutil.copytree(path, tmp_path / "kept"))
 
     def restored() -> None:
@@ -353,7 +353,7 @@ def test_damage_is_reported(corpus: Path, tokenizer: Path, tmp_path: Path, here:
         data[len(data) // 2] ^= 4
         (path / name).write_bytes(data)
         with pytest.raises(ArtifactError, match=r"token store .* is damaged"):
-            prepare(corpus, tokenizer, tmp_path)
+            prepare_chats(corpus, tokenizer, tmp_path)
         restored()
     for part, value in (
         ("label_mask", "*.bits"),
@@ -372,19 +372,19 @@ def test_damage_is_reported(corpus: Path, tokenizer: Path, tmp_path: Path, here:
 def test_a_torn_progress_note_restarts_the_build(
     corpus: Path, tokenizer: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = prepare(corpus, tokenizer, tmp_path / "whole")
+    whole = prepare_chats(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(write.ChatWriter, "close", _interrupt)
-        prepare(corpus, tokenizer, tmp_path / "c")
+        prepare_chats(corpus, tokenizer, tmp_path / "c")
     [note] = (tmp_path / "c/tokens").glob("*/content/train.progress.json")
     content = json.loads(note.read_text())
     for damaged in ({"bits": "x"}, {"counts": {"conversations": 1}}, {"errors": -5}):
         note.write_text(json.dumps(content | {"chat": content["chat"] | damaged}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(write.ChatWriter, "close", _interrupt)
-            prepare(corpus, tokenizer, tmp_path / "c")
+            prepare_chats(corpus, tokenizer, tmp_path / "c")
         assert json.loads(note.read_text())["chat"] == content["chat"]
-    assert same(whole, prepare(corpus, tokenizer, tmp_path / "c"))
+    assert same(whole, prepare_chats(corpus, tokenizer, tmp_path / "c"))
 
 
 def _interrupt(*arguments: object) -> None:

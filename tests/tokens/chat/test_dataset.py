@@ -20,12 +20,14 @@ from tests.tokens.chat import chats
 
 
 def test_a_chat_dataset_is_opened_and_read(tmp_path: Path) -> None:
-    talks = [chats.talk(seed) for seed in range(57)]
-    found = open_dataset(chats.save(tmp_path / "d", train=talks[:50], validation=talks[50:]))
+    talks = [chats.make_conversation(seed) for seed in range(57)]
+    found = open_dataset(
+        chats.save_dataset(tmp_path / "d", train=talks[:50], validation=talks[50:])
+    )
     assert found.format == columns.CHAT and list(found.splits) == ["train", "validation"]
-    rows = chats.read(found, "train")
+    rows = chats.read_conversations(found, "train")
     assert [chat for chat, _ in rows] == talks[:50] and rows[12][1] == ("train.jsonl", 13, 1200)
-    rest = [chat for chat, _ in chats.read(found, "train", 33)]
+    rest = [chat for chat, _ in chats.read_conversations(found, "train", 33)]
     assert rest == talks[33:50]
     contents = [message["content"].encode() for chat in talks[:50] for message in chat.messages]
     assert [text for batch in found.texts() for text in batch] == contents
@@ -117,7 +119,7 @@ def test_columns_changed_by_datasets_are_read(tmp_path: Path) -> None:
 
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(str(tmp_path / "d"))
     found = open_dataset(tmp_path / "d")
-    [(chat, place)] = chats.read(found, "train")
+    [(chat, place)] = chats.read_conversations(found, "train")
     assert chat == (COLUMNS["messages"][0], None, [1, 1]) and place == ("a", 1, None)
     assert found.extent() == (1, 2) and list(found.texts()) == [[b"a", b"b"]]
 
@@ -136,7 +138,7 @@ def test_columns_changed_by_datasets_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_malformed_descriptions_are_damage(tmp_path: Path, name: str, content: object) -> None:
-    path = chats.save(tmp_path / "d", train=[chats.talk(1)])
+    path = chats.save_dataset(tmp_path / "d", train=[chats.make_conversation(1)])
     (path / name).write_text(json.dumps(content))
     with pytest.raises(ArtifactError, match="is damaged"):
         open_dataset(path)
@@ -145,7 +147,9 @@ def test_malformed_descriptions_are_damage(tmp_path: Path, name: str, content: o
 def test_text_and_conversations_do_not_share_a_dataset(tmp_path: Path) -> None:
     import datasets
 
-    path = chats.save(tmp_path / "d", train=[chats.talk(1)], validation=[chats.talk(2)])
+    path = chats.save_dataset(
+        tmp_path / "d", train=[chats.make_conversation(1)], validation=[chats.make_conversation(2)]
+    )
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "text"))
     (path / "validation").rename(tmp_path / "other")
     (tmp_path / "text").rename(path / "validation")
@@ -154,15 +158,15 @@ def test_text_and_conversations_do_not_share_a_dataset(tmp_path: Path) -> None:
 
 
 def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
-    batch = chat_rows.make_batch([(chats.talk(1), Place("a", 1, 0))])
+    batch = chat_rows.make_batch([(chats.make_conversation(1), Place("a", 1, 0))])
     broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
     with pytest.raises(ArtifactError, match="is damaged"):
         list(conversations.read_rows(batch.set_column(1, "tools", broken)))
-    path = chats.save(tmp_path / "d", train=[chats.talk(1)])
+    path = chats.save_dataset(tmp_path / "d", train=[chats.make_conversation(1)])
     shard = next((path / "train").glob("*.arrow"))
-    text = chats.talk(1).messages[0]["content"].encode()
+    text = chats.make_conversation(1).messages[0]["content"].encode()
     shard.write_bytes(shard.read_bytes().replace(text, b"\xff" * len(text)))
     with pytest.raises(ArtifactError, match="is damaged"):
-        chats.read(open_dataset(path), "train")
+        chats.read_conversations(open_dataset(path), "train")
     with pytest.raises(ArtifactError, match="is damaged"):
         list(open_dataset(path).texts())

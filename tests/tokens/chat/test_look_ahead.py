@@ -110,7 +110,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return tokenizer_kinds.encoder(tmp_path_factory.mktemp("t") / "it", "bytes", False)
 
 
-def fill(draw: random.Random, more: str) -> str:
+def fill_template(draw: random.Random, more: str) -> str:
     """Return a template that writes a thought before an answer unless `more` is true."""
     begin, end = draw.choice([("{% generation %}", "{% endgeneration %}"), ("", "")])
     parts = {
@@ -157,7 +157,7 @@ def trained_prefixes(encoder: Encoder, source: str, conversation: Conversation) 
 
 
 def require_equal(encoder: Encoder, draw: random.Random, more: str) -> None:
-    source = fill(draw, more)
+    source = fill_template(draw, more)
     count = draw.randint(1, 4)
     conversation = make_chat(
         *(f"{draw.choice('abc')}{n}" for n in range(2 * count)),
@@ -180,7 +180,7 @@ def test_each_form_of_looking_ahead_gives_one_sample_per_answer(encoder: Encoder
     draw = random.Random(0)
     conversation = make_chat("a", "b", "c", "d", "e", "f")
     for more in SEES_MORE:
-        source = fill(draw, more)
+        source = fill_template(draw, more)
         samples = trained_prefixes(encoder, source, conversation)
         assert [len(sample) for sample in samples] == [1, 1, 1], source
         assert all(sample[0].count(THOUGHT) == 1 for sample in samples)

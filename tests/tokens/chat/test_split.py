@@ -25,7 +25,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     return tokenizer_kinds.encoder(home, "merged", False)
 
 
-def talk(count: int, size: int = 20) -> Conversation:
+def make_chat(count: int, size: int = 20) -> Conversation:
     """Return a system prompt and numbered questions and answers."""
     turns = [
         {"role": role, "content": f"{role[0]}{n} " + "word " * size}
@@ -44,7 +44,7 @@ def texts(
     too_long: str = "split",
 ) -> tuple[list[str], list]:
     made = ChatEncoder(ChatPolicy(source, train_on, too_long, longest), encoder)
-    encoded = made.encode([talk(1, 1), chat, talk(1, 2)])
+    encoded = made.encode([make_chat(1, 1), chat, make_chat(1, 2)])
     assert (encoded.lengths <= longest).all()
     assert encoded.owners.tolist() == sorted(encoded.owners.tolist())
     ends = np.cumsum(encoded.lengths)
@@ -61,7 +61,7 @@ def texts(
 def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
     encoder: Encoder, source: str, longest: int
 ) -> None:
-    found, dropped = texts(encoder, source, talk(12), longest)
+    found, dropped = texts(encoder, source, make_chat(12), longest)
     assert not dropped and len(found) > 1
     for text in found:
         assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
@@ -75,17 +75,19 @@ def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
 
 
 def test_parts_are_as_long_as_possible(encoder: Encoder) -> None:
-    _, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
-    assert len(texts(encoder, CHATML, talk(12), dropped.tokens)[0]) == 1
-    assert len(texts(encoder, CHATML, talk(12), dropped.tokens - 1)[0]) == 2
+    _, [dropped] = texts(encoder, CHATML, make_chat(12), 300, too_long="drop")
+    assert len(texts(encoder, CHATML, make_chat(12), dropped.tokens)[0]) == 1
+    assert len(texts(encoder, CHATML, make_chat(12), dropped.tokens - 1)[0]) == 2
 
 
 def test_long_conversations_are_dropped_by_default_and_counted(encoder: Encoder) -> None:
-    found, [dropped] = texts(encoder, CHATML, talk(12), 300, too_long="drop")
+    found, [dropped] = texts(encoder, CHATML, make_chat(12), 300, too_long="drop")
     assert not found and dropped.kind == "too long" and dropped.number == 1
     whole = len(
         encoder.tokenizer(
-            texts(encoder, CHATML, talk(12), 10_000)[0][0].translate(dict.fromkeys(map(ord, "⟦⟧")))
+            texts(encoder, CHATML, make_chat(12), 10_000)[0][0].translate(
+                dict.fromkeys(map(ord, "⟦⟧"))
+            )
         )["input_ids"]
     )
     assert dropped.tokens == whole
@@ -93,13 +95,13 @@ def test_long_conversations_are_dropped_by_default_and_counted(encoder: Encoder)
 
 
 def test_only_a_question_that_does_not_fit_with_its_answer_is_lost(encoder: Encoder) -> None:
-    chat = talk(6)
+    chat = make_chat(6)
     chat.messages[5]["content"] += "word " * 300  # the third question
     found, [dropped] = texts(encoder, CHATML, chat, 300)
     assert dropped.kind == "too long" and dropped.partly and dropped.tokens > 300
     assert "1 answer of it with the question before did not fit" in dropped.message
     assert sorted(re.findall(r"⟦a(\d)", "".join(found))) == ["0", "1", "3", "4", "5"]
-    found, [dropped] = texts(encoder, CHATML, talk(2, 400), 300)
+    found, [dropped] = texts(encoder, CHATML, make_chat(2, 400), 300)
     assert not found and not dropped.partly and "2 answers" in dropped.message
 
 
@@ -127,12 +129,12 @@ def test_tool_calls_are_cut_after_an_answer(encoder: Encoder) -> None:
 
 
 def test_the_last_answer_keeps_the_last_turns(encoder: Encoder) -> None:
-    [text], dropped = texts(encoder, CHATML, talk(12), 300, train_on="last")
+    [text], dropped = texts(encoder, CHATML, make_chat(12), 300, train_on="last")
     assert not dropped and text.startswith("<|im_start|>system\nBe brief.")
     assert re.findall(r"⟦a(\d+) ", text) == ["11"] and "u10 " in text and "u2 " not in text
 
 
 def test_parts_can_train_all_turns(encoder: Encoder) -> None:
-    found, dropped = texts(encoder, CHATML, talk(12), 300, train_on="all")
+    found, dropped = texts(encoder, CHATML, make_chat(12), 300, train_on="all")
     assert not dropped
     assert re.findall(r"\ba(\d+) ", "".join(found)) == [str(n) for n in range(12)]
