@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lib.checkpoints.snapshot import (
     load_snapshot,
     write_snapshot,
 )
+from lib.core import manifest
 from lib.optim import registry
 
 _CPU = torch.device("cpu")
@@ -44,6 +46,19 @@ def _make_model(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def _name_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     return contents.name_tensors(model, registry.named_states(model, optimizer))
+
+
+def commit_checkpoint(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
+    """Commit a checkpoint whose only tensor file is some bytes."""
+    attempt = commit.create_attempt(checkpoints, step)
+    (attempt / commit.TENSORS).mkdir()
+    (attempt / commit.TENSORS / "data").write_bytes(bytes(range(100)))
+    (attempt / commit.TRAIN_STATE).write_text(json.dumps({"step": step}))
+    files = [
+        manifest.file_entry(attempt, attempt / name)
+        for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)
+    ]
+    return commit.commit_attempt(attempt, step, files, {"options": {}}, 2, {"tokens": 5} | facts)
 
 
 def save_steps(directory: str, first: str, last: str) -> None:

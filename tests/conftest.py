@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 
 from lib.core import reading
+from lib.core.errors import StageError
 from tests import forks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -306,6 +307,19 @@ def start_stage(
                 forks.rank_variables(ranks, free_port()) if ranks else [{}],
             )
         )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until a condition holds. Fails the test after some seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def message_lines(error: StageError) -> list[str]:
+    """Return the lines of an error without the command that it repeats."""
+    return [line.strip() for line in error.render().splitlines() if not line.startswith("  run:")]
 
 
 def free_port() -> int:

@@ -193,6 +193,13 @@ def read_events(outputs: Path, experiment: str = "run") -> list[dict[str, Any]]:
     return JsonLines(outputs / experiment / "events.jsonl").update()
 
 
+def flip_bit(path: Path, bit: int = -8) -> None:
+    """Flip a bit of a file; a negative number counts from the end. By default, in the last byte."""
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
 def pin_to_core(core: int = 0) -> Callable[[], None]:
     """Return a preexec_fn that keeps a command on one core, as `install_fault` does."""
     return lambda: os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})

@@ -28,6 +28,7 @@ from tests.faults import (
     Undisturbed,
     find_start_step,
     find_valid_steps,
+    flip_bit,
     read_events,
     run_options,
 )
@@ -72,16 +73,10 @@ def step(outputs: Path, number: int = NEWEST) -> Path:
     return outputs / "run" / "checkpoints" / f"step_{number:08d}"
 
 
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
-
-
 def damage_file(path: Path, how: str) -> None:
     size = path.stat().st_size
     if how == "flipped bit":
-        flip(path, 8 * (size // 2) + 3)
+        flip_bit(path, 8 * (size // 2) + 3)
     elif how == "cut":
         os.truncate(path, size - 2)  # for JSON, cut more than the last line break
     elif how == "empty":
@@ -151,10 +146,10 @@ def test_any_flipped_bit_is_found(outputs: Path):
         path = checkpoint.path / name
         bits = range(8 * path.stat().st_size)
         for bit in rng.sample(bits, 400 if name == commit.COMMIT else 40):
-            flip(path, bit)
+            flip_bit(path, bit)
             seen = checkpoint.problems() or checkpoint.content_problems(0, 1)
             assert seen or (name == commit.COMMIT and checkpoint.commit() == read), f"{name} {bit}"
-            flip(path, bit)
+            flip_bit(path, bit)
     assert not checkpoint.problems() + checkpoint.content_problems(0, 1)
 
 

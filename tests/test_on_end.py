@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import pytest
 from lib.core.lease import Lease
 from tests.conftest import ROOT, kill_all, run_stage, stage_command
 from tests.trainer_stand_in import COMPLETE, KILLED, run_launcher, start_launcher
-from tests.training import SMALL_RUN, metrics
+from tests.training import SMALL_RUN, metrics, read_events
 
 SCRIPT = "04_train_fsdp.py"
 TRAIN = (*SMALL_RUN, "-e", "run", "--eval-freq", 0, "-b", 2)
@@ -53,13 +52,6 @@ def find_watchers(project: Path) -> list[int]:
         except OSError:
             continue
     return pids
-
-
-def read_events(project: Path, *names: str) -> list[dict]:
-    """Return the events with one of these names."""
-    text = (project / "outputs" / "run" / "events.jsonl").read_text()
-    events = [json.loads(line) for line in text.splitlines()]
-    return [event for event in events if event["event"] in names]
 
 
 def find_ranks(project: Path) -> dict[int, int]:

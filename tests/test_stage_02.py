@@ -21,6 +21,7 @@ import pytest
 from lib.core.errors import UsageError
 from lib.corpus import inputs, split_parts, work_units
 from lib.corpus.row_options import RowOptions
+from tests.training import load_dataset, read_dataset_files
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = "02_build_hf_dataset.py"
@@ -36,21 +37,6 @@ def raw(tmp_path: Path) -> Path:
     (root / "sub/c.jsonl").write_text('{"text": "third"}\nbad\n{"text": "fourth"}\n')
     (root / "d.yaml").write_text("text: fifth\nwhen: 2001-01-01\n")
     return root
-
-
-def load(path: Path):
-    import datasets
-
-    return datasets.load_from_disk(str(path))
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of every file except the manifest, which contains the time."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def lines(path: Path) -> list[dict]:
@@ -96,7 +82,7 @@ def test_help_is_fast_and_names_every_option(stage):
 def test_from_raw_text_to_a_dataset(stage, raw, tmp_path):
     stage("01_organize_data.py", "--num-dirs", 2)
     done = stage(SCRIPT, "--keep-source")
-    dataset = load(tmp_path / "hf_datasets/corpus")
+    dataset = load_dataset(tmp_path / "hf_datasets/corpus")
     assert sorted(dataset["text"]) == sorted(
         ["plain text\n", "first", "second", "third", "fourth", "fifth"]
     )
@@ -125,16 +111,16 @@ def test_a_second_run_is_done_refused_or_replaces(stage, raw, tmp_path):
     stage("01_organize_data.py", "--num-dirs", 2)
     stage(SCRIPT)
     target = tmp_path / "hf_datasets/corpus"
-    before = content(target)
+    before = read_dataset_files(target)
     assert "already done" in stage(SCRIPT, "--num-workers", 1).stdout
     (tmp_path / "splits").rename(tmp_path / "elsewhere")
     assert "already done" in stage(SCRIPT, "--data-folder", "elsewhere").stdout
     refused = stage(SCRIPT, "--data-folder", "elsewhere", "--min-chars", 6, expect=2)
     assert "--min-chars: 0 there, 6 now" in refused.stderr and "--overwrite" in refused.stderr
     stage(SCRIPT, "--data-folder", "elsewhere", "--min-chars", 99, "--overwrite", expect=2)
-    assert content(target) == before
+    assert read_dataset_files(target) == before
     stage(SCRIPT, "--data-folder", "elsewhere", "--min-chars", 6, "--overwrite")
-    assert len(load(target)) == 3
+    assert len(load_dataset(target)) == 3
 
 
 def test_dry_run_leaves_nothing(stage, raw, tmp_path):
@@ -162,14 +148,14 @@ def test_workers_do_not_change_a_byte(stage, tmp_path):
             5,
             "--keep-source",
         )
-    one = content(tmp_path / "out/1")
-    assert one == content(tmp_path / "out/2") == content(tmp_path / "out/3")
+    one = read_dataset_files(tmp_path / "out/1")
+    assert one == read_dataset_files(tmp_path / "out/2") == read_dataset_files(tmp_path / "out/3")
     assert {
         problem["line"]
         for problem in lines(tmp_path / "out/1/errors.jsonl")
         if problem["path"] == "big.jsonl"
     } == {40_001}
-    loaded = load(tmp_path / "out/1")
+    loaded = load_dataset(tmp_path / "out/1")
     assert set(loaded) == {"train", "validation"}
     assert 0.02 < len(loaded["validation"]) / len(loaded["train"]) < 0.08
 
@@ -204,7 +190,7 @@ def test_a_killed_build_continues_to_the_same_bytes(stage, tmp_path):
         assert time.monotonic() < deadline, "a worker outlived its parent"
         time.sleep(0.05)
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
     assert not list(tmp_path.glob("*.partial-*"))
 
 
@@ -220,7 +206,14 @@ def test_deep_nesting_loses_only_its_document(stage, tmp_path):
     (data / "c.yaml").write_text(f"kept: too\n---\n{nested(1500)}\n")
     (data / "d.txt").write_text("last")
     stage(SCRIPT, "--data-folder", "data", "--save-dir", "out")
-    assert load(tmp_path / "out")["text"][:] == ["before", "x", "after", "kept", "too", "last"]
+    assert load_dataset(tmp_path / "out")["text"][:] == [
+        "before",
+        "x",
+        "after",
+        "kept",
+        "too",
+        "last",
+    ]
     assert [(p["path"], p["kind"]) for p in lines(tmp_path / "out/errors.jsonl")] == [
         ("a.jsonl", "nesting"),
         ("b.json", "nesting"),
@@ -236,7 +229,7 @@ def test_only_a_file_that_kills_its_worker_is_lost(stage, tmp_path):
     (data / "c.txt").write_text("last")
     done = stage(SCRIPT, "--data-folder", "data", "--save-dir", "out", expect=None)
     assert done.returncode == 0, done.stderr
-    assert load(tmp_path / "out")["text"][:] == ["first", "last"]
+    assert load_dataset(tmp_path / "out")["text"][:] == ["first", "last"]
     [problem] = lines(tmp_path / "out/errors.jsonl")
     assert problem["path"] == "b.yaml" and problem["kind"] in ("crash", "nesting", "syntax")
 
@@ -250,7 +243,7 @@ def test_a_plain_directory_with_hostile_names_is_read(stage, tmp_path):
         (data / os.fsdecode(name)).write_bytes(b"text")
     done = stage(SCRIPT, "--data-folder", "data", "--save-dir", "out", "--keep-source")
     assert "plain directory" in done.stdout
-    dataset = load(tmp_path / "out")
+    dataset = load_dataset(tmp_path / "out")
     assert set(dataset["source"]) == {"caf\\xe9.txt", "new\\nline.txt"}
     problems = {os.fsencode(p["path"]): p["kind"] for p in lines(tmp_path / "out/errors.jsonl")}
     assert problems == {b".git/": "hidden", b"image.png": "binary", b"bad\xff.json": "syntax"}
@@ -269,7 +262,7 @@ def test_options_reach_the_rows(stage, raw, tmp_path):
     (tmp_path / "run.yaml").write_text("fields: [n, missing]\nstrings: rows\ndata_folder: raw_text")
     (raw / "e.json").write_text('{"n": ["x", "y"], "text": "no"}')
     done = stage(SCRIPT, "--config", "run.yaml", "--save_dir", "out")
-    assert load(tmp_path / "out")["text"][:] == ["plain text\n", "x", "y"]
+    assert load_dataset(tmp_path / "out")["text"][:] == ["plain text\n", "x", "y"]
     assert "no document has 'missing'" in done.stdout
 
 
@@ -345,7 +338,7 @@ def test_bad_usage_is_reported(stage, raw, tmp_path, arguments, words, code):
 def test_symbolic_links_of_stage_01_are_followed(stage, raw, tmp_path):
     stage("01_organize_data.py", "--num-dirs", 1, "--mode", "symlink")
     stage(SCRIPT)
-    assert len(load(tmp_path / "hf_datasets/corpus")) == 6
+    assert len(load_dataset(tmp_path / "hf_datasets/corpus")) == 6
     raw.rename(tmp_path / "gone")
     assert "missing" in stage(SCRIPT, expect=3).stderr
 
@@ -417,9 +410,9 @@ def test_a_file_that_changes_after_it_was_listed_stops_the_build(
     monkeypatch.undo()
     stage["main"](arguments)
     rows = {"shrinks": 110, "grows": 201, "is written to": 200, "goes": 100}
-    assert len(load(target)) == rows[way] and [path.name for path in tmp_path.glob("out*")] == [
-        "out"
-    ]
+    assert len(load_dataset(target)) == rows[way] and [
+        path.name for path in tmp_path.glob("out*")
+    ] == ["out"]
 
 
 def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from lib.corpus import dataset as dataset_module
 from lib.corpus import shards, work_units
 from lib.corpus.row_options import RowOptions
 from tests.test_stage_02_machines import build_dataset, content
+from tests.training import load_dataset
 
 SCRIPT = "02_build_hf_dataset.py"
 CHAT = ("--format", "chat")
@@ -75,19 +76,13 @@ def write_conversations(root: Path, count: int = 40) -> None:
     (root / "notes.txt").write_text("plain text")
 
 
-def load(path: Path):
-    import datasets
-
-    return datasets.load_from_disk(str(path))
-
-
 def test_from_conversations_to_a_dataset(stage, tmp_path):
     write_conversations(tmp_path / "raw_text")
     stage("01_organize_data.py", "--num-dirs", 3)
     options = (*CHAT, "--dedup", "exact", "--validation-percent", 20)
     done = stage(SCRIPT, *options, "--num-workers", 1)
     path = tmp_path / "hf_datasets/corpus"
-    dataset = load(path)
+    dataset = load_dataset(path)
     rows = [row for split in dataset.values() for row in split]
     assert len(rows) == json.loads((path / "manifest.json").read_text())["summary"]["rows"] > 400
     [called] = [row for row in rows if row["source"] == "calls0.jsonl" and row["line"] == 1]
@@ -188,7 +183,7 @@ def test_conversations_read_as_plain_text_are_reported(stage, tmp_path):
     identity = json.loads((tmp_path / "out/manifest.json").read_text())["identity"]["options"]
     assert "format" not in identity  # datasets of text from before are those of now
     stage(SCRIPT, *shlex.split(command.partition(SCRIPT)[2]))
-    assert load(tmp_path / "out-chat").column_names[0] == "messages"
+    assert load_dataset(tmp_path / "out-chat").column_names[0] == "messages"
     shutil.rmtree(tmp_path / "raw")
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text('{"text": "t", "messages": 3, "prompt": "p"}\n' * 9)

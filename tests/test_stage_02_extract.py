@@ -17,6 +17,7 @@ import pytest
 from lib.core import manifest
 from tests.conftest import stage_command
 from tests.corpus.sample_documents import make_docx, make_epub, make_pdf, paragraph
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 EXTRACT = ("--extract", "html,pdf,docx,epub", "--keep-source", "--dedup", "exact")
@@ -35,15 +36,6 @@ def write_documents(root: Path, count: int) -> None:
         (root / f"{number}.cut.docx").write_bytes(make_docx(paragraph(text))[:-9])
         (root / f"{number}.txt").write_text(text)
     (root / "scan.pdf").write_bytes(make_pdf([""]))
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of every file except the manifest, which contains the time."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def problems(directory: Path) -> dict[str, str]:
@@ -118,18 +110,18 @@ def test_workers_machines_and_hanging_documents_give_the_same_bytes(stage, tmp_p
     stage("01_organize_data.py", "--num-dirs", 3)
     options = (*EXTRACT, "--extract-seconds", 1, "--validation-percent", 20)
     stage(SCRIPT, *options, "--save-dir", "one")
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     listed = problems(tmp_path / "one")
     assert sorted(listed.values()) == ["damaged"] * 12 + ["no text", "timeout"]
     assert [path.rpartition("/")[2] for path, kind in listed.items() if kind == "timeout"] == [
         "hang.html"
     ]
     stage(SCRIPT, *options, "--save-dir", "by3", "--num-workers", 3)
-    assert content(tmp_path / "by3") == one
+    assert read_dataset_files(tmp_path / "by3") == one
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
     stage(SCRIPT, *options, "--save-dir", "many", "--merge")
-    assert content(tmp_path / "many") == one
+    assert read_dataset_files(tmp_path / "many") == one
 
 
 @pytest.mark.slow
@@ -147,5 +139,5 @@ def test_a_build_killed_while_it_extracts_continues(stage, tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     stage(SCRIPT, "--data-folder", "raw_text", *EXTRACT, "--save-dir", "out", "--num-workers", 2)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
     assert not list(tmp_path.glob("out.*"))

@@ -22,18 +22,10 @@ from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.row_options import RowOptions
 from lib.corpus.tally import Tally
 from tests.conftest import stage_command
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 OPTIONS = ("--validation-percent", 10, "--keep-source", "--dedup", "exact", "--min-chars", 3)
-
-
-def content(directory: Path) -> dict[str, bytes]:
-    """Return the bytes of every file except the manifest, which contains the time."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file() and path.name != "manifest.json"
-    }
 
 
 def write_files(root: Path, files: int) -> None:
@@ -63,11 +55,11 @@ def splits(stage, tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_several_machines_and_any_workers_give_the_same_bytes(stage, splits, tmp_path):
     stage(SCRIPT, *OPTIONS, "--save-dir", "one", "--num-workers", 1)
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     summary = json.loads((tmp_path / "one/manifest.json").read_text())["summary"]
     assert summary["duplicates"] > 100 and summary["short"] > 10
     stage(SCRIPT, *OPTIONS, "--save-dir", "three", "--num-workers", 3)
-    assert content(tmp_path / "three") == one
+    assert read_dataset_files(tmp_path / "three") == one
 
     stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", "2-3", "--num-workers", 2)
     stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", 0)
@@ -77,7 +69,7 @@ def test_several_machines_and_any_workers_give_the_same_bytes(stage, splits, tmp
     again = stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", "0-1")
     assert "already done: " in again.stdout and "split_01:" in again.stdout
     done = stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--merge")
-    assert content(tmp_path / "many") == one and "removed many.parts" in done.stdout
+    assert read_dataset_files(tmp_path / "many") == one and "removed many.parts" in done.stdout
     assert not list(tmp_path.glob("many.*"))
     assert "already done" in stage(SCRIPT, *OPTIONS, "--save-dir", "many").stdout
 
@@ -100,7 +92,7 @@ def test_stale_and_damaged_parts_are_named_and_refused(stage, splits, tmp_path):
     stage(SCRIPT, "--only-splits", "2", "--save-dir", "out")
     stage(SCRIPT, "--save-dir", "out", "--merge")
     stage(SCRIPT, "--save-dir", "one")
-    assert content(tmp_path / "out") == content(tmp_path / "one")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "one")
 
 
 @pytest.mark.parametrize(
@@ -155,13 +147,13 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     shape = RowOptions(validation_percent=20, keep_source=True, dedup=dedup)
     write_files(tmp_path / "raw", 40)
     build_dataset(tmp_path / "raw", tmp_path / "whole", shape)
-    whole = content(tmp_path / "whole")
+    whole = read_dataset_files(tmp_path / "whole")
     assert len([name for name in whole if name.startswith("train/data-")]) > 3
     for stops in ([3], [1, 1, 7], [5, 12], [0]):
         for stop in stops:
             build_dataset(tmp_path / "raw", tmp_path / "out", shape, stop)
         build_dataset(tmp_path / "raw", tmp_path / "out", shape)
-        assert content(tmp_path / "out") == whole
+        assert read_dataset_files(tmp_path / "out") == whole
         shutil.rmtree(tmp_path / "out")
 
 
@@ -185,7 +177,7 @@ def test_a_build_stopped_while_shards_are_renamed_continues(tmp_path, monkeypatc
         build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions())
     monkeypatch.setattr(work_units, "process_unit", lambda unit: pytest.fail("read again"))
     build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions())
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
 
 
 def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
@@ -209,7 +201,7 @@ def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
         progress.write_text(text.replace(old, new, 1) if old != "{" else "[]")
         build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(), 2)
     build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions())
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -238,7 +230,7 @@ def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, ho
     if how:
         stage(SCRIPT, "--save-dir", "out", *how)
     stage(SCRIPT, "--save-dir", "out", *(["--merge"] if how else []))
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
     assert not list(tmp_path.glob("out.*"))
 
 

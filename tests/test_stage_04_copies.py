@@ -8,16 +8,15 @@ import json
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, run_stage, start_stage
+from tests.conftest import ROOT, run_stage, start_stage, wait_until
 from tests.s3_server import BUCKET, S3Server, serve_s3
-from tests.training import SMALL_RUN, list_saved_steps, losses
+from tests.training import SMALL_RUN, list_saved_steps, losses, read_events
 
 STEPS = 12
 COMMON = (
@@ -30,13 +29,6 @@ IN_BUCKET = (*COMMON, "-e", "run", "--ckpt-copy-to", URL)
 IN_DIRECTORY = (*COMMON, "-e", "run", "--ckpt-copy-to", "second")
 
 
-def events(project: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the events of one kind in events.jsonl."""
-    path = project / "outputs/run/events.jsonl"
-    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    return [row for row in rows if row["event"] == kind]
-
-
 def state(project: Path) -> dict[str, Any]:
     return json.loads((project / "outputs/run/state.json").read_text())
 
@@ -45,13 +37,6 @@ def copied_steps(server: S3Server) -> list[int]:
     return sorted(
         int(name.split("/")[3][5:]) for name in server.store.objects if name.endswith("COMMIT.json")
     )
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -80,7 +65,7 @@ def test_a_copy_in_a_directory_is_a_run_for_all_commands(run: Path) -> None:
     (copy,) = (run / "second").iterdir()
     assert list_saved_steps(run, "run") == [4, 8, 12]
     assert state(run)["copied"] == 12 and state(run)["copy_error"] == ""
-    assert events(run, "copy")[-1]["step"] == 12
+    assert read_events(run, "copy")[-1]["step"] == 12
     verify = [sys.executable, "-m", "lib.checkpoints", "verify", copy]
     done = subprocess.run(verify, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
     assert " valid\n" in done.stdout
@@ -118,8 +103,8 @@ def test_a_lost_run_is_restored_and_continues_with_the_same_losses(run: Path, lo
     done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, cwd=run, ranks=2)
     step = int(remaining.name[5:])
     assert f"step {step} was restored from its copy" in done.stdout
-    assert events(run, "restore")[-1]["step"] == step
-    assert events(run, "resume")[-1]["step"] == step
+    assert read_events(run, "restore")[-1]["step"] == step
+    assert read_events(run, "resume")[-1]["step"] == step
     assert losses(run, "run") == expected
     assert [path.name for path in (run / "second").iterdir()] == [copy.name], "the same run"
 
@@ -154,7 +139,7 @@ def test_a_run_killed_during_a_copy_catches_up(project: Path, server: S3Server, 
     environment = server.environment()
     server.store.seconds = 0.4  # a copy takes seconds
     launch = start_stage("04_train_fsdp.py", *IN_BUCKET, cwd=project, env=environment, ranks=ranks)
-    until(lambda: any("step_" in name for name in server.store.objects))
+    wait_until(lambda: any("step_" in name for name in server.store.objects))
     launch.kill()
     assert not copied_steps(server)
     server.store.seconds = 0.0
@@ -169,7 +154,7 @@ def test_a_run_killed_during_a_copy_catches_up(project: Path, server: S3Server, 
     shutil.rmtree(project / "outputs")
     run_stage("04_train_fsdp.py", *IN_BUCKET, cwd=project, env=environment, ranks=ranks)
     assert losses(project, "run") == expected
-    assert events(project, "restore") and copied_steps(server)[-1] == STEPS
+    assert read_events(project, "restore") and copied_steps(server)[-1] == STEPS
 
 
 @pytest.mark.slow
@@ -184,13 +169,13 @@ def test_a_run_without_its_second_place_is_complete_and_copied_later(
         env=environment,
         output=project / "printed",
     )
-    until(lambda: any(name.endswith("COPIES.json") for name in server.store.objects))
+    wait_until(lambda: any(name.endswith("COPIES.json") for name in server.store.objects))
     server.stop()
     assert launch.wait(300)[0] == 0
     printed = (project / "printed").read_text()
     assert "NOT COPIED" in printed and "cannot be copied" in printed
     assert state(project)["status"] == "complete" and state(project)["copy_error"]
-    assert events(project, "copy_failed")[0]["reason"]
+    assert read_events(project, "copy_failed")[0]["reason"]
     server.start()
     done = run_stage("04_train_fsdp.py", *IN_BUCKET, cwd=project, env=environment)
     assert "already done" in done.stdout and "are copied to" in done.stdout
@@ -206,7 +191,7 @@ def test_a_run_without_its_second_place_is_complete_and_copied_later(
 def test_a_stopped_run_finishes_its_copy(project: Path, server: S3Server) -> None:
     environment = server.environment()
     launch = start_stage("04_train_fsdp.py", *IN_BUCKET, cwd=project, env=environment, ranks=2)
-    until(lambda: events(project, "start"))
+    wait_until(lambda: read_events(project, "start"))
     (project / "outputs/run/stop").touch()
     assert {*launch.wait(300)} <= {75, 0}
     saved = list_saved_steps(project, "run")[-1]

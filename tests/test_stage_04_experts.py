@@ -28,7 +28,7 @@ from lib.optim.schedule import Schedule
 from lib.tokens import order, packing, store
 from lib.tokens.samples import IGNORED, Samples, Windows
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model
+from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model, train_model
 
 STEPS = 4
 BATCH = 6
@@ -87,18 +87,16 @@ def replace_model(project: Path, config: PretrainedConfig) -> None:
     save_model(project / "model", config)
 
 
-def train_experts(project: Path, *options: object, ranks: int = 0, **more: Any) -> str:
+def train_experts(project: Path, name: str, *options: object, **settings: Any) -> str:
     """Run stage 04 in float32 on a few steps; return what it printed."""
-    done = run_stage(
-        "04_train_fsdp.py",
+    return train_model(
+        project,
+        name,
         *("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--lr", "1e-3", "--log-freq", 1),
         *("--precision", "fp32", "--warmup-steps", 0, "--eval-freq", 2, "--eval-batches", 1),
         *options,
-        cwd=project,
-        ranks=ranks,
-        **more,
+        **settings,
     )
-    return done.stdout + done.stderr
 
 
 def read_samples(project: Path, packing_: str) -> Samples:
@@ -212,7 +210,8 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
     ranks, batch, accumulation = division
     printed = train_experts(
         project,
-        *("-e", "run", "-b", batch, "--grad-accum-steps", accumulation, "--max-steps", STEPS),
+        "run",
+        *("-b", batch, "--grad-accum-steps", accumulation, "--max-steps", STEPS),
         *("--router-aux-loss", COEFFICIENT, "--packing", packing_),
         *("--activation-checkpointing", "full" if accumulation > 1 else "none"),
         ranks=ranks,
@@ -227,7 +226,7 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
 def test_the_loss_equals_that_of_transformers_if_the_config_sets_it(project: Path) -> None:
     """One layer and one sample: the loss, and 0.02 times the load-balancing loss."""
     replace_model(project, ONE_LAYER)
-    printed = train_experts(project, "-e", "run", "--max-steps", 1)
+    printed = train_experts(project, "run", "--max-steps", 1)
     assert "load-balancing loss × 0.02 over 1 router (the model's config)" in printed
     [row] = metrics(project, "run")
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32)
@@ -261,9 +260,7 @@ def test_auto_chooses_a_coefficient_for_each_family(
     project: Path, config: PretrainedConfig, options: tuple[object, ...], expected_text: str
 ) -> None:
     replace_model(project, config)
-    assert expected_text in train_experts(
-        project, "-e", "run", "--max-steps", 1, "--dry-run", *options
-    )
+    assert expected_text in train_experts(project, "run", "--max-steps", 1, "--dry-run", *options)
 
 
 @pytest.mark.parametrize(
@@ -278,13 +275,13 @@ def test_a_router_loss_without_effect_is_refused(
 ) -> None:
     if config:
         replace_model(project, config)
-    arguments = ("-e", "run", "--max-steps", 1, "--router-aux-loss", "0.01", *options)
-    assert expected_text in train_experts(project, *arguments, expect=2)
+    arguments = ("--max-steps", 1, "--router-aux-loss", "0.01", *options)
+    assert expected_text in train_experts(project, "run", *arguments, expect=2)
 
 
 def test_a_value_that_is_no_number_is_refused(project: Path) -> None:
     for value in ("-1", "often", "on"):
-        printed = train_experts(project, "-e", "run", "--router-aux-loss", value, expect=2)
+        printed = train_experts(project, "run", "--router-aux-loss", value, expect=2)
         assert "--router-aux-loss" in printed
 
 
@@ -294,7 +291,7 @@ def test_off_in_a_config_file_is_understood(project: Path) -> None:
     for value in ("off", "0", "0.0"):
         (project / "run.yaml").write_text(f"router_aux_loss: {value}\n")
         printed = train_experts(
-            project, "-e", "run", "--max-steps", 1, "--dry-run", "--config", "run.yaml"
+            project, "run", "--max-steps", 1, "--dry-run", "--config", "run.yaml"
         )
         assert "no load balancing (as typed)" in printed
 
@@ -302,30 +299,28 @@ def test_off_in_a_config_file_is_understood(project: Path) -> None:
 @pytest.mark.slow
 def test_a_resumed_run_keeps_its_load_balancing(project: Path) -> None:
     replace_model(project, MIXTRAL)
-    typed = ("-e", "run", "--max-steps", 2, "--router-aux-loss", "0.5")
-    train_experts(project, *typed)
-    assert "already done" in train_experts(project, *typed)
-    assert "already done" in train_experts(project, "-e", "run", "--max-steps", 2)
+    typed = ("--max-steps", 2, "--router-aux-loss", "0.5")
+    train_experts(project, "run", *typed)
+    assert "already done" in train_experts(project, "run", *typed)
+    assert "already done" in train_experts(project, "run", "--max-steps", 2)
     for other in ("off", "0.25"):
         printed = train_experts(
-            project, "-e", "run", "--max-steps", 3, "--router-aux-loss", other, expect=2
+            project, "run", "--max-steps", 3, "--router-aux-loss", other, expect=2
         )
         assert "--router-aux-loss: 0.5" in printed
     assert "× 0.5 over 2 routers (earlier launch)" in train_experts(
-        project, "-e", "run", "--max-steps", 3
+        project, "run", "--max-steps", 3
     )
     changed = ("--router-aux-loss", "0.25", "--resume-with-changes")
-    assert "× 0.25 over 2 routers" in train_experts(
-        project, "-e", "run", "--max-steps", 4, *changed
-    )
+    assert "× 0.25 over 2 routers" in train_experts(project, "run", "--max-steps", 4, *changed)
 
 
 def test_a_run_older_than_the_option_resumes_without_it(project: Path) -> None:
     """A new run from scratch would use the loss; a run that started without it keeps it off."""
     replace_model(project, MIXTRAL)
-    typed = ("-e", "run", "--from-scratch", "--router-aux-loss", "off")
-    train_experts(project, *typed, "--max-steps", 1)
-    printed = train_experts(project, "-e", "run", "--from-scratch", "--max-steps", 2)
+    typed = ("--from-scratch", "--router-aux-loss", "off")
+    train_experts(project, "run", *typed, "--max-steps", 1)
+    printed = train_experts(project, "run", "--from-scratch", "--max-steps", 2)
     assert "no load balancing (earlier launch)" in printed
 
 
@@ -349,9 +344,9 @@ def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
     arguments = ("--from-scratch", "--ckpt-freq", 1, "--activation-checkpointing", "full")
     arguments = (*arguments, "--router-aux-loss", "0.01", "--lr-scheduler", "constant")
     three_passes = ("-b", 1, "--grad-accum-steps", 3)
-    train_experts(project, "-e", "whole", *arguments, "-b", 6, "--max-steps", 3)
-    train_experts(project, "-e", "parts", *arguments, *three_passes, "--max-steps", 1, ranks=2)
-    train_experts(project, "-e", "parts", *arguments, "-b", 2, "--max-steps", 3, ranks=3)
+    train_experts(project, "whole", *arguments, "-b", 6, "--max-steps", 3)
+    train_experts(project, "parts", *arguments, *three_passes, "--max-steps", 1, ranks=2)
+    train_experts(project, "parts", *arguments, "-b", 2, "--max-steps", 3, ranks=3)
     whole = read_biases(project, "whole")
     parts = read_biases(project, "parts")
     assert whole.keys() == parts.keys() == {1, 2, 3}

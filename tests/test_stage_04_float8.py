@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors import safe_open
 
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, losses, metrics
+from tests.training import SEQ_LENGTH, losses, metrics, train_model
 
 ARGUMENTS = (
     "-d",
@@ -47,21 +48,9 @@ def read_shapes(file: Path) -> dict[str, list[int]]:
         return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
 
 
-def train_float8(
-    root: Path, name: str, *options: object, ranks: int = 2, **settings: object
-) -> str:
-    done = run_stage(
-        "04_train_fsdp.py",
-        "-e",
-        name,
-        *FP8,
-        *options,
-        cwd=root,
-        ranks=ranks,
-        before="tests.test_stage_04_float8:allow_float8_anywhere",
-        **settings,
-    )
-    return done.stdout + done.stderr
+def train_float8(root: Path, name: str, *options: object, ranks: int = 2, **settings: Any) -> str:
+    before = "tests.test_stage_04_float8:allow_float8_anywhere"
+    return train_model(root, name, *FP8, *options, ranks=ranks, before=before, **settings)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,10 @@ from lib.export.tensor_reader import FullTensorReader
 from lib.tokens import order, store
 from lib.tokens.samples import Windows
 from tests.conftest import run_stage, start_stage
-from tests.training import SEQ_LENGTH, list_saved_steps, losses, prepare_project
+from tests.training import SEQ_LENGTH, list_saved_steps, losses, prepare_project, train_model
 
 BATCH = 6
 RUN = (
-    "04_train_fsdp.py",
     *("-d", "corpus", "-s", SEQ_LENGTH, "--global-batch-size", BATCH, "--compile", "off"),
     *("--precision", "fp32", "--log-freq", 1, "--eval-freq", 0, "--num-workers", 1),
 )
@@ -37,9 +37,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run_training(root: Path, name: str, *options: object, **settings: object) -> str:
-    done = run_stage(*RUN, "-e", name, *options, cwd=root, **settings)
-    return done.stdout + done.stderr
+def begin_from_foreign(root: Path, name: str, *options: object, **settings: Any) -> str:
+    return train_model(root, name, *RUN, *options, **settings)
 
 
 def assert_same_bits(root: Path, experiment: str, step: int, expected: Path) -> None:
@@ -81,7 +80,7 @@ def test_weights_of_two_ranks_are_taken_over_to_the_bit(
     project: Path, kind: str, ranks: int
 ) -> None:
     name = f"{kind}-{ranks}"
-    printed = run_training(
+    printed = begin_from_foreign(
         project, name, "-m", "model", *KEEP, "--resume-from-foreign", f"old/{kind}", ranks=ranks
     )
     assert f"parameters read from old/{kind}" in printed
@@ -97,27 +96,35 @@ def test_a_run_that_has_begun_resumes_by_itself(project: Path, tmp_path: Path) -
     shape = tmp_path / "shape"  # a directory without weights is enough
     shutil.copytree(tmp_path / "model", shape)
     (shape / "model.safetensors").unlink()
-    assert "missing" in run_training(tmp_path, "run", "-m", "shape", "--max-steps", 2, expect=3)
-    printed = run_training(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
+    assert "missing" in begin_from_foreign(
+        tmp_path, "run", "-m", "shape", "--max-steps", 2, expect=3
+    )
+    printed = begin_from_foreign(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
     assert "read from old/offline/checkpoint (step 1,200 of epoch 1)" in printed
     assert "learning-rate schedule (lr_scheduler.pt)" in printed
     assert "--lr 3e-05 (a model with weights)" in printed
     events = (tmp_path / "outputs/run/events.jsonl").read_text().splitlines()
     assert json.loads(events[0])["weights"] == "old/offline/checkpoint"
 
-    assert "already done" in run_training(tmp_path, "run", "-m", "shape", "--max-steps", 2, *option)
+    assert "already done" in begin_from_foreign(
+        tmp_path, "run", "-m", "shape", "--max-steps", 2, *option
+    )
     for more, typed in ((3, option), (4, ())):  # the option may be left out
-        printed = run_training(tmp_path, "run", "-m", "shape", "--max-steps", more, *typed)
+        printed = begin_from_foreign(tmp_path, "run", "-m", "shape", "--max-steps", more, *typed)
         assert f"step {more - 1:,} of {more}" in printed and "read from" not in printed
 
     # Other weights in the same directory are another run, or none.
     (tmp_path / "old/offline/checkpoint/__0_0.distcp").open("ab").write(b"x")
-    printed = run_training(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option, expect=2)
+    printed = begin_from_foreign(
+        tmp_path, "run", "-m", "shape", "--max-steps", 5, *option, expect=2
+    )
     assert "foreign weights" in printed and "which need no --resume-from-foreign" in printed
     shutil.rmtree(tmp_path / "old")
-    run_training(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option)
+    begin_from_foreign(tmp_path, "run", "-m", "shape", "--max-steps", 5, *option)
     assert list_saved_steps(tmp_path, "run") == [3, 4, 5]
-    printed = run_training(tmp_path, "another", "-m", "shape", "--max-steps", 2, *option, expect=3)
+    printed = begin_from_foreign(
+        tmp_path, "another", "-m", "shape", "--max-steps", 2, *option, expect=3
+    )
     assert "there is no directory old" in printed
 
 
@@ -125,17 +132,17 @@ def test_a_run_that_has_begun_resumes_by_itself(project: Path, tmp_path: Path) -
 def test_a_killed_run_gives_the_same_losses(project: Path) -> None:
     """Before its first save, it reads the weights of the other trainer again."""
     steps = ("--max-steps", 50, "--resume-from-foreign", "old/offline", "-m", "model")
-    run_training(project, "undisturbed", *steps, ranks=2)
+    begin_from_foreign(project, "undisturbed", *steps, ranks=2)
     for name, every in (("before a save", 1000), ("after a save", 10)):
         options = (*steps, "--ckpt-freq", every)
-        launch = start_stage(*RUN, "-e", name, *options, cwd=project, ranks=2)
+        launch = start_stage("04_train_fsdp.py", *RUN, "-e", name, *options, cwd=project, ranks=2)
         run = project / "outputs" / name
         rows = run / "metrics.jsonl"
         while not (commit.list_checkpoints(run / "checkpoints") if every == 10 else rows.exists()):
             assert not launch.poll(0.02)
         launch.kill()
         assert bool(commit.list_checkpoints(run / "checkpoints")) == (every == 10)
-        run_training(project, name, *options, ranks=2)
+        begin_from_foreign(project, name, *options, ranks=2)
         assert losses(project, name) == losses(project, "undisturbed")
 
 
@@ -150,14 +157,14 @@ def test_weights_that_do_not_fit_are_named_before_training(project: Path) -> Non
     )
     option = ("--resume-from-foreign", "old/offline")
     for dry in ((), ("--dry-run",)):
-        printed = run_training(project, "wide", "-m", "wider", *KEEP, *option, *dry, expect=2)
+        printed = begin_from_foreign(project, "wide", "-m", "wider", *KEEP, *option, *dry, expect=2)
         assert "gate_proj.weight: expected shape (96, 32), found (64, 32)" in printed
         assert "missing: model.layers.2.mlp.up_proj.weight" in printed
     assert not (project / "outputs/wide").exists()
 
 
 def test_contradictory_options_are_refused_at_once(tmp_path: Path) -> None:
-    printed = run_training(
+    printed = begin_from_foreign(
         tmp_path,
         "all",
         *("-m", "model", "--resume-from-foreign", "old/offline", "--from-scratch"),

@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tests.conftest import free_port, run_stage, start_stage
 from tests.hyperpod_service import run_service
-from tests.training import SMALL_RUN, list_saved_steps, losses
+from tests.training import SMALL_RUN, list_saved_steps, losses, read_events
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
 from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
@@ -42,16 +40,11 @@ IN_MEMORY = (*COMMON, "-e", "run", "--ckpt-local-freq", 2, "--ckpt-hyperpod")
 Slots = dict[tuple[int, int], bytes]  # by rank and step
 
 
-def events(project: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the events of one kind in events.jsonl."""
-    path = project / "outputs/run/events.jsonl"
-    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
-    return [row for row in rows if row["event"] == kind]
-
-
 def steps_in_memory(project: Path) -> list[int]:
     """Return the steps that the run has saved in the cluster's memory."""
-    return [row["step"] for row in events(project, "save") if row["path"].startswith("hyperpod/")]
+    return [
+        row["step"] for row in read_events(project, "save") if row["path"].startswith("hyperpod/")
+    ]
 
 
 def client_of(project: Path, address: str) -> InMemoryCheckpointClient:
@@ -120,7 +113,7 @@ def find_newest_committed(slots: Slots) -> int:
 
 def resumed_from(project: Path) -> tuple[str, int]:
     """Return the place and the step of the checkpoint of the last resume."""
-    event = events(project, "resume")[-1]
+    event = read_events(project, "resume")[-1]
     return event["path"].partition("/")[0], event["step"]
 
 
@@ -149,7 +142,7 @@ def test_the_shared_checkpoint_is_used_if_a_rank_cannot_read_its_part(
     printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
     assert resumed_from(run) == ("outputs", 16)
     assert "rank 1's part does not match its digest" in printed
-    assert "cluster's memory" in events(run, "quarantine")[-1]["reason"]
+    assert "cluster's memory" in read_events(run, "quarantine")[-1]["reason"]
     assert losses(run, "run") == losses(run, "plain")
 
 

@@ -7,16 +7,17 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import MixtralConfig
 
 from lib.checkpoints.storage import StrictReader
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, losses, prepare_project, save_model
+from tests.faults import flip_bit
+from tests.training import SEQ_LENGTH, losses, prepare_project, save_model, train_model
 
 RUN = (
-    "04_train_fsdp.py",
     "-d",
     "corpus",
     "-s",
@@ -45,16 +46,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_project(tmp_path_factory.mktemp("lora"))
 
 
-def train_adapter(root: Path, name: str, *options: object, **settings: object) -> str:
-    done = run_stage(*RUN, "-e", name, *options, cwd=root, **settings)
-    return done.stdout + done.stderr
-
-
-def flip(path: Path) -> None:
-    """Flip a bit of the last byte of a file, which belongs to a weight."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
+def train_adapter(root: Path, name: str, *options: object, **settings: Any) -> str:
+    return train_model(root, name, *RUN, *options, **settings)
 
 
 def copy_to_cache(root: Path, home: Path) -> None:
@@ -109,7 +102,7 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     assert "with which outputs/run was begun, is gone" in gone
     assert "resumed from" in train_adapter(root, "run", "-m", "moved", "--max-steps", 6)
 
-    flip(root / "moved/model.safetensors")
+    flip_bit(root / "moved/model.safetensors")
     printed = train_adapter(root, "run", "-m", "moved", "--max-steps", 8, expect=3)
     assert "moved/model.safetensors is not the file that the adapters of" in printed
     assert "copy it again from its source" in printed
@@ -134,7 +127,7 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     )
     assert "is not the file that the adapters of" in printed
 
-    flip(root / "moved/model.safetensors")  # as it was
+    flip_bit(root / "moved/model.safetensors")  # as it was
     content = json.loads((root / "moved/config.json").read_text())
     (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
     printed = train_adapter(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
@@ -173,7 +166,7 @@ def test_damage_in_a_base_model_with_digests_is_found_in_each_launch(
         weights = prepare_model(root, "org--own") / "model.safetensors"
         name = "org/own"
     train_adapter(root, kind, "-m", name, "--max-steps", 2, env=env)
-    flip(weights)
+    flip_bit(weights)
     printed = train_adapter(root, kind, "-m", name, "--max-steps", 4, env=env, expect=3)
     assert "model.safetensors" in printed and "damaged" in printed
     assert "resumed from" not in printed
@@ -260,6 +253,7 @@ def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
     )
     run_stage("05_export_checkpoint.py", "-e", "first", "--adapter", "--out", "adapter", cwd=root)
     from_adapter = (
+        "04_train_fsdp.py",
         *(option for option in RUN if option not in ("--lora-rank", 4)),
         "-m",
         "model",
@@ -281,7 +275,7 @@ def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
         *from_adapter, "--max-steps", 6, "--lora-rank", 3, "--lora-alpha", 2, cwd=root, expect=2
     )
     assert refused.stderr.count("is not that of adapter") == 2
-    flip(root / "adapter/adapter_model.safetensors")
+    flip_bit(root / "adapter/adapter_model.safetensors")
     refused = run_stage(*from_adapter, "--max-steps", 6, cwd=root, expect=2).stderr
     assert "was begun with other settings" in refused and "adapter" in refused
     move, again = refused.partition("run:")[2].strip().splitlines()[:2]

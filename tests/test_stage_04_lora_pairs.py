@@ -16,12 +16,12 @@ from tests.training import (
     losses,
     prepare_project,
     save_model,
+    train_model,
     write_corpus,
 )
 
 STEPS = 5
 RUN = (
-    "04_train_fsdp.py",
     "-s",
     SEQ_LENGTH,
     "--lr",
@@ -75,17 +75,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train_adapter(root: Path, name: str, *options: object, ranks: int = 2, before: str = "") -> str:
     defaults = [("-m", "model"), ("-d", "corpus"), ("--precision", "fp32"), ("--compile", "off")]
-    done = run_stage(
-        *RUN,
-        "-e",
-        name,
-        *options,
-        *(word for option in defaults if option[0] not in options for word in option),
-        cwd=root,
-        ranks=ranks,
-        before=before,
-    )
-    return done.stdout
+    missing = (word for option in defaults if option[0] not in options for word in option)
+    return train_model(root, name, *RUN, *options, *missing, ranks=ranks, before=before)
 
 
 def export_adapter(root: Path, name: str) -> None:

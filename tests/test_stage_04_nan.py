@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from lib.tokens import order, store
 from lib.tokens.samples import Windows
 from tests.conftest import run_stage
 from tests.models.families import make_tiny_llama
-from tests.training import SEQ_LENGTH, SMALL_RUN, VOCABULARY, metrics, save_model
+from tests.training import SEQ_LENGTH, SMALL_RUN, VOCABULARY, metrics, read_events, save_model
 
 STEPS = 30
 BATCH = 2
@@ -92,11 +91,6 @@ def predict_rollbacks(
     return rollbacks, bad, offset
 
 
-def events(project: Path, kind: str) -> list[dict[str, Any]]:
-    text = (project / "outputs/run/events.jsonl").read_text()
-    return [e for e in map(json.loads, text.splitlines()) if e["event"] == kind]
-
-
 def poison_token(project: Path, token: int) -> None:
     """Make the embedding of one token NaN, and so the loss of each batch with that token."""
     for file in (project / "model").glob("*.safetensors"):
@@ -124,7 +118,7 @@ def test_steps_with_nan_gradients_change_nothing(project: Path) -> None:
     poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project)
     assert "left the weights unchanged" in done.stdout
-    assert {event["step"] for event in events(project, "skip_step")} == bad
+    assert {event["step"] for event in read_events(project, "skip_step")} == bad
     losses = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert {step for step, loss in losses.items() if loss is None} == bad
     assert losses[max(set(losses) - bad)] < losses[1]
@@ -164,7 +158,7 @@ def test_many_bad_steps_in_a_row_are_rolled_back_and_their_data_skipped(
     poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
     assert "the data of the steps between is skipped (rollback 1 of at most 3)" in done.stdout
-    recorded = [{key: e[key] for key in rollbacks[0]} for e in events(project, "rollback")]
+    recorded = [{key: e[key] for key in rollbacks[0]} for e in read_events(project, "rollback")]
     assert recorded == rollbacks
     rows = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert list(rows) == list(range(1, STEPS + 1)), "each step once, in order"
@@ -190,7 +184,7 @@ def test_the_number_of_rollbacks_is_limited(project: Path) -> None:
     poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, "--ckpt-freq", 1, cwd=project, expect=2)
     assert f"training has diverged: {AFTER} bad steps in a row, after 3 rollbacks" in done.stderr
-    assert "Traceback" not in done.stderr and len(events(project, "rollback")) == 3
+    assert "Traceback" not in done.stderr and len(read_events(project, "rollback")) == 3
 
 
 def test_a_diverged_run_without_an_earlier_checkpoint_ends(project: Path) -> None:
@@ -228,7 +222,7 @@ def test_a_spike_changes_nothing(project: Path) -> None:
             continue
         sound += 1
         usual += (norm - usual) / min(sound, 100)
-    assert [event["step"] for event in events(project, "skip_step")] == spikes and spikes
+    assert [event["step"] for event in read_events(project, "skip_step")] == spikes and spikes
     state = json.loads(
         (project / "outputs/run/checkpoints/step_00000040/train_state.json").read_text()
     )

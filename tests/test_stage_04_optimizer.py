@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage
-from tests.training import SMALL_RUN, losses, metrics
+from tests.training import SMALL_RUN, losses, metrics, train_model
 
 STEPS = 12
 ARGUMENTS = (
@@ -28,9 +28,7 @@ ARGUMENTS = (
 
 
 def train_with_optimizer(root: Path, name: str, kind: str, ranks: int = 2) -> str:
-    return run_stage(
-        "04_train_fsdp.py", "-e", name, *ARGUMENTS, "--optimizer", kind, cwd=root, ranks=ranks
-    ).stdout
+    return train_model(root, name, *ARGUMENTS, "--optimizer", kind, ranks=ranks)
 
 
 def copy_after_four_steps(root: Path, name: str) -> None:

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.core.figures import METRICS, STATE, documented_name
-from tests.conftest import run_stage
 from tests.train.test_no_waiting import WAITING
-from tests.training import SEQ_LENGTH, list_saved_steps, metrics
+from tests.training import SEQ_LENGTH, list_saved_steps, metrics, train_model
 
 STEPS = 7
 SAMPLES = 6  # of a step
@@ -135,7 +134,7 @@ def recorded(project: Path, rank: int = 0) -> list[tuple[str, Any]]:
     return [(kind, value) for kind, value in map(json.loads, lines)]
 
 
-def run_training(
+def train_rows(
     project: Path,
     *options: object,
     before: str = "",
@@ -143,27 +142,24 @@ def run_training(
     expect: int = 0,
     name: str = "run",
 ) -> str:
-    done = run_stage(
-        "04_train_fsdp.py",
+    return train_model(
+        project,
+        name,
         *RUN,
         "-b",
         SAMPLES // ranks,
         *options,
-        "-e",
-        name,
-        cwd=project,
         ranks=ranks if ranks > 1 else 0,
         expect=expect,
         before=before and f"{__name__}:{before}",
     )
-    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
     "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks: int) -> None:
-    run_training(
+    train_rows(
         project,
         "--log-freq",
         2,
@@ -226,7 +222,7 @@ def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks
     """If every step is saved, every row is written at once."""
     rows = []
     for name, every in (("late", NEVER), ("at_once", 1)):
-        run_training(
+        train_rows(
             project, "--log-freq", 1, "--ckpt-freq", every, "--eval-freq", 3, ranks=ranks, name=name
         )
         rows.append(_training(metrics(project, name)))
@@ -246,7 +242,7 @@ def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks
 def test_a_checkpoint_follows_the_row_of_its_step(
     project: Path, log: int, save: int, evaluate: int
 ) -> None:
-    run_training(
+    train_rows(
         project,
         "--log-freq",
         log,
@@ -326,10 +322,8 @@ def test_a_stopped_run_has_all_its_rows(
     project: Path, ranks: int, options: tuple[object, ...]
 ) -> None:
     options = ("--ckpt-freq", NEVER, "--eval-freq", 0, *options)
-    run_training(project, *options, name="whole", ranks=ranks)
-    run_training(
-        project, *options, before="stop_in_step", ranks=ranks, expect=1 if ranks > 1 else 75
-    )
+    train_rows(project, *options, name="whole", ranks=ranks)
+    train_rows(project, *options, before="stop_in_step", ranks=ranks, expect=1 if ranks > 1 else 75)
     due = [
         step
         for step in range(1, STOPPED_AT + 1)
@@ -337,7 +331,7 @@ def test_a_stopped_run_has_all_its_rows(
     ]
     assert [row["step"] for row in metrics(project, "run")] == due
     assert json.loads((project / "outputs/run/state.json").read_text())["status"] == "preempted"
-    run_training(project, *options, ranks=ranks)
+    train_rows(project, *options, ranks=ranks)
     whole = {step: row["train/loss"] for step, row in _training(metrics(project, "whole")).items()}
     again = {step: row["train/loss"] for step, row in _training(metrics(project, "run")).items()}
     assert whole == {step: loss for step, loss in again.items() if step in whole}
@@ -362,7 +356,7 @@ def test_an_error_leaves_the_previous_row_or_logs_that_it_is_missing(
     project: Path, ranks: int
 ) -> None:
     """A failing rank cannot ask the others for figures that were not exchanged."""
-    printed = run_training(
+    printed = train_rows(
         project,
         "--log-freq",
         1,

@@ -11,14 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_stage, stage_command
-from tests.training import SMALL_RUN, list_saved_steps, losses, metrics
+from tests.training import SMALL_RUN, list_saved_steps, losses, metrics, read_events
 
 COMMON = (*SMALL_RUN, "--lr", "1e-2", "-b", 2, "--eval-batches", 1)
-
-
-def events(root: Path, experiment: str) -> list[dict]:
-    text = (root / "outputs" / experiment / "events.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
 
 
 @pytest.mark.slow
@@ -117,7 +112,9 @@ def test_a_full_disk_skips_saves_and_then_ends_the_run(
     assert done.returncode == 4, done.stderr[-2000:]
     assert "no room to write" in done.stderr and "Traceback" not in done.stderr
     assert "NOT SAVED" in done.stdout
-    assert [e["event"] for e in events(project, "full")].count("disk_full") == failures
+    assert [e["event"] for e in read_events(project, experiment="full")].count(
+        "disk_full"
+    ) == failures
     assert max(losses(project, "full")) == ends_at
     assert not list((project / "outputs" / "full" / "checkpoints").iterdir())
     state = json.loads((project / "outputs" / "full" / "state.json").read_text())

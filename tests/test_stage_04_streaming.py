@@ -19,7 +19,7 @@ import pytest
 from tests.conftest import run_stage, start_stage
 from tests.forks import Launch
 from tests.hub_server import HubServer, Repo
-from tests.training import SEQ_LENGTH, losses, metrics
+from tests.training import SEQ_LENGTH, assert_refused, losses, metrics
 
 STEPS = 30
 COMMON = (
@@ -73,12 +73,6 @@ def has_same_rows(root: Path, one: str, other: str) -> bool:
         [{key: row[key] for key in EXACT} for row in metrics(root, name)] for name in (one, other)
     ]
     return rows[0] == rows[1]
-
-
-def refused(root: Path, *arguments: object, code: int, says: str, **how: object) -> None:
-    done = run_stage("04_train_fsdp.py", "-e", "x", *arguments, cwd=root, expect=code, **how)
-    assert says in done.stderr, done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
 
 
 def wait_for_save(launch: Launch, experiment: Path) -> None:
@@ -174,9 +168,11 @@ def test_a_killed_run_resumes_bit_for_bit(streamed: Path, tmp_path: Path):
 def test_options_that_contradict_streaming_are_refused(project: Path):
     run = ("-m", "model", "-s", SEQ_LENGTH)
     streaming = (*run, "-d", "shards", "--streaming")
-    refused(project, *streaming, code=2, says="needs --max-steps")
-    refused(
+    assert_refused(project, "-e", "x", *streaming, code=2, says="needs --max-steps")
+    assert_refused(
         project,
+        "-e",
+        "x",
         *streaming,
         "--max-steps",
         2,
@@ -192,15 +188,41 @@ def test_options_that_contradict_streaming_are_refused(project: Path):
         code=2,
         says="5 problems",
     )
-    refused(
-        project, *run, "-d", "shards", "--online", "--text-field", "x", code=2, says="2 problems"
+    assert_refused(
+        project,
+        "-e",
+        "x",
+        *run,
+        "-d",
+        "shards",
+        "--online",
+        "--text-field",
+        "x",
+        code=2,
+        says="2 problems",
     )
     once = (*streaming, "--max-steps", 2)
-    refused(project, *once, "--text-field", "body", code=2, says="fields are url, text")
+    assert_refused(
+        project, "-e", "x", *once, "--text-field", "body", code=2, says="fields are url, text"
+    )
     (project / "empty").mkdir()
-    refused(project, *run, "-d", "empty", "--streaming", "--max-steps", 2, code=2, says="no shard")
-    refused(
+    assert_refused(
         project,
+        "-e",
+        "x",
+        *run,
+        "-d",
+        "empty",
+        "--streaming",
+        "--max-steps",
+        2,
+        code=2,
+        says="no shard",
+    )
+    assert_refused(
+        project,
+        "-e",
+        "x",
         *run,
         "-d",
         "none",
@@ -211,8 +233,10 @@ def test_options_that_contradict_streaming_are_refused(project: Path):
         says="none does not exist",
     )
     (project / "empty/a.jsonl.gz").write_bytes(b"not compressed at all")
-    refused(
+    assert_refused(
         project,
+        "-e",
+        "x",
         *run,
         "-d",
         "empty",
@@ -275,7 +299,9 @@ def test_a_dataset_on_the_hub_is_streamed(repo: Repo, hub: HubServer, project: P
     shutil.rmtree(project / "outputs/cut/checkpoints/step_00000009")
     began_with = repo.commit
     repo.commit = "89abcdef0123456789abcdef0123456789abcdef"
-    refused(project, *arguments, "-e", "cut", code=2, says=f"has no revision '{began_with}'")
+    assert_refused(
+        project, "-e", "x", *arguments, "-e", "cut", code=2, says=f"has no revision '{began_with}'"
+    )
     repo.commit = began_with
     hub.requests.clear()
     run_stage(
@@ -294,10 +320,23 @@ def test_a_dataset_on_the_hub_is_streamed(repo: Repo, hub: HubServer, project: P
 
 
 def test_without_online_no_request_is_sent_to_the_hub(repo: Repo, hub: HubServer, project: Path):
-    refused(project, "-d", "org/text", *COMMON, "--max-steps", 2, code=3, says="does not exist")
-    assert not hub.requests
-    refused(
+    assert_refused(
         project,
+        "-e",
+        "x",
+        "-d",
+        "org/text",
+        *COMMON,
+        "--max-steps",
+        2,
+        code=3,
+        says="does not exist",
+    )
+    assert not hub.requests
+    assert_refused(
+        project,
+        "-e",
+        "x",
         "-d",
         "org/none",
         "--online",

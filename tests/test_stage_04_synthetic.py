@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 from lib.checkpoints import commit
 from tests.conftest import run_stage, start_stage
 from tests.test_stage_04_experts import MIXTRAL
-from tests.training import losses, save_model
+from tests.training import losses, save_model, train_model
 
 STAGE = "04_train_fsdp.py"
 RUN = (
@@ -23,11 +24,8 @@ RUN = (
 )
 
 
-def train_synthetic(
-    root: Path, name: str, *options: object, ranks: int = 0, expect: int = 0
-) -> str:
-    done = run_stage(STAGE, "-e", name, *RUN, *options, cwd=root, ranks=ranks, expect=expect)
-    return done.stdout + done.stderr
+def train_synthetic(root: Path, name: str, *options: object, **settings: Any) -> str:
+    return train_model(root, name, *RUN, *options, **settings)
 
 
 @pytest.mark.slow

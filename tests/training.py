@@ -80,10 +80,50 @@ def losses(root: Path, experiment: str) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in metrics(root, experiment)}
 
 
+def read_events(root: Path, *names: str, experiment: str = "run") -> list[dict[str, Any]]:
+    """Return the events with one of these names, or all; none without events.jsonl."""
+    path = root / "outputs" / experiment / "events.jsonl"
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    return [row for row in rows if not names or row["event"] in names]
+
+
 def list_saved_steps(root: Path, experiment: str) -> list[int]:
     """Return the steps of the checkpoints, oldest first."""
     folder = root / "outputs" / experiment / "checkpoints"
     return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+def read_dataset_files(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of every file except the manifest, which contains the time."""
+    return {
+        path.relative_to(directory).as_posix(): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    }
+
+
+def load_dataset(path: Path) -> Any:
+    """Return a dataset as the library `datasets` reads it."""
+    import datasets
+
+    return datasets.load_from_disk(str(path))
+
+
+def train_model(root: Path, name: str, *options: object, **settings: Any) -> str:
+    """Run stage 04 for an experiment and return its output. settings: see `run_stage`."""
+    from tests.conftest import run_stage
+
+    result = run_stage("04_train_fsdp.py", "-e", name, *options, cwd=root, **settings)
+    return result.stdout + result.stderr
+
+
+def assert_refused(root: Path, *arguments: object, code: int, says: str, **settings: Any) -> None:
+    """Assert that stage 04 ends with a code and a message, and without a traceback."""
+    from tests.conftest import run_stage
+
+    result = run_stage("04_train_fsdp.py", *arguments, cwd=root, expect=code, **settings)
+    assert says in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr + result.stdout
 
 
 def plan_one_batch(rank: int) -> None:

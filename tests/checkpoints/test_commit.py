@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from functools import partialmethod
@@ -14,22 +13,10 @@ from types import SimpleNamespace
 import pytest
 
 from lib.checkpoints import commit
-from lib.core import manifest, reading
+from lib.core import reading
 from lib.core.errors import EXIT_BUG, EXIT_USAGE, DiskFullError, StageError
+from tests.checkpoint_harness import commit_checkpoint
 from tests.fault_points import Fault
-
-
-def commit_checkpoint(checkpoints: Path, step: int, **facts: object) -> commit.Checkpoint:
-    """Commit a checkpoint whose only tensor file is some bytes."""
-    attempt = commit.create_attempt(checkpoints, step)
-    (attempt / commit.TENSORS).mkdir()
-    (attempt / commit.TENSORS / "data").write_bytes(bytes(range(100)))
-    (attempt / commit.TRAIN_STATE).write_text(json.dumps({"step": step}))
-    files = [
-        manifest.file_entry(attempt, attempt / name)
-        for name in (f"{commit.TENSORS}/data", commit.TRAIN_STATE)
-    ]
-    return commit.commit_attempt(attempt, step, files, {"options": {}}, 2, {"tokens": 5} | facts)
 
 
 def test_committed_checkpoints_are_listed_newest_first(tmp_path: Path):

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from lib.checkpoints import commit, copier, copies
 from lib.checkpoints.copier import Copier
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from tests.checkpoints.test_commit import commit_checkpoint
+from tests.checkpoint_harness import commit_checkpoint
+from tests.conftest import wait_until
 from tests.s3_server import BUCKET, S3Server, serve_s3
 
 URL = f"s3://{BUCKET}/backup"
@@ -98,14 +98,6 @@ def commit_steps(
         copier.wake()
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a condition. botocore waits longer and longer before it reports a failed request."""
-    deadline = time.monotonic() + 180
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def find_copies(target: object) -> list[int]:
     return sorted(copies.open_place(str(target), "exp", "18ab").read_commits())
 
@@ -151,7 +143,7 @@ def test_a_slow_copy_skips_checkpoints_and_its_own_is_spared(
     assert copying.wait(60)
     server.store.seconds = 0.3
     commit_steps(run, 1, copier=copying)
-    until(copying.get_current)
+    wait_until(copying.get_current)
     for step in range(2, 8):
         commit_steps(run, step, copier=copying)
         prune()
@@ -171,7 +163,7 @@ def test_a_checkpoint_that_is_deleted_during_its_copy_is_no_failure(
     assert copying.wait(60)
     server.store.seconds = 0.3
     commit_steps(run, 1, copier=copying)
-    until(copying.get_current)
+    wait_until(copying.get_current)
     commit_steps(run, 2)
     commit.delete_checkpoints([run.checkpoints / "step_00000001"])
     assert copying.wait(60)
@@ -189,12 +181,12 @@ def test_a_server_that_fails_is_tried_again(
     assert copying.wait(60)
     server.stop()
     commit_steps(run, 1, copier=copying)
-    until(lambda: recorder.steps("copy_failed"))
+    wait_until(lambda: recorder.steps("copy_failed"))
     assert "Could not connect" in recorder.state["copy_error"]
     assert recorder.state["copied"] is None and not copying.wait(0)
     server.store.status = 503
     server.start()
-    until(lambda: "reduce your request rate" in recorder.state["copy_error"])
+    wait_until(lambda: "reduce your request rate" in recorder.state["copy_error"])
     commit_steps(run, 2, copier=copying)
     server.store.status = 0
     assert copying.wait(60)
@@ -213,7 +205,7 @@ def test_a_killed_child_process_is_replaced(
     assert copying.wait(60)
     server.store.hangs = True
     commit_steps(run, 1, copier=copying)
-    until(copying.get_current)
+    wait_until(copying.get_current)
     os.kill(copying._worker._process.pid, signal.SIGKILL)
     server.store.hangs = False
     assert copying.wait(60)
@@ -229,7 +221,7 @@ def test_a_hanging_server_does_not_delay_the_end(
     assert copying.wait(60)
     server.store.hangs = True
     commit_steps(run, 1, copier=copying)
-    until(copying.get_current)
+    wait_until(copying.get_current)
     copying.hurry(5)
     assert not copying.wait(0.1)
     copying.close()
@@ -243,11 +235,11 @@ def test_at_the_end_three_failures_are_enough(
     commit_steps(run, 1)
     server.stop()
     copying = new(URL)
-    until(lambda: copying._failures)
+    wait_until(lambda: copying._failures)
     assert not copying.has_given_up()
     monkeypatch.setattr(copier, "_FIRST_PAUSE_S", 0.01)
     copying.hurry(60)
-    until(copying.has_given_up)
+    wait_until(copying.has_given_up)
     assert not copying.wait(0)
     server.start()
 

@@ -19,7 +19,7 @@ from lib.checkpoints.copies import CopyPlace, DirectoryPlace
 from lib.core.errors import ArtifactError, DiskFullError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.hub import s3
-from tests.checkpoints.test_commit import commit_checkpoint
+from tests.checkpoint_harness import commit_checkpoint
 from tests.fault_points import Fault
 from tests.s3_server import BUCKET, S3Server, serve_s3
 

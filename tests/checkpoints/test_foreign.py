@@ -31,7 +31,7 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import keys
 from lib.train import first_weights, previous_run
 from lib.train.inputs import Inputs
-from tests.checkpoints.test_commit import commit_checkpoint
+from tests.checkpoint_harness import commit_checkpoint
 
 MODEL_DIR = Path("the model")
 

@@ -18,30 +18,16 @@ import torch.distributed as dist
 
 from lib.checkpoints import commit, contents, hyperpod, search, snapshot
 from lib.checkpoints.checkpointer import Checkpointer
-from lib.checkpoints.commit import Checkpoint
-from lib.core import manifest
-from lib.core.errors import ArtifactError, DiskFullError, StageError
-from tests.conftest import free_port
-
-
-def save_checkpoint(checkpoints: Path, step: int) -> Checkpoint:
-    """Save a checkpoint with one small file."""
-    attempt = commit.create_attempt(checkpoints, step)
-    (attempt / commit.TENSORS).mkdir()
-    (attempt / commit.TENSORS / "data").write_bytes(bytes(1000))
-    files = [manifest.file_entry(attempt, attempt / commit.TENSORS / "data")]
-    return commit.commit_attempt(attempt, step, files, {}, 1, {})
-
-
-def render(error: StageError) -> list[str]:
-    return [line.strip() for line in error.render().splitlines()]
+from lib.core.errors import ArtifactError, DiskFullError
+from tests.checkpoint_harness import commit_checkpoint
+from tests.conftest import free_port, message_lines
 
 
 def test_the_error_without_a_valid_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
-    (save_checkpoint(tmp_path, 5).path / commit.COMMIT).unlink()
+    (commit_checkpoint(tmp_path, 5).path / commit.COMMIT).unlink()
     with pytest.raises(ArtifactError) as caught:
         search.find_newest_valid(tmp_path, group, lambda step, why: None)
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         f"error: no valid checkpoint in {tmp_path}",
         "expected: at least one valid checkpoint",
         "found:    step_00000005: COMMIT.json is missing",
@@ -54,7 +40,7 @@ def test_the_warning_about_a_quarantined_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = commit.quarantine(
-        save_checkpoint(tmp_path, 5), "COMMIT.json does not match its digest"
+        commit_checkpoint(tmp_path, 5), "COMMIT.json does not match its digest"
     )
     assert caplog.messages == [
         f"step_00000005 was moved to quarantine, {target}: COMMIT.json does not match its digest"
@@ -62,11 +48,11 @@ def test_the_warning_about_a_quarantined_checkpoint(
 
 
 def test_the_error_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(tmp_path, 5)
+    commit_checkpoint(tmp_path, 5)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     with pytest.raises(DiskFullError) as caught:
         commit.require_space(tmp_path)
-    assert render(caught.value)[0] == f"error: no disk space for a checkpoint in {tmp_path}"
+    assert message_lines(caught.value)[0] == f"error: no disk space for a checkpoint in {tmp_path}"
 
 
 def test_the_warning_about_a_skipped_save(caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +82,7 @@ def test_the_error_for_tensors_of_another_model() -> None:
             {"model.a": ((4,), torch.float32), "model.c": ((1,), torch.float32)},
             Path("step_00000005"),
         )
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         "error: checkpoint step_00000005 belongs to another model (3 differences)",
         "expected: the model that this experiment was started with",
         "found:    model.a is torch.float32 [4], the model has torch.float32 [2]",
@@ -110,7 +96,7 @@ def test_the_error_for_a_record_with_missing_or_wrong_fields(tmp_path: Path) -> 
     record.write_text(json.dumps({"step": "5"}))
     with pytest.raises(ArtifactError) as caught:
         contents.read_record(record)
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         f"error: {record} was not written by stage 04",
         "found:    values of the wrong type: step",
     ]
@@ -118,7 +104,7 @@ def test_the_error_for_a_record_with_missing_or_wrong_fields(tmp_path: Path) -> 
     del fields["samples"]
     with pytest.raises(ArtifactError) as caught:
         contents.require_complete(fields, Path("step_00000005"))
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         "error: step_00000005 lacks state that a resumed run needs",
         "found:    missing in train_state.json: samples",
     ]

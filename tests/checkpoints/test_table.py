@@ -8,19 +8,9 @@ import sys
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.core import manifest
+from tests.checkpoint_harness import commit_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def save_checkpoint(checkpoints: Path, step: int) -> Path:
-    attempt = commit.create_attempt(checkpoints, step)
-    (attempt / commit.TENSORS).mkdir()
-    (attempt / commit.TENSORS / "data").write_bytes(bytes(1000 + step))
-    files = [manifest.file_entry(attempt, attempt / commit.TENSORS / "data")]
-    return commit.commit_attempt(
-        attempt, step, files, {}, 1, {"tokens": step * 1024, "loss": 2.5, "eval_loss": None}
-    ).path
 
 
 def table(action: str, directory: Path, code: int = 0) -> str:
@@ -36,13 +26,16 @@ def table(action: str, directory: Path, code: int = 0) -> str:
 
 def test_the_table_lists_checkpoints_and_their_problems(tmp_path: Path) -> None:
     checkpoints = tmp_path / "exp" / "checkpoints"
-    paths = [save_checkpoint(checkpoints, step) for step in (5, 10, 15)]
-    commit.quarantine(commit.Checkpoint(save_checkpoint(checkpoints, 20), 20), "for the test")
+    paths = [
+        commit_checkpoint(checkpoints, step, tokens=step * 1024, loss=2.5, eval_loss=None).path
+        for step in (5, 10, 15)
+    ]
+    commit.quarantine(commit_checkpoint(checkpoints, 20), "for the test")
     listed = table("list", tmp_path / "exp")
     assert [line.split()[0] for line in listed.splitlines()[1:4]] == ["5", "10", "15"]
     assert "10,240" in listed and "2.5000" in listed and "in quarantine: " in listed
     assert table("verify", checkpoints).count("valid") == 4  # with the heading's `validation`
-    (paths[1] / commit.TENSORS / "data").write_bytes(bytes(1009) + b"\1")
+    (paths[1] / commit.TENSORS / "data").write_bytes(bytes(100))
     table("list", tmp_path / "exp")
     damaged = table("verify", tmp_path / "exp", code=3)
     assert "1 damaged checkpoint of 3" in damaged and "other content" in damaged

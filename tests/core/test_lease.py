@@ -66,7 +66,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_foreign_record(path: Path, beats: int = 0) -> None:
-    write(
+    manifest.write_json(
         path,
         {
             "host": "elsewhere",
@@ -77,10 +77,6 @@ def write_foreign_record(path: Path, beats: int = 0) -> None:
             "beats": beats,
         },
     )
-
-
-def write(path: Path, record: dict) -> None:
-    manifest.write_json(path, record)
 
 
 def test_a_second_process_is_refused_and_the_holder_named(
@@ -113,7 +109,7 @@ def test_the_lease_of_a_killed_holder_is_taken_at_once(
 
 def test_a_reused_pid_is_another_process(path: Path) -> None:
     Lease(path, never).release()
-    write(
+    manifest.write_json(
         path,
         {
             "host": "h",
@@ -165,7 +161,7 @@ def test_one_of_many_nodes_gets_the_lease(
     if leftover == "torn":
         path.write_text("{")
     elif leftover != "nothing":
-        write(
+        manifest.write_json(
             path,
             {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
             | ({"released": True} if leftover == "released" else {}),

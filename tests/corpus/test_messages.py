@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from lib.core.conversation import InvalidConversation
-from lib.core.errors import StageError, UsageError
+from lib.core.errors import UsageError
 from lib.corpus import conversations, report, saved, split_parts, work_units
 from lib.corpus.inputs import InputFile
 from lib.corpus.row_options import RowOptions
 from lib.corpus.scan import TreeEntry
 from lib.corpus.tally import ChatTally, Tally
 from lib.corpus.work_units import FileSpan, UnitResult, WorkUnit
+from tests.conftest import message_lines
 
 RUN = "python 02_build_hf_dataset.py --data-folder raw"
 USER = {"role": "user", "content": "q"}
@@ -29,11 +30,6 @@ ANSWER = {"role": "assistant", "content": "a"}
 @pytest.fixture(autouse=True)
 def command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", RUN.split()[1:])
-
-
-def render(error: StageError) -> list[str]:
-    """Return the lines of a message without the command that an error repeats."""
-    return [line.strip() for line in error.render().splitlines() if not line.startswith("  run:")]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +68,7 @@ def test_a_file_with_two_formats() -> None:
     tally.note_format("a.jsonl", "alpaca", 7)
     error = tally.find_mixture()
     assert error is not None
-    assert render(error) == [
+    assert message_lines(error) == [
         "error: a.jsonl mixes formats of conversations",
         "expected: one format per file",
         "found:    a.jsonl: messages in line 1, alpaca in line 7",
@@ -86,7 +82,7 @@ def test_a_file_that_changed() -> None:
     change = "it contained 10 bytes when it was listed, now 5"
     with pytest.raises(UsageError) as caught:
         work_units.require_unchanged(UnitResult(unit, changed=("a.jsonl", change)))
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         "error: a.jsonl changed while it was read; nothing was published",
         f"found:    {change}",
         "hint:     when no other process writes to raw:",
@@ -96,7 +92,7 @@ def test_a_file_that_changed() -> None:
 def test_only_splits_without_splits() -> None:
     with pytest.raises(UsageError) as caught:
         split_parts.select_splits([""], [0])
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         "error: --only-splits needs the splits of stage 01",
         "found:    a plain directory",
         "hint:     run stage 01 on it first",
@@ -108,7 +104,7 @@ def test_a_saved_dataset_with_two_splits(tmp_path: Path) -> None:
     entries = [TreeEntry(name) for name in ("dataset_dict.json", "train/a.arrow", "test/a.arrow")]
     with pytest.raises(UsageError) as caught:
         saved.require_readable(tmp_path, "--data-folder", entries)
-    assert render(caught.value) == [
+    assert message_lines(caught.value) == [
         f"error: {tmp_path} contains several splits of a dataset, which would all be trained on",
         "expected: a single split",
         "found:    test, train",

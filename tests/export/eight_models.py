@@ -19,7 +19,7 @@ from lib.models.lora import Lora
 from lib.models.weights import load_pretrained
 from lib.parallel import loss
 from lib.tokens.batches import MicroBatch
-from tests.export.exports import run_stage_05, save_run
+from tests.export.exports import change_json, run_stage_05, save_run
 from tests.export.lora_runs import build_lora_model, save_lora_run
 from tests.models.families import FAMILIES, LLAMA3, make_checkpoint
 from tests.models.two_ranks import shard_model
@@ -110,7 +110,7 @@ def save_tokenizer(directory: Path, name: str) -> None:
         fast.add_special_tokens({"extra_special_tokens": turns})
         fast.chat_template = TEMPLATE
     fast.save_pretrained(directory)
-    change(
+    change_json(
         directory / "tokenizer_config.json",
         is_local=True,
         local_files_only=True,
@@ -122,11 +122,6 @@ def save_tokenizer(directory: Path, name: str) -> None:
         (directory / "tokenizer.model").write_bytes(b"\n\x07\x00 any bytes")
 
 
-def change(path: Path, **values: Any) -> None:
-    """Change the content of a JSON file."""
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
 def export_model(root: Path, name: str) -> Path:
     """Write a run of the model, which changed no weight, and return its export in float32.
 
@@ -135,8 +130,8 @@ def export_model(root: Path, name: str) -> Path:
     base = root / "model"
     make_checkpoint(base, CONFIGS[name]())
     save_tokenizer(base, name)
-    change(base / "config.json", _name_or_path=HOME, tie_word_embeddings=None)
-    change(base / "config.json", tie_word_embeddings=CONFIGS[name]().tie_word_embeddings)
+    change_json(base / "config.json", _name_or_path=HOME, tie_word_embeddings=None)
+    change_json(base / "config.json", tie_word_embeddings=CONFIGS[name]().tie_word_embeddings)
     if name == "lora":
         lora = Lora(4, 8.0)
         save_lora_run(root, base, lora)
@@ -148,7 +143,7 @@ def export_model(root: Path, name: str) -> Path:
             shutil.copyfile(base / file, kept / file)
     if name in ("added", "lora"):
         stop = json.loads((base / "tokenizer.json").read_text())["added_tokens"][-1]["id"]
-        change(kept / "generation_config.json", eos_token_id=[stop, 2])
+        change_json(kept / "generation_config.json", eos_token_id=[stop, 2])
     out = root / "out"
     run_stage_05("-e", "exp", "--save-dir", root, "--out", out, "--dtype", "float32")
     return out

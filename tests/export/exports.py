@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -67,3 +68,10 @@ def save_run(
 def run_stage_05(*arguments: object) -> None:
     """Run stage 05's main in this process."""
     load_script("05_export_checkpoint.py").main([str(argument) for argument in arguments])
+
+
+def change_json(path: Path, drop: str = "", **values: Any) -> None:
+    """Change and drop keys of a JSON file."""
+    content = json.loads(path.read_text()) | values
+    content.pop(drop, None)
+    path.write_text(json.dumps(content))

@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -15,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from lib.core.errors import ArtifactError
 from lib.export import check, known_models
 from lib.models import tokenizer
-from tests.export.exports import run_stage_05, save_run
+from tests.export.exports import change_json, run_stage_05, save_run
 from tests.models.families import FAMILIES, LLAMA3, make_checkpoint
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -34,7 +32,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = root / "exp" / "model"
     tokenizer.train_tokenizer([], 300, 128, kept, workers=1, show_progress=False)
     (kept / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    change(kept / GENERATION, eos_token_id=[1, 2])
+    change_json(kept / GENERATION, eos_token_id=[1, 2])
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", "--dtype", "float32")
     return root / "out"
 
@@ -45,13 +43,6 @@ def model(sound: Path, tmp_path: Path) -> Path:
     for path in sound.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
-
-
-def change(path: Path, drop: str = "", **values: Any) -> None:
-    """Change the content of a JSON file."""
-    content = json.loads(path.read_text()) | values
-    content.pop(drop, None)
-    path.write_text(json.dumps(content))
 
 
 def find_failing(directory: Path) -> dict[str, str]:
@@ -83,27 +74,27 @@ def drop_head(directory: Path) -> None:
 _ALL = set(check.TOOLS)
 BROKEN: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
     "a RoPE base in the new key alone": (
-        lambda d: change(d / CONFIG, drop="rope_theta"),
+        lambda d: change_json(d / CONFIG, drop="rope_theta"),
         {"transformers 4", "Ollama", "mlx-lm"},
         "rope_theta 500000.0",
     ),
     "a class of transformers 5": (
-        lambda d: change(d / SETTINGS, tokenizer_class="TokenizersBackend"),
+        lambda d: change_json(d / SETTINGS, tokenizer_class="TokenizersBackend"),
         {"transformers 4", "llama.cpp"},
         "TokenizersBackend",
     ),
     "a list of extra tokens": (
-        lambda d: change(d / SETTINGS, extra_special_tokens=["<a>"]),
+        lambda d: change_json(d / SETTINGS, extra_special_tokens=["<a>"]),
         {"transformers 4", "llama.cpp"},
         "is a list",
     ),
     "a template in its own file alone": (
-        lambda d: change(d / SETTINGS, drop="chat_template"),
+        lambda d: change_json(d / SETTINGS, drop="chat_template"),
         {"Ollama"},
         "chat_template.jinja",
     ),
     "a short original length": (
-        lambda d: change(
+        lambda d: change_json(
             d / CONFIG,
             rope_parameters={**LLAMA3, "rope_theta": 5e5},
             rope_scaling={key: value for key, value in LLAMA3.items() if key != "rope_theta"},
@@ -112,18 +103,18 @@ BROKEN: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
         "8,192 tokens, not 32",
     ),
     "stops in one file alone": (
-        lambda d: change(d / GENERATION, eos_token_id=2),
+        lambda d: change_json(d / GENERATION, eos_token_id=2),
         {"vLLM", "SGLang", "Ollama", "mlx-lm"},
         "eos_token_id is [2]",
     ),
     "fewer stops for programs that do not read them": (
-        lambda d: change(d / CONFIG, eos_token_id=2),
+        lambda d: change_json(d / CONFIG, eos_token_id=2),
         set(),
         "eos_token_id is [1, 2]",
     ),
-    "no class": (lambda d: change(d / CONFIG, drop="architectures"), _ALL, "missing"),
+    "no class": (lambda d: change_json(d / CONFIG, drop="architectures"), _ALL, "missing"),
     "an unknown class": (
-        lambda d: change(d / CONFIG, architectures=["NovelForCausalLM"]),
+        lambda d: change_json(d / CONFIG, architectures=["NovelForCausalLM"]),
         {"llama.cpp", "Ollama", "onnxruntime-genai"},
         "NovelForCausalLM",
     ),
@@ -138,9 +129,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], set[str], str]] = {
         {"transformers 4"},
         "format: pt",
     ),
-    "a small embedding": (lambda d: change(d / CONFIG, vocab_size=299), _ALL, "299"),
+    "a small embedding": (lambda d: change_json(d / CONFIG, vocab_size=299), _ALL, "299"),
     "a left quantisation": (
-        lambda d: change(d / CONFIG, quantization_config={"quant_method": "gptq"}),
+        lambda d: change_json(d / CONFIG, quantization_config={"quant_method": "gptq"}),
         _ALL,
         "quantization_config",
     ),
@@ -194,7 +185,7 @@ def test_the_report_has_a_line_per_program_and_exit_code_3(
     caplog.set_level("INFO", "pipeline")
     check.main([str(model), "--tool", "vllm", "--tool", "transformers 5"])
     assert caplog.text.count("reads it") == 2
-    change(model / CONFIG, drop="rope_theta")
+    change_json(model / CONFIG, drop="rope_theta")
     with pytest.raises(ArtifactError, match="will not read") as error:
         check.main([str(model)])
     assert error.value.code == 3 and "transformers 4, llama.cpp, Ollama" in error.value.found

@@ -15,7 +15,7 @@ from lib.core import lease, paths
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.train import copying
-from tests.checkpoints.test_commit import commit_checkpoint
+from tests.checkpoint_harness import commit_checkpoint
 from tests.fault_points import Fault
 
 
