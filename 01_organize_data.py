@@ -105,7 +105,10 @@ def make_identity(opts: OrganizeOptions, entries: Sequence[TreeEntry]) -> dict:
     inputs_identity = identify_files(select_taken(entries))
     if opts.mode == "symlink":  # symbolic links contain the path of the source
         inputs_identity["source"] = str(opts.src_dir.resolve())
-    return {"options": declared.identify(opts, "src_dir", "dst_root"), "inputs": inputs_identity}
+    return {
+        "options": declared.identify_artifact(opts, "src_dir", "dst_root"),
+        "inputs": inputs_identity,
+    }
 
 
 def require_all_files(dst: Path) -> None:
@@ -280,4 +283,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

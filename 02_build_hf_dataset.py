@@ -183,7 +183,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
 
     It does not depend on the number of machines that build the dataset.
     """
-    chosen = declared.identify(
+    chosen = declared.identify_artifact(
         opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
     )
     chosen |= mask_options.identify_masks(opts) | extraction.identify_extraction(opts)
@@ -434,4 +434,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

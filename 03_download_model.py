@@ -347,7 +347,7 @@ def create_from_scratch(opts: DownloadOptions) -> None:
     """Create the config and the tokenizer of a model without weights."""
     from lib.core import offline  # the other modes use the network
 
-    offline.enable()
+    offline.enable_offline_mode()
     # Check the inputs.
     began = time.monotonic()
     design = Design(
@@ -447,4 +447,4 @@ def next_command(opts: DownloadOptions, name: str) -> str:
 
 
 if __name__ == "__main__":
-    stage.run(main, network=True)
+    stage.run_main(main, network=True)

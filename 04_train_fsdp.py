@@ -112,7 +112,7 @@ def main(argv: list[str]) -> None:
 def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> None:
     """Fill in the options that are left open, then print the plan, prepare the tokens, or train."""
     from lib.parallel import gpus
-    from lib.parallel.layout import configure_allocator, meet
+    from lib.parallel.layout import configure_allocator, meet_ranks
     from lib.train import memory_fit, overview, resume
     from lib.train.copying import begin_copying
     from lib.train.data import prepare_data
@@ -139,7 +139,7 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     if not config.prepare_only:
         memory_fit.require_memory(config, inputs, memory)
         memory_fit.suggest_batch(config, memory, has_begun=bool(inputs.earlier_run))
-        meeting = meet()
+        meeting = meet_ranks()
     inputs = verify_model_files(config, inputs)
     require_base_of_run(experiment, inputs)
     # This may take hours, so it comes before any process group exists.
@@ -252,7 +252,7 @@ def set_up(
     digests = compute_digests(experiment.model) if keeps_files else {}
     state = TrainState(model, optimizer, guard, plan, layout, digests, inputs.base)
     # Resume from the newest checkpoint or the one that --resume names, or start.
-    if not resume.resume(state, checkpointer, experiment, inputs, journal):
+    if not resume.resume_run(state, checkpointer, experiment, inputs, journal):
         load_first_weights(config, inputs, model, layout)
         weights = {"weights": str(inputs.foreign.directory)} if inputs.foreign else {}
         journal.add_event(Event.START, 0, ranks=layout.ranks, **weights)
@@ -294,7 +294,7 @@ def join_ranks(
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory import MemoryEstimate
     from lib.train import checks, memory_fit
-    from lib.train.experiment import claim
+    from lib.train.experiment import claim_experiment
     from lib.train.output.journal import Journal, join_launch
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
@@ -317,7 +317,9 @@ def join_ranks(
     plan.require_alike(layout)
     journal = Journal(experiment, layout.rank, not config.bench, launch.has_begun)
     if not config.bench:
-        stack.enter_context(claim(experiment, plan, inputs, data.chat, journal, launch, layout))
+        stack.enter_context(
+            claim_experiment(experiment, plan, inputs, data.chat, journal, launch, layout)
+        )
         log.add_file(experiment.rank_log(layout.rank))
     return layout, plan, journal, estimate
 
@@ -443,4 +445,4 @@ def log_step(
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

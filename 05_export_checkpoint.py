@@ -340,4 +340,4 @@ def next_command(out: Path, is_adapter: bool) -> str:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

@@ -124,7 +124,7 @@ def make_step(args: argparse.Namespace, mesh: Any, recompute: str, rank: int) ->
     if rank:
         Lora(rank, 2.0 * rank).convert(model, Placement())
     parallelize.parallelize(model, mesh, "fp32", recompute)
-    parallelize.materialise(model, torch.device("cpu"), offload=False)
+    parallelize.materialise_model(model, torch.device("cpu"), offload=False)
     for parameter in model.parameters():
         local_tensor(parameter).normal_(0, 0.02)
     restore_buffers(model)

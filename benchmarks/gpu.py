@@ -201,7 +201,7 @@ def _prepare_start(rehearse: bool) -> tuple[str, dict[str, Any]]:
     With fork, items and their runs need no imports of their own. But if an import initialises
     CUDA, forked processes cannot use the GPU; then they are spawned, and each imports everything.
     """
-    offline.enable()
+    offline.enable_offline_mode()
     os.environ.setdefault(
         "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
     )  # is_available() must not initialise CUDA

@@ -113,7 +113,7 @@ class Planter:
     def _write_pair(self) -> None:
         one = self._make_text()
         two = self._change(one, self._draw.randint(0, len(one) // 12))
-        self.pairs.append(Pair(self._write(one), self._write(two), compare(one, two)))
+        self.pairs.append(Pair(self._write(one), self._write(two), compute_similarity(one, two)))
 
     def _write_chain(self) -> None:
         link = self._make_text()
@@ -132,7 +132,7 @@ class Planter:
         self.licences[name].append(self._write(licence + text))
 
 
-def compare(one: list[str], two: list[str]) -> float:
+def compute_similarity(one: list[str], two: list[str]) -> float:
     """Return the Jaccard similarity of the 5-grams of two documents."""
     sets = [{tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one, two)]
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
@@ -176,7 +176,7 @@ def check_dropped(source: Path, out: Path) -> set[int]:
             if number in needed:
                 texts[number] = json.loads(line)["text"].split()
     values = [
-        compare(texts[number], texts[dropped[number]["duplicate_of"]["position"]])
+        compute_similarity(texts[number], texts[dropped[number]["duplicate_of"]["position"]])
         for number in sorted(wanted)
     ]
     kept_leaders = all(

@@ -55,7 +55,7 @@ def make_batches(texts: Iterator[str], most: int) -> list[list[str]]:
     return batches
 
 
-def measure(compute: Callable[[list[str]], object], batches: list[list[str]]) -> float:
+def measure_seconds(compute: Callable[[list[str]], object], batches: list[list[str]]) -> float:
     """Return the seconds for all batches: the sum of the fastest time of each."""
     total = 0.0
     for batch in batches:
@@ -78,7 +78,7 @@ def main() -> None:
     documents = sum(map(len, batches))
     print(f"{characters / 1e6:.1f} M characters, {documents:,} documents; load {os.getloadavg()}\n")
     print("| | MB/s | µs per 3,000 characters | beyond the words |\n|---|---|---|---|")
-    words = measure(find_words, batches)
+    words = measure_seconds(find_words, batches)
     steps: dict[str, Callable[[list[str]], object]] = {
         "words": find_words,
         "words, lines, tokens": find_layouts,
@@ -89,7 +89,7 @@ def main() -> None:
             find_layouts(batch), [""] * len(batch)
         )
     for name, compute in steps.items():
-        seconds = words if compute is find_words else measure(compute, batches)
+        seconds = words if compute is find_words else measure_seconds(compute, batches)
         share = _UNIT / characters * 1e6
         print(
             f"| {name} | {characters / seconds / 1e6:.0f} | {seconds * share:.1f} "

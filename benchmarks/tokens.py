@@ -45,7 +45,7 @@ def main() -> None:
         help="bytes of text for the slow measurements, with the Hugging Face tokenizer",
     )
     arguments = parser.parse_args()
-    offline.enable()
+    offline.enable_offline_mode()
     rows = [*measure_tokenizing(arguments), *measure_chats(arguments), *measure_loading(arguments)]
     width = max(len(name) for name, _ in rows)
     for name, figure in rows:

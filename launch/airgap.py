@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
         from launch.bundles import bundle
         from lib.core import stage
 
-        stage.run(lambda argv: bundle.main(argv[1:]))
+        stage.run_main(lambda argv: bundle.main(argv[1:]))
     from launch.bundles import unpacking
 
     sys.exit(unpacking.main(argv, __doc__))

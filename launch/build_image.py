@@ -93,9 +93,9 @@ def build_and_push(image_options: ImageOptions, dry_run: bool) -> str:
         prepare_push(target, build.create_repository)
     else:
         log.info(f"the image stays on this machine; to push it as well: {_format_push_command()}")
-    build = _build(build)
+    build = _build_once(build)
     if target:
-        _push(build.tag, target)
+        _push_image(build.tag, target)
     image_docker.record_built_image(
         image_docker.BuiltImage(target or build.tag, is_pushed=bool(target))
     )
@@ -106,7 +106,7 @@ def build_and_push(image_options: ImageOptions, dry_run: bool) -> str:
     return target or build.tag
 
 
-def _build(build: ImageBuild) -> ImageBuild:
+def _build_once(build: ImageBuild) -> ImageBuild:
     """Build and run the image once; with --auto-fix, apply remedies and retry."""
     attempts = build.max_attempts if build.auto_fix else 1
     for attempt in range(1, attempts + 1):
@@ -164,7 +164,7 @@ def _format_push_command() -> str:
     return commands.as_typed("--push", "REGISTRY/llm-training")
 
 
-def _push(tag: str, target: str) -> None:
+def _push_image(tag: str, target: str) -> None:
     try:
         image_docker.run_docker("tag", tag, target)
         image_docker.run_docker("push", target)
@@ -185,4 +185,4 @@ def _resolve_target(registry: str, tag: str) -> str:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

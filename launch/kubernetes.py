@@ -297,7 +297,7 @@ def run_job(
     """Run a job to its end, and before it the job that prepares its run, if that is needed.
 
     first: the job that prepares the run, or None. prepare: the value of --prepare. settings: for
-    `deploy.deploy`.
+    `deploy.deploy_job`.
     """
     is_checked = False
     if first:
@@ -306,7 +306,7 @@ def run_job(
         if not is_checked:
             run_job(first, kubectl, None, prepare, **settings)
     try:
-        deploy.deploy(job, kubectl, is_checked=is_checked, **settings)
+        deploy.deploy_job(job, kubectl, is_checked=is_checked, **settings)
     except KeyboardInterrupt:
         log.info(f"\nthe job continues; to end it: {_format_stop_command(job, kubectl)}")
         raise
@@ -377,4 +377,4 @@ def deploy_training_job(
 
 
 if __name__ == "__main__":
-    stage.run(main, only_shows=sys.argv[1:2] in (["logs"], ["status"]))
+    stage.run_main(main, only_shows=sys.argv[1:2] in (["logs"], ["status"]))

@@ -94,7 +94,9 @@ def main(argv: list[str]) -> None:
         run_files.require_run(experiment)
     run = RunFiles(experiment.root.resolve())
     if opts.json:
-        _print_json(overview.summarise(experiment.root.resolve(), experiment.root.name).to_json())
+        _print_json(
+            overview.summarise_run(experiment.root.resolve(), experiment.root.name).to_json()
+        )
         return
     if opts.log:
         _follow_log(run, max(0.2, opts.every))
@@ -133,7 +135,7 @@ def _compare(first: str, second: str, width: int, as_json: bool) -> None:
     for text in (first, second):
         experiment = paths.existing_experiment(text)
         run_files.require_run(experiment)
-        summaries.append(overview.summarise(experiment.root.resolve(), experiment.root.name))
+        summaries.append(overview.summarise_run(experiment.root.resolve(), experiment.root.name))
     runs = (summaries[0], summaries[1])
     if as_json:
         differences = comparison.list_differences(runs)
@@ -192,4 +194,4 @@ def _raise_interrupt(number: int, frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    stage.run(main, only_shows=True)
+    stage.run_main(main, only_shows=True)

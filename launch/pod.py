@@ -259,4 +259,4 @@ def run_with_signals(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

@@ -54,4 +54,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main, network=True)  # for stage 03; the other stages set the offline guard themselves
+    stage.run_main(
+        main, network=True
+    )  # for stage 03; the other stages set the offline guard themselves

@@ -112,4 +112,4 @@ def _describe_step(run: RunFiles) -> str:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

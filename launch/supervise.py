@@ -243,4 +243,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

@@ -209,4 +209,4 @@ def report_failures(failures: dict[int, ProcessFailure]) -> int:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

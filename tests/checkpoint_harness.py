@@ -116,7 +116,7 @@ def load_and_save(model_dir: str, source: str, target: str) -> None:
     layout = ParallelLayout.start()
     model = architecture.build_on_meta(Path(model_dir))
     parallelize.shard(model, layout.fsdp, "fp32", False, False)
-    parallelize.materialise(model, layout.device, False)
+    parallelize.materialise_model(model, layout.device, False)
     adamw = registry.build_optimizer("adamw", model, 0.0)
     checkpoint = commit.Checkpoint(Path(source), step_of(Path(source).name))
     tensors = _name_tensors(model, adamw)

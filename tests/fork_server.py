@@ -210,7 +210,7 @@ def _speed_up_stages() -> None:
         os.environ.update(offline.OFFLINE_ENVIRONMENT)
         _read_settings()
 
-    offline.enable = enable
+    offline.enable_offline_mode = enable
     _fork_servers_of_workers()
     # Plots and pages take half of the time of a tiny run.
     _DRAWN.update({metrics.Curve: metrics.Curve.draw, PageWriter: PageWriter.start})
@@ -267,7 +267,7 @@ def main(kind: str) -> None:
     from lib.core import offline
 
     if kind == "stages":
-        offline.enable()
+        offline.enable_offline_mode()
     for name in _IMPORTS[kind]:
         importlib.import_module(name)
     if kind == "stages":

@@ -164,7 +164,7 @@ def test_a_copy_that_was_being_replaced_is_restored(node: Node, kube: Cluster) -
     path = str(node.volume / "outputs" / "exp" / "export")
     copy = fetch.Copy(fetch.Source(Kubectl("default"), "pod", path), Path("copy"), ORIGIN)
     copy._partial.mkdir()
-    partial_dirs.claim(copy._partial)
+    partial_dirs.claim_directory(copy._partial)
     Path("copy").rename(copy._partial / "replaced")
     (node.volume / "outputs" / "exp" / "export" / "empty").unlink()
     assert "copy exists" in run_launcher(*FETCH, *node.options(), expect=2).stderr

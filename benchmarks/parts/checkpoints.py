@@ -66,7 +66,7 @@ class Bench:
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(config)
         parallelize.shard(self.model, self.layout.fsdp, "fp32")
-        parallelize.materialise(self.model, torch.device("cpu"), offload=False)
+        parallelize.materialise_model(self.model, torch.device("cpu"), offload=False)
         for parameter in self.model.parameters():
             parameter.to_local().detach().normal_(std=0.02)
         self.optimizer = registry.build_optimizer(

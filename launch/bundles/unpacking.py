@@ -148,7 +148,7 @@ def group_by_file(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
     return files
 
 
-def verify(bundle: Path, content: dict[str, Any]) -> None:
+def verify_bundle(bundle: Path, content: dict[str, Any]) -> None:
     """Hash all files. Raises BundleError (3) with each damaged, missing or unknown file."""
     entries = content["files"]
     show = _make_progress("verifying", sum(entry["bytes"] for entry in entries))
@@ -236,7 +236,7 @@ def _make_progress(action: str, total: int) -> Callable[[int], None]:
     return show
 
 
-def unpack(bundle: Path, target: Path, options: argparse.Namespace) -> None:
+def unpack_bundle(bundle: Path, target: Path, options: argparse.Namespace) -> None:
     """Unpack a bundle into a project: all checks come first, then all files or none."""
     content = read_manifest(bundle)
     stamp = target / UNPACKED  # a copy of the manifest
@@ -265,7 +265,7 @@ def unpack(bundle: Path, target: Path, options: argparse.Namespace) -> None:
     if is_unpacked:
         print_line(f"{target} was unpacked from this bundle already")
     else:
-        verify(bundle, content)
+        verify_bundle(bundle, content)
         _write_files(bundle, content, target)
     if options.install:
         create_venv(target)
@@ -430,9 +430,9 @@ def main(argv: list[str], description: str) -> int:
             )
         options = parse_arguments(argv, description)
         if options.action == "verify":
-            verify(options.bundle, read_manifest(options.bundle))
+            verify_bundle(options.bundle, read_manifest(options.bundle))
         else:
-            unpack(options.bundle, Path(os.path.realpath(options.to)), options)
+            unpack_bundle(options.bundle, Path(os.path.realpath(options.to)), options)
     except BundleError as error:
         print_line(error, 2)
         return error.code

@@ -40,7 +40,7 @@ _TIMEOUT_S = 120
 
 _GUARD = """
 from lib.core import offline
-offline.enable()
+offline.enable_offline_mode()
 from huggingface_hub import constants
 assert constants.HF_HUB_OFFLINE, "huggingface_hub would go online"
 """

@@ -241,7 +241,7 @@ def render_part(part: str, cluster: ClusterOptions) -> str:
         )
     if part == CLUSTER:
         # HyperPod adds the GPU nodes itself.
-        return _render(
+        return _render_template(
             "eks.yaml",
             cluster,
             NetworkFacts(),
@@ -253,14 +253,14 @@ def render_part(part: str, cluster: ClusterOptions) -> str:
         [request] = fill_template(f"cluster/{template}", _settings(cluster, facts))
         return json.dumps(request, indent=2) + "\n"
     if cluster.storage_class:
-        return _render("storage-class.yaml", cluster, facts)
+        return _render_template("storage-class.yaml", cluster, facts)
     if cluster.filesystem == "efs":
-        return _render("storage-efs.yaml", cluster, facts)
+        return _render_template("storage-efs.yaml", cluster, facts)
     template = "storage-fsx-existing.yaml" if cluster.filesystem_id else "storage-fsx.yaml"
-    return _render(template, cluster, facts, also="volume-owner.yaml")
+    return _render_template(template, cluster, facts, also="volume-owner.yaml")
 
 
-def _render(
+def _render_template(
     template: str, cluster: ClusterOptions, facts: NetworkFacts, also: str = "", **changes: Any
 ) -> str:
     """Return the documents of a template. also: a second template. changes: settings to replace."""

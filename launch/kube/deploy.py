@@ -212,7 +212,7 @@ def put_token(kubectl: Kubectl, name: str, token: str) -> None:
     log.info(f"secret {name} contains the token of HF_TOKEN")
 
 
-def deploy(
+def deploy_job(
     job: Job,
     kubectl: Kubectl,
     *,

@@ -193,7 +193,7 @@ class Copy:
         if descriptor < 0:
             raise UsageError(f"another process is copying to {self.target}")
         try:
-            partial_dirs.claim(self._partial)
+            partial_dirs.claim_directory(self._partial)
             self._restore()
             require_new(self.target, overwrite)
             self._content.mkdir(exist_ok=True)

@@ -142,7 +142,7 @@ def main(argv: list[str], choose_image: Callable[[JobOptions], JobOptions]) -> N
         sys.exit(code)
 
 
-def run(pod: VolumePod, kubectl: Kubectl, opts: Options, words: list[str]) -> int:
+def run_command(pod: VolumePod, kubectl: Kubectl, opts: Options, words: list[str]) -> int:
     """Run a command in a pod, and return its exit code."""
     code = run_in_pod(pod, kubectl, opts.pending_minutes)
     if code:
@@ -187,7 +187,7 @@ def fetch_directory(pod: VolumePod, kubectl: Kubectl, opts: Options, words: list
 
 
 VOLUME_COMMANDS: dict[str, Callable[[VolumePod, Kubectl, Options, list[str]], int]] = {
-    "run": run,
+    "run": run_command,
     "shell": open_shell,
     "fetch": fetch_directory,
 }

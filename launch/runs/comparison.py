@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runs.curves import PlotPoint, render_pair
-from launch.runs.overview import WIDTH, RunSummary, shorten
+from launch.runs.overview import WIDTH, RunSummary, shorten_text
 from launch.runs.run_files import Row
 from lib.core import records, run_records, units
 from lib.core.paths import Experiment
@@ -174,8 +174,9 @@ def _align(rows: Iterable[tuple[str, ...]], width: int) -> list[str]:
     """Return the lines of a table with three columns, the last two equally wide."""
     cell = (width - _LABEL_WIDTH - 2) // 2
     return [
-        f"{shorten(label, _LABEL_WIDTH):<{_LABEL_WIDTH}}  "
-        f"{shorten(one_line(first), cell - 2):<{cell}}{shorten(one_line(second), cell)}".rstrip()
+        f"{shorten_text(label, _LABEL_WIDTH):<{_LABEL_WIDTH}}  "
+        f"{shorten_text(one_line(first), cell - 2):<{cell}}"
+        f"{shorten_text(one_line(second), cell)}".rstrip()
         for label, first, second in rows
     ]
 

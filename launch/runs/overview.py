@@ -142,7 +142,7 @@ def is_run(directory: Path) -> bool:
         return False
 
 
-def summarise(path: Path, name: str) -> RunSummary:
+def summarise_run(path: Path, name: str) -> RunSummary:
     """Return the summary of a run. Reads only the end of its long files."""
     run = RunFiles(path, _TAIL)
     run.update()
@@ -201,7 +201,7 @@ def list_runs(directory: Path) -> tuple[list[RunSummary], list[str]]:
     Active runs come first, then the runs that changed most recently.
     """
     paths, skipped = find_runs(directory)
-    summaries = [summarise(path, os.path.relpath(path, directory)) for path in paths]
+    summaries = [summarise_run(path, os.path.relpath(path, directory)) for path in paths]
     summaries.sort(key=lambda run: (not run.status.is_held, -run.updated, run.name))
     return summaries, skipped
 
@@ -214,7 +214,7 @@ def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list
         chosen = {key: value for key, value in run.options.items() if key not in shared}
         rows.append(
             (
-                shorten(one_line(run.name), _LONGEST_NAME),
+                shorten_text(one_line(run.name), _LONGEST_NAME),
                 run.status.word,
                 _format_step(run),
                 f"{run.loss:.4f}" if "train/loss" in run.figures else "",
@@ -231,13 +231,13 @@ def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list
             text.rjust(size) if number in (2, 3, 4) else text.ljust(size)
             for number, (text, size) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append(shorten("  ".join(cells).rstrip(), width, at_end=True))
+        lines.append(shorten_text("  ".join(cells).rstrip(), width, at_end=True))
     if shared:
         text = ", ".join(f"{key} {format_value(value)}" for key, value in shared.items())
-        lines += ["", shorten(f"all: {one_line(text)}", width, at_end=True)]
+        lines += ["", shorten_text(f"all: {one_line(text)}", width, at_end=True)]
     if skipped:
         names = units.join_names([one_line(name) for name in skipped], _MOST_SKIPPED)
-        lines += ["", shorten(f"skipped, no runs: {names}", width, at_end=True)]
+        lines += ["", shorten_text(f"skipped, no runs: {names}", width, at_end=True)]
     return lines
 
 
@@ -285,7 +285,7 @@ def format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else one_line(value)
 
 
-def shorten(text: str, most: int, at_end: bool = False) -> str:
+def shorten_text(text: str, most: int, at_end: bool = False) -> str:
     """Return a text of at most `most` characters, with … in its middle or at its end."""
     if len(text) <= most:
         return text

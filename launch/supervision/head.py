@@ -138,7 +138,7 @@ class Head(NodeLauncher):
         state = self._new_state()
         if self.gave_up and (verdict := outcome.judge_given_up(outcomes, state, self.since_save())):
             return verdict
-        return outcome.judge(outcomes, lost, state, self.stop, has_begun, self._history)
+        return outcome.judge_round(outcomes, lost, state, self.stop, has_begun, self._history)
 
     def since_save(self) -> str:
         newest = self._newest()

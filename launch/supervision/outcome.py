@@ -62,7 +62,7 @@ class Failure:
         return self.kind == ExperimentHeld.__name__
 
     def is_final(self, has_begun: bool) -> bool:
-        """Return whether this failure ends the run. has_begun: see `judge`.
+        """Return whether this failure ends the run. has_begun: see `judge_round`.
 
         After a restart, a lock of the experiment that is still held is not final: a node that was
         cut off may hold it for a while.
@@ -148,7 +148,7 @@ def read_failures(logs: Path, node: int) -> list[Failure]:
     return failures
 
 
-def judge(
+def judge_round(
     nodes: list[NodeOutcome],
     lost: list[int],
     state: dict[str, Any],
@@ -191,7 +191,8 @@ def judge(
 def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
     """Return the verdict on a run whose ranks were killed; None if it had ended by itself before.
 
-    state: see `judge`. since: the words that name the checkpoint from which a restart continues.
+    state: see `judge_round`. since: the words that name the checkpoint from which a restart
+    continues.
     """
     has_saved = any(failure.code == EXIT_PREEMPTED for node in nodes for failure in node.failures)
     if has_saved or state.get("status", "") in _STATUS_CODES:

@@ -130,4 +130,4 @@ def _print_table(rows: list[tuple[str, ...]]) -> None:
 
 if __name__ == "__main__":
     sys.argv[0] = "lib.checkpoints"
-    stage.run(main, only_shows=True)
+    stage.run_main(main, only_shows=True)

@@ -193,7 +193,7 @@ def create_attempt(checkpoints: Path, step: int) -> Path:
     """Create a directory for one attempt to save a step, with its marker file."""
     path = checkpoints / f"{paths.step_name(step)}.tmp-{time.time_ns():x}"
     path.mkdir(parents=True)
-    partial_dirs.claim(path)
+    partial_dirs.claim_directory(path)
     publish.fsync(checkpoints.parent)
     return path
 

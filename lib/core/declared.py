@@ -205,7 +205,7 @@ def drop_repeats(chosen: Declared) -> Declared:
     return dataclasses.replace(chosen, **lists)  # type: ignore[type-var]
 
 
-def identify(chosen: Any, *omitted: str) -> dict[str, Any]:
+def identify_artifact(chosen: Any, *omitted: str) -> dict[str, Any]:
     """Return the options that decide what an artifact contains, as values to store.
 
     chosen: object of a class that declares options. omitted: names of further options that do not

@@ -18,7 +18,7 @@ OFFLINE_ENVIRONMENT = {
 }
 
 
-def enable() -> None:
+def enable_offline_mode() -> None:
     """Set the offline environment for this process and its child processes.
 
     Must run before any Hugging Face import: huggingface_hub reads HF_HUB_OFFLINE once, at import,
@@ -26,5 +26,7 @@ def enable() -> None:
     """
     too_late = {"huggingface_hub", "transformers", "datasets"} & sys.modules.keys()
     if too_late:
-        raise RuntimeError(f"offline.enable() called after importing {', '.join(sorted(too_late))}")
+        raise RuntimeError(
+            f"offline.enable_offline_mode() called after importing {', '.join(sorted(too_late))}"
+        )
     os.environ.update(OFFLINE_ENVIRONMENT)

@@ -30,7 +30,7 @@ def is_bare(directory: Path) -> bool:
     return not directory.is_symlink() and directory.is_dir() and not any(directory.iterdir())
 
 
-def claim(directory: Path) -> None:
+def claim_directory(directory: Path) -> None:
     """Mark a directory that is ours or empty. Raises UsageError for any other."""
     # The third check is for another process that marked it between the first two.
     if not (is_ours(directory) or is_bare(directory) or is_ours(directory)):

@@ -175,7 +175,7 @@ class Build:
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self.partial.mkdir(exist_ok=True)
         try:
-            partial_dirs.claim(self.partial)
+            partial_dirs.claim_directory(self.partial)
             self._lease = lease.Lease(self.partial / OWNER, self._lost)
         except lease.DirectoryHeld as error:
             raise AlreadyBuilding(

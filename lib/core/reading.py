@@ -110,7 +110,7 @@ class ChunkStream(io.RawIOBase):
         return size
 
 
-def decompress(
+def decompress_file(
     file: BinaryIO, kind: str, note: Callable[[str], None], zstd: Callable[[BinaryIO], BinaryIO]
 ) -> Iterator[bytes]:
     """Yield the content of a compressed file up to the first damage.

@@ -18,7 +18,7 @@ _AFTER_RANK_0_S = 2.0
 _at_end: list[Callable[[int, BaseException | None], object]] = []
 
 
-def run(
+def run_main(
     main: Callable[[list[str]], None], *, network: bool = False, only_shows: bool = False
 ) -> NoReturn:
     """Run a stage's main with the command line, and exit with a code of errors.py.
@@ -28,7 +28,7 @@ def run(
     """
     streams.outlive_readers(only_shows)
     if not network:
-        offline.enable()
+        offline.enable_offline_mode()
     faulthandler.enable()
     log.setup()
     ended_by: BaseException | None = None

@@ -50,7 +50,7 @@ def join_names(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def shorten(text: str) -> str:
+def shorten_text(text: str) -> str:
     """Return a text, or its beginning if it is too long for a part of a line."""
     return text if len(text) <= _LONGEST else text[: _LONGEST - 2] + " …"
 

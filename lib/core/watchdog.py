@@ -38,7 +38,7 @@ _FACTORS = {
 _is_stopped = threading.Event()
 
 
-def stop() -> None:
+def stop_watchdog() -> None:
     """Stop the watchdog of this process, for a wait at its end that is limited otherwise."""
     _is_stopped.set()
 

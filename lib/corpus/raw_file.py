@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from lib.core.reading import ChunkStream, RetryingFile, decompress, skip_line
+from lib.core.reading import ChunkStream, RetryingFile, decompress_file, skip_line
 from lib.corpus import encoding, kinds
 from lib.corpus.encoding import DecodedText
 
@@ -54,7 +54,7 @@ class RawFile:
             stem, suffix = posixpath.splitext(path)
             inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
             self.stream = _make_stream(
-                decompress(self._file, self.kind, self._note_damage, _open_zstd)
+                decompress_file(self._file, self.kind, self._note_damage, _open_zstd)
             )
             self._sniff(inner)
 

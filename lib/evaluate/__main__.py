@@ -197,4 +197,4 @@ def _report_cut(evaluated: Sequence[TaskResult], window: int) -> None:
 
 if __name__ == "__main__":
     sys.argv[0] = "lib.evaluate"
-    stage.run(main, only_shows=True)
+    stage.run_main(main, only_shows=True)

@@ -103,7 +103,7 @@ def load_model(
     if layout.ranks > 1:
         description = parallelize.parallelize(model, layout.fsdp, precision)
         log.info(f"sharded over {units.counted(layout.ranks, 'rank')}: {description.split(';')[0]}")
-    parallelize.materialise(model, layout.device, offload=False)
+    parallelize.materialise_model(model, layout.device, offload=False)
     if source.checkpoint:
         _load_checkpoint(model, source.checkpoint, source.base, added, layout)
     else:

@@ -156,4 +156,4 @@ _TASKS: dict[str, tuple[Callable[[random.Random], Example], str]] = {
 
 if __name__ == "__main__":
     sys.argv[0] = "lib.evaluate.small_tasks"
-    stage.run(main)
+    stage.run_main(main)

@@ -23,7 +23,7 @@ from lib.checkpoints import commit, contents
 from lib.core import log, units
 from lib.core.errors import ArtifactError
 from lib.export import adapter_files, probe
-from lib.export.lora_run import LoraRun, overlay
+from lib.export.lora_run import LoraRun, overlay_adapter
 from lib.export.stored_model import StoredModel, stream_parts
 from lib.export.tensor_reader import FullTensorReader
 from lib.models import lora
@@ -146,7 +146,7 @@ def compute_exported_logits(
     settings, tensors = adapter_files.read_back(lora_run.plain, out)
     model = copy.deepcopy(lora_run.plain)
     settings.attach(model)
-    return compute_logits(model, overlay(tensors, base), lora_run.options)
+    return compute_logits(model, overlay_adapter(tensors, base), lora_run.options)
 
 
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
@@ -171,7 +171,7 @@ def require_equal_logits(
     with StoredModel(lora_run.plain, lora_run.base) as base:
         read_base = _count_reads(base.read, advance)
         expected = compute_logits(
-            lora_run.model, overlay(lora_run.tensors, read_base), lora_run.options
+            lora_run.model, overlay_adapter(lora_run.tensors, read_base), lora_run.options
         )
         exported = compute_exported_logits(lora_run, read_base, out, advance)
         base_logits = compute_logits(lora_run.plain, read_base, lora_run.options)

@@ -420,4 +420,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main, only_shows=True)
+    stage.run_main(main, only_shows=True)

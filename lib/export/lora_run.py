@@ -92,7 +92,7 @@ class LoraRun:
         )
 
 
-def overlay(
+def overlay_adapter(
     tensors: Mapping[str, Tensor], base: Callable[[str], Tensor]
 ) -> Callable[[str], Tensor]:
     """Return a function that reads a tensor by name from an adapter or its base model."""

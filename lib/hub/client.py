@@ -24,7 +24,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.retry import backoff, retry
 from lib.hub import cache
 from lib.hub.partial import PartialFile
-from lib.hub.repository import RemoteFile, Repository, redact
+from lib.hub.repository import RemoteFile, Repository, redact_urls
 from lib.models import hf_cache
 
 Result = TypeVar("Result")
@@ -149,7 +149,7 @@ class Hub:
                 ]
         except (ValueError, TypeError, KeyError):  # not JSON, or not the Hub's
             raise UsageError(
-                f"the server at {redact(self.endpoint)} is not a Hub",
+                f"the server at {redact_urls(self.endpoint)} is not a Hub",
                 expected="HF_ENDPOINT unset, or the URL of a Hub",
             ) from None
         files = {
@@ -250,7 +250,7 @@ class Hub:
         """Translate each exception of huggingface_hub into one of ours, without request headers."""
         from huggingface_hub import errors
 
-        endpoint = redact(self.endpoint)
+        endpoint = redact_urls(self.endpoint)
         page = f"{endpoint}/datasets/{name}" if kind == "dataset" else f"{endpoint}/{name}"
         try:
             yield
@@ -315,7 +315,7 @@ def _require_endpoint() -> None:
     if "HF_ENDPOINT" in os.environ and not is_valid:
         raise UsageError(
             "HF_ENDPOINT is not a valid URL of a Hub",
-            found=repr(redact(endpoint)),
+            found=repr(redact_urls(endpoint)),
             expected="https://HOST or http://HOST:PORT, or HF_ENDPOINT unset",
         )
 
@@ -335,7 +335,7 @@ def _require_settings() -> None:
     except Exception as error:  # ValueError or InvalidURL from the client's constructor
         raise UsageError(
             "the proxy in HTTPS_PROXY or HTTP_PROXY cannot be used",
-            found=redact(str(error)),
+            found=redact_urls(str(error)),
             expected="http://HOST:PORT",
         ) from None
 
@@ -382,7 +382,7 @@ def _unreachable_error(error: Exception, endpoint: str) -> HubUnreachableError:
     """Return the error for a request without an answer."""
     found = type(error).__name__
     if "Bearer" not in str(error):  # never print a token
-        found += f": {redact(str(error))}"
+        found += f": {redact_urls(str(error))}"
     if _is_certificate_error(error):
         return HubUnreachableError(
             f"the certificate of {endpoint} is not trusted",

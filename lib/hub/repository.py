@@ -114,14 +114,14 @@ class Repository:
         return f"{self.name} in the Hugging Face cache" if self.cached else self.name
 
 
-def redact(text: str) -> str:
+def redact_urls(text: str) -> str:
     """Return a text with the user and password of each URL replaced."""
     return _PASSWORD.sub("[redacted]@", text)
 
 
 def name_hub() -> str:
     """Return the Hub's URL without a password, or its name if it is the public one."""
-    return redact(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
+    return redact_urls(os.environ.get("HF_ENDPOINT") or "the Hugging Face Hub")
 
 
 def check_name(name: str, option: str) -> None:

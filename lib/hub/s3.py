@@ -25,7 +25,7 @@ from typing import Any
 
 from lib.core import commands, hashing, units
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.hub.repository import redact
+from lib.hub.repository import redact_urls
 
 _URL = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?P<prefix>(/[\w.=+-]+)*)/?")
 _PART = 16 << 20  # bytes; an upload holds _PARALLEL + 1 parts in memory
@@ -290,7 +290,7 @@ def _checksum(content: bytes) -> str:
 def _summarize(error: Exception) -> str:
     """Return an error as one line without passwords."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-    return redact(" ".join(text.split()))[:_MAX_ERROR_LENGTH]
+    return redact_urls(" ".join(text.split()))[:_MAX_ERROR_LENGTH]
 
 
 def _make_client(url: str) -> Any:

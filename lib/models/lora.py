@@ -180,7 +180,7 @@ class Lora:
         return (
             f"{'rsLoRA' if self.rslora else 'LoRA'}: rank {self.rank}, alpha {self.alpha:g}, "
             f"on {units.counted(layers, 'linear layer')}{expert_text} "
-            f"({units.shorten(self.targets)})"
+            f"({units.shorten_text(self.targets)})"
         )
 
     def attach(self, model: PreTrainedModel) -> set[str]:

@@ -35,7 +35,9 @@ _WORDS = (
 )
 
 
-def train(texts: Iterable[Sequence[str]], vocabulary: int, special: Sequence[str]) -> list[str]:
+def train_pieces(
+    texts: Iterable[Sequence[str]], vocabulary: int, special: Sequence[str]
+) -> list[str]:
     """Return the pieces of a trained vocabulary in the order of their IDs.
 
     texts: batches of documents. vocabulary: the largest number of pieces. special: the special
@@ -63,7 +65,7 @@ def train(texts: Iterable[Sequence[str]], vocabulary: int, special: Sequence[str
 def build_json(pieces: Sequence[str], special: Sequence[str]) -> dict[str, Any]:
     """Return the content of tokenizer.json, which puts the first special token before a text.
 
-    pieces: as `train` returns them.
+    pieces: as `train_pieces` returns them.
     """
     ids = {piece: index for index, piece in enumerate(pieces)}
     merges = [
@@ -121,7 +123,7 @@ def build_json(pieces: Sequence[str], special: Sequence[str]) -> dict[str, Any]:
 def build_model(pieces: Sequence[str], special: Sequence[str], unused: Sequence[str] = ()) -> bytes:
     """Return the content of tokenizer.model, a protocol buffer of SentencePiece.
 
-    pieces: as `train` returns them. unused: further pieces that never occur.
+    pieces: as `train_pieces` returns them. unused: further pieces that never occur.
     """
     out = bytearray()
     for index, piece in enumerate((*pieces, *unused)):
@@ -146,7 +148,9 @@ def build_model(pieces: Sequence[str], special: Sequence[str], unused: Sequence[
     return bytes(out + _bytes(2, trainer) + _bytes(3, normalizer))
 
 
-def write(pieces: Sequence[str], special: Sequence[str], size: int, directory: Path) -> None:
+def write_tokenizer(
+    pieces: Sequence[str], special: Sequence[str], size: int, directory: Path
+) -> None:
     """Write tokenizer.json and tokenizer.model with unused pieces up to a size."""
     unused = [f"<|unused_{index}|>" for index in range(len(pieces), size)]
     content = build_json(pieces, special)

@@ -346,8 +346,8 @@ def _train_pieces(
     texts: Iterable[list[str]], vocabulary: int, special: Sequence[str], destination: Path
 ) -> int:
     """Train a tokenizer in the form of SentencePiece, write it, and return the used tokens."""
-    pieces = piece_tokenizer.train(texts, vocabulary, special)
-    piece_tokenizer.write(pieces, special, vocabulary, destination)
+    pieces = piece_tokenizer.train_pieces(texts, vocabulary, special)
+    piece_tokenizer.write_tokenizer(pieces, special, vocabulary, destination)
     return len(pieces)
 
 

@@ -123,7 +123,7 @@ def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
         )
 
 
-def initialise(model: PreTrainedModel, seed: int) -> None:
+def initialise_model(model: PreTrainedModel, seed: int) -> None:
     """Initialise all parameters by the family's own rules, and restore the buffers.
 
     model: sharded or plain, allocated with `to_empty`. The result depends on the seed, the names of

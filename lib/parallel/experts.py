@@ -4,7 +4,7 @@
 matrices as transformers' own functions, but gathers rows by a permutation whose inverse it keeps.
 So every gradient is a gather too: the backward pass needs no sort and no atomic addition, and
 always gives the same bits. The three steps are separate, so that expert parallelism can exchange
-tokens between ranks before and after `compute`.
+tokens between ranks before and after `compute_experts`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def experts_forward(
     index of `num_experts` stands for an expert of another rank, which adds nothing. top_k_weights:
     [N, k].
     """
-    routing = route(top_k_index, module.num_experts)
-    rows = compute(module, dispatch(hidden_states, routing), routing)
-    return combine(rows, top_k_weights, routing).to(hidden_states.dtype)
+    routing = route_tokens(top_k_index, module.num_experts)
+    rows = compute_experts(module, dispatch_rows(hidden_states, routing), routing)
+    return combine_rows(rows, top_k_weights, routing).to(hidden_states.dtype)
 
 
-def route(top_k_index: Tensor, num_experts: int) -> Routing:
+def route_tokens(top_k_index: Tensor, num_experts: int) -> Routing:
     """Return the routing of tokens by one sort of integers. top_k_index: int64 [N, k]."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
@@ -60,12 +60,12 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     return Routing(order, inverse, order // top_k_index.shape[-1], experts, ends)
 
 
-def dispatch(hidden_states: Tensor, routing: Routing) -> Tensor:
+def dispatch_rows(hidden_states: Tensor, routing: Routing) -> Tensor:
     """Return the input rows of the experts, sorted by expert: [S, H]. hidden_states: [N, H]."""
     return _Dispatch.apply(hidden_states, routing.tokens, routing.inverse)
 
 
-def compute(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
+def compute_experts(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
     """Return the results of the experts, [S, H]. rows: [S, H], sorted by expert.
 
     Handles the attributes and hooks by which families differ, as `transformers.integrations.moe`
@@ -88,7 +88,7 @@ def compute(module: nn.Module, rows: Tensor, routing: Routing) -> Tensor:
     return rows
 
 
-def combine(rows: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
+def combine_rows(rows: Tensor, top_k_weights: Tensor, routing: Routing) -> Tensor:
     """Return the weighted sum of each token's rows, [N, H], added in the order of its choices.
 
     rows: [S, H], sorted by expert. top_k_weights: [N, k].

@@ -60,14 +60,14 @@ class ParallelLayout:
 
         degrees: None for one replica over all ranks. If it is a function, it gets a process group
         and returns degrees that all ranks agree on. meeting: the result of an earlier call of
-        `meet`; None to call it now. patience: seconds after which a watchdog ends the process;
-        collectives time out later, so that the watchdog reports first. Raises UsageError if the
-        ranks cannot be divided by the degrees.
+        `meet_ranks`; None to call it now. patience: seconds after which a watchdog ends the
+        process; collectives time out later, so that the watchdog reports first. Raises UsageError
+        if the ranks cannot be divided by the degrees.
         """
         configure_allocator()
         device = _choose_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _TIMEOUT_MARGIN)
-        _join(device, timeout, meeting or meet())
+        _join(device, timeout, meeting or meet_ranks())
         rank = dist.get_rank()
         ranks = dist.get_world_size()
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
@@ -126,7 +126,7 @@ def make_mesh(device_type: str, ranks: int, replicas: int) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
 
 
-def meet() -> Meeting | None:
+def meet_ranks() -> Meeting | None:
     """Announce this rank to the others, before the long preparation of the data.
 
     Returns None for a process that was started without torchrun.

@@ -222,7 +222,9 @@ def _place_parameters(model: nn.Module, ranks: int) -> dict[nn.Parameter, Parame
     """
     sizes = placement.shard_sizes(ranks)
     placement.pad_parameters(model, sizes)
-    return {p: placement.place(name, p.shape, sizes) for name, p in model.named_parameters()}
+    return {
+        p: placement.place_parameter(name, p.shape, sizes) for name, p in model.named_parameters()
+    }
 
 
 def _shard_around_blocks(
@@ -353,7 +355,7 @@ def begin_pass(model: PreTrainedModel, is_last: bool, keep_gathered: bool) -> No
             embedding.set_reshard_after_forward(is_last, recurse=False)
 
 
-def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
+def materialise_model(model: nn.Module, device: torch.device, offload: bool) -> None:
     """Allocate memory for parameters and buffers, without filling it."""
     model.to_empty(device="cpu" if offload else device)
     mark_padded(model)
@@ -363,7 +365,7 @@ def materialise(model: nn.Module, device: torch.device, offload: bool) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def reshard(model: nn.Module) -> None:
+def reshard_model(model: nn.Module) -> None:
     """Reshard the parameters after a forward pass without a backward pass.
 
     Otherwise some groups would stay gathered until a backward pass, and `model.parameters()` would

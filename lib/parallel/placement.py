@@ -63,7 +63,9 @@ def choose_mesh(name: str) -> str:
     return FSDP
 
 
-def place(name: str, shape: Sequence[int], sizes: Mapping[str, int]) -> ParameterPlacement:
+def place_parameter(
+    name: str, shape: Sequence[int], sizes: Mapping[str, int]
+) -> ParameterPlacement:
     """Return how ranks share a parameter.
 
     shape: the shape of the full parameter, with or without padding. sizes: the result of
@@ -84,7 +86,7 @@ def count_ranks_in(shard_size: int) -> Callable[[str, Sequence[int]], int]:
     sizes = shard_sizes(shard_size)
 
     def count_ranks(name: str, shape: Sequence[int]) -> int:
-        return place(name, shape, sizes).ranks
+        return place_parameter(name, shape, sizes).ranks
 
     return count_ranks
 
@@ -116,7 +118,7 @@ def list_cut_shapes(model: nn.Module, shard_size: int, block: int) -> list[Seque
 
 
 def _is_cut(name: str, shape: Sequence[int], sizes: Mapping[str, int], block: int) -> bool:
-    placed = place(name, shape, sizes)
+    placed = place_parameter(name, shape, sizes)
     if placed.dim != ROWS:
         return False
     numbers = shape[ROWS] // placed.ranks * math.prod(shape[ROWS + 1 :])
@@ -132,7 +134,7 @@ def pad_parameters(model: nn.Module, sizes: Mapping[str, int]) -> None:
         rows: dict[str, int] = {}
         for name, parameter in module.named_parameters(recurse=False):
             shape = list(parameter.shape)
-            placed = place(f"{prefix}.{name}".lstrip("."), shape, sizes)
+            placed = place_parameter(f"{prefix}.{name}".lstrip("."), shape, sizes)
             if not placed.padding:
                 continue
             rows[name] = shape[ROWS]

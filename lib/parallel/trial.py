@@ -38,7 +38,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        parallelize.reshard(model)
+        parallelize.reshard_model(model)
         model.train()
 
 

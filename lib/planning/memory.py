@@ -117,7 +117,9 @@ class Estimates:
     def _place(self, case: StepConfig) -> list[ParameterPlacement]:
         """Return how ranks share each parameter."""
         ranks = placement.shard_sizes(case.shard_size)
-        return [placement.place(name, shape, ranks) for name, shape, *_ in self._parameters]
+        return [
+            placement.place_parameter(name, shape, ranks) for name, shape, *_ in self._parameters
+        ]
 
     def _dims(self, case: StepConfig) -> list[int]:
         """Return for each parameter the dimension along which it is sharded."""

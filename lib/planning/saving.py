@@ -63,7 +63,7 @@ def best_interval(stall: float, lag: float, mtbf: float) -> float:
     return max(high, lag)
 
 
-def describe(
+def describe_saving(
     size: int,
     gpus: int,
     mtbf_hours: float,

@@ -188,7 +188,7 @@ def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> St
     ):
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:
-            parallelize.materialise(model, torch.device("cpu"), offload=False)
+            parallelize.materialise_model(model, torch.device("cpu"), offload=False)
             return record_step(model, case, tracker)
 
 

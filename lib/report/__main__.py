@@ -63,4 +63,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     sys.argv[0] = "lib.report"
-    stage.run(main, only_shows=True)
+    stage.run_main(main, only_shows=True)

@@ -189,7 +189,7 @@ class Mixture(Samples):
         return max(part.most_documents for part in self.parts)
 
     def stream(self, first: int, count: int, seed: int) -> np.ndarray:
-        corpus, positions = order.interleave(np.arange(first, first + count), self.weights)
+        corpus, positions = order.interleave_corpora(np.arange(first, first + count), self.weights)
         samples = np.empty(count, np.int64)
         for i, part in enumerate(self.parts):
             is_own = corpus == i

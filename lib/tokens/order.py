@@ -6,7 +6,7 @@ state. So the position in the data is one integer, and a resume neither skips no
 (Luby and Rackoff 1988, "How to construct pseudorandom permutations"; Black and Rogaway 2002,
 "Ciphers with arbitrary finite domains", for cycle walking.)
 
-`interleave` mixes several corpora in exact proportions. It also needs only O(1) state.
+`interleave_corpora` mixes several corpora in exact proportions. It also needs only O(1) state.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def samples_at(positions: np.ndarray, n: int, seed: int, corpus: int = 0) -> np.
     samples = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         is_in_epoch = epochs == epoch
-        samples[is_in_epoch] = permute(offsets[is_in_epoch], n, seed, int(epoch), corpus)
+        samples[is_in_epoch] = permute_positions(offsets[is_in_epoch], n, seed, int(epoch), corpus)
     return samples
 
 
-def interleave(positions: np.ndarray, weights: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def interleave_corpora(
+    positions: np.ndarray, weights: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the corpus at each position of a mixed stream, and the position in that corpus.
 
     positions: int64 [N]. weights: the shares, integers whose sum is at most LARGEST_SUM. The first
@@ -85,7 +87,9 @@ def _share(numbers: np.ndarray, weight: int, total: int) -> np.ndarray:
     return quotients * weight + remainders * weight // total
 
 
-def permute(positions: np.ndarray, n: int, seed: int, epoch: int, corpus: int = 0) -> np.ndarray:
+def permute_positions(
+    positions: np.ndarray, n: int, seed: int, epoch: int, corpus: int = 0
+) -> np.ndarray:
     """Map positions (int64 [N], in [0, n)) through the epoch's permutation of [0, n)."""
     half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch, corpus)

@@ -172,7 +172,7 @@ def _find_template_of_model(model_dir: Path) -> str:
 
 
 def _encode_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> Prompt:
-    text = prompt.text if prompt.messages is None else _render(encoder, prompt, template)
+    text = prompt.text if prompt.messages is None else _render_prompt(encoder, prompt, template)
     ids = encoder.encode_bare([text.encode("utf-8", "replace")])[0].tolist()
     if encoder.bos is not None and ids[:1] != [encoder.bos]:
         ids = [encoder.bos, *ids]
@@ -184,7 +184,7 @@ def _encode_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> Prompt
     return Prompt(text, ids)
 
 
-def _render(encoder: Encoder, prompt: RawPrompt, template: str) -> str:
+def _render_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> str:
     """Return messages as text that ends with the generation prompt of a chat template."""
     from lib.tokens.chat import render
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from lib.core import log, units
-from lib.core.reading import ChunkStream, RetryingFile, decompress, skip_line
+from lib.core.reading import ChunkStream, RetryingFile, decompress_file, skip_line
 from lib.tokens.raw_shards import COMPRESSIONS, Span
 
 try:
@@ -62,7 +62,8 @@ def read_blocks(
         damage: list[str] = []
         file = (
             io.BufferedReader(
-                ChunkStream(decompress(plain, compression, damage.append, _open_zstd)), _BLOCK_BYTES
+                ChunkStream(decompress_file(plain, compression, damage.append, _open_zstd)),
+                _BLOCK_BYTES,
             )
             if compression
             else plain

@@ -105,7 +105,7 @@ class RawDocuments:
     def spans(self, epoch: int) -> list[Span]:
         """Return this rank's spans of an epoch, in their order."""
         count = len(self.shards.spans)
-        numbers = order.permute(np.arange(count), count, self.seed, epoch)
+        numbers = order.permute_positions(np.arange(count), count, self.seed, epoch)
         return [self.shards.spans[number] for number in numbers[self.dp_rank :: self.dp_size]]
 
     def sample(self) -> list[bytes]:

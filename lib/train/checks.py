@@ -15,7 +15,7 @@ from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.hub import s3
-from lib.hub.repository import redact
+from lib.hub.repository import redact_urls
 from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
 from lib.optim.registry import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
@@ -285,7 +285,7 @@ def _check_copies(config: Config, problems: Problems) -> None:
     if "://" in target or target.startswith(("s3:", "/s3:")):
         if not s3.is_url(target):
             problems.add(
-                f"--ckpt-copy-to {redact(target)} names no bucket",
+                f"--ckpt-copy-to {redact_urls(target)} names no bucket",
                 expected="a directory, or s3://BUCKET/PREFIX without user and password",
             )
         return

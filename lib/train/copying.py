@@ -51,9 +51,9 @@ def restore_lost_run(config: Config, experiment: Experiment) -> None:
         or commit.find_newest(experiment.checkpoints)
     ):
         return
-    from lib.parallel.layout import meet  # imports torch
+    from lib.parallel.layout import meet_ranks  # imports torch
 
-    if meeting := meet():
+    if meeting := meet_ranks():
         meeting.run_on_rank_0(lambda: _restore(config, experiment))
     else:
         _restore(config, experiment)
@@ -81,7 +81,7 @@ def _restore(config: Config, experiment: Experiment) -> None:
     try:
         lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
     except DirectoryHeld:
-        return  # another launch trains this run; `claim` refuses this one
+        return  # another launch trains this run; `claim_experiment` refuses this one
     written: list[Path] = []
     try:
         # config.yaml comes first: if this launch is killed, the next one finds the run's ID in it.

@@ -33,7 +33,7 @@ _MODEL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES, *OTHER_TOKEN
 
 
 @contextmanager
-def claim(
+def claim_experiment(
     experiment: Experiment,
     plan: Plan,
     inputs: Inputs,

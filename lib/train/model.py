@@ -18,7 +18,7 @@ from lib.core.paths import Experiment
 from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
-from lib.models.weights import draw_added, initialise, load_pretrained
+from lib.models.weights import draw_added, initialise_model, load_pretrained
 from lib.optim.registry import OPTIMIZERS, list_without_blocks
 from lib.parallel import (
     attention,
@@ -181,7 +181,7 @@ def shard_model(
             bool(config.keep_gathered),
         )
     )
-    parallelize.materialise(model, layout.device, offload)
+    parallelize.materialise_model(model, layout.device, offload)
     if is_frozen(model):
         _load_frozen(config, inputs, model, layout)
     return load
@@ -198,7 +198,7 @@ def _load_frozen(
     config: Config, inputs: Inputs, model: PreTrainedModel, layout: ParallelLayout
 ) -> None:
     if inputs.scratch:  # only --bench trains adapters of random weights
-        initialise(model, config.seed)
+        initialise_model(model, config.seed)
         return
     require_same_base_on_all_nodes(inputs, layout)
     began = time.monotonic()
@@ -231,7 +231,7 @@ def load_first_weights(
         draw_added(model, config.seed)
         log.info(f"LoRA: adapter initialised from seed {config.seed}")
     elif inputs.scratch:
-        initialise(model, config.seed)
+        initialise_model(model, config.seed)
     elif inputs.foreign:
         foreign_weights.load_foreign(model, inputs.foreign, inputs.model_dir)
         inputs.require_unchanged()

@@ -170,7 +170,7 @@ def _format_value(value: Any) -> str:
     """Return the value of an option as a user types it."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return units.shorten(f"{value:g}" if isinstance(value, float) else str(value))
+    return units.shorten_text(f"{value:g}" if isinstance(value, float) else str(value))
 
 
 def _describe_ranks(config: Config) -> dict[str, str]:
@@ -188,7 +188,7 @@ def _print_numbers(
     """Print the rows of a plan. data: None if the number of samples is an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
     if config.plan_gpus or config.plan_step_seconds:
-        numbers["best interval"] = saving.describe(
+        numbers["best interval"] = saving.describe_saving(
             round(cost.checkpoint),
             hardware.ranks,
             config.plan_mtbf_hours,

@@ -30,7 +30,7 @@ _REPLACED = "--resume continues from another one"
 _MOST_ROLLBACKS = 3  # of a run, over all its launches
 
 
-def resume(
+def resume_run(
     state: TrainState,
     checkpointer: Checkpointer,
     experiment: Experiment,

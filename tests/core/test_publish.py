@@ -175,7 +175,7 @@ def test_a_resumed_build_does_not_write_through_links(tmp_path: Path, name: str)
     (tmp_path / "mine/part").write_text("mine")
     build = Build(tmp_path / "model", KIND, identity(), False, resumable=True)
     build.partial.mkdir()
-    partial_dirs.claim(build.partial)
+    partial_dirs.claim_directory(build.partial)
     (build.partial / name).parent.mkdir(exist_ok=True)
     (build.partial / name).symlink_to(tmp_path / "mine" / name.partition("/")[2])
     with build:
@@ -348,7 +348,7 @@ def test_leftovers_of_a_silent_node_are_deleted(tmp_path: Path, node, silent_s: 
     target = tmp_path / "corpus"
     partial = tmp_path / "corpus.partial-12345678"
     partial.mkdir()
-    partial_dirs.claim(partial)
+    partial_dirs.claim_directory(partial)
     record = partial / publish.OWNER
     manifest.write_json(record, {"host": "a", "pid": 1, "machine": "a", "id": "x", "beats": 3})
     at = record.stat().st_mtime - silent_s

@@ -118,7 +118,7 @@ from lib.core import publish, stage
 def main(argv):
     with publish.Build(Path(argv[0]), "thing/1", {}, False) as build:
         (build.dir / "f").write_bytes(bytes(4 << 20))
-stage.run(main)
+stage.run_main(main)
 """,
         small_disk / "corpus",
         expect=4,

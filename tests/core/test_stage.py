@@ -24,7 +24,7 @@ import errno
 from lib.core import errors, stage
 def main(argv):
     raise {}
-stage.run(main)
+stage.run_main(main)
 """
 
 
@@ -81,7 +81,7 @@ def test_other_ranks_print_later_and_with_their_number(python) -> None:
 def test_ctrl_c_ends_a_stage_without_a_traceback(environment, tmp_path: Path) -> None:
     code = (
         "import time\nfrom lib.core import stage\n"
-        "def main(argv):\n print('working', flush=True)\n time.sleep(60)\nstage.run(main)"
+        "def main(argv):\n print('working', flush=True)\n time.sleep(60)\nstage.run_main(main)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -107,7 +107,7 @@ def main(argv):
     print(constants.HF_HUB_OFFLINE, os.environ["HF_DATASETS_OFFLINE"],
           os.environ["TRANSFORMERS_OFFLINE"], os.environ["HF_HUB_DISABLE_TELEMETRY"],
           os.environ["WANDB_MODE"])
-stage.run(main)
+stage.run_main(main)
 """,
         env={"HF_HUB_OFFLINE": "0"},
     )
@@ -117,7 +117,7 @@ stage.run(main)
 def test_stage_03_may_stay_online(python) -> None:
     done = python(
         "import os\nfrom lib.core import stage\n"
-        "stage.run(lambda argv: print(os.environ.get('HF_HUB_OFFLINE')), network=True)"
+        "stage.run_main(lambda argv: print(os.environ.get('HF_HUB_OFFLINE')), network=True)"
     )
     assert done.stdout == "None\n"
 
@@ -126,15 +126,19 @@ def test_stage_03_may_stay_online(python) -> None:
 def test_going_offline_after_an_import_is_a_bug(python, module: str) -> None:
     done = python(
         f"import sys, types\nsys.modules[{module!r}] = types.ModuleType({module!r})\n"
-        "from lib.core import offline\noffline.enable()",
+        "from lib.core import offline\noffline.enable_offline_mode()",
         expect=1,
     )
-    assert f"RuntimeError: offline.enable() called after importing {module}" in done.stderr
+    assert (
+        f"RuntimeError: offline.enable_offline_mode() called after importing {module}"
+        in done.stderr
+    )
 
 
 def test_going_offline_after_a_real_import_is_a_bug(python) -> None:
     done = python(
-        "import huggingface_hub\nfrom lib.core import offline\noffline.enable()", expect=1
+        "import huggingface_hub\nfrom lib.core import offline\noffline.enable_offline_mode()",
+        expect=1,
     )
     assert "called after importing huggingface_hub" in done.stderr
 

@@ -282,6 +282,7 @@ def test_the_share_of_rows_is_rounded():
 def test_languages_identify_a_dataset_in_any_order():
     stage = load_script("02_build_hf_dataset.py")
     one, two = (
-        declared.identify(stage.parse(["--language", names])) for names in ("en,de,en", "de,en")
+        declared.identify_artifact(stage.parse(["--language", names]))
+        for names in ("en,de,en", "de,en")
     )
     assert one == two

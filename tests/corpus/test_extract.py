@@ -293,7 +293,7 @@ def replace_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) ->
         "from lib.corpus.extract import child, table\n"
         f"def extract(data, fallback):\n    {code}\n"
         "child.load_extractor = lambda kind: extract\n"
-        "child._set_up()\nchild.serve(Connection(int(sys.argv[1])))\n"
+        "child._set_up()\nchild.serve_requests(Connection(int(sys.argv[1])))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(child, "__name__", "stub_child")

@@ -143,4 +143,4 @@ def show_answers(model_dir: Path, questions: list[str], tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    stage.run(main)
+    stage.run_main(main)

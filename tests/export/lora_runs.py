@@ -36,7 +36,7 @@ def build_lora_model(model_dir: Path, lora: Lora, strength: float = 0.05) -> Pre
     model = build_on_meta(model_dir)
     lora.convert(model, Placement())
     parallelize.parallelize(model, init_device_mesh("cpu", [1]), lora.precision, "none", None)
-    parallelize.materialise(model, LAYOUT.device, False)
+    parallelize.materialise_model(model, LAYOUT.device, False)
     load_pretrained(model, model_dir)
     draw_added(model, 0)
     torch.manual_seed(1)

@@ -153,9 +153,9 @@ def test_a_gguf_file_continues_a_text_with_the_same_tokens(
         [], 640, 128, kept, workers=1, show_progress=False, kind=tokenizer.PIECES
     )
     texts = [path.read_text() for path in sorted(Path(tokenizer.__file__).parent.glob("*.py"))]
-    pieces = piece_tokenizer.train([texts], 640, special)
+    pieces = piece_tokenizer.train_pieces([texts], 640, special)
     assert len(pieces) == 640
-    piece_tokenizer.write(pieces, special, 640, kept)
+    piece_tokenizer.write_tokenizer(pieces, special, 640, kept)
     first = pieces.index(piece_tokenizer.BYTES[-1]) + 1
     out = tmp_path / "out"
     run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", out, "--dtype", "float32")

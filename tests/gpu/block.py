@@ -108,7 +108,7 @@ def compute_gradients(
 def _sharded_model(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module, torch.device]]:
     """Yield a model that stage 04 would build on one rank, with weights rounded to bf16."""
     from lib.models import architecture
-    from lib.models.weights import initialise
+    from lib.models.weights import initialise_model
     from lib.parallel import parallelize
     from lib.parallel.layout import ParallelLayout
 
@@ -121,8 +121,8 @@ def _sharded_model(directory: Any, setting: Setting) -> Iterator[tuple[nn.Module
             setting.precision,
             compiler=make_strict_compiler() if setting.compiled else None,
         )
-        parallelize.materialise(model, layout.device, offload=False)
-        initialise(model, 0)
+        parallelize.materialise_model(model, layout.device, offload=False)
+        initialise_model(model, 0)
         with torch.no_grad():
             for parameter in model.parameters():
                 tensor = local_part(parameter)

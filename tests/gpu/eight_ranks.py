@@ -35,7 +35,7 @@ def eight_ranks(place: Place) -> None:
     mesh = init_device_mesh(place.device, (8,), mesh_dim_names=("shard",))
     model = architecture.build_on_meta(directory, "sdpa")
     parallelize.parallelize(model, mesh, step_config.precision, step_config.recompute)
-    parallelize.materialise(model, device, offload=False)
+    parallelize.materialise_model(model, device, offload=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.to_local(), std=0.02)
     head = model.get_output_embeddings()

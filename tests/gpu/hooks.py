@@ -189,8 +189,8 @@ def main(hook: str, script: str, *arguments: str) -> None:
     from lib.core import offline
 
     if "transformers" not in sys.modules:  # in a fork, the parent process has enabled it
-        offline.enable()
-    offline.enable = lambda: None
+        offline.enable_offline_mode()
+    offline.enable_offline_mode = lambda: None
     for name in hook.split("+"):
         globals()[name]()
     sys.argv = [str(ROOT / script), *arguments]

@@ -317,7 +317,7 @@ def small_model(
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Any]]:
     """Yield the small model as stage 04 builds it on one rank, its optimizer, and the layout."""
     from lib.models import architecture
-    from lib.models.weights import initialise
+    from lib.models.weights import initialise_model
     from lib.optim import registry
     from lib.parallel import parallelize
     from lib.parallel.layout import ParallelLayout
@@ -326,8 +326,8 @@ def small_model(
     layout = ParallelLayout.start()
     try:
         parallelize.shard(model, layout.fsdp, precision)
-        parallelize.materialise(model, layout.device, offload=False)
-        initialise(model, 0)
+        parallelize.materialise_model(model, layout.device, offload=False)
+        initialise_model(model, 0)
         yield model, registry.build_optimizer(kind, model, 1e-3), layout
     finally:
         layout.stop()

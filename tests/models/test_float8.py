@@ -23,7 +23,7 @@ from lib.models import float8
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import Float8
 from lib.models.sharded import Placement, is_gathered_in_8_bits, local_tensor, plain
-from lib.models.weights import initialise
+from lib.models.weights import initialise_model
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import compiling, parallelize
@@ -54,8 +54,8 @@ def sharded(
         "fp8" if recipe else "bf16",
         compiler=compiling.make_compiler(compiled, CPU),
     )
-    parallelize.materialise(model, CPU, offload=False)
-    initialise(model, 0)
+    parallelize.materialise_model(model, CPU, offload=False)
+    initialise_model(model, 0)
     return model
 
 

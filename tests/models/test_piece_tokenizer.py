@@ -133,8 +133,8 @@ def test_its_settings_suit_programs_that_read_tokenizer_model(trained: Path) -> 
 
 def test_a_chat_tokenizer_has_the_tokens_of_its_template(tmp_path: Path) -> None:
     special = tokenizer._list_special_tokens(True, 400, tokenizer.PIECES)  # as for conversations
-    pieces = piece_tokenizer.train([["a b"]], 400, special)
-    piece_tokenizer.write(pieces, special, 400, tmp_path)
+    pieces = piece_tokenizer.train_pieces([["a b"]], 400, special)
+    piece_tokenizer.write_tokenizer(pieces, special, 400, tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     added = [token["content"] for token in content["added_tokens"]]
     assert added == ["<unk>", tokenizer.BOS, tokenizer.EOS, *tokenizer.TURN, tokenizer.PAD]

@@ -19,7 +19,7 @@ from lib.core.errors import ArtifactError
 from lib.models.architecture import build_on_meta
 from lib.models.directory import INDEX, WEIGHTS, has_weights
 from lib.models.tensors import HubTensors
-from lib.models.weights import initialise, load_pretrained, restore_buffers
+from lib.models.weights import initialise_model, load_pretrained, restore_buffers
 from tests.models.families import FAMILIES, make_checkpoint
 from tests.models.two_ranks import TOKENS, full_weights, spoil_memory
 
@@ -227,7 +227,7 @@ def test_weights_are_initialised_by_the_rules_of_the_family(tmp_path: Path, name
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=8
     ).save_pretrained(tmp_path)
     model = _empty(tmp_path)
-    initialise(model, seed=1)
+    initialise_model(model, seed=1)
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     expected = dict(reference.named_parameters())
@@ -245,7 +245,7 @@ def test_weights_are_initialised_by_the_rules_of_the_family(tmp_path: Path, name
 def test_gpt2_scales_the_residual_projections_by_depth(tmp_path: Path) -> None:
     FAMILIES["gpt2"](hidden_size=64, num_hidden_layers=8).save_pretrained(tmp_path)
     model = _empty(tmp_path)
-    initialise(model, seed=1)
+    initialise_model(model, seed=1)
     assert model.transformer.h[3].mlp.c_proj.weight.std().item() == pytest.approx(0.005, rel=0.1)
     assert model.transformer.h[3].mlp.c_fc.weight.std().item() == pytest.approx(0.02, rel=0.1)
 
@@ -258,7 +258,7 @@ def test_only_the_seed_decides_and_the_global_random_state_stays(tmp_path: Path)
         torch.rand(seed)  # whatever the process drew before
         state = torch.get_rng_state()
         model = _empty(tmp_path)
-        initialise(model, seed)
+        initialise_model(model, seed)
         assert torch.equal(torch.get_rng_state(), state)
         draws.append(dict(model.named_parameters()))
     torch.set_rng_state(before)
@@ -291,7 +291,7 @@ def test_parameters_without_a_rule_get_what_their_constructor_gives(tmp_path: Pa
     draws = []
     for _ in range(2):
         model = _empty(tmp_path)
-        initialise(model, seed=1)
+        initialise_model(model, seed=1)
         draws.append(dict(model.named_parameters()))
     weight = draws[0]["transformer.h.1.attn.c_attn.weight"]
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
@@ -326,7 +326,7 @@ def test_two_ranks_get_the_weights_of_one_process(
     for name in cases:
         reference = _reference(tmp_path / name)
         drawn = _empty(tmp_path / name)
-        initialise(drawn, seed=3)
+        initialise_model(drawn, seed=3)
         with torch.no_grad():
             logits = reference.eval()(TOKENS, use_cache=False).logits
         for rank in range(2):

@@ -108,7 +108,7 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
     written = exported(model)
     logits = model.eval()(TOKENS, use_cache=False).logits.detach()
     spoil_memory(model)
-    weights.initialise(model, seed=3)
+    weights.initialise_model(model, seed=3)
     return {
         "logits": logits,
         "loaded": loaded,

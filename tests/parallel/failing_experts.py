@@ -41,7 +41,7 @@ def main() -> None:
         )
     experts.use_own_function(model)
     parallelize.parallelize(model, layout.fsdp, "fp32")
-    parallelize.materialise(model, layout.device, offload=False)
+    parallelize.materialise_model(model, layout.device, offload=False)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter.to_local(), std=0.1)
     for module in model.modules():
@@ -49,7 +49,7 @@ def main() -> None:
             if buffer is not None:
                 buffer.fill_(0.5)
     if layout.rank == 1:
-        experts.combine = fail_to_start
+        experts.combine_rows = fail_to_start
     lines = gather(experts_trial.choose_experts_function(model, layout), layout.control)
     if layout.rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(lines))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.models.lora import Lora
 from lib.models.sharded import Placement, is_frozen
-from lib.models.weights import initialise
+from lib.models.weights import initialise_model
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import loss, parallelize
@@ -74,10 +74,10 @@ def train_case(
     model = make_model(tied, lora, precision)
     mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard_size)
     parallelize.parallelize(model, mesh, precision, recompute, offload=offload, keep_gathered=kept)
-    parallelize.materialise(model, torch.device("cpu"), offload)
+    parallelize.materialise_model(model, torch.device("cpu"), offload)
     if separate:
         parallelize.separate_reductions(model)
-    initialise(model, 0)
+    initialise_model(model, 0)
     if is_frozen(model):  # adapters begin as nothing, and train nothing then
         for number, parameter in enumerate(model.parameters()):
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -205,7 +205,7 @@ def test_results_equal_a_loop_over_experts_in_double_precision(family: str) -> N
 
 
 def test_no_family_has_an_unknown_flag() -> None:
-    """If a later transformers adds a flag to its experts interface, `compute` must support it."""
+    """If transformers adds a flag to its experts interface, `compute_experts` must support it."""
     assert set(inspect.signature(moe.use_experts_implementation).parameters) <= {
         "experts_class",
         "experts_interface",
@@ -460,7 +460,7 @@ def test_transformers_computes_experts_if_our_results_differ(
     plain = copy.deepcopy(model)
     experts.use_own_function(model)
     parallelize.wrap_blocks(model, "selective", None)
-    monkeypatch.setattr(experts, "combine", combine)
+    monkeypatch.setattr(experts, "combine_rows", combine)
     line = experts_trial.choose_experts_function(model, layout_of_one_rank)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert reason in line and "\n" not in line

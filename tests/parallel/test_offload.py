@@ -50,7 +50,7 @@ def shard_model(
     parallelize.parallelize(
         model.train(), init_device_mesh("cpu", (1,)), precision, recompute, offload=offloaded
     )
-    parallelize.materialise(model, CPU, offload=offloaded)
+    parallelize.materialise_model(model, CPU, offload=offloaded)
     restore_buffers(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def train_steps(model: nn.Module) -> list[float]:
         adamw.zero_grad()
         with torch.no_grad():
             found.append(loss_of(model, tokens(99)).item())
-        parallelize.reshard(model)
+        parallelize.reshard_model(model)
     return found
 
 
@@ -313,7 +313,7 @@ def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
     with torch.no_grad():
         local_tensor(embedding.weight).mul_(2.0)
     changed = loss_of(model, tokens(0)).item()
-    parallelize.reshard(model)
+    parallelize.reshard_model(model)
     assert changed == pytest.approx(loss_of(shard_copy(model), tokens(0)).item(), abs=0)
 
 

@@ -38,7 +38,7 @@ def test_no_shard_is_much_larger_than_the_mean(name: str) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     for ranks in range(1, 129):
         most = sum(
-            shape.numel() / ranks * placement.place(name, shape, {FSDP: ranks}).largest
+            shape.numel() / ranks * placement.place_parameter(name, shape, {FSDP: ranks}).largest
             for name, shape in shapes.items()
         )
         assert most <= 1.15 * whole / ranks, ranks
@@ -53,10 +53,10 @@ def test_no_shard_is_much_larger_than_the_mean(name: str) -> None:
 
 def test_parameters_with_few_rows_are_sharded_by_rows() -> None:
     assert [
-        placement.place("weight", shape, {FSDP: 64}).dim
+        placement.place_parameter("weight", shape, {FSDP: 64}).dim
         for shape in ((96, 1, 4), (1, 1, 512), (8, 14336, 4096), (32, 20, 8), (4, 64))
     ] == [0, 0, 1, 0, 0]
-    assert placement.place("weight", (40, 60, 8), {FSDP: 64})[2:4] == (1, 4)
+    assert placement.place_parameter("weight", (40, 60, 8), {FSDP: 64})[2:4] == (1, 4)
 
 
 def test_neither_weights_nor_states_have_padding() -> None:
@@ -66,7 +66,7 @@ def test_neither_weights_nor_states_have_padding() -> None:
     shapes = {name: p.shape for name, p in model.named_parameters()}
     with trace.fake_mesh(3, 3) as mesh:
         parallelize.parallelize(model, mesh, "fp32")
-        parallelize.materialise(model, torch.device("cpu"), offload=False)
+        parallelize.materialise_model(model, torch.device("cpu"), offload=False)
         adamw = registry.build_optimizer("adamw", model, 1e-3)
         states = registry.named_states(model, adamw)
         assert {name: plain(p).shape for name, p in model.named_parameters()} == shapes

@@ -325,7 +325,7 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
             keep_gathered=step_config.keep_gathered,
         )
         with Tracker() as tracker:
-            parallelize.materialise(model, torch.device("cpu"), offload=False)
+            parallelize.materialise_model(model, torch.device("cpu"), offload=False)
             for parameter in model.parameters():
                 local_tensor(parameter).zero_()
             head = model.get_output_embeddings()

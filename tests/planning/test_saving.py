@@ -42,7 +42,7 @@ def test_the_failure_rate_equals_the_published_one():
 @pytest.mark.parametrize(("on", "every"), [(True, 20.0), (False, math.sqrt(2 * 480 * 2 * HOUR))])
 def test_the_plan_names_the_best_interval(on: bool, every: float):
     """512 GPUs fail every 2 hours in all, and a checkpoint has 960 GB: 8 minutes at 2 GB/s."""
-    sentence = saving.describe(960 * 10**9, 512, 1024.0, 2.0, on, 4.0)
+    sentence = saving.describe_saving(960 * 10**9, 512, 1024.0, 2.0, on, 4.0)
     steps = int(re.search(r"--ckpt-freq (\d+) at 4 s per step", sentence)[1])
     assert steps == (120 if on else pytest.approx(every / 4, rel=0.15))
     assert (

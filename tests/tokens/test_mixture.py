@@ -47,7 +47,7 @@ def corpora(*weights: str | None) -> list[Corpus]:
 )
 def test_every_prefix_of_a_mixture_has_the_shares(weights: list[int]) -> None:
     count = 5000
-    corpus, own = order.interleave(np.arange(count), weights)
+    corpus, own = order.interleave_corpora(np.arange(count), weights)
     for i, weight in enumerate(weights):
         mine = corpus == i
         assert own[mine].tolist() == list(range(mine.sum()))  # its own stream, without a gap
@@ -58,7 +58,7 @@ def test_every_prefix_of_a_mixture_has_the_shares(weights: list[int]) -> None:
 def test_interleaving_needs_no_history_and_at_most_64_bits() -> None:
     weights = [1_999_999_999, 1_000_000_001]
     first = 10**15
-    corpus, own = order.interleave(np.arange(first, first + 100), weights)
+    corpus, own = order.interleave_corpora(np.arange(first, first + 100), weights)
     before = first * weights[0] // sum(weights)
     assert own[corpus == 0].tolist() == list(range(before, before + (corpus == 0).sum()))
     assert own[corpus == 1].tolist() == list(

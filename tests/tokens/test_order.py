@@ -41,20 +41,20 @@ EVERY_KIND = [
 @pytest.mark.parametrize("n", EVERY_KIND)
 def test_every_epoch_contains_every_sample_once(n: int) -> None:
     for seed, epoch in ((0, 0), (1, 0), (0, 1), (2**40, 7)):
-        seen = order.permute(np.arange(n), n, seed, epoch)
+        seen = order.permute_positions(np.arange(n), n, seed, epoch)
         assert seen.dtype == np.int64
         assert np.array_equal(np.sort(seen), np.arange(n))
 
 
 def test_every_small_dataset_is_permuted() -> None:
     for n in range(1, 130):
-        assert sorted(order.permute(np.arange(n), n, 3, 5)) == list(range(n))
+        assert sorted(order.permute_positions(np.arange(n), n, 3, 5)) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [20, 1000, 65_536])
 def test_epochs_and_seeds_have_different_orders(n: int) -> None:
     orders = {
-        order.permute(np.arange(n), n, seed, epoch).tobytes()
+        order.permute_positions(np.arange(n), n, seed, epoch).tobytes()
         for seed in range(5)
         for epoch in range(5)
     }
@@ -66,7 +66,7 @@ def test_the_order_looks_random() -> None:
     """In some epochs, neither positions nor neighbours are correlated."""
     n = 10_000
     for epoch in range(5):
-        seen = order.permute(np.arange(n), n, 0, epoch)
+        seen = order.permute_positions(np.arange(n), n, 0, epoch)
         assert abs(np.corrcoef(np.arange(n), seen)[0, 1]) < 0.05
         assert abs(np.corrcoef(seen[:-1], seen[1:])[0, 1]) < 0.05
         assert (np.diff(seen) == 1).mean() < 0.01
@@ -100,7 +100,7 @@ def test_the_stream_can_be_read_in_any_ranges(n: int) -> None:
 def test_a_range_across_the_end_of_an_epoch() -> None:
     n = 10
     crossing = order.sample_numbers(8, 25, n, seed=1)
-    epochs = [order.permute(np.arange(n), n, 1, epoch) for epoch in range(4)]
+    epochs = [order.permute_positions(np.arange(n), n, 1, epoch) for epoch in range(4)]
     assert np.array_equal(crossing, np.concatenate(epochs)[8:33])
 
 

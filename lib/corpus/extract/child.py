@@ -25,7 +25,7 @@ WAITING = 5  # limit of the elapsed time, as a multiple of the limit of the proc
 _OOM_SCORE = "1000"  # if memory runs out, the kernel ends this process rather than its parent
 
 
-def serve(connection: Connection) -> None:
+def serve_requests(connection: Connection) -> None:
     """Answer requests until the parent process ends or closes the connection.
 
     A request consists of two messages: a JSON list of the kind, the fallback encoding and the
@@ -96,4 +96,4 @@ def _set_up() -> None:
 
 if __name__ == "__main__":
     _set_up()
-    serve(Connection(int(sys.argv[1])))
+    serve_requests(Connection(int(sys.argv[1])))

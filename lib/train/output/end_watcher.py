@@ -99,7 +99,7 @@ class Watcher:
         """Send the ending of the launch to the watcher and wait for the command. Raises nothing."""
         if self._process is None or self._process.stdout is None:
             return
-        watchdog.stop()  # the wait below has its own limit
+        watchdog.stop_watchdog()  # the wait below has its own limit
         with suppress(OSError, ValueError, KeyboardInterrupt):
             self._send(make_launch_ending(code, error))
             patience = self._seconds + _MARGIN_S
