@@ -105,7 +105,7 @@ class Server:
             **forks.CPU_VARIABLES,
             "NETWORK_GUARD_REPORT": str(self._connections),
         }
-        given = {
+        facts = {
             "clock": clock,
             "faults": {rank: asdict(fault) for rank, fault in (faults or {}).items()},
         }
@@ -120,7 +120,7 @@ class Server:
                     file.fileno(),
                     forks.rank_variables(ranks, free_port()) if ranks > 1 else [{}],
                     before=before,
-                    given=given,
+                    given=facts,
                     **({"call": call} if call else {}),
                 ),
                 output,

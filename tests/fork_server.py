@@ -162,8 +162,8 @@ class Server:
         os.close(report)
 
     def _end(self, connection: socket.socket) -> None:
-        for pid, (asked, *_) in self._running.items():
-            if asked is connection:
+        for pid, (client, *_) in self._running.items():
+            if client is connection:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         self._selector.unregister(connection)
@@ -233,8 +233,10 @@ def _fork_servers_of_workers() -> None:
             for number in signal.valid_signals():
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
-            kept = sorted({0, 1, 2, *files})
-            for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            descriptors = sorted({0, 1, 2, *files})
+            for low, high in zip(
+                descriptors, [*descriptors[1:], os.sysconf("SC_OPEN_MAX")], strict=True
+            ):
                 os.closerange(low + 1, high)
             exec(words[-1], {})
         finally:

@@ -64,8 +64,8 @@ class Call:
             outputs = {_STDOUT: process.stdout.fileno(), _STDERR: process.stderr.fileno()}
         threading.Thread(target=self._receive, args=(process, inputs), daemon=True).start()
         copies = [
-            threading.Thread(target=self._send_all, args=(process, *each), daemon=True)
-            for each in outputs.items()
+            threading.Thread(target=self._send_all, args=(process, *output), daemon=True)
+            for output in outputs.items()
         ]
         for thread in copies:
             thread.start()

@@ -160,21 +160,21 @@ class Node:
         call.run(Path(container["workingDir"]), self._environment(container))
 
     def _environment(self, container: Object) -> dict[str, str]:
-        given = {
+        variables = {
             variable["name"]: _VARIABLE.sub(_expand, variable["value"])
             for variable in container.get("env", [])
             if "value" in variable
         }
-        own = {
+        defaults = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
             "GLOO_SOCKET_IFNAME": "lo",
             "OMP_NUM_THREADS": "1",
         }
         # The tests' guard against the network is on PYTHONPATH.
-        path = ":".join(filter(None, (given.pop("PYTHONPATH", ""), os.environ["PYTHONPATH"])))
-        given.pop("NCCL_SOCKET_IFNAME", None)
-        return {**os.environ, **own, **given, "PYTHONPATH": path}
+        path = ":".join(filter(None, (variables.pop("PYTHONPATH", ""), os.environ["PYTHONPATH"])))
+        variables.pop("NCCL_SOCKET_IFNAME", None)
+        return {**os.environ, **defaults, **variables, "PYTHONPATH": path}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -183,9 +183,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _expand(found: re.Match[str]) -> str:
+def _expand(match: re.Match[str]) -> str:
     """Return what Kubernetes makes of `$$` and `$(NAME)`; no variable is known here."""
-    return found[0] if found[1] else "$"
+    return match[0] if match[1] else "$"
 
 
 def _set_state(pod: Object, phase: str, state: Object) -> None:

@@ -56,9 +56,9 @@ class Life:
         """Check the files of a run after a kill."""
         if self.launches() > launches_before:
             assert find_start_step(self.outputs) == self.newest
-        found = max(find_valid_steps(self.outputs), default=0)
-        assert found >= self.newest
-        self.newest = found
+        newest = max(find_valid_steps(self.outputs), default=0)
+        assert newest >= self.newest
+        self.newest = newest
         self.expected.require_sound(self.outputs)
 
     def until_begun(self, launches_before: int, ended: Callable[[], bool]) -> None:

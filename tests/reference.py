@@ -165,14 +165,14 @@ def metrics_page() -> str:
 
 def _option_row(action: argparse.Action) -> tuple[str, str, str, str]:
     text = help_text.with_default(action).replace("%%", "%")
-    found = _DEFAULT.search(text)
-    default = (found["value"] or found["required"]) if found else ""
+    match = _DEFAULT.search(text)
+    default = (match["value"] or match["required"]) if match else ""
     value = action.metavar or "|".join(map(str, action.choices or []))
     return (
         ", ".join(f"`{name}`" for name in action.option_strings),
         f"`{value}`" if action.nargs != 0 and value else "",
         default,
-        text[: found.start()] if found else text,
+        text[: match.start()] if match else text,
     )
 
 

@@ -153,8 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
             rests = {name: name[len(start) :] for name in names}
             folders = {start + r.partition("/")[0] + "/" for r in rests.values() if "/" in r}
             names = [name for name, rest in rests.items() if "/" not in rest]
-        entries = [("CommonPrefixes", "Prefix", each) for each in sorted(folders)]
-        entries += [("Contents", "Key", each) for each in names]
+        entries = [("CommonPrefixes", "Prefix", folder) for folder in sorted(folders)]
+        entries += [("Contents", "Key", name) for name in names]
         first = int(query.get("continuation-token", 0))
         page = "".join(
             f"<{outer}><{inner}>{escape(text)}</{inner}></{outer}>"

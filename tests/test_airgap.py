@@ -114,7 +114,7 @@ def run_python(
 def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that packs the artifacts into a bundle in the test's directory."""
 
-    def run_pack(*options: object, out: str = "bundle", **how: object) -> Path:
+    def run_pack(*options: object, out: str = "bundle", **settings: object) -> Path:
         run_python(
             checkout / "launch" / "airgap.py",
             "pack",
@@ -123,7 +123,7 @@ def pack(checkout: Path, artifacts: Path, tmp_path: Path) -> Callable[..., Path]
             "--no-wheels",
             *options,
             cwd=artifacts,
-            **how,
+            **settings,
         )
         return tmp_path / out
 
@@ -146,11 +146,11 @@ def bundle(packed_code: Path, tmp_path: Path) -> Path:
 
 
 def run_on_far_side(
-    bundle: Path, action: str, *options: object, **how: object
+    bundle: Path, action: str, *options: object, **settings: object
 ) -> subprocess.CompletedProcess:
     """Run the bundle's own script as on a machine with only Python."""
     return run_python(
-        "-I", "-S", bundle / "airgap.py", action, bundle, *options, cwd=bundle.parent, **how
+        "-I", "-S", bundle / "airgap.py", action, bundle, *options, cwd=bundle.parent, **settings
     )
 
 
@@ -185,9 +185,9 @@ def test_unpacked_files_equal_the_packed_ones(
         (".cache/tokens", ".cache/tokens"),
     ):
         expected |= {f"{to}/{name}": data for name, data in read_files(artifacts / source).items()}
-    found = read_files(tmp_path / "a project")
-    assert json.loads(found.pop(".bundle.json"))["kind"] == "bundle/1"
-    assert found == expected
+    files = read_files(tmp_path / "a project")
+    assert json.loads(files.pop(".bundle.json"))["kind"] == "bundle/1"
+    assert files == expected
     assert os.access(tmp_path / "a project" / "launch" / "single_node.sh", os.X_OK)
     assert not os.access(tmp_path / "a project" / "README.md", os.X_OK)
 
@@ -255,9 +255,9 @@ def test_everything_that_stage_04_accepts_can_be_packed(
     ):
         opts = bundle_module.parse(["--out", "out", option, str(name)])
         chosen = bundle_contents.find_artifacts(opts)
-        assert {found.to for found in chosen} == expected, (option, name)
-        for found in chosen:
-            assert found.payloads and sum(p.bytes for p in found.payloads), (option, name)
+        assert {part.to for part in chosen} == expected, (option, name)
+        for part in chosen:
+            assert part.payloads and sum(p.bytes for p in part.payloads), (option, name)
     command = [checkout / "launch/airgap.py", "pack", "--out", "bundle", "--no-wheels"]
     output = run_python(*command, "--dataset", "alone.arrow", "--model", "model", cwd=place).stdout
     assert "hf_datasets/alone.arrow: 0 B" not in output
@@ -278,9 +278,9 @@ def test_packing_again_does_nothing_and_other_contents_are_refused(pack: Callabl
     pack("--dataset", "corpus", "--model", "model", expect=2)
     pack("--dataset", "corpus", "--model", "model", "--overwrite")
     after = {path: path.stat().st_ino for path in bundle.rglob("*") if path.is_file()}
-    own = {bundle / "manifest.json", bundle / "airgap.py"}
-    assert {path: after[path] for path in before.keys() - own} == {
-        path: before[path] for path in before.keys() - own
+    metadata = {bundle / "manifest.json", bundle / "airgap.py"}
+    assert {path: after[path] for path in before.keys() - metadata} == {
+        path: before[path] for path in before.keys() - metadata
     }  # the file was linked, not copied
     assert [path for path in after if path.name == "model.safetensors"]
     run_on_far_side(bundle, "verify")
@@ -316,12 +316,12 @@ def test_a_killed_pack_continues_with_its_files(checkout: Path, artifacts: Path,
     process.wait()
     assert not (tmp_path / "bundle").exists()
     partial = next(tmp_path.glob("bundle.partial-*"))
-    kept = {path.name: path.stat().st_ino for path in partial.rglob("extra_0[0-2].bin")}
-    assert len(kept) == 3
+    inodes = {path.name: path.stat().st_ino for path in partial.rglob("extra_0[0-2].bin")}
+    assert len(inodes) == 3
     output = run_python(*command, cwd=tmp_path).stdout
     assert "reused" in output
     models = tmp_path / "bundle" / "volume_001" / ".cache" / "models" / "big"
-    assert {name: (models / name).stat().st_ino for name in kept} == kept
+    assert {name: (models / name).stat().st_ino for name in inodes} == inodes
     run_on_far_side(tmp_path / "bundle", "verify")
 
 
@@ -349,7 +349,7 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
     (bundle / "airgap.py").write_text((bundle / "airgap.py").read_text() + "\n")
     for action in (("verify",), ("unpack", "--to", tmp_path / "project")):
         output = run_on_far_side(bundle, *action, expect=3).stderr
-        for path, what in (
+        for path, problem in (
             (flipped, "has changed"),
             (cut, "has "),
             (gone, "is missing"),
@@ -359,7 +359,7 @@ def test_each_damaged_file_is_named_and_nothing_is_unpacked(
             (bundle / "stray" / "file", "is not part of"),
             (bundle / "airgap.py", "has "),
         ):
-            assert f"{path.relative_to(bundle).as_posix()} {what}" in output
+            assert f"{path.relative_to(bundle).as_posix()} {problem}" in output
         assert "8 problems" in output
     assert not list(tmp_path.glob("project*"))
     shutil.rmtree(bundle / "volume_002")
@@ -554,10 +554,10 @@ def index(tmp_path: Path) -> dict[str, str]:
 
     place = tmp_path / "index"
     place.mkdir()
-    own = list((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
-    if not own:
+    wheels = list((Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"))
+    if not wheels:
         pytest.skip("this Python has no wheel of pip (python3-venv brings it on Debian)")
-    shutil.copy(own[0], place)
+    shutil.copy(wheels[0], place)
     make_wheel(
         place,
         "alpha",
@@ -761,14 +761,14 @@ def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
         "driver": "580",
     }
     words = ["unpack", str(bundle), "--to", str(tmp_path / "p"), "--dry-run"]
-    for driver, how, code in (
+    for driver, more, code in (
         ("535.104.05", ["--install"], 2),
         ("535.104.05", [], 0),
         ("580.65.06", ["--install"], 0),
         ("", ["--install"], 0),
     ):
         fake_driver(tmp_path / "bin", driver, monkeypatch)
-        assert unpacking.main([*words, *how], "") == code, driver
+        assert unpacking.main([*words, *more], "") == code, driver
         out, err = capfd.readouterr()
         assert "2.13.0+cu130" in out + err and "NVIDIA driver 580 or newer" in out + err
         assert ("--driver-version 535.104.05" in err) == (code == 2)
@@ -959,8 +959,8 @@ def test_the_current_directory_can_name_a_store(
     (place / "train").mkdir()
     for directory, name in ((place, "."), (place / "train", "..")):
         monkeypatch.chdir(directory)
-        [found] = bundle_contents._find_tokens(name, Path(".cache"))
-        assert found.to == ".cache/tokens/corpus-1"
+        [part] = bundle_contents._find_tokens(name, Path(".cache"))
+        assert part.to == ".cache/tokens/corpus-1"
 
 
 def test_a_dataset_with_a_weight_names_its_tokens(
@@ -970,8 +970,8 @@ def test_a_dataset_with_a_weight_names_its_tokens(
     for name in ("corpus-1", "a=b-1"):
         empty_store(Path(".cache", "tokens", name), {"inputs": {}})
     for argument, name in (("corpus=0.5", "corpus-1"), ("a=b", "a=b-1"), ("a=b=2", "a=b-1")):
-        [found] = bundle_contents._find_tokens(argument, Path(".cache"))
-        assert found.to == f".cache/tokens/{name}"
+        [part] = bundle_contents._find_tokens(argument, Path(".cache"))
+        assert part.to == f".cache/tokens/{name}"
 
 
 def test_the_command_for_a_file_of_a_dataset_names_the_dataset(

@@ -28,8 +28,12 @@ from tests.test_repository import STAGES, name_of
 @pytest.fixture(scope="module")
 def parsers() -> dict[str, options.Parser]:
     """Return the parser of each command that reads its options as stages do, by its path."""
-    made = {name_of(path): parser_of(path) for path in COMMANDS}
-    return {name: parser for name, parser in made.items() if isinstance(parser, options.Parser)}
+    parsers_by_name = {name_of(path): parser_of(path) for path in COMMANDS}
+    return {
+        name: parser
+        for name, parser in parsers_by_name.items()
+        if isinstance(parser, options.Parser)
+    }
 
 
 def owners_of(row: aliases.Row, parsers: dict[str, options.Parser]) -> list[options.Parser]:
@@ -130,7 +134,7 @@ def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -
         return run_stage("04_train_fsdp.py", *words, "-s", 32, cwd=project, ranks=ranks).stdout
 
     first = train(1, ranks=2)
-    for told in (
+    for line in (
         "tokenizer: 500 tokens from all",
         "1M from scratch with a tokenizer trained on",
         "flash_attention_2",
@@ -138,7 +142,7 @@ def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -
         "step 2/2",
         "experiment ckpt/exp",
     ):
-        assert told in first, first
+        assert line in first, first
     shutil.rmtree(project / ".cache")  # what is derived of the data is in the run
     again = train(2, ranks=1)
     assert "the 2 samples of a step that the run was begun with are kept" in again
@@ -203,8 +207,8 @@ def test_without_a_dataset_each_byte_is_a_token(
     log.setup()
     monkeypatch.chdir(project)
     config = asked("-e", "x", "-d", "raw", "--streaming", "--from-scratch", "--model-size", "1M")
-    with model_from_scratch(config, Experiment(Path("outputs"), "x"), has_begun=False) as made:
-        assert json.loads((made / "config.json").read_text())["vocab_size"] == 320
+    with model_from_scratch(config, Experiment(Path("outputs"), "x"), has_begun=False) as model_dir:
+        assert json.loads((model_dir / "config.json").read_text())["vocab_size"] == 320
     assert " byte" in capsys.readouterr().out
 
 

@@ -75,13 +75,13 @@ def parser_of(path: Path) -> argparse.ArgumentParser:
 
 def actions_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the options and arguments of a parser, and those of its verbs."""
-    found = []
+    actions = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            found += [a for verb in action.choices.values() for a in actions_of(verb)]
+            actions += [a for verb in action.choices.values() for a in actions_of(verb)]
         elif action.default is not argparse.SUPPRESS:
-            found.append(action)
-    return found
+            actions.append(action)
+    return actions
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=name_of)
@@ -149,11 +149,11 @@ def imports_of(path: Path) -> set[Path]:
 def imported(path: Path) -> set[Path]:
     """Return the modules of ours that a script imports, lazily or through others, and itself."""
     seen: set[Path] = set()
-    left = {path}
-    while left:
-        path = left.pop()
+    queue = {path}
+    while queue:
+        path = queue.pop()
         seen.add(path)
-        left |= imports_of(path) - seen
+        queue |= imports_of(path) - seen
     return seen
 
 
@@ -226,7 +226,11 @@ def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> No
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
     # Each optimizer reads its own options.
-    own = {field.name for kind in list_option_classes() for field in declared.list_fields(kind)}
-    assert not own - {name for path in (ROOT / "lib/optim").glob("*.py") for name in reads(path)}
-    assert not fields.keys() - read - named - READ_FIRST - own
+    fields_of_options = {
+        field.name for kind in list_option_classes() for field in declared.list_fields(kind)
+    }
+    assert not fields_of_options - {
+        name for path in (ROOT / "lib/optim").glob("*.py") for name in reads(path)
+    }
+    assert not fields.keys() - read - named - READ_FIRST - fields_of_options
     assert not read - set(dir(Config)) - Config.__dataclass_fields__.keys()

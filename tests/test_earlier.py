@@ -44,8 +44,8 @@ def test_a_run_goes_on(project: Path, name: str) -> None:
 
 def test_an_export_is_the_same(project: Path) -> None:
     run_stage("05_export_checkpoint.py", *EXPORT_OPTIONS, "--out", "again", cwd=project)
-    for kept in (project / "export").glob("*.safetensors"):
-        assert kept.read_bytes() == (project / "again" / kept.name).read_bytes()
+    for path in (project / "export").glob("*.safetensors"):
+        assert path.read_bytes() == (project / "again" / path.name).read_bytes()
 
 
 def test_it_is_small() -> None:

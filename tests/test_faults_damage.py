@@ -73,15 +73,15 @@ def step(outputs: Path, number: int = NEWEST) -> Path:
     return outputs / "run" / "checkpoints" / f"step_{number:08d}"
 
 
-def damage_file(path: Path, how: str) -> None:
+def damage_file(path: Path, way: str) -> None:
     size = path.stat().st_size
-    if how == "flipped bit":
+    if way == "flipped bit":
         flip_bit(path, 8 * (size // 2) + 3)
-    elif how == "cut":
+    elif way == "cut":
         os.truncate(path, size - 2)  # for JSON, cut more than the last line break
-    elif how == "empty":
+    elif way == "empty":
         os.truncate(path, 0)
-    elif how == "zeroed page":
+    elif way == "zeroed page":
         with path.open("r+b") as file:
             file.seek(size // 2 // PAGE * PAGE)
             file.write(bytes(min(PAGE, size - file.tell())))
@@ -118,17 +118,17 @@ HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
 
 
 @pytest.mark.parametrize(
-    ("name", "how"),
+    ("name", "way"),
     [
-        pytest.param(name, how, marks=[] if (name, how) in PAIRS else pytest.mark.long)
+        pytest.param(name, way, marks=[] if (name, way) in PAIRS else pytest.mark.long)
         for name in FILES
-        for how in HOWS
+        for way in HOWS
     ],
 )
 def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
-    server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, how: str
+    server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, way: str
 ):
-    damage_file(step(outputs) / name, how)
+    damage_file(step(outputs) / name, way)
     result = server.run(*run_options(outputs))
     assert find_start_step(outputs) == BEFORE and "moved to quarantine" in result.output
     [printed] = [e for e in read_events(outputs) if e["event"] == "quarantine"]

@@ -83,7 +83,7 @@ def test_a_small_disk_loses_no_checkpoint_that_must_be_kept(
         expect=-9,
         faults={0: Fault(str(outputs), 2, kinds=("write",), match="step_00000004.tmp-")},
     )
-    [left] = [p.name for p in (outputs / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
+    [leftover] = [p.name for p in (outputs / "run" / "checkpoints").iterdir() if ".tmp-" in p.name]
     result = server.run(*run_options(outputs, *keep), expect=4)
     assert result.output.count("NOT SAVED") == 2 and "--ckpt-keep" in result.output
     assert find_valid_steps(outputs) == [6, 4, 2]
@@ -98,7 +98,7 @@ def test_a_small_disk_loses_no_checkpoint_that_must_be_kept(
         ("disk_full", 10),
         ("disk_full", 12),
     ]
-    assert [e["paths"] for e in read_events(outputs) if e["event"] == "clean"] == [[left]]
+    assert [e["paths"] for e in read_events(outputs) if e["event"] == "clean"] == [[leftover]]
     server.run(*run_options(outputs, "--ckpt-keep", 2))
     assert find_start_step(outputs) == 6 and find_valid_steps(outputs) == [12, 10]
     assert [step for e in read_events(outputs) if e["event"] == "prune" for step in e["steps"]] == [

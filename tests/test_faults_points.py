@@ -34,8 +34,8 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
     copy = saved.with_name("counted")
     shutil.copytree(saved, copy)
     server.run(copy, 4, 4, call=SAVE, faults={0: Fault(str(copy), report=str(report))})
-    found = read_operations(report)
-    assert {kind for kind, _ in found} == {
+    operations = read_operations(report)
+    assert {kind for kind, _ in operations} == {
         "create",
         "write",
         "fsync",
@@ -44,7 +44,7 @@ def points(server: Server, saved: Path) -> list[tuple[str, str]]:
         "unlink",
         "rmdir",
     }
-    return found
+    return operations
 
 
 def disturb_save(server: Server, saved: Path, act: str, numbers: Iterable[int]) -> dict[int, int]:
@@ -67,16 +67,16 @@ def disturb_save(server: Server, saved: Path, act: str, numbers: Iterable[int]) 
 @pytest.mark.parametrize("act", ["kill", "torn", "power"])
 def test_a_fault_at_any_operation_of_a_save_leaves_a_state(server: Server, saved: Path, act: str):
     """Until the rename the old state is loaded, then the new one (after a power cut: its fsync)."""
-    found = points(server, saved)
-    kinds = [kind for kind, _ in found]
+    operations = points(server, saved)
+    kinds = [kind for kind, _ in operations]
     published = next(
         number
-        for number, (kind, path) in enumerate(found, 1)
+        for number, (kind, path) in enumerate(operations, 1)
         if kind == "rename" and Path(path).name.startswith("step_00000004.tmp-")
     )
     durable = kinds.index("fsync", published) + 1
     numbers = [number for number, kind in enumerate(kinds, 1) if act != "torn" or kind == "write"]
-    assert len(numbers) > 50 and published < durable < len(found)
+    assert len(numbers) > 50 and published < durable < len(operations)
     loaded = disturb_save(server, saved, act, numbers)
     committed = durable if act == "power" else published
     assert loaded == {number: 4 if number > committed else 3 for number in numbers}

@@ -54,12 +54,12 @@ def test_two_ranks_resume_to_the_same_bits(
 def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of a checkpoint, unsharded."""
     reader = StrictReader(checkpoint / commit.TENSORS)
-    found = {
+    state = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in reader.read_metadata().state_dict_metadata.items()
     }
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
 
 
 @pytest.mark.slow
@@ -108,9 +108,9 @@ def test_the_number_of_ranks_changes_no_sample_and_no_state(server: Server, tmp_
             call="tests.checkpoint_harness:load_and_save",
         )
         (step,) = copy.iterdir()
-        found = tensors(step)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in found)
+        state = tensors(step)
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

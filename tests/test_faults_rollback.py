@@ -44,15 +44,19 @@ class Rollback:
     def __init__(self, project: Path) -> None:
         tokens_by_step = list_step_tokens(read_windows(project))
         token, (self.told, _, _) = next(
-            (t, found)
+            (t, rollbacks)
             for t in sorted(set.union(*tokens_by_step))
             if t not in tokens_by_step[0]
             and len(
-                (found := predict_rollbacks([t in tokens for tokens in tokens_by_step], freq=1))[0]
+                (
+                    rollbacks := predict_rollbacks(
+                        [t in tokens for tokens in tokens_by_step], freq=1
+                    )
+                )[0]
             )
             == 1
-            and found[0][0]["step"] > 4
-            and found[0][0]["diverged_at"] < STEPS - 4
+            and rollbacks[0][0]["step"] > 4
+            and rollbacks[0][0]["diverged_at"] < STEPS - 4
         )
         poison_token(project, token)
         self.server = Server(project)
@@ -79,17 +83,19 @@ class Rollback:
             before=f"{__name__}:disturb_rollback",
             faults={0: Fault(str(parent), report=str(report))},
         )
-        found = read_operations(report)
+        operations = read_operations(report)
         saving = next(
             number
-            for number, (kind, path) in enumerate(found)
+            for number, (kind, path) in enumerate(operations)
             if kind == "mkdir" and Path(path).name.startswith("step_")
         )
-        assert {"rename", "mkdir", "write"} <= {kind for kind, _ in found[:saving]}
+        assert {"rename", "mkdir", "write"} <= {kind for kind, _ in operations[:saving]}
         assert [
-            Path(path).name for kind, path in found[:saving] if kind == "rename" and "step_" in path
+            Path(path).name
+            for kind, path in operations[:saving]
+            if kind == "rename" and "step_" in path
         ], "a checkpoint is quarantined"
-        return found[:saving]
+        return operations[:saving]
 
     def kill_at(self, number: int, act: str, outputs: Path) -> None:
         """Kill the run at an operation of its rollback, and run it again."""
@@ -115,15 +121,15 @@ class Rollback:
 def rollback(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollback]:
     """Return a run with one rollback."""
     shutil.copytree(prepared_once, project := tmp_path_factory.mktemp("rollback") / "project")
-    made = Rollback(project)
-    yield made
-    made.server.close()
+    new_rollback = Rollback(project)
+    yield new_rollback
+    new_rollback.server.close()
 
 
 @pytest.mark.slow
 def test_kills_at_a_few_operations_of_a_rollback_lose_nothing(rollback: Rollback, tmp_path: Path):
-    found = rollback.operations(tmp_path)
-    for number in random.Random(0).sample(range(1, len(found) + 1), 2):
+    operations = rollback.operations(tmp_path)
+    for number in random.Random(0).sample(range(1, len(operations) + 1), 2):
         rollback.kill_at(number, "kill", tmp_path / f"killed_{number}" / "outputs")
 
 
@@ -133,7 +139,7 @@ def test_kills_at_every_operation_of_a_rollback_lose_nothing(
     rollback: Rollback, tmp_path: Path, act: str
 ):
     """The many writes of tensors by the save at the same time are left out."""
-    found = rollback.operations(tmp_path)
-    for number, (kind, path) in enumerate(found, 1):
+    operations = rollback.operations(tmp_path)
+    for number, (kind, path) in enumerate(operations, 1):
         if "/dcp/" not in path and (act == "kill" or kind == "write"):
             rollback.kill_at(number, act, tmp_path / f"killed_{number}" / "outputs")

@@ -23,9 +23,9 @@ def commands(
     prepared_once: Path, model_files: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Commands]:
     """Return the commands to kill."""
-    made = Commands(prepared_once, model_files, tmp_path_factory.mktemp("commands"))
-    yield made
-    made.close()
+    new_commands = Commands(prepared_once, model_files, tmp_path_factory.mktemp("commands"))
+    yield new_commands
+    new_commands.close()
 
 
 def kill_at(scene: Scene, numbers: list[int], act: str = "kill") -> None:

@@ -133,7 +133,7 @@ def test_records_of_a_run(tmp_path: Path):
     run = Experiment(tmp_path, "run")
     step = run.checkpoints / "step_00000001"
     step.mkdir(parents=True)
-    whole = {
+    record = {
         "step": 1,
         "tokens": 5,
         "seed": 0,
@@ -141,8 +141,8 @@ def test_records_of_a_run(tmp_path: Path):
         "model_files": {"config.json": "sha256:0"},
         "cursors": [{"epoch": 0, "place": None}],
     }
-    (step / "train_state.json").write_text(json.dumps(whole))
-    assert contents.read_record(step / "train_state.json") == whole
+    (step / "train_state.json").write_text(json.dumps(record))
+    assert contents.read_record(step / "train_state.json") == record
     attack_record(step / "train_state.json", lambda: Checkpoint(step, 1).record())
     (step / "COMMIT.json").write_text(json.dumps({"step": 1, "manifest": "x", "digest": "y"}))
     attack_record(step / "COMMIT.json", lambda: Checkpoint(step, 1).problems())

@@ -27,12 +27,12 @@ PATIENT = ("--timeout", "120")
 def read_report(file: Path) -> tuple[list[Finding], dict[str, Any]]:
     """Return the findings of a JSON report, and the whole report."""
     content = json.loads(file.read_text())
-    return [Finding(**found) for found in content["findings"]], content
+    return [Finding(**fields) for fields in content["findings"]], content
 
 
-def join_findings(found: list[Finding], check: str) -> list[str]:
+def join_findings(all_findings: list[Finding], check: str) -> list[str]:
     """Return the texts of a check's errors and warnings."""
-    return [f.text for f in found if f.check == check and f.severity != "info"]
+    return [f.text for f in all_findings if f.check == check and f.severity != "info"]
 
 
 def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
@@ -45,11 +45,13 @@ def test_two_ranks_of_a_node_are_checked(tmp_path: Path):
         cwd=tmp_path,
         ranks=2,
     )
-    found, content = read_report(tmp_path / "a report.json")
-    assert not join_findings(found, "network") and content["speed"]["world"]["all_reduce"] > 0
+    all_findings, content = read_report(tmp_path / "a report.json")
+    assert (
+        not join_findings(all_findings, "network") and content["speed"]["world"]["all_reduce"] > 0
+    )
     assert len(content["nodes"]["0"]["compute"]) == 2
     assert "2 ranks on 1 node" in result.stdout and "is ready" in result.stdout
-    assert {f.check for f in found if "not checked" in f.text} >= {"EFA"}
+    assert {f.check for f in all_findings if "not checked" in f.text} >= {"EFA"}
     assert [path.name for path in tmp_path.iterdir()] == ["a report.json"]  # no probe is left
 
 
@@ -240,14 +242,14 @@ def test_differences_between_nodes_are_named(tmp_path: Path):
         script=tmp_path / "shifted.py",
     )
     out = wait_for_agents(started, tmp_path, expect=1)
-    found, content = read_report(report)
-    [clock] = join_findings(found, "clock")
+    all_findings, content = read_report(report)
+    [clock] = join_findings(all_findings, "clock")
     assert "node 1" in clock and "+90" in clock
-    assert any("1 bytes instead of 3" in text for text in join_findings(found, "artifacts"))
-    assert join_findings(found, "artifact hf_datasets/corpus") and join_findings(
-        found, "shared directory"
+    assert any("1 bytes instead of 3" in text for text in join_findings(all_findings, "artifacts"))
+    assert join_findings(all_findings, "artifact hf_datasets/corpus") and join_findings(
+        all_findings, "shared directory"
     )
-    [setting] = join_findings(found, "setting NCCL_ALGO")
+    [setting] = join_findings(all_findings, "setting NCCL_ALGO")
     assert "Ring0 on node 0" in setting and "Ring1 on node 1" in setting
     assert content["speed"]["pairs"]["0-1"]["all_reduce"] > 0
     assert "all-reduce above the diagonal" in out and "← " in out
@@ -268,14 +270,14 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
     mark = f"pf{os.getpid()}"
     names = [f"{mark}-{i}" for i in (1, 2, 3)]
     inside = {name: ("nsenter", f"--net=/run/netns/{name}") for name in (f"{mark}-hub", *names)}
-    made = []
+    namespaces = []
     try:
         for name in inside:
             try:
                 run_command("ip", "netns", "add", name)
             except subprocess.CalledProcessError as error:
                 pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
-            made.append(name)
+            namespaces.append(name)
         hub = inside[f"{mark}-hub"]
         run_command(*hub, "ip", "link", "add", "br0", "type", "bridge")
         run_command(*hub, "ip", "link", "set", "br0", "up")
@@ -317,7 +319,7 @@ def boxes(tmp_path: Path) -> Iterator[list[dict[str, Any]]]:
             for i, name in enumerate(names, 1)
         ]
     finally:
-        for name in made:
+        for name in namespaces:
             with contextlib.suppress(subprocess.CalledProcessError):
                 run_command("ip", "netns", "delete", name)
 
@@ -347,8 +349,8 @@ def test_a_node_with_a_slow_link_is_named(boxes: list[dict[str, Any]], tmp_path:
         tmp_path,
         expect=1,
     )
-    found, content = read_report(report)
-    named = join_findings(found, "network")
+    all_findings, content = read_report(report)
+    named = join_findings(all_findings, "network")
     assert any(text.startswith("node 2 (box-3): all-reduce") for text in named), named
     assert not [text for text in named if text.startswith(("node 0", "node 1"))]
     pairs = content["speed"]["pairs"]
@@ -375,13 +377,13 @@ def test_two_nodes_that_cannot_reach_each_other_are_named(
         address="10.77.0.1",
     )
     wait_for_agents(started, tmp_path, expect=1)
-    found, content = read_report(report)
+    all_findings, content = read_report(report)
     assert "error" in content["speed"]["pairs"]["1-2"]
     assert "all_reduce" in content["speed"]["pairs"]["0-1"]
     assert "all_reduce" in content["speed"]["pairs"]["0-2"]
     assert any(
         "node 1 (box-2) and node 2 (box-3) cannot communicate" in text
-        for text in join_findings(found, "network")
+        for text in join_findings(all_findings, "network")
     )
 
 
@@ -465,17 +467,17 @@ def make_speeds(nodes: int, slow: tuple[int, ...] = (), by: float = 0.4) -> dict
 
 
 def judge_nodes(
-    facts: list[dict[str, Any]], speed: dict[str, Any] | None = None, **how: Any
+    facts: list[dict[str, Any]], speed: dict[str, Any] | None = None, **options: Any
 ) -> list[Finding]:
     """Return the errors and warnings about nodes 0, 1, …."""
-    found = node_findings.find_problems(
+    all_findings = node_findings.find_problems(
         dict(enumerate(facts)),
         speed or make_speeds(len(facts)),
         lambda node: f"node {node} (h{node})",
-        how.get("least"),
+        options.get("least"),
     )
-    assert all(f.remedy or f.run for f in found if f.severity != "info")
-    return [f for f in found if f.severity != "info"]
+    assert all(f.remedy or f.run for f in all_findings if f.severity != "info")
+    return [f for f in all_findings if f.severity != "info"]
 
 
 def test_healthy_gpus_give_no_finding(smi: Path):
@@ -510,9 +512,9 @@ def test_healthy_gpus_give_no_finding(smi: Path):
 )
 def test_a_faulty_gpu_is_named(smi: Path, answer: str, text: str, check: str, severity: str):
     (smi / answer).write_text(text)
-    found = [f for f in judge_nodes([make_node_facts()]) if f.check == check]
-    assert [f.severity for f in found] == [severity]
-    assert "node 0 (h0), GPU 1" in found[0].text
+    of_check = [f for f in judge_nodes([make_node_facts()]) if f.check == check]
+    assert [f.severity for f in of_check] == [severity]
+    assert "node 0 (h0), GPU 1" in of_check[0].text
 
 
 def test_facts_that_a_tool_does_not_report_are_not_checked(smi: Path):
@@ -537,34 +539,36 @@ def test_a_faulty_gpu_fails_the_command(smi: Path, tmp_path: Path):
 def test_a_node_that_lost_a_gpu_is_named(smi: Path):
     healthy = make_node_facts()
     (smi / "identity").write_text(HEALTHY["identity"].splitlines()[0] + "\n")
-    found = judge_nodes([healthy, make_node_facts(), healthy])
-    [lost] = [f for f in found if f.check == "number of GPUs"]
+    all_findings = judge_nodes([healthy, make_node_facts(), healthy])
+    [lost] = [f for f in all_findings if f.check == "number of GPUs"]
     assert lost.severity == "error" and lost.text == "1 on node 1 (h1); 2 on the other 2"
 
 
 def test_different_versions_and_drivers_and_slow_gpus_are_found(smi: Path):
     slow_node = make_node_facts(versions={"torch": "2.12.1"}, compute={"0": 500.0, "1": 700.0})
     slow_node["gpu"]["gpus"][0]["driver"] = "570.1"
-    found = {f.check: f for f in judge_nodes([make_node_facts(), make_node_facts(), slow_node])}
-    assert found["version of torch"].text == "2.12.1 on node 2 (h2); 2.13.0 on the other 2"
-    assert found["driver"].severity == "warning" and "node 2" in found["driver"].text
-    assert found["compute"].severity == "warning" and "(71%)" in found["compute"].text
+    by_check = {f.check: f for f in judge_nodes([make_node_facts(), make_node_facts(), slow_node])}
+    assert by_check["version of torch"].text == "2.12.1 on node 2 (h2); 2.13.0 on the other 2"
+    assert by_check["driver"].severity == "warning" and "node 2" in by_check["driver"].text
+    assert by_check["compute"].severity == "warning" and "(71%)" in by_check["compute"].text
     [tie] = judge_nodes([make_node_facts(), make_node_facts(versions={"torch": "2.12.1"})])
     assert "2.13.0 on node 0 (h0); 2.12.1 on node 1 (h1)" in tie.text
 
 
 def test_network_problems_are_found(smi: Path):
     four = [make_node_facts()] * 4
-    [found] = judge_nodes(four, make_speeds(4, slow=(2,)))
-    assert found.severity == "error" and found.text.startswith("node 2 (h2): all-reduce 120 GB/s")
-    [found] = judge_nodes(four, make_speeds(4, slow=(2,), by=0.7))
-    assert found.severity == "warning"
+    [finding] = judge_nodes(four, make_speeds(4, slow=(2,)))
+    assert finding.severity == "error" and finding.text.startswith(
+        "node 2 (h2): all-reduce 120 GB/s"
+    )
+    [finding] = judge_nodes(four, make_speeds(4, slow=(2,), by=0.7))
+    assert finding.severity == "warning"
     one_link = make_speeds(4)
     one_link["pairs"]["1-3"]["all_reduce"] = 90.0
-    [found] = judge_nodes(four, one_link)
-    assert found.text.startswith("node 1 (h1) to node 3 (h3)")
-    [found] = judge_nodes(four, least=300)
-    assert "290 GB/s, expected 300" in found.text
+    [finding] = judge_nodes(four, one_link)
+    assert finding.text.startswith("node 1 (h1) to node 3 (h3)")
+    [finding] = judge_nodes(four, least=300)
+    assert "290 GB/s, expected 300" in finding.text
     inner = {**make_speeds(2), "nodes": {0: {"all_reduce": 400.0}, 1: {"all_reduce": 100.0}}}
     assert any(
         "within the node" in f.text and "node 1" in f.text
@@ -573,14 +577,14 @@ def test_network_problems_are_found(smi: Path):
 
 
 def test_shm_disk_and_shared_directory_are_checked(smi: Path):
-    found = judge_nodes(
+    all_findings = judge_nodes(
         [
             make_node_facts(shm={"total": 64 << 20}),
             make_node_facts(shared=False),
             make_node_facts(disk={"error": "Read-only file system: /fsx"}),
         ]
     )
-    assert {(f.check, f.severity) for f in found} == {
+    assert {(f.check, f.severity) for f in all_findings} == {
         ("/dev/shm", "error"),
         ("shared directory", "error"),
         ("disk", "error"),
@@ -590,10 +594,10 @@ def test_shm_disk_and_shared_directory_are_checked(smi: Path):
 def test_a_full_shared_disk_is_reported_once(smi: Path):
     full = {"directory": "/fsx", "free": 10**9, "write": 1e9, "read": 1e9}
     assert len(judge_nodes([make_node_facts(disk=full)] * 3)) == 1
-    own = [
+    of_disk = [
         f for f in judge_nodes([make_node_facts(disk=full, shared=False)] * 3) if f.check == "disk"
     ]
-    assert len(own) == 3
+    assert len(of_disk) == 3
 
 
 def test_efa_devices_are_checked(tmp_path: Path, smi: Path):
@@ -605,11 +609,11 @@ def test_efa_devices_are_checked(tmp_path: Path, smi: Path):
         (device / "ports" / "1" / "state").write_text(state + "\n")
     join_findings = machine.query_rdma(tmp_path / "ib")
     assert [device["active"] for device in join_findings["devices"]] == [True, False]
-    found = judge_nodes(
+    all_findings = judge_nodes(
         [make_node_facts(efa={**join_findings, "libfabric": False}, locked_memory=8 << 20)]
     )
-    assert {f.check for f in found} == {"EFA", "locked memory"}
-    assert any("rdmap1 has no active port" in f.text for f in found)
+    assert {f.check for f in all_findings} == {"EFA", "locked memory"}
+    assert any("rdmap1 has no active port" in f.text for f in all_findings)
     assert machine.query_rdma(tmp_path / "none")["not_checked"]
 
 
@@ -618,9 +622,9 @@ def test_rounds_contain_each_pair_once_and_each_node_at_most_once(nodes: int):
     from launch.checks.bandwidth import pair_rounds
 
     rounds = pair_rounds(list(range(nodes)))
-    pairs = [pair for each in rounds for pair in each]
+    pairs = [pair for turn in rounds for pair in turn]
     assert sorted(pairs) == list(itertools.combinations(range(nodes), 2))
-    assert all(len({n for pair in each for n in pair}) == 2 * len(each) for each in rounds)
+    assert all(len({n for pair in turn for n in pair}) == 2 * len(turn) for turn in rounds)
 
 
 @pytest.mark.parametrize(
@@ -634,9 +638,9 @@ def test_rounds_contain_each_pair_once_and_each_node_at_most_once(nodes: int):
     ],
 )
 def test_exit_codes(severity: str, fail_on: str, code: int):
-    found = [Finding(severity, "a", "b"), Finding("info", "c", "d")]
+    all_findings = [Finding(severity, "a", "b"), Finding("info", "c", "d")]
     try:
-        findings.require_ready(found, fail_on, "it")
+        findings.require_ready(all_findings, fail_on, "it")
         got = 0
     except findings.NotReady as error:
         got = error.code

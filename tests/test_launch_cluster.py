@@ -110,21 +110,23 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reviewing
     """Return a cluster that is ready for a job on two p5 nodes, of each kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed (Debian: kubernetes-client)")
-    made = ReviewingCluster()
+    new_cluster = ReviewingCluster()
     for crd, version, controller in KINDS.values():
-        made.add(
+        new_cluster.add(
             "customresourcedefinitions",
             {"metadata": {"name": crd}, "spec": {"versions": [{"name": version, "served": True}]}},
         )
-        made.add(
+        new_cluster.add(
             "deployments",
             {"metadata": {"name": controller}, "status": {"availableReplicas": 1}},
             "operators",
         )
     for name in ("default", "operators"):
-        made.add("namespaces", {"metadata": {"name": name}})
-    made.add("storageclasses", {"metadata": {"name": "fsx-sc"}, "provisioner": "fsx.csi.aws.com"})
-    made.add(
+        new_cluster.add("namespaces", {"metadata": {"name": name}})
+    new_cluster.add(
+        "storageclasses", {"metadata": {"name": "fsx-sc"}, "provisioner": "fsx.csi.aws.com"}
+    )
+    new_cluster.add(
         "persistentvolumeclaims",
         {
             "metadata": {"name": "fsx-claim"},
@@ -133,13 +135,13 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reviewing
         },
     )
     for number in (1, 2):
-        made.add("nodes", node(f"node-{number}"))
+        new_cluster.add("nodes", node(f"node-{number}"))
     monkeypatch.setattr(kube_server, "_Handler", _Answers)
-    server = Server(made)
+    server = Server(new_cluster)
     monkeypatch.setenv("KUBECONFIG", str(server.kubeconfig(tmp_path / "kubeconfig")))
     monkeypatch.setenv("KUBECACHEDIR", str(tmp_path / "kube-cache"))
     monkeypatch.setenv("PATH", f"{no_aws(tmp_path)}")
-    yield made
+    yield new_cluster
     server.close()
 
 
@@ -181,10 +183,10 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
 def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Path) -> None:
     """The nodes of the current context do not appear beside AWS's facts about the named one."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
-    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks")
-    assert not [finding for finding in found if finding.severity == "error"]
-    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "b", expect=6)
-    assert only(found, "API server").severity == "error"
+    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks")
+    assert not [finding for finding in findings if finding.severity == "error"]
+    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "b", expect=6)
+    assert only(findings, "API server").severity == "error"
     refused = [
         ("--cluster-name", "c", "the kubeconfig has no cluster c"),
         ("--cluster-name", "b", "--context", "prod", "belongs to my-eks"),
@@ -197,8 +199,8 @@ def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Pa
         "launch/check.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
     )
     assert "several clusters called my-eks" in result.stderr and "two" in result.stderr
-    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
-    assert not [finding for finding in found if finding.severity == "error"]
+    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
+    assert not [finding for finding in findings if finding.severity == "error"]
     job = ("--job-name", "exp", "--image", "r/i:1")
     result = run_stage(
         "launch/kubernetes.py", "stop", *job, "--cluster-name", "b", "--dry-run", cwd=tmp_path
@@ -270,8 +272,8 @@ def no_aws(root: Path) -> str:
     folder = root / "bin"
     folder.mkdir(exist_ok=True)
     for name in ("kubectl", "git", "sh", "cat", "grep"):
-        if (found := shutil.which(name)) and not (folder / name).exists():
-            (folder / name).symlink_to(found)
+        if (program := shutil.which(name)) and not (folder / name).exists():
+            (folder / name).symlink_to(program)
     return str(folder)
 
 
@@ -286,9 +288,9 @@ def check_cluster(
     return [Finding(**f) for f in json.loads(file.read_text())["findings"]], result
 
 
-def only(found: list[Finding], check: str) -> Finding:
+def only(findings: list[Finding], check: str) -> Finding:
     """Return the only finding of a check; an error or a warning must have a remedy."""
-    (one,) = [finding for finding in found if finding.check == check]
+    (one,) = [finding for finding in findings if finding.check == check]
     assert one.remedy or one.severity == "info", one
     return one
 
@@ -307,10 +309,10 @@ def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, 
                     },
                 ),
             )
-    found, result = check_cluster(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
-    assert {finding.severity for finding in found} == {"info"}
-    assert {f.check for f in found if "not checked" in f.text} == {"EKS", "driver"}
-    assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(found, "capacity").text
+    findings, result = check_cluster(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
+    assert {finding.severity for finding in findings} == {"info"}
+    assert {f.check for f in findings if "not checked" in f.text} == {"EKS", "driver"}
+    assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(findings, "capacity").text
     assert "cluster c is ready" in result.stdout
     assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
     assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
@@ -326,16 +328,16 @@ def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_pat
     ]:
         del there.objects[key]
     there.denied |= {"create pytorchjobs", "create pods/exec"}
-    found, result = check_cluster(
+    findings, result = check_cluster(
         tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
     )
-    errors = {finding.check for finding in found if finding.severity == "error"}
+    errors = {finding.check for finding in findings if finding.severity == "error"}
     assert errors == {"namespace", "rights", "operator", "capacity", "storage", "image pull secret"}
-    assert all(finding.remedy for finding in found if finding.severity == "error")
-    rights = [finding for finding in found if finding.check == "rights"]
+    assert all(finding.remedy for finding in findings if finding.severity == "error")
+    rights = [finding for finding in findings if finding.check == "rights"]
     assert {finding.severity for finding in rights} == {"error", "warning"}
     assert "pods/exec in team, which `run`, `shell` and `fetch` need" in rights[-1].text
-    assert "fsx-sc" in only(found, "storage").text
+    assert "fsx-sc" in only(findings, "storage").text
     assert "not ready: 6 errors" in result.stderr and "Traceback" not in result.stderr
     first, *rest = result.stdout.splitlines()
     assert first == "cluster: c (context test)"
@@ -379,10 +381,10 @@ def judge_nodes(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     ],
 )
 def test_a_node_that_accepts_no_pods_is_a_warning(change: dict[str, Any], why: str):
-    found = judge_nodes(node("node-1"), node("node-2", **change))
-    assert why in only(found, "nodes").text and "node-2" in only(found, "nodes").text
-    assert only(found, "capacity").severity == "error"
-    assert "1 of 2" in only(found, "capacity").text
+    findings = judge_nodes(node("node-1"), node("node-2", **change))
+    assert why in only(findings, "nodes").text and "node-2" in only(findings, "nodes").text
+    assert only(findings, "capacity").severity == "error"
+    assert "1 of 2" in only(findings, "capacity").text
 
 
 def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
@@ -391,8 +393,8 @@ def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
         "customresourcedefinitions",
         {"metadata": {"name": "nodepools.karpenter.sh"}, "spec": {"versions": []}},
     )
-    found, _ = check_cluster(tmp_path, *P5)
-    assert only(found, "capacity").severity == "warning"
+    findings, _ = check_cluster(tmp_path, *P5)
+    assert only(findings, "capacity").severity == "warning"
     check_cluster(tmp_path, *P5, "--fail-on", "warning", expect=5)
 
 
@@ -405,14 +407,14 @@ def test_the_taint_of_gpu_nodes_is_tolerated():
     ("lacking", "of"), [("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")]
 )
 def test_a_node_without_its_devices_is_named(lacking: str, of: str):
-    found = judge_nodes(node("node-1"), node("node-2", allocatable={lacking: ""}))
-    assert only(found, of).severity == "error"
-    assert "node-2" in only(found, of).text and "plugin" in only(found, of).remedy
+    findings = judge_nodes(node("node-1"), node("node-2", allocatable={lacking: ""}))
+    assert only(findings, of).severity == "error"
+    assert "node-2" in only(findings, of).text and "plugin" in only(findings, of).remedy
 
 
 def test_missing_huge_pages_are_a_warning():
-    found = judge_nodes(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
-    assert only(found, "huge pages").severity == "warning"
+    findings = judge_nodes(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
+    assert only(findings, "huge pages").severity == "warning"
 
 
 def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]:
@@ -429,11 +431,14 @@ def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]
 def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: ReviewingCluster, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
-    found, _ = check_cluster(tmp_path, *P5)
-    assert only(found, "capacity").severity == "warning" and "1 p5" in only(found, "capacity").text
+    findings, _ = check_cluster(tmp_path, *P5)
+    assert (
+        only(findings, "capacity").severity == "warning"
+        and "1 p5" in only(findings, "capacity").text
+    )
     there.denied.add("pods")
-    found, _ = check_cluster(tmp_path, *P5)
-    assert "not checked" in only(found, "GPUs in use").text
+    findings, _ = check_cluster(tmp_path, *P5)
+    assert "not checked" in only(findings, "GPUs in use").text
 
 
 def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path: Path):
@@ -459,12 +464,12 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
         "secrets",
         {"metadata": {"name": "pull"}, "type": "Opaque", "data": {"x": "c2VjcmV0LXZhbHVl"}},
     )
-    found, result = check_cluster(
+    findings, result = check_cluster(
         tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6
     )
-    assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(found, "quota").text
-    assert "ReadWriteOnce" in only(found, "storage").text
-    assert "Opaque" in only(found, "image pull secret").text
+    assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(findings, "quota").text
+    assert "ReadWriteOnce" in only(findings, "storage").text
+    assert "Opaque" in only(findings, "image pull secret").text
     assert "c2VjcmV0" not in result.stdout + result.stderr + (tmp_path / "found.json").read_text()
 
 
@@ -476,8 +481,8 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
         {"metadata": {"name": "training-operator"}, "status": {"availableReplicas": 0}},
         "operators",
     )
-    found, _ = check_cluster(tmp_path, *P5, expect=6)
-    assert "no available replica" in only(found, "operator").text
+    findings, _ = check_cluster(tmp_path, *P5, expect=6)
+    assert "no available replica" in only(findings, "operator").text
     there.add(
         "customresourcedefinitions",
         {
@@ -485,8 +490,8 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
             "spec": {"versions": [{"name": "v2", "served": True}]},
         },
     )
-    found, _ = check_cluster(tmp_path, "--kind", "trainjob", *P5, expect=6)
-    assert any("served as v2, not v1alpha1" in finding.text for finding in found)
+    findings, _ = check_cluster(tmp_path, "--kind", "trainjob", *P5, expect=6)
+    assert any("served as v2, not v1alpha1" in finding.text for finding in findings)
 
 
 def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tmp_path: Path):
@@ -501,15 +506,15 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tm
             },
         ),
     )
-    found, _ = check_cluster(tmp_path, *P5, expect=6)
-    assert "driver 550.54.15 is too old" in only(found, "driver").text
-    assert "--driver-version 550.54.15" in only(found, "driver").run
+    findings, _ = check_cluster(tmp_path, *P5, expect=6)
+    assert "driver 550.54.15 is too old" in only(findings, "driver").text
+    assert "--driver-version 550.54.15" in only(findings, "driver").run
 
 
 def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Path):
     there.denied |= {"resourcequotas", "deployments", "nodes"}
-    found, _ = check_cluster(tmp_path, *P5)
-    assert {finding.check for finding in found if "not allowed" in finding.text} == {
+    findings, _ = check_cluster(tmp_path, *P5)
+    assert {finding.check for finding in findings if "not allowed" in finding.text} == {
         "quota",
         "operator",
         "nodes",
@@ -532,8 +537,8 @@ def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp
     content = json.loads(kubeconfig.read_text())
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     kubeconfig.write_text(json.dumps(content))
-    found, result = check_cluster(tmp_path, expect=6)
-    assert "refused" in only(found, "API server").text and "Traceback" not in result.stderr
+    findings, result = check_cluster(tmp_path, expect=6)
+    assert "refused" in only(findings, "API server").text and "Traceback" not in result.stderr
     run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
 
@@ -592,17 +597,19 @@ def aws(there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
-    found, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
-    assert "my-eks is ACTIVE" in only(found, "EKS").text
-    assert "AsgInstanceLaunchFailures" in only(found, "EKS node group").text
-    assert "aws-fsx-csi-driver" in only(found, "EKS add-on").run
+    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
+    assert "my-eks is ACTIVE" in only(findings, "EKS").text
+    assert "AsgInstanceLaunchFailures" in only(findings, "EKS node group").text
+    assert "aws-fsx-csi-driver" in only(findings, "EKS add-on").run
     assert all("--region us-west-2" in line for line in aws.read_text().splitlines())
 
 
 def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
-    found, _ = check_cluster(tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0)
-    texts = [finding.text for finding in found if finding.check == "HyperPod"]
+    findings, _ = check_cluster(
+        tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0
+    )
+    texts = [finding.text for finding in findings if finding.check == "HyperPod"]
     assert any("InService" in text for text in texts)
     assert any("NodeRecovery" in text for text in texts)
     assert any("1 of 2 ml.p5.48xlarge" in text for text in texts)
@@ -612,11 +619,11 @@ def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster
 def test_the_check_works_as_a_function(
     aws: Path, there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    found = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
+    findings = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
     assert "eks update-kubeconfig --name my-eks" in aws.read_text()
-    assert "error" not in {finding.severity for finding in found}
-    found = cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team")
-    assert only(found, "namespace").severity == "error"
+    assert "error" not in {finding.severity for finding in findings}
+    findings = cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team")
+    assert only(findings, "namespace").severity == "error"
     cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team", auto_fix=True)
     assert ("namespaces", "", "team") in there.objects
 

@@ -209,7 +209,7 @@ def test_a_token_is_only_in_a_secret_and_the_prepared_tokenizer_is_used(
 
 
 def test_a_cluster_is_managed(eks: Cluster) -> None:
-    found = manage_eks_cluster(
+    findings = manage_eks_cluster(
         cluster_name="c",
         region="us-west-2",
         validate_components=True,
@@ -220,7 +220,7 @@ def test_a_cluster_is_managed(eks: Cluster) -> None:
         gpu_per_node=1,
     )
     assert ("namespaces", "", "default") in eks.objects
-    assert "4 ml.g5.8xlarge are free" in " ".join(finding.text for finding in found)
+    assert "4 ml.g5.8xlarge are free" in " ".join(finding.text for finding in findings)
     assert "eks update-kubeconfig --name c " in Path("aws-calls").read_text()
     assert manage_eks_cluster(validate_components=False)
     with pytest.raises(UsageError, match="there is no EKS cluster other") as caught:
@@ -303,7 +303,7 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("changes", "says"),
     [
         ({"num_node": 4}, "there is no argument num_node; the nearest is num_nodes"),
         ({"max_step": 4}, "there is no argument max_step; the nearest is max_steps"),
@@ -323,21 +323,21 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
     ],
 )
 def test_refusals_are_errors_without_a_traceback(
-    asked: dict[str, Any], says: str, eks: Cluster
+    changes: dict[str, Any], says: str, eks: Cluster
 ) -> None:
-    given = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1", **asked}
+    arguments = {"cluster_name": "c", "job_name": "j", "image_uri": "registry/train:1", **changes}
     with pytest.raises(UsageError) as caught:
-        deploy_training_job(**given)
+        deploy_training_job(**arguments)
     assert says in caught.value.render() and not jobs(eks)
 
 
 def test_several_possible_instance_types_are_an_error(
     eks: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def completed(**asked: Any) -> tuple[str, int | None, int | None]:
-        job = declared.from_values(JobOptions, job_name="j", image="registry/train:1", **asked)
-        found = fill_open_options(job, Kubectl("default"))
-        return found.instance_type, found.gpus_per_node, found.efa_per_node
+    def completed(**options: Any) -> tuple[str, int | None, int | None]:
+        job = declared.from_values(JobOptions, job_name="j", image="registry/train:1", **options)
+        completed_job = fill_open_options(job, Kubectl("default"))
+        return completed_job.instance_type, completed_job.gpus_per_node, completed_job.efa_per_node
 
     def empty() -> None:
         for key in [key for key in eks.objects if key[0] == "nodes"]:

@@ -116,6 +116,6 @@ def test_the_steps_lead_from_nothing_to_a_trained_run(account: NewCluster, tmp_p
     assert "eksctl create cluster -f new/cluster.yaml" in calls
     assert "overlays/standalone?ref=v" in calls
     assert yaml.safe_load((tmp_path / "new" / "cluster.yaml").read_text())["kind"]
-    made = {(plural, name) for plural, _, name in account.objects}
-    assert {("persistentvolumeclaims", "fsx-claim"), ("jobs", "fsx-claim-owner")} <= made
-    assert ("pytorchjobs", "first") in made
+    objects = {(plural, name) for plural, _, name in account.objects}
+    assert {("persistentvolumeclaims", "fsx-claim"), ("jobs", "fsx-claim-owner")} <= objects
+    assert ("pytorchjobs", "first") in objects

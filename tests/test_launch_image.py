@@ -66,13 +66,13 @@ class Machine:
         self.holds("torch 2.13.0+cu130 CUDA 13.0")
         self.root = root
 
-    def holds(self, said: str) -> None:
+    def holds(self, output: str) -> None:
         """Set the torch that the built image prints."""
-        (self.failures / "torch").write_text(said + "\n")
+        (self.failures / "torch").write_text(output + "\n")
 
-    def fail(self, when: str, said: str) -> None:
+    def fail(self, when: str, output: str) -> None:
         """Let a call of docker or aws fail."""
-        (self.failures / when).write_text(said + "\n")
+        (self.failures / when).write_text(output + "\n")
 
     def calls(self, verb: str = "") -> list[list[str]]:
         """Return the recorded command lines."""

@@ -72,9 +72,9 @@ def find_cause(
     if log is not None:
         cluster.logs[HEAD] = log.splitlines()
     kubectl = Kubectl("default")
-    found = cluster_state.list_pods(kubectl, JobOptions(job_name="exp").selector)
-    assert len(found) == len(pods)
-    return cluster_state.find_cause(kubectl, "exp", found)
+    pod_list = cluster_state.list_pods(kubectl, JobOptions(job_name="exp").selector)
+    assert len(pod_list) == len(pods)
+    return cluster_state.find_cause(kubectl, "exp", pod_list)
 
 
 PULL = 'Failed to pull image "registry/train:1": '
@@ -246,8 +246,8 @@ def test_pods_that_were_replaced_do_not_count(kube: Cluster):
         item["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"] = "0"
         item["metadata"]["creationTimestamp"] = f"2026-01-0{day}T00:00:00Z"
         kube.add("pods", item)
-    [found] = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
-    assert found["metadata"]["name"] == "exp-node-0-0-bbbbb"
+    [pod] = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
+    assert pod["metadata"]["name"] == "exp-node-0-0-bbbbb"
 
 
 def test_running_pods_have_no_cause(kube: Cluster):
@@ -261,8 +261,8 @@ def test_running_pods_have_no_cause(kube: Cluster):
 def test_pods_are_in_the_order_of_their_ranks(kube: Cluster):
     for name in ("exp-worker-10", "exp-worker-2", "exp-worker-0"):
         kube.add("pods", make_pod("exp", name))
-    found = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
-    assert [item["metadata"]["name"] for item in found] == [
+    pod_list = cluster_state.list_pods(Kubectl("default"), JobOptions(job_name="exp").selector)
+    assert [item["metadata"]["name"] for item in pod_list] == [
         "exp-worker-0",
         "exp-worker-2",
         "exp-worker-10",

@@ -64,15 +64,15 @@ def add_pods(
     phase: str = "Running",
     log: tuple[str, ...] = (),
     nodes: int = 2,
-    **how: Any,
+    **options: Any,
 ) -> list[str]:
     """Add the pods of a job, and return their names."""
     name = item["metadata"]["name"]
     names = [NAMES[item["kind"]].format(name, number) for number in range(nodes)]
-    for each in names:
-        how.setdefault("conditions", SCHEDULED)
-        cluster.add("pods", make_pod(name, each, phase, **how))
-        cluster.logs[each] = list(log)
+    for pod_name in names:
+        options.setdefault("conditions", SCHEDULED)
+        cluster.add("pods", make_pod(name, pod_name, phase, **options))
+        cluster.logs[pod_name] = list(log)
     return names
 
 
@@ -117,10 +117,10 @@ def one_after_the_other(
     *operators: Callable[[Cluster, Object], None],
 ) -> Callable[[Cluster, Object], None]:
     """Return an operator with one behaviour per submission; the last one repeats."""
-    left = list(operators)
+    remaining = list(operators)
 
     def run(cluster: Cluster, item: Object) -> None:
-        (left.pop(0) if len(left) > 1 else left[0])(cluster, item)
+        (remaining.pop(0) if len(remaining) > 1 else remaining[0])(cluster, item)
 
     return run
 
@@ -137,18 +137,18 @@ def submissions(cluster: Cluster) -> int:
 
 @pytest.mark.parametrize("kind", QUICK_KIND)
 def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
-    how = ("--kind", kind, "--job-name", "exp")
-    assert "no job exp" in run_launcher("status", *how, expect=2).stderr
+    words = ("--kind", kind, "--job-name", "exp")
+    assert "no job exp" in run_launcher("status", *words, expect=2).stderr
     assert "created" in run_launcher("apply", "--kind", kind, *JOB_OPTIONS, *TRAIN_OPTIONS).stdout
     [item] = jobs(kube, kind)
-    assert "has not reported" in run_launcher("status", *how).stdout
+    assert "has not reported" in run_launcher("status", *words).stdout
     with kube.lock:
         names = add_pods(kube, item, state=RUNNING, log=("step 1",))
         kube.logs[names[1]] = ["of the other"]
         set_condition(item, "Created")
         set_condition(item, "Running", "all pods run")
         kube.following.add(names[0])
-    output = run_launcher("status", *how).stdout
+    output = run_launcher("status", *words).stdout
     assert "exp is active: Running" in output and names[1] in output and "cause" not in output
 
     def end_the_log() -> None:
@@ -156,16 +156,16 @@ def test_apply_status_logs_and_stop(kube: Cluster, kind: str) -> None:
         kube.following.clear()
 
     act_later(kube, 0.8, end_the_log)
-    assert run_launcher("logs", *how).stdout.splitlines() == ["step 1", "step 2"]
+    assert run_launcher("logs", *words).stdout.splitlines() == ["step 1", "step 2"]
     assert (
-        run_launcher("logs", *how, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
+        run_launcher("logs", *words, "--node-rank", 1, "--follow", "off").stdout == "of the other\n"
     )
-    assert "the job has 2 pods" in run_launcher("logs", *how, "--node-rank", 2, expect=2).stderr
+    assert "the job has 2 pods" in run_launcher("logs", *words, "--node-rank", 2, expect=2).stderr
     assert "unchanged" in run_launcher("apply", "--kind", kind, *JOB_OPTIONS, *TRAIN_OPTIONS).stdout
-    run_launcher("stop", *how)
-    left = {plural for plural, _, _ in kube.objects}
-    assert left == {"persistentvolumeclaims", "nodes"}
-    run_launcher("stop", *how, expect=2)
+    run_launcher("stop", *words)
+    plurals = {plural for plural, _, _ in kube.objects}
+    assert plurals == {"persistentvolumeclaims", "nodes"}
+    run_launcher("stop", *words, expect=2)
 
 
 def test_the_status_of_a_failed_job_shows_the_cause(kube: Cluster) -> None:
@@ -537,7 +537,7 @@ def test_deploying_works_as_a_function(
 ) -> None:
     arn = "arn:aws:eks:us-west-2:1:cluster/big"
     monkeypatch.setenv("KUBECONFIG", str(kube_server.kubeconfig(tmp_path / "eks", arn)))
-    how = {
+    options = {
         "num_nodes": 2,
         "job_name": "exp",
         "instance_type": "p5.48xlarge",
@@ -547,14 +547,14 @@ def test_deploying_works_as_a_function(
         "patience": Patience(poll_seconds=0.2, backoff_seconds=0.1),
     }
     kube.on_create = complete_job
-    kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **how)
+    kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **options)
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     assert command_line.parse_options(worker["containers"][0]["args"]).max_steps == 5
     assert ("secrets", "default", "exp-hub-token") in kube.objects
     kube.on_create = lambda cluster, item: fail_job(cluster, item, 3, "error: c4 is not finished")
     with pytest.raises(JobFailed, match="damaged artifact") as caught:
-        kubernetes.deploy_training_job(cluster_name="big", monitor=False, **how)
+        kubernetes.deploy_training_job(cluster_name="big", monitor=False, **options)
     assert caught.value.code == 3
 
 

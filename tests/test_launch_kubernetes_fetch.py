@@ -108,8 +108,8 @@ def test_an_interrupted_copy_continues_with_the_next_command(
     process.kill()
     process.wait()
     [partial] = Path().glob("copy.partial-*")
-    kept = (partial / "content" / "model.safetensors").stat().st_size
-    assert kept > 1 << 20 and not Path("copy").exists()
+    size = (partial / "content" / "model.safetensors").stat().st_size
+    assert size > 1 << 20 and not Path("copy").exists()
     node.calls.clear()
     result = run_launcher(*FETCH, *node.options())
     assert "of them received earlier" in result.stderr and hash_files(Path("copy")) == expected

@@ -174,7 +174,7 @@ def test_the_function_prepares_as_well(kube: Cluster) -> None:
         complete_job(cluster, job, 0.1)
 
     kube.on_create = operator
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "job_name": "exp",
         "image": "registry/train:1",
         "instance_type": "p5.48xlarge",
@@ -184,13 +184,13 @@ def test_the_function_prepares_as_well(kube: Cluster) -> None:
         "model_name": "org/model",
         "patience": Patience(poll_seconds=0.1),
     }
-    kubernetes.deploy_training_job(**how)
+    kubernetes.deploy_training_job(**options)
     assert started(kube) == ["jobs", "pytorchjobs"]
     [container] = containers
     assert {"--data=org/text", "--include=*"} <= set(container["command"])
     assert "--dataset-name=mine" in container["args"]
     with pytest.raises(UsageError, match="prepare='sometimes'"):
-        kubernetes.deploy_training_job(**how, prepare="sometimes")
+        kubernetes.deploy_training_job(**options, prepare="sometimes")
 
 
 @pytest.mark.slow

@@ -72,15 +72,15 @@ def at(value: Any, path: str) -> Any:
 
 def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the pod template of a job."""
-    [found] = [
+    [pod] = [
         at(item, TEMPLATE_OF[item["kind"]]) for item in documents if item["kind"] in TEMPLATE_OF
     ]
-    return found
+    return pod
 
 
 def problems(documents: list[dict[str, Any]]) -> list[str]:
     """Validate manifests against the schemas of resources and pods; return the problems."""
-    found = [problem for item in documents for problem in kube_schemas.find_problems(item)]
+    problem_list = [problem for item in documents for problem in kube_schemas.find_problems(item)]
     template = pod_of(documents)
     pod = {
         "apiVersion": "v1",
@@ -91,8 +91,8 @@ def problems(documents: list[dict[str, Any]]) -> list[str]:
     try:
         kubernetes_validate.validate(pod, "1.34", strict=True)
     except kubernetes_validate.ValidationError as error:
-        found.append(f"pod: {error.message}")
-    return found
+        problem_list.append(f"pod: {error.message}")
+    return problem_list
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,10 @@ def test_pods_without_gpus_train_on_the_cpu_even_if_the_node_has_gpus() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_cluster_accepts_every_recipe(kind: str, recipe: Path) -> None:
-    found = manifests("render", "--kind", kind, *JOB_OPTIONS, "--", "--config", recipe, "-d", "c4")
-    assert not problems(found)
+    documents = manifests(
+        "render", "--kind", kind, *JOB_OPTIONS, "--", "--config", recipe, "-d", "c4"
+    )
+    assert not problems(documents)
 
 
 # Words that kubectl's YAML reads as another type, or as syntax.
@@ -187,7 +189,7 @@ def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
     """Return the documents of a manifest as kubectl's own parser reads them."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
-    found = []
+    read_documents = []
     for number, document in enumerate(manifest.split("\n---\n")):
         (path := tmp_path / f"{number}.yaml").write_text(document)
         result = subprocess.run(
@@ -196,18 +198,18 @@ def as_kubectl_reads(manifest: str, tmp_path: Path) -> list[dict[str, Any]]:
             text=True,
         )
         assert result.returncode == 0, result.stderr
-        found.append(json.loads(result.stdout))
-        del found[-1]["metadata"]["annotations"]["test"]
-        if not found[-1]["metadata"]["annotations"]:
-            del found[-1]["metadata"]["annotations"]
-    return found
+        read_documents.append(json.loads(result.stdout))
+        del read_documents[-1]["metadata"]["annotations"]["test"]
+        if not read_documents[-1]["metadata"]["annotations"]:
+            del read_documents[-1]["metadata"]["annotations"]
+    return read_documents
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
     """Return a word of a container as Kubernetes expands it."""
     return re.sub(
         r"\$(\$|\((\w+)\))",
-        lambda found: "$" if found[1] == "$" else variables.get(found[2], found[0]),
+        lambda match: "$" if match[1] == "$" else variables.get(match[2], match[0]),
         word,
     )
 
@@ -230,7 +232,7 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
         project_dir="/data/$(A)",
     )
     asked_of = JobOptions(kind=kind if kind in KINDS else "pytorchjob", **options)
-    made = (
+    odd_job = (
         Job(
             **vars(asked_of.with_defaults()),
             train=tuple(train),
@@ -242,7 +244,7 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
             **vars(asked_of.with_defaults()), train=tuple(train), launched_as="", raw_text=WORDS
         )
     )
-    documents = made.manifests()
+    documents = odd_job.manifests()
     text = job.render_manifests(documents, "made by: a\x85b\x07\x1b[31m\x00")
     assert as_kubectl_reads(text, tmp_path) == documents == list(yaml.safe_load_all(text))
     spec = (at(documents[0], "spec.template") if kind == "prepare" else pod_of(documents))["spec"]
@@ -295,7 +297,7 @@ def test_kubectl_reads_the_files_that_are_applied_by_hand(path: Path, tmp_path: 
         "IMAGE_URI": "r/i:1",
         "INSTANCE_TYPE": "p5.48xlarge",
     }
-    text = re.sub(r"\$(\w+)", lambda found: values[found[1]], text)
+    text = re.sub(r"\$(\w+)", lambda match: values[match[1]], text)
     documents = list(yaml.safe_load_all(text))
     assert as_kubectl_reads(text, tmp_path) == documents
 
@@ -353,8 +355,8 @@ def test_a_typo_in_a_template_is_found(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_gpus_and_efa_come_from_the_instance_type() -> None:
     def resources(*options: object) -> dict[str, Any]:
-        found = manifests("render", *JOB_OPTIONS, *options, *TRAIN_OPTIONS)
-        container = pod_of(found)["spec"]["containers"][0]
+        documents = manifests("render", *JOB_OPTIONS, *options, *TRAIN_OPTIONS)
+        container = pod_of(documents)["spec"]["containers"][0]
         assert (
             container["resources"]["requests"].items() >= container["resources"]["limits"].items()
         )
@@ -429,7 +431,7 @@ def test_the_command_in_a_manifest_can_be_typed_again() -> None:
 
 
 def test_hyperpod_uses_its_names_and_policies() -> None:
-    [found] = manifests(
+    [document] = manifests(
         "render",
         "--kind",
         "hyperpod",
@@ -442,13 +444,15 @@ def test_hyperpod_uses_its_names_and_policies() -> None:
         20000,
         *TRAIN_OPTIONS,
     )
-    [replicas] = found["spec"]["replicaSpecs"]
+    [replicas] = document["spec"]["replicaSpecs"]
     assert (replicas["replicas"], replicas["spares"], replicas["maxReplicas"]) == (2, 1, 2)
     spec = replicas["template"]["spec"]
     assert spec["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.p5.48xlarge"}
     assert "sagemaker.amazonaws.com/node-health-status" in json.dumps(spec["affinity"])
-    assert found["spec"]["elasticPolicy"]["minReplicas"] == 1
-    assert [rule["name"] for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]] == [
+    assert document["spec"]["elasticPolicy"]["minReplicas"] == 1
+    assert [
+        rule["name"] for rule in document["spec"]["runPolicy"]["logMonitoringConfiguration"]
+    ] == [
         "hang",
         "slow",
     ]
@@ -467,10 +471,11 @@ def test_log_rules_match_the_lines_of_a_run() -> None:
     }
 
     def rules(*options: object) -> dict[str, dict[str, str]]:
-        [found] = manifests("render", "--kind", "hyperpod", *JOB_OPTIONS, *options)
-        assert pod_of([found])["spec"]["containers"][0]["args"]
+        [document] = manifests("render", "--kind", "hyperpod", *JOB_OPTIONS, *options)
+        assert pod_of([document])["spec"]["containers"][0]["args"]
         return {
-            rule["name"]: rule for rule in found["spec"]["runPolicy"]["logMonitoringConfiguration"]
+            rule["name"]: rule
+            for rule in document["spec"]["runPolicy"]["logMonitoringConfiguration"]
         }
 
     log_lines = {
@@ -529,7 +534,7 @@ def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> Non
         True,
     )
     assert opts.config is None and opts.experiment_name == "exp"
-    own = asked(
+    job = asked(
         "render",
         *JOB_OPTIONS,
         "--",
@@ -543,7 +548,7 @@ def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> Non
         "-e",
         "other",
     )
-    opts = command_line.parse_options(own.train)
+    opts = command_line.parse_options(job.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile) == (["c"], 4, False)
     assert opts.config is None and opts.experiment_name == "other"
 
@@ -736,11 +741,11 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
             check=True,
         ).stdout
 
-    [found] = yaml.safe_load_all(
+    [document] = yaml.safe_load_all(
         run_script("kubernetes.py", "render", "--kind", "other", *JOB_OPTIONS, *TRAIN_OPTIONS)
     )
-    container = at(found, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
-    assert found["kind"] == "OtherJob" and container["name"] == "main"
+    container = at(document, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
+    assert document["kind"] == "OtherJob" and container["name"] == "main"
     assert "single_node.sh" in run_script(
         "pod.py", *container["command"][2:-1], "--nnodes", 1, "--dry-run", "--", *container["args"]
     )
@@ -785,9 +790,9 @@ def test_the_template_for_envsubst_is_the_same_job(
         check=True,
     ).stdout
     assert "$" not in filled and "hf_secret" not in filled
-    found = yaml.safe_load(filled)
-    assert not problems([found])
-    for resources in pod_of([found])["spec"]["containers"][0]["resources"].values():
+    document = yaml.safe_load(filled)
+    assert not problems([document])
+    for resources in pod_of([document])["spec"]["containers"][0]["resources"].values():
         assert set(resources) == {"nvidia.com/gpu", "vpc.amazonaws.com/efa"}
         assert int(resources.pop("vpc.amazonaws.com/efa")) == int(efa or 0)
     same = asked(
@@ -812,7 +817,7 @@ def test_the_template_for_envsubst_is_the_same_job(
     pod["resources"] = {kind: {"nvidia.com/gpu": int(gpus)} for kind in ("requests", "limits")}
     if not int(efa or 0):
         pod["env"].append({"name": "FI_EFA_USE_HUGE_PAGE", "value": "0"})
-    assert found == expected
+    assert document == expected
 
 
 def test_pods_use_the_account_and_the_bucket_of_the_templates() -> None:
@@ -825,7 +830,7 @@ def test_pods_use_the_account_and_the_bucket_of_the_templates() -> None:
     assert volume["spec"]["claimRef"] == {
         key: claim["metadata"][key] for key in ("namespace", "name")
     }
-    found = manifests(
+    documents = manifests(
         "render",
         *JOB_OPTIONS,
         "--bucket-pvc",
@@ -834,8 +839,8 @@ def test_pods_use_the_account_and_the_bucket_of_the_templates() -> None:
         account["metadata"]["name"],
         *TRAIN_OPTIONS,
     )
-    spec = pod_of(found)["spec"]
-    assert not problems(found) and spec["serviceAccountName"] == "training"
+    spec = pod_of(documents)["spec"]
+    assert not problems(documents) and spec["serviceAccountName"] == "training"
     assert {
         "name": "bucket",
         "persistentVolumeClaim": {"claimName": "training-data", "readOnly": True},

@@ -143,9 +143,11 @@ def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
     with ExitStack() as stack:
 
         def begin(number: int, *options: object) -> Cluster:
-            made = Cluster(stack.enter_context(make_machines(number, project)), project, *options)
-            made.wait_for_step(12)
-            return made
+            cluster = Cluster(
+                stack.enter_context(make_machines(number, project)), project, *options
+            )
+            cluster.wait_for_step(12)
+            return cluster
 
         yield begin
 

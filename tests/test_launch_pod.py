@@ -84,7 +84,7 @@ def has_step(root: Path, step: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given", "rank", "head"),
+    ("kind", "variables", "rank", "head"),
     [
         (
             "trainjob",
@@ -106,12 +106,12 @@ def has_step(root: Path, step: int) -> Callable[[], bool]:
     ],
 )
 def test_rank_and_head_come_from_the_operator(
-    kind: str, given: dict[str, str], rank: int, head: str, tmp_path: Path
+    kind: str, variables: dict[str, str], rank: int, head: str, tmp_path: Path
 ) -> None:
     result = subprocess.run(
         [*command(kind, 4, "--dry-run"), "--", "-e", "run", "-d", "c"],
         cwd=tmp_path,
-        env={**os.environ, **given},
+        env={**os.environ, **variables},
         capture_output=True,
         text=True,
         check=True,
@@ -150,13 +150,17 @@ def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
 
 
 def test_a_pod_waits_for_the_address_of_the_head_until_a_signal() -> None:
-    given = {**os.environ, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-host.invalid"}
+    variables = {**os.environ, "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no-such-host.invalid"}
     waiting = [*command("pytorchjob", 2), "--", "-e", "x"]
     result = subprocess.run(
-        waiting, env={**given, "WAIT_SECONDS": "0.5"}, capture_output=True, text=True, timeout=120
+        waiting,
+        env={**variables, "WAIT_SECONDS": "0.5"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 1 and "no-such-host.invalid has no address" in result.stderr
-    process = subprocess.Popen(waiting, env=given, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(waiting, env=variables, stdout=subprocess.PIPE, text=True)
     assert process.stdout
     while "waiting for" not in (line := process.stdout.readline()):
         assert line

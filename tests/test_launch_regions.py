@@ -111,7 +111,7 @@ def test_each_command_asks_aws_in_its_region(
 ) -> None:
     """An EKS cluster whose context is missing is looked for in the region of the option."""
     option = ("--region", region) if region else ()
-    asked = f"--region {region}" if region else "--name far --output json\n"
+    words_of_region = f"--region {region}" if region else "--name far --output json\n"
     words = ("--cluster-name", "far", *option)
     for command in ("status", "logs", "stop", "validate"):
         result = run_launcher(command, *JOB_OPTIONS, *words, expect=2)
@@ -122,10 +122,10 @@ def test_each_command_asks_aws_in_its_region(
         run_launcher(command, *JOB_OPTIONS, *words, *TRAIN_OPTIONS, expect=2)
     asks = [line for line in calls.read_text().splitlines() if "update-kubeconfig" in line]
     assert len(asks) == 8
-    assert all(asked in f"{line}\n" for line in asks)
+    assert all(words_of_region in f"{line}\n" for line in asks)
     with pytest.raises(UsageError, match="has no cluster far"):
         deploy_training_job(cluster_name="far", region=region, job_name="j", image="r/i:1")
-    assert asked in calls.read_text().splitlines(keepends=True)[-1]
+    assert words_of_region in calls.read_text().splitlines(keepends=True)[-1]
     with pytest.raises(UsageError, match="no EKS cluster far"):
         manage_eks_cluster("far", region, create_if_missing=True)
     result = run_stage("launch/check.py", "cluster", *words, cwd=tmp_path, expect=2)
@@ -158,13 +158,13 @@ def test_the_registry_of_the_account_is_in_the_region(calls: Path) -> None:
         == "123456789012.dkr.ecr.eu-west-1.amazonaws.com/llm"
     )
     assert "--region eu-west-1" in calls.read_text()
-    own = "1.dkr.ecr.us-west-2.amazonaws.com/llm"
-    assert image_docker.resolve_registry(own, "") == own
+    registry = "1.dkr.ecr.us-west-2.amazonaws.com/llm"
+    assert image_docker.resolve_registry(registry, "") == registry
     assert image_docker.resolve_registry("ecr/llm", "", queries_aws=False).startswith(
         "ACCOUNT.dkr.ecr.ap-south-1"
     )
     with pytest.raises(UsageError, match="names a registry in us-west-2"):
-        image_docker.resolve_registry(own, "eu-west-1")
+        image_docker.resolve_registry(registry, "eu-west-1")
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "validate", "prepare", "deploy"])

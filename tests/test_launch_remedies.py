@@ -118,8 +118,8 @@ def test_typing_the_commands_of_deploy_creates_everything(
         assert error.render().splitlines()[-1].strip().startswith("run:"), error.render()
         type_in(error.run)
     assert not find_missing(job)
-    made = empty.objects["persistentvolumeclaims", namespace, claim]
-    assert made["spec"]["accessModes"] == ["ReadWriteMany"]
+    claim_object = empty.objects["persistentvolumeclaims", namespace, claim]
+    assert claim_object["spec"]["accessModes"] == ["ReadWriteMany"]
     assert ("jobs", namespace, f"{claim}-owner") in empty.objects
 
 
@@ -139,8 +139,8 @@ def test_a_missing_bucket_claim_names_what_to_fill_in(empty: Cluster) -> None:
     )
     error = next(error for error in find_missing(job) if "--bucket-pvc" in error.problem)
     type_in(error.run.replace("BUCKET", "a-bucket"))
-    made = empty.objects["persistentvolumes", "", "raw"]
-    assert made["spec"]["csi"]["volumeAttributes"]["bucketName"] == "a-bucket"
+    volume = empty.objects["persistentvolumes", "", "raw"]
+    assert volume["spec"]["csi"]["volumeAttributes"]["bucketName"] == "a-bucket"
     assert ("persistentvolumeclaims", "default", "raw") in empty.objects
 
 
@@ -163,10 +163,10 @@ def test_a_check_of_the_cluster_ends_with_the_same_commands(empty: Cluster) -> N
         image="registry.example.com/train:1",
     )
     kube = Kubectl("default")
-    found = {finding.check: finding for finding in check_cluster(kube, needs, ("", ""))}
+    findings = {finding.check: finding for finding in check_cluster(kube, needs, ("", ""))}
     for check in ("namespace", "service account", "image pull secret", "quota", "storage"):
-        assert found[check].severity == "error"
-        type_in(found[check].run)
+        assert findings[check].severity == "error"
+        type_in(findings[check].run)
     assert empty.objects["resourcequotas", "default", "team"]["spec"]["hard"] == {
         "requests.nvidia.com/gpu": "16"
     }
@@ -177,7 +177,7 @@ def test_a_check_of_the_cluster_ends_with_the_same_commands(empty: Cluster) -> N
         ("persistentvolumeclaims", "default", "fsx-claim"),
     ):
         assert key in empty.objects
-    assert "eksctl scale nodegroup --cluster llm-training" in found["capacity"].run
+    assert "eksctl scale nodegroup --cluster llm-training" in findings["capacity"].run
 
 
 EKS = ClusterName("eks", "eks", "us-west-2", "prod")
@@ -208,7 +208,7 @@ def test_the_operator_and_its_version_agree_everywhere(kind: str) -> None:
 def test_causes_of_failures_print_their_commands(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pipeline")
     job = JobOptions(job_name="j", image="1.dkr.ecr.r.amazonaws.com/t:1", nodes=4)
-    wanted = {
+    commands = {
         "image missing": "launch/build_image.py --push 1.dkr.ecr.r.amazonaws.com/t:1",
         "image forbidden": "create secret docker-registry",
         "missing token": "create secret generic j-hub-token",
@@ -220,9 +220,9 @@ def test_causes_of_failures_print_their_commands(caplog: pytest.LogCaptureFixtur
     }
     for name in REMEDIES:
         run = remedies.find_remedy(Cause(name, "", ""), job, EKS)
-        assert wanted.get(name, "") in run and bool(run) == (name in wanted), name
+        assert commands.get(name, "") in run and bool(run) == (name in commands), name
         cluster_state.print_cause(Cause(name, "", "text"), run)
-    assert caplog.text.count("  run: ") == len(wanted)
+    assert caplog.text.count("  run: ") == len(commands)
     quota = (
         'pods "j-worker-1" is forbidden: exceeded quota: team, requested: '
         "requests.nvidia.com/gpu=8, used: pods=1,requests.nvidia.com/gpu=8, "

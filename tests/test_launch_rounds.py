@@ -111,12 +111,12 @@ def test_a_node_that_is_done_early_waits_for_the_others(tmp_path: Path) -> None:
 def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, node: int) -> None:
     """One SIGINT to each of two nodes stops the run normally, and the ranks of a third node too."""
     saves = "signal.signal(signal.SIGINT, lambda *_: None); " + WAITS + "; " + WAITS
-    nodes = [start_node(tmp_path, each, saves, nodes=3) for each in range(3)]
+    nodes = [start_node(tmp_path, number, saves, nodes=3) for number in range(3)]
     wait_until_up(*nodes)
-    for each in (nodes[node], nodes[node - 1]):
-        each.send_signal(signal.SIGINT)
+    for launcher in (nodes[node], nodes[node - 1]):
+        launcher.send_signal(signal.SIGINT)
     time.sleep(3)
-    assert [each.poll() for each in nodes] == [None] * 3
+    assert [launcher.poll() for launcher in nodes] == [None] * 3
     nodes[node].send_signal(signal.SIGINT)
     codes, output = wait_for_launchers(*nodes)
     assert codes == [130] * 3, output

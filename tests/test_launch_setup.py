@@ -262,12 +262,12 @@ def test_what_the_steps_create_is_deleted_from_any_shell(values: dict[str, Any])
     known: set[str] = set()
     for line in lines:
         assert "…" not in line and "EDIT" not in line
-        own = set(re.findall(r"(\w+)=\"|\bfor (\w+) in", line))
-        known |= {name for names in own for name in names if name}
+        variables = set(re.findall(r"(\w+)=\"|\bfor (\w+) in", line))
+        known |= {name for names in variables for name in names if name}
         assert {*re.findall(r"\$([A-Z_]+)", line)} <= known, line
     script = "\n".join(lines)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-    for made, deleted in (
+    for creation, deleted in (
         ("eksctl create cluster", "eksctl delete cluster"),
         ("ecr/llm-training", "ecr delete-repository"),
         ("sagemaker create-cluster", "sagemaker delete-cluster"),
@@ -279,7 +279,7 @@ def test_what_the_steps_create_is_deleted_from_any_shell(values: dict[str, Any])
         ("efs create-mount-target", "efs delete-mount-target"),
         ("fsx create-file-system", "fsx delete-file-system"),
     ):
-        assert (made in create) == (deleted in script) or deleted.startswith("fsx"), made
+        assert (creation in create) == (deleted in script) or deleted.startswith("fsx"), creation
     names = re.findall(r"--creation-token (\S+)", steps)
     assert len(set(names)) <= 1 and len(names) == (2 if "filesystem" in values else 0)
 
@@ -403,5 +403,5 @@ def test_quotas_are_counted_in_vcpus_and_in_nodes() -> None:
     ]
     assert "L-DB2E81BA --desired-value 128" in quota_commands("g5.8xlarge", 4, "r", False)[1]
     assert "L-417A185B" in quota_commands("p5.48xlarge", 1, "", False)[1]
-    asked = quota_commands("ml.p5.48xlarge", 2, "us-west-2", True)[1]
-    assert "ml.p5.48xlarge for cluster usage" in asked and asked.endswith("--desired-value 2")
+    command = quota_commands("ml.p5.48xlarge", 2, "us-west-2", True)[1]
+    assert "ml.p5.48xlarge for cluster usage" in command and command.endswith("--desired-value 2")

@@ -100,12 +100,12 @@ def start_launcher(place: Path, name: str, save_seconds: float) -> subprocess.Po
     script, *words = LAUNCHERS[name]
     (place / "save_seconds").write_text(str(save_seconds))
     program = ["bash"] if script.endswith(".sh") else [sys.executable]
-    given = {"PET_RDZV_ENDPOINT": f"localhost:{free_port()}", "PET_NODE_RANK": "0"}
+    variables = {"PET_RDZV_ENDPOINT": f"localhost:{free_port()}", "PET_NODE_RANK": "0"}
     process = subprocess.Popen(
         [*program, str(place / "launch" / script), *words],
         cwd=place,
         text=True,
-        env={**os.environ, **ENVIRONMENT, **given},
+        env={**os.environ, **ENVIRONMENT, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

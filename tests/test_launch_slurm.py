@@ -338,7 +338,7 @@ def undisturbed(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 def trainers(project: Path) -> list[Path]:
     """Return the /proc entries of the ranks of a project's run."""
-    found = []
+    entries = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (entry / "cmdline").read_bytes()
@@ -347,8 +347,8 @@ def trainers(project: Path) -> list[Path]:
                 and b"launch/torchrun.py" not in command
                 and (entry / "cwd").readlink() == project
             ):
-                found.append(entry)
-    return found
+                entries.append(entry)
+    return entries
 
 
 def send_signal(entries: list[Path], number: signal.Signals) -> None:

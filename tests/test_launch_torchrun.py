@@ -189,12 +189,12 @@ def test_the_output_of_a_plain_torchrun_ends_with_the_error(tmp_path: Path) -> N
 
 
 def test_an_error_of_torchrun_itself_is_not_retried(tmp_path: Path) -> None:
-    own = (
+    code = (
         "path = Path(os.environ['TORCHELASTIC_ERROR_FILE']); path.write_text(json.dumps("
         "{'message': {'message': 'error: torch is not installed', 'errorCode': 2, 'kind': "
         "'UsageError', 'rank': 0, 'time': 1.0}})); sys.exit(2)"
     )
-    returned, output, attempts = run_launcher(tmp_path, own)
+    returned, output, attempts = run_launcher(tmp_path, code)
     assert (returned, len(attempts)) == (2, 1), output
     assert "launcher: exit code 2: rank 0 on node 0: torch is not installed" in output
 

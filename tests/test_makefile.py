@@ -229,10 +229,10 @@ def test_prepared_artifacts_are_checked(project: Path):
     check_setup(project, expect=0)  # the sizes are the same
     output = check_setup(project, "--deep", "--json", "found.json", expect=6)
     assert f"{config.relative_to(project)} has other content" in output and "--overwrite" in output
-    found = json.loads((project / "found.json").read_text())["findings"]
+    findings = json.loads((project / "found.json").read_text())["findings"]
     output = check_setup(project, "--deep", "--json", "found.json/x", expect=2)
     assert "found.json is a file" in output and "other content" not in output  # before the work
-    assert [f["check"] for f in found if f["severity"] == "error"] == [".cache/models/small"]
+    assert [f["check"] for f in findings if f["severity"] == "error"] == [".cache/models/small"]
     next((project / "hf_datasets" / "corpus" / "train").glob("*.arrow")).unlink()
     assert "hf_datasets/corpus" in check_setup(project, expect=6)
 
@@ -264,10 +264,10 @@ def test_versions_are_compared_with_the_pins(monkeypatch: pytest.MonkeyPatch):
         return versions.get(name) or real(name)
 
     monkeypatch.setattr(setup_check.metadata, "version", version)
-    found = {f.check: f for f in setup_check._check_packages()}
-    assert found["torch"].severity == "error" and "2.11 to 2.13" in found["torch"].text
-    assert found["datasets"].severity == "error" and "not installed" in found["datasets"].text
-    assert found["tqdm"].severity == "warning" and "4.0 instead of" in found["tqdm"].text
+    findings = {f.check: f for f in setup_check._check_packages()}
+    assert findings["torch"].severity == "error" and "2.11 to 2.13" in findings["torch"].text
+    assert findings["datasets"].severity == "error" and "not installed" in findings["datasets"].text
+    assert findings["tqdm"].severity == "warning" and "4.0 instead of" in findings["tqdm"].text
 
 
 @pytest.mark.long
@@ -321,7 +321,7 @@ def test_a_missing_package_is_an_error_only_if_it_is_required(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(setup_check.metadata, "version", absent)
-    severities = {found.check: found.severity for found in setup_check._check_packages()}
+    severities = {finding.check: finding.severity for finding in setup_check._check_packages()}
     table = (
         (ROOT / "docs" / "explanation" / "dependencies.md")
         .read_text()

@@ -465,12 +465,12 @@ def print_run(root: Path) -> str:
 
 
 def require_harmless(text: str) -> None:
-    found = [
+    characters = [
         char
         for char in text
         if char != "\n" and (unicodedata.category(char) == "Cc" or char in "\u202e\u2028")
     ]
-    assert not found, text
+    assert not characters, text
 
 
 def make_hostile_records(record: dict[str, object]) -> Iterator[dict[str, object]]:

@@ -72,7 +72,7 @@ def test_the_table_names_every_private_name_and_its_module() -> None:
         named = {name for row in rows if module in row.users for name in row.names}
         parts = {part for name in named for part in re.split(r"[.:]", name)}
         for name, line in private_apis.find_private_names(path):
-            is_dotted = any(each == name or each.startswith(f"{name}.") for each in named)
+            is_dotted = any(used == name or used.startswith(f"{name}.") for used in named)
             if not is_dotted and name not in parts:
                 missing.append(f"{module}:{line}: {name}")
     assert not missing, "not in docs/explanation/private-apis.md with that module"

@@ -279,14 +279,14 @@ def test_remedies_for_wrong_datasets_work(there: Terminal, monkeypatch: pytest.M
     there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # and no file beside it
     assert rows_of("hf_datasets/document_000") == 1
     there.follow(there.fails(*prepare, "splits"))
-    for made in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
-        error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
+    for directory in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
+        error = there.fails("02_build_hf_dataset.py", "--data-folder", directory, "--save-dir", "x")
         assert "hf_datasets/corpus" in error.run
         there.follow(error, "-m", "model", "--prepare-only")
-        assert there.fails("01_organize_data.py", "--src-dir", made, "--dst-root", "x").run
+        assert there.fails("01_organize_data.py", "--src-dir", directory, "--dst-root", "x").run
     there.follow(there.fails(*prepare, "hf_datasets"))
-    for made in (".cache/tokens", next(Path(".cache/tokens").iterdir())):
-        error = there.fails("02_build_hf_dataset.py", "--data-folder", made, "--save-dir", "x")
+    for directory in (".cache/tokens", next(Path(".cache/tokens").iterdir())):
+        error = there.fails("02_build_hf_dataset.py", "--data-folder", directory, "--save-dir", "x")
         assert "token store" in error.problem and error.expected
     text = json.dumps({"text": "some words " * 200}) + "\n"
     Path("one.jsonl").write_text(text * 20)
@@ -561,7 +561,7 @@ def test_remedies_for_the_evaluation_on_tasks_work(trained: Terminal) -> None:
 def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     export = ("05_export_checkpoint.py", "-e", "run")
     with monkeypatch.context() as patch:
-        patch.setattr("lib.export.card.read_scores", lambda *found: {})
+        patch.setattr("lib.export.card.read_scores", lambda *arguments: {})
         best = trained.fails(*export, "--step", "best", "--dry-run")
     trained.follow(best)
     trained.follow(trained.fails(*export, "--adapter", "-m", "model", "--dry-run"))
@@ -570,10 +570,10 @@ def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.Monkey
         unread = trained.fails(*export)
     trained.follow(unread)
     newest = next(Path("outputs/run/checkpoints/step_00000004/dcp").glob("*.distcp"))
-    whole = newest.read_bytes()
-    newest.write_bytes(bytes(len(whole)))
+    content = newest.read_bytes()
+    newest.write_bytes(bytes(len(content)))
     trained.follow(trained.fails(*export, "--out", "other"))  # found by its hash
-    newest.write_bytes(whole[1:])
+    newest.write_bytes(content[1:])
     trained.follow(trained.fails(*export, "--out", "third"))  # found by its size
     with pytest.raises(StageError):
         checkpoint_choice.require_present(commit.Checkpoint(Path("gone"), 1))
@@ -581,12 +581,12 @@ def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.Monkey
         adapter_files.plan_adapter(
             SimpleNamespace(shapes={"experts.lora_A": (3, 4, 8)}), torch.float32
         )
-    newest.write_bytes(whole)
+    newest.write_bytes(content)
     with monkeypatch.context() as patch:  # --overwrite of another launch
         other = Path("outputs/run/checkpoints/step_00000002/COMMIT.json")
         patch.setattr(
             "lib.export.full_model.verify_model",
-            lambda *made: shutil.copy(other, other.parents[1] / "step_00000004"),
+            lambda *arguments: shutil.copy(other, other.parents[1] / "step_00000004"),
         )
         replaced = trained.fails(*export, "--out", "fourth")
     assert "was replaced" in replaced.problem and not Path("fourth").exists()
@@ -874,7 +874,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
 @cache
 def sites() -> list[tuple[str, int, int, str]]:
     """Return file, first and last line, and text of every place that passes a remedy on."""
-    found = []
+    places = []
     for path in CODE:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
@@ -885,8 +885,8 @@ def sites() -> list[tuple[str, int, int, str]]:
                     and ast.unparse(value.func).rpartition(".")[2] in REMEDIES
                 )
                 if is_parts or (keyword.arg == "run" and not isinstance(value, ast.Name)):
-                    found.append((str(path), node.lineno, node.end_lineno, ast.unparse(value)))
-    return found
+                    places.append((str(path), node.lineno, node.end_lineno, ast.unparse(value)))
+    return places
 
 
 def test_remedies_are_commands() -> None:

@@ -62,8 +62,8 @@ def evil(project: Path) -> Path:  # noqa: F811
     )
     remote_code.write_digests(model, [path.name for path in code])
     config = AutoConfig.from_pretrained(model, trust_remote_code=True)
-    made = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
-    save_file(made.state_dict(), model / "model.safetensors", {"format": "pt"})
+    evil_model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+    save_file(evil_model.state_dict(), model / "model.safetensors", {"format": "pt"})
     (project / "ran").unlink()
     return model
 
@@ -73,8 +73,8 @@ def test_no_directory_makes_its_own_code_run(evil: Path, stage: StageRunner, tmp
     """Neither a model, nor a Hugging Face cache, a run, its config.yaml, nor an export."""
     ran = tmp_path / "ran"
 
-    def refused(*command: object, **how: object) -> None:
-        printed = stage(*command, expect=2, **how).stderr
+    def refused(*command: object, **options: object) -> None:
+        printed = stage(*command, expect=2, **options).stderr
         assert "does not know models of type 'novel'" in printed and f"only with {TRUST}" in printed
         assert not ran.exists() and "Traceback" not in printed
 
@@ -121,14 +121,16 @@ def test_changed_code_is_not_run(evil: Path, tmp_path: Path):
 
 
 def test_no_command_that_runs_code_is_given_to_be_pasted():
-    made = {"stage": "03_download_model.py", "options": {"model_name": "org/evil"}}
-    assert manifest.make_remedy(made)["run"].endswith("03_download_model.py --model-name org/evil")
+    record = {"stage": "03_download_model.py", "options": {"model_name": "org/evil"}}
+    assert manifest.make_remedy(record)["run"].endswith(
+        "03_download_model.py --model-name org/evil"
+    )
     remedy = manifest.make_remedy(
-        {**made, "options": {**made["options"], "trust_remote_code": True}}
+        {**record, "options": {**record["options"], "trust_remote_code": True}}
     )
     assert list(remedy) == ["hint"] and TRUST in remedy["hint"]
     for stage_name in ("/tmp/evil.py", "../03_evil.py", "", None, 5):
-        assert list(manifest.make_remedy({**made, "stage": stage_name})) == ["hint"]
+        assert list(manifest.make_remedy({**record, "stage": stage_name})) == ["hint"]
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 looks there first")

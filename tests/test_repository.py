@@ -177,20 +177,20 @@ def test_no_module_imports_itself_through_others() -> None:
         }
         for name, path in modules.items()
     }
-    left = set(graph)
-    while free := {name for name in left if not graph[name] & left}:
-        left -= free
-    assert not left, f"among these are circles: {sorted(left)}"
+    remaining = set(graph)
+    while free := {name for name in remaining if not graph[name] & remaining}:
+        remaining -= free
+    assert not remaining, f"among these are circles: {sorted(remaining)}"
 
 
 @check_each(CODE)
 def test_only_the_hub_opens_connections(path: Path) -> None:
-    found = {name for name in imports(path) if name.split(".")[0] in NETWORK | CLOUD}
+    names = {name for name in imports(path) if name.split(".")[0] in NETWORK | CLOUD}
     assert (
-        not found
+        not names
         or name_of(path) == "lib/hub/client.py"
-        or (name_of(path) == "lib/hub/s3.py" and {n.split(".")[0] for n in found} <= CLOUD)
-        or (name_of(path), found) == ("launch/torchrun.py", {"socket"})
+        or (name_of(path) == "lib/hub/s3.py" and {n.split(".")[0] for n in names} <= CLOUD)
+        or (name_of(path), names) == ("launch/torchrun.py", {"socket"})
     )  # which listens on loopback
 
 
@@ -245,7 +245,7 @@ def test_no_code_breaks_a_rule_of_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "broken", "kept"),
+    ("rule", "broken", "allowed"),
     [
         ("assignments of unrelated values", "a, b = 1, 2", "a, b = b, a"),
         ("assignments of unrelated values", "a = b = 0", "a, b = pair = (1, 2)"),
@@ -266,9 +266,9 @@ def test_no_code_breaks_a_rule_of_form() -> None:
         ("backslashes", "a = 1 + \\\n  2", 'a = """1\\\n2"""'),
     ],
 )
-def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, kept: str) -> None:
+def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, allowed: str) -> None:
     assert [*form.violations(broken)] == [(rule, 1)]
-    assert not [*form.violations(kept)]
+    assert not [*form.violations(allowed)]
 
 
 @check_each(CODE)
@@ -313,15 +313,15 @@ def test_options_have_help_and_the_common_ones_are_there(stage: Path) -> None:
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
     """Return (stage, arguments) of every command line that runs a stage, and elides nothing."""
-    found = []
+    command_lines = []
     for line in text.replace("\\\n", " \x01 ").splitlines():
         line = re.sub(r"\s*\x01\s*", " ", line)  # one command on several lines
         for column in re.split(r"\s{3,}", line.strip()):
             match = re.search(r"(?:python|torchrun|\$\(PY\)).*?\b(0\d_\w+\.py)(.*)", column)
             if match and "…" not in match[2]:
                 arguments = re.split(r"\s#|`", match[2])[0]
-                found.append((match[1], shlex.split(arguments)))
-    return found
+                command_lines.append((match[1], shlex.split(arguments)))
+    return command_lines
 
 
 WITH_COMMANDS = [*DOCUMENTS, ROOT / "Makefile", *STAGES]
@@ -491,13 +491,13 @@ def test_nothing_of_the_place_it_was_written_at_is_in_a_file() -> None:
         "index" + "-url",
         "arti" + "factory",
     ]
-    found = [
+    mentions = [
         f"{name_of(path)}: {place}"
         for path in tracked()
         for place in places
         if place.encode() in path.read_bytes()
     ]
-    assert not found
+    assert not mentions
 
 
 def test_parser_is_the_only_way_to_read_options() -> None:

@@ -118,10 +118,8 @@ def test_damaged_and_foreign_directories_are_named(tmp_path: Path) -> None:
     (make_run(outputs / "torn") / "state.json").write_text('{"status": "comp')
     (make_run(outputs / "empty") / "config.yaml").write_bytes(b"\xff\x00: [")
     (make_run(outputs / "lost") / "config.yaml").unlink()
-    made = make_run(outputs / "hostile\x1b[31m", "\x1b[2Jcomplete", lr="\x1b[5m\n\u202e")
-    (made / "metrics.jsonl").write_text(
-        '{"step": 99999999999999999999999, "train/loss": "x"}\n[]\n'
-    )
+    run = make_run(outputs / "hostile\x1b[31m", "\x1b[2Jcomplete", lr="\x1b[5m\n\u202e")
+    (run / "metrics.jsonl").write_text('{"step": 99999999999999999999999, "train/loss": "x"}\n[]\n')
     pipes = make_run(outputs / "pipes")
     for name in ("metrics.jsonl", "events.jsonl"):
         (pipes / name).unlink()

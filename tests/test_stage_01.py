@@ -77,18 +77,18 @@ def test_splits_are_balanced_keep_paths_and_are_hard_links(stage, raw, tmp_path)
     before = snapshot(raw)
     done = stage(SCRIPT, "--num-dirs", 5)
     splits = tmp_path / "splits"
-    found = files_of(splits)
+    files = files_of(splits)
     expected = {path.relative_to(raw).as_posix() for path in raw.rglob("*") if path.is_file()}
-    assert set(found) == expected
-    assert sorted(Counter(found.values()).items()) == [
+    assert set(files) == expected
+    assert sorted(Counter(files.values()).items()) == [
         ("split_00", 5),
         ("split_01", 5),
         ("split_02", 5),
         ("split_03", 4),
         ("split_04", 4),
-    ] or sorted(Counter(found.values()).values()) == [4, 4, 5, 5, 5]
+    ] or sorted(Counter(files.values()).values()) == [4, 4, 5, 5, 5]
     sizes = Counter()
-    for path, split in found.items():
+    for path, split in files.items():
         placed = splits / split / path
         assert placed.samefile(raw / path) and not placed.is_symlink()
         sizes[split] += placed.stat().st_size

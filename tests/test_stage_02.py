@@ -270,22 +270,22 @@ def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path
     rows = ['{"text": "here"}\n'] * 2 + ['{"body": "b", "meta": {"title": "t"}, "n": 1}\n'] * 23
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_text("".join(rows))
-    given = ("--data-folder", "raw", "--save-dir", "out", "--min-chars", 1)
-    done = stage(SCRIPT, *given, "--fields", "text")
+    words = ("--data-folder", "raw", "--save-dir", "out", "--min-chars", 1)
+    done = stage(SCRIPT, *words, "--fields", "text")
     assert "2 of 25 documents" in done.stdout
-    assert "already done" in stage(SCRIPT, *given, "--fields", "text,text").stdout
+    assert "already done" in stage(SCRIPT, *words, "--fields", "text,text").stdout
     assert "body (23), meta.title (23)" in done.stdout
     (tmp_path / "raw" / "b.txt").write_text("plain text is not touched")
-    done = stage(SCRIPT, *given, "--fields", "text,zzz", "--overwrite")
+    done = stage(SCRIPT, *words, "--fields", "text,zzz", "--overwrite")
     assert "--fields: no document has 'zzz'" in done.stdout
     assert "body (23), meta.title" in done.stdout
-    done = stage(SCRIPT, *given, "--fields", "txt", "--overwrite", expect=2)
+    done = stage(SCRIPT, *words, "--fields", "txt", "--overwrite", expect=2)
     assert "--fields txt" in done.stderr
     assert "text (2)" in done.stderr and "body (23)" in done.stderr
-    done = stage(SCRIPT, *given, "--min-chars", 2, "--overwrite", "--validation-percent", 60)
+    done = stage(SCRIPT, *words, "--min-chars", 2, "--overwrite", "--validation-percent", 60)
     assert "rows dropped" not in done.stdout  # every string of a document counts
     assert re.search(r"--validation-percent 60 leaves \d+ rows?", done.stdout)
-    done = stage(SCRIPT, *given, "--strings", "rows", "--min-chars", 2, "--overwrite")
+    done = stage(SCRIPT, *words, "--strings", "rows", "--min-chars", 2, "--overwrite")
     assert "--min-chars 2 dropped 46 of 49 rows" in done.stdout
 
 

@@ -16,8 +16,8 @@ import pytest
 from lib.corpus import dataset as dataset_module
 from lib.corpus import shards, work_units
 from lib.corpus.row_options import RowOptions
-from tests.test_stage_02_machines import build_dataset, content
-from tests.training import load_dataset
+from tests.test_stage_02_machines import build_dataset
+from tests.training import load_dataset, read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 CHAT = ("--format", "chat")
@@ -27,39 +27,39 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"
 def records(style: str, count: int) -> list[dict]:
     """Return conversations in a format; some are repeated, some are not valid."""
     draw = random.Random(f"{style} {count}")
-    made = []
+    chats = []
     for number in range(count):
-        asked = f"{style} {count} {number}?"
+        question = f"{style} {count} {number}?"
         drawn = draw.random()
         answer = f"answer {drawn} é" if number % 9 != 0 else ""
-        made.append(
+        chats.append(
             {
                 "messages": {
                     "messages": [
-                        {"role": "user", "content": asked},
+                        {"role": "user", "content": question},
                         {"role": "assistant", "content": answer, "weight": 1},
                     ],
                     "tools": [{"name": "f", "parameters": {}}],
                 },
                 "calls": {
                     "messages": [
-                        {"role": "user", "content": asked},
+                        {"role": "user", "content": question},
                         {"role": "assistant", "tool_calls": [CALL]},
                     ]
                 },
                 "sharegpt": {
                     "conversations": [
-                        {"from": "human", "value": asked},
+                        {"from": "human", "value": question},
                         {"from": "gpt", "value": answer},
                     ]
                 },
-                "completion": {"prompt": asked, "completion": answer},
-                "alpaca": {"instruction": asked, "input": "", "output": answer},
+                "completion": {"prompt": question, "completion": answer},
+                "alpaca": {"instruction": question, "input": "", "output": answer},
             }[style]
         )
     return [
-        made[draw.randrange(count)] if number % 10 == 7 else record
-        for number, record in enumerate(made)
+        chats[draw.randrange(count)] if number % 10 == 7 else record
+        for number, record in enumerate(chats)
     ]
 
 
@@ -103,7 +103,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
     assert kinds == {"empty answer", "syntax", "no conversation", "duplicate"}
 
     chat = json.loads((path / "manifest.json").read_text())["summary"]["chat"]
-    assert {name: found["files"] for name, found in chat["formats"].items()} == {
+    assert {name: counts["files"] for name, counts in chat["formats"].items()} == {
         "messages": 8,
         "ShareGPT conversations": 4,
         "prompt/completion": 4,
@@ -128,7 +128,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
 
     for part in ("--only-splits 0-1", "--only-splits 2 --num-workers 3", "--merge"):
         stage(SCRIPT, *options, "--save-dir", "many", *part.split())
-    assert content(tmp_path / "many") == content(path)
+    assert read_dataset_files(tmp_path / "many") == read_dataset_files(path)
     refused = stage(SCRIPT, *options[2:], expect=2)
     assert "--format: chat there, not given now" in refused.stderr
 
@@ -151,10 +151,10 @@ def test_inputs_without_conversations_are_refused(stage, tmp_path):
     (tmp_path / "text/b.md").write_text("text")
     stage("01_organize_data.py", "--src-dir", raw, "--dst-root", "splits", "--num-dirs", 2)
     split = next(path.parent.name for path in (tmp_path / "splits").glob("*/long.jsonl"))
-    found = rf"long.jsonl: prompt/completion in line 1, alpaca in line {count + 1:,}"
+    pattern = rf"long.jsonl: prompt/completion in line 1, alpaca in line {count + 1:,}"
     for arguments, *words in (
-        (("--data-folder", "raw"), "long.jsonl mixes formats", found),
-        (("--only-splits", split[-1]), "long.jsonl mixes formats", found),
+        (("--data-folder", "raw"), "long.jsonl mixes formats", pattern),
+        (("--only-splits", split[-1]), "long.jsonl mixes formats", pattern),
         (
             ("--data-folder", "text"),
             "no record in text",
@@ -200,13 +200,13 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     write_conversations(tmp_path / "raw", 100)
     (tmp_path / "raw/z.jsonl").write_text('{"messages": []}\n{"prompt": "", "completion": ""}\n')
     build_dataset(tmp_path / "raw", tmp_path / "whole", shape)
-    whole = content(tmp_path / "whole")
-    assert len([name for name in whole if name.startswith("train/data-")]) > 3
+    expected = read_dataset_files(tmp_path / "whole")
+    assert len([name for name in expected if name.startswith("train/data-")]) > 3
     for stops in ([3], [1, 1, 7], [5, 22]):
         for stop in stops:
             build_dataset(tmp_path / "raw", tmp_path / "out", shape, stop)
         tally = build_dataset(tmp_path / "raw", tmp_path / "out", shape)
-        assert content(tmp_path / "out") == whole
+        assert read_dataset_files(tmp_path / "out") == expected
         assert tally.chat.mixed == {"z.jsonl": (("messages", 1), ("prompt/completion", 2))}
         assert len(tally.chat.formats) == 18 and tally.chat.counts.turns["user"] > 1000
         shutil.rmtree(tmp_path / "out")

@@ -24,8 +24,8 @@ from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
 from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier
-from tests.test_stage_02_machines import content
 from tests.test_stage_02_near import build_dataset, read_dropped, read_table, write_lines
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 TEXTS = {
@@ -131,9 +131,9 @@ def test_the_share_with_the_highest_scores_is_kept(models, spread, tmp_path):
     build_once(spread, tmp_path / "all", replace(models, min_chars=2))
     everything = read_table(tmp_path / "all")
     scores = np.array(everything["quality"].to_pylist())
-    kept = np.sort(np.argsort(-scores, kind="stable")[:80])
+    numbers = np.sort(np.argsort(-scores, kind="stable")[:80])
     table = read_table(tmp_path / "out")
-    assert table["text"].to_pylist() == everything["text"].take(kept).to_pylist()
+    assert table["text"].to_pylist() == everything["text"].take(numbers).to_pylist()
     assert table.column_names == ["text", "source", "quality"]
 
     dropped = read_dropped(tmp_path / "out")
@@ -199,7 +199,7 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(
     for units in (0, 2, 3):
         build_dataset(spread, tmp_path / "out", shape, units)
     build_dataset(spread, tmp_path / "out", shape)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
 
 
 def test_options_that_cannot_work_are_refused_before_anything_is_read(stage, models, tmp_path):
@@ -266,17 +266,17 @@ def test_machines_and_workers_give_the_same_bytes(
     )
     done = stage(*options, "--save-dir", "one")
     assert "rows dropped by --keep-top 0.3" in done.stdout
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     digest = hashing.file_digest(models.language_model, "sha256")
     page = one["report.html"].decode()
     assert digest in page and "Quality scores" in page
     for workers in (2, 3):
         stage(*options, "--save-dir", f"n{workers}", "--num-workers", workers)
-        assert content(tmp_path / f"n{workers}") == one
+        assert read_dataset_files(tmp_path / f"n{workers}") == one
     for numbers, share in (("0", 0.9), ("1", 0.3)):  # the share may be chosen for the merge
         stage(*options, "--keep-top", share, "--save-dir", "m", "--only-splits", numbers)
     stage(*options, "--save-dir", "m", "--merge")
-    assert content(tmp_path / "m") == one
+    assert read_dataset_files(tmp_path / "m") == one
     assert "already done" in stage(*options, "--save-dir", "one").stdout
     if dedup == "near":
         against_earlier_rows_are_no_candidates(stage, tmp_path, options)

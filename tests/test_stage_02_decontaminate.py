@@ -22,7 +22,7 @@ from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.decontaminate import frequency
 from lib.corpus.row_options import RowOptions
-from tests.test_stage_02_machines import content
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 LICENCE = "permission is hereby granted free of charge to any person obtaining a copy of this text"
@@ -71,18 +71,18 @@ def test_any_workers_and_machines_give_the_same_report_and_rows(stage, tmp_path)
     stage("01_organize_data.py", "--num-dirs", 3)
     options = ("--decontaminate", "sets", "--validation-percent", 10)
     one = stage(SCRIPT, *options, "--save-dir", "one")
-    expected = content(tmp_path / "one")
+    expected = read_dataset_files(tmp_path / "one")
     assert len(expected["dropped.jsonl"].splitlines()) == 24
     assert "decontamination.json" in expected
     for count in (2, 3):
         stage(SCRIPT, *options, "--save-dir", f"out{count}", "--num-workers", count)
-        assert content(tmp_path / f"out{count}") == expected
+        assert read_dataset_files(tmp_path / f"out{count}") == expected
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
     shutil.copytree(tmp_path / "sets", tmp_path / "copied/sets")  # identified by content
     moved = ("--decontaminate", "copied/sets", *options[2:])
     stage(SCRIPT, *moved, "--save-dir", "many", "--merge")
-    assert content(tmp_path / "many") == expected
+    assert read_dataset_files(tmp_path / "many") == expected
     assert "already done" in stage(SCRIPT, *moved, "--save-dir", "one").stdout
 
     write_lines(tmp_path / "sets/quiz.jsonl", [{"text": make_words(random.Random(9), 30)}])
@@ -98,7 +98,7 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     assert "no question can be compared in 1 test set: short" in done.stdout
     assert "24 documents with questions of" in done.stdout
     report = read_report(tmp_path / "out")
-    sets = {each["name"]: each for each in report["test_sets"]}
+    sets = {test_set["name"]: test_set for test_set in report["test_sets"]}
     assert [*sets] == ["quiz", "inner/clean", "legal", "short"]
     quiz = sets["quiz"]
     assert (quiz["questions"], quiz["hit"], quiz["share"]) == (40, 24, 0.6)
@@ -129,8 +129,8 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
 
     only = stage(SCRIPT, *options, "--decontaminate-report-only", "--save-dir", "only")
     assert "none dropped for them" in only.stdout
-    kept = read_report(tmp_path / "only")
-    assert kept["test_sets"][0] == quiz | {"dropped": 0}
+    marked_report = read_report(tmp_path / "only")
+    assert marked_report["test_sets"][0] == quiz | {"dropped": 0}
     summary = json.loads((tmp_path / "only/manifest.json").read_text())["summary"]
     assert summary["rows"] == 240 and (tmp_path / "only/dropped.jsonl").read_text() == ""
 
@@ -140,13 +140,13 @@ def test_conversations_are_dropped_by_the_question_of_the_user(stage, tmp_path):
     question = make_words(draw, 30)
     write_lines(tmp_path / "sets/quiz.jsonl", [{"question": question}, {"question": "short"}])
     pairs = [(question, "an answer"), ("what is it?", question), ("hello", "you")]
-    rows = [{"prompt": asked, "completion": answer} for asked, answer in pairs]
+    rows = [{"prompt": question, "completion": answer} for question, answer in pairs]
     write_lines(tmp_path / "raw/chats.jsonl", rows)
     options = ("--format", "chat", "--data-folder", "raw", "--save-dir", "out")
     stage(SCRIPT, *options, "--decontaminate", "sets")
     with pa.ipc.open_stream((tmp_path / "out/data-00000-of-00001.arrow").read_bytes()) as stream:
-        kept = stream.read_all()["messages"].to_pylist()
-    assert [chat[0]["content"] for chat in kept] == ["what is it?", "hello"]
+        chats = stream.read_all()["messages"].to_pylist()
+    assert [chat[0]["content"] for chat in chats] == ["what is it?", "hello"]
     assert read_report(tmp_path / "out")["test_sets"][0]["documents_by_question"] == {"1": 1}
 
 
@@ -172,15 +172,15 @@ def test_a_build_stopped_after_any_unit_gives_the_same_report(tmp_path, monkeypa
     (tmp_path / "raw_text/large.jsonl").write_text(lines)  # cut into spans
     shape = RowOptions(decontaminate=[tmp_path / "sets"])
     build_dataset(tmp_path / "raw_text", tmp_path / "whole", shape)
-    whole = content(tmp_path / "whole")
-    dropped = [json.loads(line) for line in whole["dropped.jsonl"].splitlines()]
+    expected = read_dataset_files(tmp_path / "whole")
+    dropped = [json.loads(line) for line in expected["dropped.jsonl"].splitlines()]
     spots = [line["position"] for line in dropped if line["path"] == "large.jsonl"]
     assert spots == sorted(20 * n + place for n in range(12) for place in (4, 8))
     for stops in ([3], [1, 5]):
         for stop in stops:
             build_dataset(tmp_path / "raw_text", tmp_path / "out", shape, stop)
         build_dataset(tmp_path / "raw_text", tmp_path / "out", shape)
-        assert content(tmp_path / "out") == whole
+        assert read_dataset_files(tmp_path / "out") == expected
         shutil.rmtree(tmp_path / "out")
 
 
@@ -195,14 +195,14 @@ def test_the_sample_is_spread_over_a_large_input(tmp_path, monkeypatch):
     (tmp_path / "raw_text/large.jsonl").write_text(text * 320)  # 6,400 rows
     files, _ = inputs.find_inputs(tmp_path / "raw_text", False)
     shape = RowOptions(decontaminate=[tmp_path / "sets"], min_chars=10, dedup="near")
-    found = []
+    test_set_lists = []
     for workers in (1, 3):
         builder = test_sets.IndexBuilder(tmp_path / "raw_text", files, workers, False)
         prepared = builder(shape)
         identity = test_sets.add_frequent({"options": {}}, prepared)
-        found.append((test_sets.index.read_sets(Path(prepared.test_index))[1], identity))
-    assert found[0] == found[1]
-    assert 500 < found[0][0].rows < 2000
+        test_set_lists.append((test_sets.index.read_sets(Path(prepared.test_index))[1], identity))
+    assert test_set_lists[0] == test_set_lists[1]
+    assert 500 < test_set_lists[0][0].rows < 2000
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_a_build_deletes_the_index_of_a_killed_one(tmp_path, monkeypatch):
     (tmp_path / "test-sets-running").mkdir()
     with (tmp_path / "test-sets-running/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        made = test_sets.make_directory()
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == sorted(["test-sets-running", made.name])
+        directory = test_sets.make_directory()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == sorted(["test-sets-running", directory.name])
 
 
 def test_a_full_directory_for_temporary_files_is_named(tmp_path, monkeypatch):

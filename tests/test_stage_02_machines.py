@@ -147,13 +147,13 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     shape = RowOptions(validation_percent=20, keep_source=True, dedup=dedup)
     write_files(tmp_path / "raw", 40)
     build_dataset(tmp_path / "raw", tmp_path / "whole", shape)
-    whole = read_dataset_files(tmp_path / "whole")
-    assert len([name for name in whole if name.startswith("train/data-")]) > 3
+    expected = read_dataset_files(tmp_path / "whole")
+    assert len([name for name in expected if name.startswith("train/data-")]) > 3
     for stops in ([3], [1, 1, 7], [5, 12], [0]):
         for stop in stops:
             build_dataset(tmp_path / "raw", tmp_path / "out", shape, stop)
         build_dataset(tmp_path / "raw", tmp_path / "out", shape)
-        assert read_dataset_files(tmp_path / "out") == whole
+        assert read_dataset_files(tmp_path / "out") == expected
         shutil.rmtree(tmp_path / "out")
 
 
@@ -206,20 +206,22 @@ def test_a_progress_record_of_lost_bytes_is_ignored(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", [pytest.param((), marks=pytest.mark.long), ("--only-splits", "0-3")]
+    "options", [pytest.param((), marks=pytest.mark.long), ("--only-splits", "0-3")]
 )
-def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, how):
+def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, options):
     write_files(tmp_path / "raw_text", 90)
     line = json.dumps({"t": "some text of a large file " * 20}) + "\n"
     # With --only-splits the build may end before it is killed.
-    count, moments = (45_000, (0.4, 0.8, 1.2, 1.6)) if how else (150_000, (0.3, 0.7, 1.0, 1.4, 2.2))
+    count, moments = (
+        (45_000, (0.4, 0.8, 1.2, 1.6)) if options else (150_000, (0.3, 0.7, 1.0, 1.4, 2.2))
+    )
     for name in "abcd":
         (tmp_path / f"raw_text/{name}.jsonl").write_text((line + "bad\n") * count)
     stage("01_organize_data.py", "--num-dirs", 4)
     stage(SCRIPT, "--save-dir", "whole")
     for seconds in moments:
         process = subprocess.Popen(
-            stage_command(SCRIPT, "--save-dir", "out", *how),
+            stage_command(SCRIPT, "--save-dir", "out", *options),
             cwd=tmp_path,
             stdout=subprocess.DEVNULL,
         )
@@ -227,9 +229,9 @@ def test_a_build_killed_at_many_moments_gives_the_same_bytes(stage, tmp_path, ho
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not (tmp_path / "out").exists()
-    if how:
-        stage(SCRIPT, "--save-dir", "out", *how)
-    stage(SCRIPT, "--save-dir", "out", *(["--merge"] if how else []))
+    if options:
+        stage(SCRIPT, "--save-dir", "out", *options)
+    stage(SCRIPT, "--save-dir", "out", *(["--merge"] if options else []))
     assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
     assert not list(tmp_path.glob("out.*"))
 

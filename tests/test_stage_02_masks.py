@@ -23,8 +23,8 @@ from lib.corpus.masks.matches import MaskedMatches
 from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
-from tests.test_stage_02_machines import content
 from tests.test_stage_02_near import change_words, make_words, read_table, write_lines
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 MASK = ("--mask", "email,ip,phone,iban,card", "--mask-phone-country", "US")
@@ -89,7 +89,7 @@ def test_machines_and_workers_give_the_same_masked_rows(
     common += ("--min-chars", 30)  # some of SECRETS are dropped, and shown as samples
     stage(*common, "--save-dir", "plain")
     done = stage(*common, *MASK, "--save-dir", "one")
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     for split in ("train", "validation"):
         plain = list_texts(tmp_path / "plain" / split)
         assert list_texts(tmp_path / "one" / split) == [*map(MASKER.mask_text, plain)]
@@ -97,11 +97,11 @@ def test_machines_and_workers_give_the_same_masked_rows(
     assert "&lt;email&gt;" in (tmp_path / "one/report.html").read_text()
     for workers in (2, 3):
         stage(*common, *MASK, "--save-dir", f"n{workers}", "--num-workers", workers)
-        assert content(tmp_path / f"n{workers}") == one
+        assert read_dataset_files(tmp_path / f"n{workers}") == one
     for splits in ("2", "0,1"):
         stage(*common, *MASK, "--save-dir", "many", "--only-splits", splits)
     stage(*common, *MASK, "--save-dir", "many", "--merge", "--num-workers", 2)
-    assert content(tmp_path / "many") == one
+    assert read_dataset_files(tmp_path / "many") == one
 
     summary = json.loads((tmp_path / "one/manifest.json").read_text())["summary"]
     masks = summary["masks"]
@@ -123,8 +123,8 @@ def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None 
     files, _ = inputs.find_inputs(folder, False)
     out.mkdir(exist_ok=True)
     with DatasetWriter(out, shape, deletes_parts=shape.drops_near) as dataset:
-        own = f"{PLAN}/parts" if shape.drops_near else PARTS
-        tasks = work_units.cut_files(folder, files, out / own, shape)
+        folder_of_parts = f"{PLAN}/parts" if shape.drops_near else PARTS
+        tasks = work_units.cut_files(folder, files, out / folder_of_parts, shape)
         if not shape.drops_near:
             for task in tasks[dataset.units : units]:
                 dataset.add(work_units.process_unit(task))
@@ -160,7 +160,7 @@ def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypat
     for units in (0, 2, 5):
         build_dataset(tmp_path / "raw", tmp_path / "out", shape, units)
     build_dataset(tmp_path / "raw", tmp_path / "out", shape)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
 
 
 def test_a_damaged_part_of_the_second_pass_is_reported(tmp_path, monkeypatch):
@@ -268,15 +268,15 @@ def test_a_text_larger_than_memory_is_masked_in_pieces(tmp_path, monkeypatch, en
         "é" * 9000,
     ]
     schema = write_part(tmp_path / "part", texts)
-    whole = part_masker.mask_part(tmp_path / "part", tmp_path / "whole", schema, MASKER)
+    one_part = part_masker.mask_part(tmp_path / "part", tmp_path / "whole", schema, MASKER)
     monkeypatch.setattr(parts, "LARGE_PART", 5000)
     monkeypatch.setattr(part_masker, "_PIECE_BYTES", 1000)
     pieces = part_masker.mask_part(tmp_path / "part", tmp_path / "pieces", schema, MASKER)
     masked = [*map(MASKER.mask_text, texts)]
     assert read_part(tmp_path / "pieces", schema) == read_part(tmp_path / "whole", schema) == masked
-    assert whole.hits.rows == pieces.hits.rows
+    assert one_part.hits.rows == pieces.hits.rows
     size = sum(len(text.encode()) for text in masked) - sum(len(text.encode()) for text in texts)
-    assert whole.text_bytes == pieces.text_bytes == size
+    assert one_part.text_bytes == pieces.text_bytes == size
     assert {path.name for path in tmp_path.iterdir()} == {"part", "whole", "pieces"}
     monkeypatch.setattr(part_masker, "_LONGEST_LINE", 2000)  # a longer line is cut after a space
     part_masker.mask_part(tmp_path / "part", tmp_path / "cut", schema, MASKER)
@@ -291,26 +291,26 @@ def test_a_conversation_larger_than_a_large_text_is_masked_and_written(
     tmp_path, monkeypatch, dedup
 ):
     monkeypatch.setattr(parts, "LARGE_PART", 1000)
-    asked = " ".join(make_words(random.Random(2), 300))
+    question = " ".join(make_words(random.Random(2), 300))
     answer = f"write to {SECRETS[0]}"
-    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
     shape = RowOptions(format="chat", dedup=dedup, mask=["email"])
     build_dataset(tmp_path / "raw", tmp_path / "out", shape)
     (messages,) = read_table(tmp_path / "out")["messages"].to_pylist()
-    assert [turn["content"] for turn in messages] == [asked, "write to <email>"]
+    assert [turn["content"] for turn in messages] == [question, "write to <email>"]
 
 
 def test_a_part_without_a_match_and_rows_that_are_dropped_are_not_rewritten(tmp_path):
     import numpy as np
 
     schema = write_part(tmp_path / "part", ["none", SECRETS[0], SECRETS[2]])
-    kept = np.array([True, False, False])
-    masked = part_masker.mask_part(tmp_path / "part", tmp_path / "out", schema, MASKER, kept)
+    is_kept = np.array([True, False, False])
+    masked = part_masker.mask_part(tmp_path / "part", tmp_path / "out", schema, MASKER, is_kept)
     assert masked.path is None and not masked.hits.rows and not (tmp_path / "out").exists()
-    kept[2] = True
-    masked = part_masker.mask_part(tmp_path / "part", tmp_path / "out", schema, MASKER, kept)
+    is_kept[2] = True
+    masked = part_masker.mask_part(tmp_path / "part", tmp_path / "out", schema, MASKER, is_kept)
     assert masked.hits.rows == {"ip": [2]}
     assert read_part(tmp_path / "out", schema) == ["none", SECRETS[0], "<ip>"]
 
@@ -338,7 +338,7 @@ def test_an_earlier_dataset_is_compared_as_it_was_masked(stage: StageRunner, tmp
     """Both texts are masked, so a row that differs only in what was masked is a duplicate."""
     draw = random.Random(1)
     words = [make_words(draw, 12) for _ in range(20)]
-    old = [" ".join([*each, SECRETS[0], *each[::-1]]) for each in words]
+    old = [" ".join([*parts_of_text, SECRETS[0], *parts_of_text[::-1]]) for parts_of_text in words]
     new = [text.replace(SECRETS[0], "other@mail.example.org") for text in old]
     write_lines(tmp_path / "old/a.jsonl", old)
     write_lines(tmp_path / "new/b.jsonl", [*new, "and another row that nothing is similar to"])

@@ -106,8 +106,8 @@ def test_a_line_of_a_gigabyte_takes_little_memory(tmp_path, name, rows, problems
     (tmp_path / "data/b.txt").write_text("b")
     assert peak_of_run(tmp_path / "data") < GIGABYTE
     out = tmp_path / "out/data"
-    found = [json.loads(line)["kind"] for line in (out / "errors.jsonl").read_text().splitlines()]
-    assert found[: len(problems)] == problems
+    kinds = [json.loads(line)["kind"] for line in (out / "errors.jsonl").read_text().splitlines()]
+    assert kinds[: len(problems)] == problems
     assert json.loads((out / "manifest.json").read_text())["summary"]["rows"] >= rows + 1
 
 

@@ -23,7 +23,7 @@ from lib.corpus.near import build as near_build
 from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
-from tests.test_stage_02_machines import content
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 OPTIONS = ("--dedup", "near", "--validation-percent", 10, "--keep-source", "--min-chars", 3)
@@ -72,11 +72,11 @@ def make_texts(draw: random.Random, clusters: int) -> list[str]:
 
 def keep_leaders(texts: Sequence[str]) -> list[int]:
     """Return the texts that a walk keeps if it compares each text with all kept ones before it."""
-    kept: list[int] = []
+    leaders: list[int] = []
     for number, text in enumerate(texts):
-        if all(compute_similarity(text, texts[leader]) < THRESHOLD for leader in kept):
-            kept.append(number)
-    return kept
+        if all(compute_similarity(text, texts[leader]) < THRESHOLD for leader in leaders):
+            leaders.append(number)
+    return leaders
 
 
 def write_lines(path: Path, texts: Sequence[str]) -> None:
@@ -117,12 +117,12 @@ def test_the_kept_rows_are_the_leaders_of_a_walk_over_all_pairs(tmp_path):
     write_lines(tmp_path / "raw/b.jsonl", texts[200:])
     shape = RowOptions(dedup="near", near_bands=100, near_band_size=2, near_candidates=1000)
     build_dataset(tmp_path / "raw", tmp_path / "out", shape)
-    kept = keep_leaders(texts)
-    assert len(kept) < 0.6 * len(texts)
+    leaders = keep_leaders(texts)
+    assert len(leaders) < 0.6 * len(texts)
     table = read_table(tmp_path / "out")
-    assert table["text"].to_pylist() == [texts[number] for number in kept]
+    assert table["text"].to_pylist() == [texts[number] for number in leaders]
 
-    sizes = dict.fromkeys(kept, 1)
+    sizes = dict.fromkeys(leaders, 1)
     dropped = read_dropped(tmp_path / "out")
     positions = {"a.jsonl": -1, "b.jsonl": 199}
     for line in dropped:
@@ -132,7 +132,7 @@ def test_the_kept_rows_are_the_leaders_of_a_walk_over_all_pairs(tmp_path):
         assert leader < number and line["value"] >= THRESHOLD
         assert line["value"] == round(compute_similarity(texts[number], texts[leader]), 4)
         assert line["rule"] == "duplicate" or texts[number] != texts[leader]
-    assert len(dropped) == len(texts) - len(kept)
+    assert len(dropped) == len(texts) - len(leaders)
     assert {line["rule"] for line in dropped} == {"duplicate", "near duplicate"}
     assert table["cluster_size"].to_pylist() == [*sizes.values()]
 
@@ -146,9 +146,9 @@ def test_every_pair_above_085_is_found_with_the_default_bands(tmp_path):
     write_lines(tmp_path / "raw/a.jsonl", texts)
     build_dataset(tmp_path / "raw", tmp_path / "out", RowOptions(dedup="near"))
     similar = [i for i in range(0, 600, 2) if compute_similarity(texts[i], texts[i + 1]) >= 0.85]
-    found = {line["position"] - 1 for line in read_dropped(tmp_path / "out")}
-    assert len(similar) > 250 and found <= {*range(1, 600, 2)}
-    assert sum(i + 1 in found for i in similar) >= 0.97 * len(similar)
+    positions = {line["position"] - 1 for line in read_dropped(tmp_path / "out")}
+    assert len(similar) > 250 and positions <= {*range(1, 600, 2)}
+    assert sum(i + 1 in positions for i in similar) >= 0.97 * len(similar)
 
 
 def test_texts_of_any_length_and_script(tmp_path):
@@ -177,8 +177,8 @@ def test_conversations_are_compared_by_their_text(tmp_path):
     answer = " ".join(make_words(draw, 60))
     answers = [answer, answer, answer + " end", " ".join(make_words(draw, 60))]
     chats = [
-        [{"role": "user", "content": question}, {"role": "assistant", "content": each}]
-        for each in answers
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for answer in answers
     ]
     lines = [json.dumps({"messages": chat}) for chat in chats]
     lines[1:1] = ["bad", json.dumps({"messages": []})]
@@ -234,7 +234,7 @@ def test_positions_count_from_the_beginning_of_a_large_file(spread, tmp_path):
 def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeypatch, notes):
     monkeypatch.setattr(dataset_module, "NOTE_BYTES", notes)
     build_dataset(spread, tmp_path / "whole", SHAPE)
-    whole = content(tmp_path / "whole")
+    expected = read_dataset_files(tmp_path / "whole")
     note = Planner._note
     steps = []
 
@@ -260,7 +260,7 @@ def test_a_build_stopped_anywhere_gives_the_same_bytes(spread, tmp_path, monkeyp
     parts = [*(tmp_path / "out" / PLAN / "parts").iterdir()]
     assert notes > 1 or not any(path.name.startswith("00000000") for path in parts)
     build_dataset(spread, tmp_path / "out", SHAPE)
-    assert content(tmp_path / "out") == whole
+    assert read_dataset_files(tmp_path / "out") == expected
 
 
 def test_a_full_disk_loses_no_work(spread, tmp_path, monkeypatch):
@@ -272,7 +272,7 @@ def test_a_full_disk_loses_no_work(spread, tmp_path, monkeypatch):
             build_dataset(spread, tmp_path / "out", SHAPE)
     monkeypatch.setattr(split_parts, "process_unit", lambda unit: pytest.fail("read again"))
     build_dataset(spread, tmp_path / "out", SHAPE)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "out") == read_dataset_files(tmp_path / "whole")
 
 
 def raise_disk_full(*_: object) -> None:
@@ -299,21 +299,21 @@ def test_machines_and_workers_give_the_same_bytes(stage: StageRunner, tmp_path: 
     stage("01_organize_data.py", "--num-dirs", 4)
     done = stage(SCRIPT, *OPTIONS, "--save-dir", "one")
     assert "97.5 % at 0.8" in done.stdout and "rows dropped by --dedup near" in done.stdout
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     for workers in (2, 5):
         stage(SCRIPT, *OPTIONS, "--save-dir", f"n{workers}", "--num-workers", workers)
-        assert content(tmp_path / f"n{workers}") == one
+        assert read_dataset_files(tmp_path / f"n{workers}") == one
     for splits in ("2-3", "0,1"):
         stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", splits)
     # Parts do not depend on the choices among their rows.
     stage(SCRIPT, *OPTIONS, "--near-threshold", 0.9, "--save-dir", "many", "--merge", "--dry-run")
     stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--merge")
-    assert content(tmp_path / "many") == one
+    assert read_dataset_files(tmp_path / "many") == one
     assert not list(tmp_path.glob("many.*")) and not list(tmp_path.glob("one.*"))
     assert "already done" in stage(SCRIPT, *OPTIONS, "--save-dir", "many").stdout
     manifest = json.loads((tmp_path / "one/manifest.json").read_text())
     assert manifest["summary"]["near"]["compared_pairs"] > 100
-    assert {"dropped.jsonl", "near/train.keys"} <= {each["path"] for each in manifest["files"]}
+    assert {"dropped.jsonl", "near/train.keys"} <= {entry["path"] for entry in manifest["files"]}
 
 
 def test_new_rows_are_dropped_against_an_earlier_dataset(stage: StageRunner, tmp_path: Path):
@@ -327,7 +327,7 @@ def test_new_rows_are_dropped_against_an_earlier_dataset(stage: StageRunner, tmp
     stage(
         SCRIPT, *common, "--near-keep", "upsample", "--data-folder", "raw/old", "--save-dir", "old"
     )
-    before = content(tmp_path / "old")
+    before = read_dataset_files(tmp_path / "old")
     add = ("--data-folder", "raw/new", "--save-dir", "new", "--near-against", "old")
     stage(SCRIPT, *common, *add)
     dropped = read_dropped(tmp_path / "new")
@@ -337,7 +337,7 @@ def test_new_rows_are_dropped_against_an_earlier_dataset(stage: StageRunner, tmp
         assert other["dataset"] == "old" and other["path"] == "a.jsonl"
         text = new[line["position"] - 1]
         assert line["value"] == round(compute_similarity(text, old[other["position"] - 1]), 4)
-    assert content(tmp_path / "old") == before
+    assert read_dataset_files(tmp_path / "old") == before
     summary = json.loads((tmp_path / "new/manifest.json").read_text())["summary"]
     assert (summary["rows"], summary["near"]["earlier_rows"]) == (10, 30)
     (tmp_path / "old").rename(tmp_path / "moved")
@@ -426,10 +426,10 @@ def test_a_large_text_is_kept_and_written_in_pieces(tmp_path, monkeypatch):
     draw = random.Random(6)
     text = " ".join(make_words(draw, 6000))
     files = {"a": text, "b": text + " end", "c": text, "d": "short text of a few words"}
-    for name, each in files.items():
+    for name, content in files.items():
         path = tmp_path / f"raw/{name}.txt"
         path.parent.mkdir(exist_ok=True)
-        path.write_text(each)
+        path.write_text(content)
     shape = RowOptions(dedup="near", near_keep="upsample", keep_source=True)
     build_dataset(tmp_path / "raw", tmp_path / "out", shape)
     table = read_table(tmp_path / "out")

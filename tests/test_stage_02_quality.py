@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StageRunner
-from tests.test_stage_02_machines import content
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 FAMILIES = ("--quality", "gopher,gopher-repetition", "--quality", "c4,fineweb")
@@ -64,9 +64,11 @@ def test_rules_print_their_thresholds_and_name_each_dropped_row(stage: StageRunn
     dropped = read_dropped(tmp_path / "out")
     assert {line["path"].partition("/")[0] for line in dropped} == {"web"}
     counts = json.loads((tmp_path / "out/manifest.json").read_text())["summary"]["rules"]
-    assert sum(each["dropped"] for each in counts.values()) == len(dropped)
+    assert sum(rule_counts["dropped"] for rule_counts in counts.values()) == len(dropped)
     assert len([name for name in counts if counts[name]["dropped"]]) > 2
-    assert len(counts) == 30 and all(each["alone"] >= each["dropped"] for each in counts.values())
+    assert len(counts) == 30 and all(
+        rule_counts["alone"] >= rule_counts["dropped"] for rule_counts in counts.values()
+    )
     (brace,) = [line for line in dropped if line["path"] == "web/brace.txt"]
     assert (brace["rule"], brace["value"]) == ("gopher.min_words", 0)
     again = stage(
@@ -118,13 +120,13 @@ def test_several_machines_and_any_workers_give_the_same_bytes(stage: StageRunner
     stage("01_organize_data.py", "--num-dirs", 3)
     options = (*FAMILIES, "--quality-except", "code", "--dedup", "near")
     stage(SCRIPT, *options, "--save-dir", "one", "--num-workers", 1)
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     rules = {line["rule"] for line in read_dropped(tmp_path / "one")}
     assert len(rules) > 2
     for workers in (2, 3):
         stage(SCRIPT, *options, "--save-dir", f"w{workers}", "--num-workers", workers)
-        assert content(tmp_path / f"w{workers}") == one
+        assert read_dataset_files(tmp_path / f"w{workers}") == one
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
     stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
     stage(SCRIPT, *options, "--save-dir", "many", "--merge")
-    assert content(tmp_path / "many") == one
+    assert read_dataset_files(tmp_path / "many") == one

@@ -21,8 +21,8 @@ from lib.corpus.sample_dropped import SAMPLE_BYTES, choose_units
 from lib.corpus.tally import Tally
 from lib.corpus.work_units import FileSpan, WorkUnit
 from tests.pages.test_svg import HOSTILE, check_page
-from tests.test_stage_02_machines import content
 from tests.test_stage_02_near import change_words, make_words, write_lines
+from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"
 OPTIONS = ("--dedup", "near", "--min-chars", 30, "--validation-percent", 10, "--mask", "email")
@@ -55,26 +55,26 @@ def raw(tmp_path: Path) -> Path:
 def test_the_report_is_the_same_for_any_workers_and_after_a_merge(stage, raw, tmp_path):
     stage("01_organize_data.py", "--src-dir", "raw", "--num-dirs", 3)
     stage(SCRIPT, "--save-dir", "one", *OPTIONS)
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     for workers in (2, 3):
         stage(SCRIPT, "--save-dir", "many", *OPTIONS, "--num-workers", workers, "--overwrite")
-        assert content(tmp_path / "many") == one
+        assert read_dataset_files(tmp_path / "many") == one
     for numbers in ("0,2", "1"):
         stage(SCRIPT, "--save-dir", "merged", *OPTIONS, "--only-splits", numbers)
     stage(SCRIPT, "--save-dir", "merged", *OPTIONS, "--merge")
-    assert content(tmp_path / "merged") == one
+    assert read_dataset_files(tmp_path / "merged") == one
 
 
 def test_a_dataset_has_a_report_and_lists_all_dropped_rows(stage, raw, tmp_path):
     printed = stage(SCRIPT, "--data-folder", raw, "--save-dir", "one", *OPTIONS).stdout
-    one = content(tmp_path / "one")
+    one = read_dataset_files(tmp_path / "one")
     page = check_page(one["report.html"].decode())
     assert str(tmp_path) not in page.text
     assert "email\n1\n(no directory) 1\na…@f….de" in page.text
     assert "<email>" in page.text and "firma-berg" not in page.text
     manifest = json.loads((tmp_path / "one/manifest.json").read_text())
     summary = manifest["summary"]
-    assert "report.html" in {each["path"] for each in manifest["files"]}
+    assert "report.html" in {entry["path"] for entry in manifest["files"]}
     for name in ("short", "duplicates", "near_duplicates"):
         assert summary[name] > 0
     for text in (
@@ -118,7 +118,7 @@ def test_exact_duplicates_name_the_kept_row_also_after_kills(raw, tmp_path, monk
     for stop in (1, 3):
         build(tmp_path / "stopped", stop)
     build(tmp_path / "stopped")
-    assert content(tmp_path / "stopped") == content(tmp_path / "whole")
+    assert read_dataset_files(tmp_path / "stopped") == read_dataset_files(tmp_path / "whole")
     assert tallies[0].row_counts == tallies[1].row_counts
 
     texts = {}
@@ -132,11 +132,13 @@ def test_exact_duplicates_name_the_kept_row_also_after_kills(raw, tmp_path, monk
     assert len(copies) > 10
     dropped = {(line["path"], line["position"]) for line in lines}
     for line in copies:
-        kept = line["duplicate_of"]
-        assert texts[line["path"], line["position"]] == texts[kept["path"], kept["position"]]
-        assert (kept["path"], kept["position"]) not in dropped
+        original = line["duplicate_of"]
+        assert (
+            texts[line["path"], line["position"]] == texts[original["path"], original["position"]]
+        )
+        assert (original["path"], original["position"]) not in dropped
     samples = tallies[0].row_counts.samples["duplicate"]
-    assert len(samples) == 10 and all(", row " in each.kept for each in samples)
+    assert len(samples) == 10 and all(", row " in sample.kept for sample in samples)
 
 
 def test_conversations_are_counted_by_the_bytes_of_their_turns(stage, tmp_path):

@@ -36,24 +36,24 @@ def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_p
     repo.cut[SHARDS[0]] = 100_000  # taken up where it broke
     done = stage(SCRIPT, "--model-name", NAME)
     target = tmp_path / TARGET
-    there = {path.name: path.read_bytes() for path in target.iterdir()}
-    made = json.loads(there.pop("manifest.json"))
-    assert there == {name: repo.files[name] for name in model_files}
+    files = {path.name: path.read_bytes() for path in target.iterdir()}
+    record = json.loads(files.pop("manifest.json"))
+    assert files == {name: repo.files[name] for name in model_files}
     assert [r.range for r in hub.requests if SHARDS[0] in r.path][-1] == "bytes=100000-"
     assert hub.paths("/api/") == [f"/api/models/{NAME}/revision/main"]
     assert not [path for path in hub.paths() if not path.startswith(("/api/models/org", "/org/"))]
     assert all(path.is_file() and not path.is_symlink() for path in target.iterdir())
-    assert made["kind"] == "model/1" and made["summary"]["source"] == "hub"
-    assert made["summary"]["commit"] == repo.commit
-    assert made["summary"]["dtype"] == "bfloat16" and made["summary"]["context"] == 128
-    assert made["summary"]["memory"] == {} and "to train" not in done.stdout  # it is so small
-    assert made["files"] == [
+    assert record["kind"] == "model/1" and record["summary"]["source"] == "hub"
+    assert record["summary"]["commit"] == repo.commit
+    assert record["summary"]["dtype"] == "bfloat16" and record["summary"]["context"] == 128
+    assert record["summary"]["memory"] == {} and "to train" not in done.stdout  # it is so small
+    assert record["files"] == [
         {
             "path": name,
             "bytes": len(content),
             "digest": "sha256:" + hashlib.sha256(content).hexdigest(),
         }
-        for name, content in sorted(there.items())
+        for name, content in sorted(files.items())
     ]
     assert f"04_train_fsdp.py -e org--tiny-llama -d hf_datasets/corpus -m {NAME}" in done.stdout
     moved = target.rename(tmp_path / "elsewhere")
@@ -63,7 +63,7 @@ def test_a_download_is_complete_and_loads_offline(hub, stage: StageRunner, tmp_p
         "print(model.num_parameters(), len(t.AutoTokenizer.from_pretrained(where)))"
     )
     loaded = run_code(load, moved, cwd=tmp_path, env={"HF_HUB_OFFLINE": "1"})
-    assert loaded.stdout.split() == [str(made["summary"]["parameters"]), "256"]
+    assert loaded.stdout.split() == [str(record["summary"]["parameters"]), "256"]
 
 
 def test_a_second_run_sends_no_request_and_refuses_another_revision(
@@ -130,9 +130,9 @@ def test_killed_in_the_middle_and_run_again(hub, stage: StageRunner, tmp_path):
     repo.files["LICENSE"] += b"Or not.\n"  # main has moved on since
     hub.requests.clear()
     assert "from an earlier run" in stage(SCRIPT, "--model-name", NAME).stdout
-    there = {path.name: path.read_bytes() for path in (tmp_path / TARGET).iterdir()}
-    assert {name: content for name, content in repo.files.items() if name in there} == {
-        name: content for name, content in there.items() if name != "manifest.json"
+    files = {path.name: path.read_bytes() for path in (tmp_path / TARGET).iterdir()}
+    assert {name: content for name, content in repo.files.items() if name in files} == {
+        name: content for name, content in files.items() if name != "manifest.json"
     }
     assert list_model_dirs(tmp_path) == ["org--tiny-llama"]
     assert any(r.range for r in hub.requests)  # bytes that had come did not come again
@@ -292,8 +292,8 @@ def test_headers_of_large_weights_are_checked_before_the_download(
     change_config(hub.repos[NAME], num_hidden_layers=3, vocab_size=300)
     done = stage(SCRIPT, "--model-name", NAME, expect=3, before=large)
     assert "model.layers.2.self_attn.q_proj.weight" in done.stderr
-    asked = [request for request in hub.requests if "-of-" in request.path]
-    assert {request.range for request in asked} == {"bytes=0-65535"} and not list_model_dirs(
+    requests = [request for request in hub.requests if "-of-" in request.path]
+    assert {request.range for request in requests} == {"bytes=0-65535"} and not list_model_dirs(
         tmp_path
     )
     change_config(hub.repos[NAME], num_hidden_layers=2, vocab_size=320)
@@ -317,8 +317,8 @@ def test_files_without_a_declared_digest_are_named(hub, stage: StageRunner, tmp_
     hub.repos[NAME].undeclared = {SHARDS[1]}
     done = stage(SCRIPT, "--model-name", NAME)
     assert f"their size was checked: {SHARDS[1]}\n" in done.stdout
-    made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
-    assert made["summary"]["size_only"] == [SHARDS[1]]
+    record = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert record["summary"]["size_only"] == [SHARDS[1]]
 
 
 def test_a_full_disk_is_reported_before_the_download(hub, stage: StageRunner, tmp_path):
@@ -347,11 +347,11 @@ def corpus(tmp_path: Path) -> Path:
         f"Document {i}: the cat number {i * i} sat on mat {i % 7}, purring.\n" * 5
         for i in range(300)
     ]
-    made = datasets.DatasetDict(
+    dataset = datasets.DatasetDict(
         train=datasets.Dataset.from_dict({"text": texts}),
         validation=datasets.Dataset.from_dict({"text": ["zzzzzzzz" * 99]}),
     )
-    made.save_to_disk(tmp_path / "hf_datasets/corpus")
+    dataset.save_to_disk(tmp_path / "hf_datasets/corpus")
     return Path("hf_datasets/corpus")
 
 
@@ -392,10 +392,12 @@ def test_from_scratch(stage: StageRunner, tmp_path, corpus, monkeypatch):
 def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path, corpus):
     done = stage(*scratch("--train-tokenizer", corpus, "--model-name", "small"))
     assert "warning: too little text for 4,096 tokens" in done.stdout
-    made = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())["summary"]
-    assert made["vocabulary"] == made["tokens"] == 4096
-    given = ("--tokenizer", ".cache/models/small", "--model-name", "big")
-    printed = stage(SCRIPT, "--from-scratch", "--model-size", "1B", *given).stdout
+    model_summary = json.loads((tmp_path / ".cache/models/small/manifest.json").read_text())[
+        "summary"
+    ]
+    assert model_summary["vocabulary"] == model_summary["tokens"] == 4096
+    options = ("--tokenizer", ".cache/models/small", "--model-name", "big")
+    printed = stage(SCRIPT, "--from-scratch", "--model-size", "1B", *options).stdout
     summary = json.loads((tmp_path / ".cache/models/big/manifest.json").read_text())["summary"]
     assert 16 * summary["parameters"] < summary["memory"]["1"] < 20 * summary["parameters"]
     assert "on 1, " in printed and "on 64 GPUs, each with 1 × 1,024 tokens" in printed
@@ -403,8 +405,8 @@ def test_from_scratch_with_the_tokenizer_of_another(stage: StageRunner, tmp_path
     limits = json.loads((tmp_path / ".cache/models/big/tokenizer_config.json").read_text())
     assert config["vocab_size"] == 4096 and config["eos_token_id"] == 1
     assert limits["model_max_length"] == config["max_position_embeddings"] == 4096
-    small = stage(*scratch(*given, "--vocab-size", 300, "--overwrite"), expect=2).stderr
-    assert f"{made['tokens']:,} tokens in .cache/models/small" in small
+    small = stage(*scratch(*options, "--vocab-size", 300, "--overwrite"), expect=2).stderr
+    assert f"{model_summary['tokens']:,} tokens in .cache/models/small" in small
 
 
 def test_from_scratch_refuses_bad_inputs(stage: StageRunner, tmp_path, corpus):

@@ -47,8 +47,8 @@ def repo(hub: HubServer) -> Repo:
     return hub.repos[NAME]
 
 
-def fetch_dataset(stage: StageRunner, *more: object, **how: object):
-    return stage(SCRIPT, "--dataset-name", NAME, "--include", "en/*.json.gz", *more, **how)
+def fetch_dataset(stage: StageRunner, *more: object, **settings: object):
+    return stage(SCRIPT, "--dataset-name", NAME, "--include", "en/*.json.gz", *more, **settings)
 
 
 def files_of(where: Path) -> dict[str, bytes]:
@@ -65,10 +65,10 @@ def test_from_the_hub_to_a_dataset(repo, hub, stage: StageRunner, tmp_path):
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert "bytes=5000-" in [r.range for r in hub.requests]
     assert "01_organize_data.py --src-dir raw_text" in done.stdout
-    made = json.loads((tmp_path / WHERE / ".hub/manifest.json").read_text())
-    assert made["summary"]["commit"] == repo.commit and made["kind"] == "raw/1"
+    record = json.loads((tmp_path / WHERE / ".hub/manifest.json").read_text())
+    assert record["summary"]["commit"] == repo.commit and record["kind"] == "raw/1"
     assert [
-        (tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file() for entry in made["files"]
+        (tmp_path / WHERE / ".hub" / entry["path"]).resolve().is_file() for entry in record["files"]
     ] == [True] * 3
     hub.requests.clear()
     assert "already done" in fetch_dataset(stage).stdout and not hub.requests
@@ -110,8 +110,8 @@ def test_more_files_reuse_those_that_are_there(repo, hub, stage: StageRunner, tm
     assert "will delete 1 file" in printed
     assert files_of(tmp_path / WHERE) == {path: repo.files[path] for path in FILES}
     assert {path.name for path in (tmp_path / "raw_text").iterdir()} == {"org--text"}
-    whole = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
-    assert "1 artifact" in whole and "intact   raw_text/org--text\n" in whole
+    output = stage(SCRIPT, "--verify", "--dst-root", "raw_text").stdout
+    assert "1 artifact" in output and "intact   raw_text/org--text\n" in output
     (tmp_path / WHERE / FILES[2]).unlink()
     printed = stage(SCRIPT, "--verify", "--dst-root", "raw_text", expect=3).stderr
     assert f"raw_text/org--text/{FILES[2]} is missing" in printed

@@ -18,10 +18,10 @@ from tests.hub_server import HubServer
 
 
 def fetched_all(where: Path, hub: HubServer) -> bool:
-    there = {path.name: path.read_bytes() for path in (where / TARGET).iterdir()}
+    files = {path.name: path.read_bytes() for path in (where / TARGET).iterdir()}
     return all(
         content == hub.repos[NAME].files[name]
-        for name, content in there.items()
+        for name, content in files.items()
         if name != "manifest.json"
     )
 
@@ -153,5 +153,5 @@ def test_options_from_a_file_hold_no_token_in_the_manifest(hub, stage: StageRunn
     done = stage(SCRIPT, "--config", "run.yaml")
     (tmp_path / "run.yaml").unlink()
     assert TOKEN not in done.stdout + done.stderr and not find_files_with(tmp_path, TOKEN)
-    made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
-    assert made["options"]["token"] == "[redacted]"
+    record = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert record["options"]["token"] == "[redacted]"

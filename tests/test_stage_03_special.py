@@ -25,9 +25,9 @@ CODE = Path(__file__).parent / "models/novel"
 # ------------------------------------------------------------------ pickles
 
 
-def pickled(content: object, **how: object) -> bytes:
+def pickled(content: object, **options: object) -> bytes:
     file = io.BytesIO()
-    torch.save(content, file, **how)
+    torch.save(content, file, **options)
     return file.getvalue()
 
 
@@ -52,16 +52,16 @@ def published(where: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_pickle_is_converted_when_allowed(hub, weights, stage: StageRunner, tmp_path, legacy):
     change_config(hub.repos[NAME], tie_word_embeddings=True)
-    whole = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
+    state = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     hub.repos[NAME].files["pytorch_model.bin"] = pickled(
-        whole, _use_new_zipfile_serialization=not legacy
+        state, _use_new_zipfile_serialization=not legacy
     )
     refused = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
     assert "only pickles" in refused and "--allow-pickle" in refused
     stage(SCRIPT, "--model-name", NAME, "--allow-pickle")
-    made = published(tmp_path)
-    assert made.keys() == whole.keys() - {"lm_head.weight"}  # the same memory: once
-    assert all(torch.equal(made[key], whole[key]) for key in made)
+    tensors = published(tmp_path)
+    assert tensors.keys() == state.keys() - {"lm_head.weight"}  # the same memory: once
+    assert all(torch.equal(tensors[key], state[key]) for key in tensors)
     names = {path.name for path in (tmp_path / TARGET).iterdir()}
     assert "model.safetensors" in names and not [name for name in names if name.endswith(".bin")]
     content = json.loads((tmp_path / TARGET / "manifest.json").read_text())
@@ -86,8 +86,8 @@ def test_shards_of_pickles_become_shards(hub, weights, stage: StageRunner, tmp_p
     index = json.loads((tmp_path / TARGET / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == set(SHARDS)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in weights.values())
-    made = published(tmp_path)
-    assert all(torch.equal(made[key], weights[key]) for key in weights)
+    tensors = published(tmp_path)
+    assert all(torch.equal(tensors[key], weights[key]) for key in weights)
     load_all = (
         "import sys, transformers as t; "
         "m, i = t.AutoModelForCausalLM.from_pretrained(sys.argv[1], "
@@ -153,8 +153,8 @@ def novel(hub: HubServer) -> Repo:
     return hub.repos["org/novel"]
 
 
-def run_novel(stage: StageRunner, *more: object, **how: object):
-    return stage(SCRIPT, "--model-name", "org/novel", *more, **how)
+def run_novel(stage: StageRunner, *more: object, **settings: object):
+    return stage(SCRIPT, "--model-name", "org/novel", *more, **settings)
 
 
 @pytest.mark.slow
@@ -166,8 +166,8 @@ def test_code_is_downloaded_only_when_trusted(hub, novel, stage: StageRunner, tm
     code = {path.name for path in target.glob("*.py")}
     assert code == {"configuration_novel.py", "layers_novel.py", "modeling_novel.py"}
     assert not list((tmp_path / "hf_home").rglob("*.py"))
-    made = json.loads((target / "manifest.json").read_text())
-    assert set(made["summary"]["remote_code"]["org/novel"]) == code
+    record = json.loads((target / "manifest.json").read_text())
+    assert set(record["summary"]["remote_code"]["org/novel"]) == code
     offline = (
         "import sys, transformers as t; m = t.AutoModelForCausalLM.from_pretrained("
         "sys.argv[1], trust_remote_code=True); print(type(m).__name__)"
@@ -306,9 +306,9 @@ def test_a_complete_cache_replaces_an_unreachable_hub(hub, stage: StageRunner, t
     away = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     done = stage(SCRIPT, "--model-name", NAME, env=away)
     assert "using the copy of org/tiny-llama at main" in done.stdout
-    made = json.loads((tmp_path / TARGET / "manifest.json").read_text())
-    assert made["summary"]["commit"] == hub.repos[NAME].commit
-    assert made["summary"]["source"] == "Hugging Face cache"
+    record = json.loads((tmp_path / TARGET / "manifest.json").read_text())
+    assert record["summary"]["commit"] == hub.repos[NAME].commit
+    assert record["summary"]["source"] == "Hugging Face cache"
     again = ("--cache-dir", "again")
     stage(SCRIPT, "--model-name", NAME, *again, env={"HF_HUB_OFFLINE": "1"})
     (snapshot / SHARDS[1]).unlink()
@@ -405,9 +405,9 @@ def test_verify_reports_damage_and_the_command_that_repairs_it(hub, stage: Stage
     cache = tmp_path / ".cache"
     tokens = cache / "tokens/corpus-0123"
     shutil.copytree(cache / "models/org--tiny-llama", tokens)
-    made = json.loads((tokens / "manifest.json").read_text())
+    record = json.loads((tokens / "manifest.json").read_text())
     (tokens / "manifest.json").write_text(
-        json.dumps({**made, "kind": "tokens/1", "stage": "04_train_fsdp.py"})
+        json.dumps({**record, "kind": "tokens/1", "stage": "04_train_fsdp.py"})
     )
     (cache / "models/half").mkdir()
     (cache / "web").mkdir()

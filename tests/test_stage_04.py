@@ -521,8 +521,8 @@ def test_options_may_change_until_a_checkpoint_is_saved(project: Path):
     save_tokenizer(project / "model", project / "raw_text", vocabulary=400)
     run_stage("04_train_fsdp.py", *one, "--seed", 1, cwd=project)
     assert len(metrics(project, "early")) == 2
-    kept = project / "outputs" / "early" / "model" / "tokenizer.json"
-    assert kept.read_bytes() == (project / "model" / "tokenizer.json").read_bytes()
+    tokenizer_file = project / "outputs" / "early" / "model" / "tokenizer.json"
+    assert tokenizer_file.read_bytes() == (project / "model" / "tokenizer.json").read_bytes()
 
 
 def test_ranks_that_were_started_differently_stop(project: Path):

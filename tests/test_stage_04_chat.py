@@ -96,8 +96,8 @@ def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "trai
     opened = store.open_store(directory)
     if packed:
         return packing.prepare_packs(opened, LENGTH)[split]
-    found = opened.splits[split]
-    return Windows(found.tokens, LENGTH, found.labels)
+    store_split = opened.splits[split]
+    return Windows(store_split.tokens, LENGTH, store_split.labels)
 
 
 def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) -> torch.Tensor:
@@ -129,7 +129,7 @@ def reference(
     ]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     schedule = Schedule("cosine", 1e-2, 1e-3, 0, steps)
-    found = []
+    losses_of_steps = []
     for step in range(steps):
         loss = one_by_one(model, samples, samples.stream(step * BATCH, BATCH, seed=0))
         loss.backward()
@@ -138,10 +138,10 @@ def reference(
             group["lr"] = schedule.lr(step)
         adamw.step()
         adamw.zero_grad()
-        found.append(loss.item())
+        losses_of_steps.append(loss.item())
     with torch.no_grad():
         held = one_by_one(model, held_out, np.arange(len(held_out))).item() if held_out else 0.0
-    return found, held
+    return losses_of_steps, held
 
 
 def losses(root: Path, run: str = "run") -> list[float]:
@@ -165,13 +165,13 @@ def test_the_store_equals_the_result_of_one_encoder(trained: Path) -> None:
     encoder = ChatEncoder(
         ChatPolicy(chats.CHATML, "assistant", "drop", LENGTH), Encoder(trained / "model", 1)
     )
-    made = encoder.encode([chat for chat, _ in chats.read_conversations(dataset, "train")])
+    encoded = encoder.encode([chat for chat, _ in chats.read_conversations(dataset, "train")])
     [path] = (
         path for path in (trained / ".cache/tokens").glob("talks-*") if "packs" not in path.name
     )
     split = store.open_store(path).splits["train"]
-    assert np.array_equal(split.tokens, made.tokens)
-    assert np.array_equal(split.labels[:], made.trained) and made.trained.any()
+    assert np.array_equal(split.tokens, encoded.tokens)
+    assert np.array_equal(split.labels[:], encoded.trained) and encoded.trained.any()
 
 
 @pytest.mark.slow

@@ -347,21 +347,21 @@ def test_biases_are_kept_resumed_and_exported(project: Path) -> None:
     train_experts(project, "whole", *arguments, "-b", 6, "--max-steps", 3)
     train_experts(project, "parts", *arguments, *three_passes, "--max-steps", 1, ranks=2)
     train_experts(project, "parts", *arguments, "-b", 2, "--max-steps", 3, ranks=3)
-    whole = read_biases(project, "whole")
+    biases = read_biases(project, "whole")
     parts = read_biases(project, "parts")
-    assert whole.keys() == parts.keys() == {1, 2, 3}
-    for step, bias in whole.items():
+    assert biases.keys() == parts.keys() == {1, 2, 3}
+    for step, bias in biases.items():
         assert bias.dtype == torch.float32 and bias.sum().abs() < 1e-6
         assert bias.tolist() == parts[step].tolist()
-    assert whole[1].abs().max() > 0.005 and whole[3].abs().max() > 0.005
+    assert biases[1].abs().max() > 0.005 and biases[3].abs().max() > 0.005
     for one, other in zip(metrics(project, "whole"), metrics(project, "parts"), strict=True):
         assert one["experts/layer_01/max_load"] == other["experts/layer_01/max_load"]
     run_stage("05_export_checkpoint.py", "-e", "whole", cwd=project)
     [file] = (project / "outputs" / "whole" / "export").glob("*/model.safetensors")
     exported = load_file(file)
     stored = exported["model.layers.1.mlp.gate.e_score_correction_bias"]
-    assert stored.dtype == torch.float32 and stored.tolist() == whole[3].tolist()
+    assert stored.dtype == torch.float32 and stored.tolist() == biases[3].tolist()
     assert exported["model.layers.1.mlp.gate.weight"].dtype == torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype="auto")
     bias = model.model.layers[1].mlp.gate.e_score_correction_bias
-    assert bias.dtype == torch.float32 and bias.tolist() == whole[3].tolist()
+    assert bias.dtype == torch.float32 and bias.tolist() == biases[3].tolist()

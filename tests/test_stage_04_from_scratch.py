@@ -40,8 +40,8 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
         "tokenizer_config.json",
     ):
         from_stage_03 = project / ".cache" / "models" / "scratch-tiny" / name
-        kept = project / "outputs" / "own" / "model" / name
-        assert kept.read_bytes() == from_stage_03.read_bytes()
+        file = project / "outputs" / "own" / "model" / name
+        assert file.read_bytes() == from_stage_03.read_bytes()
     config = json.loads(from_stage_03.with_name("config.json").read_text())
     assert config["vocab_size"] == 512
     shutil.rmtree(project / ".cache" / "models")
@@ -77,7 +77,7 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("options", "says"),
     [
         (
             ("-m", "model", "--model-size", "tiny", "--vocab-size", 9),
@@ -97,9 +97,9 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
     ids=str,
 )
 def test_contradictory_options_of_a_run_from_scratch_are_refused(
-    project: Path, given: tuple, says: tuple[str, ...]
+    project: Path, options: tuple, says: tuple[str, ...]
 ) -> None:
-    done = run_stage(STAGE, *RUN, *given, cwd=project, expect=2)
+    done = run_stage(STAGE, *RUN, *options, cwd=project, expect=2)
     assert not [text for text in says if text not in done.stderr], done.stderr
     assert "Traceback" not in done.stderr and not (project / ".cache").exists()
 

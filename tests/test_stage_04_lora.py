@@ -191,8 +191,8 @@ def test_an_adapter_with_dropout_resumes_bit_for_bit(
     name = saving[0].strip("-")
     train_adapter(root, name, *options, ranks=2)
     expected = losses(root, name)
-    for kept in ("checkpoints/step_00000004", "checkpoints/step_00000006"):
-        shutil.rmtree(root / "outputs" / name / kept)
+    for checkpoint in ("checkpoints/step_00000004", "checkpoints/step_00000006"):
+        shutil.rmtree(root / "outputs" / name / checkpoint)
     shutil.rmtree(root / "disk", ignore_errors=True)
     (root / "outputs" / name / "metrics.jsonl").unlink()
     assert "step_00000002" in train_adapter(root, name, *options, ranks=2)

@@ -149,11 +149,12 @@ def test_many_bad_steps_in_a_row_are_rolled_back_and_their_data_skipped(
 ) -> None:
     tokens_by_step = list_step_tokens(read_windows(project))
     token, (rollbacks, bad, offset) = next(
-        (t, found)
+        (t, rollback_list)
         for t in sorted(set.union(*tokens_by_step))
         if t not in tokens_by_step[0]
-        and len((found := predict_rollbacks([t in tokens for tokens in tokens_by_step]))[0]) == 1
-        and found[0][0]["diverged_at"] < STEPS - FREQ
+        and len((rollback_list := predict_rollbacks([t in tokens for tokens in tokens_by_step]))[0])
+        == 1
+        and rollback_list[0][0]["diverged_at"] < STEPS - FREQ
     )
     poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)

@@ -56,7 +56,7 @@ def reference(
         betas=(0.9, 0.95),
     )
     schedule = Schedule("cosine", 1e-2, 1e-3, 1, STEPS)
-    found = []
+    rows = []
     for step in range(STEPS):
         numbers = order.sample_numbers(step * BATCH, BATCH, len(samples), seed=0)
         inputs, labels, positions = (
@@ -71,8 +71,8 @@ def reference(
             group["lr"] = schedule.lr(step)
         adamw.step()
         adamw.zero_grad()
-        found.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
-    return found
+        rows.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
+    return rows
 
 
 def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
@@ -85,7 +85,7 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
     lora.convert(ours, Placement())
     ours.to_empty(device="cpu")
     draw_added(ours, seed=0)
-    found = get_peft_model(
+    peft_model = get_peft_model(
         model,
         LoraConfig(
             r=lora.rank,
@@ -96,11 +96,11 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
         ),
     )
     for name in names:
-        theirs = found.get_submodule(f"base_model.model.{name}")
+        theirs = peft_model.get_submodule(f"base_model.model.{name}")
         for part in ("lora_A", "lora_B"):
             values = ours.get_parameter(f"{name}.{part}.weight").data
             theirs.get_submodule(f"{part}.default").weight.data.copy_(values)
-    return found
+    return peft_model
 
 
 @pytest.mark.parametrize(
@@ -170,19 +170,19 @@ def test_twenty_steps_with_adapters_equal_the_reference(
         cwd=project,
         ranks=ranks,
     )
-    given = dict(zip(options[::2], options[1::2], strict=True))
+    values = dict(zip(options[::2], options[1::2], strict=True))
     lora = Lora(
         4,
-        given.get("--lora-alpha", 8),
+        values.get("--lora-alpha", 8),
         0.0,
-        given.get("--lora-targets", ALL),
-        "--lora-rslora" in given,
+        values.get("--lora-targets", ALL),
+        "--lora-rslora" in values,
     )
     check_rows(
         project,
         reference(
             project / "model",
-            samples_of(project, given.get("--packing", "concat"), SEQ_LENGTH),
+            samples_of(project, values.get("--packing", "concat"), SEQ_LENGTH),
             lora,
         ),
         fall=0.05,

@@ -264,12 +264,12 @@ def test_a_checkpoint_follows_the_row_of_its_step(
     assert set(state) == set(STATE) - of_copies
     launched = 0
     expected = []
-    found = []
+    events = []
     for kind, value in recorded(project):
         if kind == "launched":
             launched = value
         elif kind in ("reading", "saving"):
-            found.append((kind, launched, value))
+            events.append((kind, launched, value))
     late: list[int] = []
     for step in steps:
         expected += [("reading", step, row) for row in late]
@@ -279,7 +279,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
             late = []
         if not step % save or step == STEPS:
             expected.append(("saving", step, None))
-    assert found == expected
+    assert events == expected
     saved = [step for step in steps if not step % save or step == STEPS]
     assert list_saved_steps(project, "run") == saved
     rows = {row["step"]: row for row in metrics(project, "run")}
@@ -296,11 +296,11 @@ def stop_in_step(rank: int) -> None:
     from lib.parallel.stop_request import StopRequest
 
     ask = StopRequest.begin_agreement
-    asked = [0]
+    calls = [0]
 
     def ask_or_stop(request: StopRequest) -> None:
-        asked[0] += 1
-        if asked[0] == STOPPED_AT and rank == 0:
+        calls[0] += 1
+        if calls[0] == STOPPED_AT and rank == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         ask(request)
 
@@ -332,9 +332,11 @@ def test_a_stopped_run_has_all_its_rows(
     assert [row["step"] for row in metrics(project, "run")] == due
     assert json.loads((project / "outputs/run/state.json").read_text())["status"] == "preempted"
     train_rows(project, *options, ranks=ranks)
-    whole = {step: row["train/loss"] for step, row in _training(metrics(project, "whole")).items()}
+    expected = {
+        step: row["train/loss"] for step, row in _training(metrics(project, "whole")).items()
+    }
     again = {step: row["train/loss"] for step, row in _training(metrics(project, "run")).items()}
-    assert whole == {step: loss for step, loss in again.items() if step in whole}
+    assert expected == {step: loss for step, loss in again.items() if step in expected}
 
 
 def fail_in_step(rank: int) -> None:

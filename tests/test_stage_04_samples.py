@@ -145,12 +145,12 @@ def test_prompts_of_conversations_use_the_template(tmp_path: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "outputs/run/model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    found = samples(tmp_path, "run")
-    for index, asked in enumerate((messages[1:], messages)):
-        text = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    sample_rows = samples(tmp_path, "run")
+    for index, prompt in enumerate((messages[1:], messages)):
+        text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         new = continue_alone(model, ids, None)[len(ids) :]
-        greedy = found[2 * index]
+        greedy = sample_rows[2 * index]
         assert greedy["prompt"] == text and greedy["kind"] == "greedy"
         assert tokenizer.decode(new).startswith(greedy["text"])
 

@@ -103,8 +103,10 @@ def test_a_config_of_any_architecture_is_trained_from_scratch(tmp_path: Path) ->
     options = ("-d", "synthetic:10K", "--config-json", "any.json", "-s", 32, "--max-steps", 2)
     printed = run_stage(STAGE, "-e", "any", *options, cwd=tmp_path).stdout
     assert "any.json from scratch without a tokenizer" in printed
-    kept = json.loads((tmp_path / "outputs/any/model/config.json").read_text())
-    assert kept["model_type"] == MixtralConfig.model_type and kept["vocab_size"] == 512
+    model_config = json.loads((tmp_path / "outputs/any/model/config.json").read_text())
+    assert (
+        model_config["model_type"] == MixtralConfig.model_type and model_config["vocab_size"] == 512
+    )
     assert "already done" in run_stage(STAGE, "-e", "any", *options, cwd=tmp_path).stdout
 
 

@@ -93,10 +93,10 @@ def read_attempts(folder: Path, node: int = 0) -> list[str]:
     return (folder / f"attempts_{node}.txt").read_text().splitlines()
 
 
-def run_launcher(folder: Path, *plan: str, **how: tuple) -> tuple[int, str, list[str]]:
+def run_launcher(folder: Path, *plan: str, **settings: tuple) -> tuple[int, str, list[str]]:
     """Run a launcher; return its exit code, its output, and the options of each attempt."""
     (folder / "attempts_0.txt").unlink(missing_ok=True)
-    process = start_launcher(folder, *plan, **how)
+    process = start_launcher(folder, *plan, **settings)
     output = process.communicate(timeout=90)[0]
     return process.returncode, output, read_attempts(folder)
 

@@ -155,10 +155,10 @@ def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch, n
     checkpoints = [commit_checkpoint(tmp_path, step) for step in (1, 2, 3)]
     failing = {checkpoints[1].path / commit.COMMIT, tmp_path}
 
-    def fail(self: Path, *args: object, **how: object) -> object:
+    def fail(self: Path, *args: object, **options: object) -> object:
         if self in failing:
             raise OSError(number, os.strerror(number), str(self))
-        return usual[how.pop("of")](self, *args, **how)
+        return usual[options.pop("of")](self, *args, **options)
 
     usual = {name: getattr(Path, name) for name in ("read_text", "iterdir")}
     for name in usual:

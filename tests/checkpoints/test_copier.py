@@ -85,8 +85,8 @@ def new(
         return copiers[-1]
 
     yield make_copier
-    for each in copiers:
-        each.close()
+    for new_copier in copiers:
+        new_copier.close()
 
 
 def commit_steps(

@@ -302,12 +302,12 @@ def test_leftovers_in_a_bucket_are_deleted_but_nothing_else(
                 allowed += 1
             client.meta.events.unregister("before-send.s3", count)
             place = open_place(target)
-            found = place.read_commits()
-            for step in found:
+            committed_steps = place.read_commits()
+            for step in committed_steps:
                 assert not place.restore(step, run.root / "check").content_problems(0, 1)
             shutil.rmtree(run.root / "check", ignore_errors=True)
             steps = {n.split("/")[3] for n in objects if f"{start}/step" in n}
-            assert steps == {f"step_{step:08d}" for step in found} | {"step_00000009"}
+            assert steps == {f"step_{step:08d}" for step in committed_steps} | {"step_00000009"}
             assert strange.items() <= objects.items()
         assert allowed > 5
         assert not [name for name in objects if ".unfinished" in name]

@@ -174,12 +174,12 @@ def test_copies_are_freed_if_another_rank_lacks_memory(
     trained, group: dist.ProcessGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     tensors, optimizer = trained
-    made: list[weakref.ref[HostMemory]] = []
+    memories: list[weakref.ref[HostMemory]] = []
 
     class Seen(HostMemory):
         def __init__(self, *arguments: object) -> None:
             super().__init__(*arguments)
-            made.append(weakref.ref(self))
+            memories.append(weakref.ref(self))
 
     monkeypatch.setattr(host_copies, "HostMemory", Seen)
     monkeypatch.setattr(checkpointer, "gather", lambda mine, _: [mine, "rank 1 has no room"])
@@ -193,4 +193,4 @@ def test_copies_are_freed_if_another_rank_lacks_memory(
         )
     )
     gc.collect()
-    assert len(made) == 1 and made[0]() is None
+    assert len(memories) == 1 and memories[0]() is None

@@ -89,20 +89,22 @@ def newest(
 
     Fails where any of what was loaded is not of that step.
     """
-    left: Left = []
-    found = tier.find_usable(identity, after, lambda step, why: left.append((step, why)), before)
-    if found is None:
-        return 0, left
-    assert tier.holds(found) and found.commit()["tokens"] == 10 * found.step
+    skipped: Left = []
+    usable = tier.find_usable(
+        identity, after, lambda step, why: skipped.append((step, why)), before
+    )
+    if usable is None:
+        return 0, skipped
+    assert tier.holds(usable) and usable.commit()["tokens"] == 10 * usable.step
     model, optimizer = state_of(-1)
     tensors = tensors_of(model, optimizer)
-    tier.fill(found, tensors, CPU)
+    tier.fill(usable, tensors, CPU)
     drawn = torch.rand(3)
-    torch.manual_seed(found.step)
+    torch.manual_seed(usable.step)
     assert torch.equal(drawn, torch.rand(3))
-    assert all((tensor == found.step).all() for tensor in tensors.values())
-    assert found.record()["step"] == found.step
-    return found.step, left
+    assert all((tensor == usable.step).all() for tensor in tensors.values())
+    assert usable.record()["step"] == usable.step
+    return usable.step, skipped
 
 
 def test_the_newest_checkpoint_is_read_back(address: str) -> None:

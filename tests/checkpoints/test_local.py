@@ -23,7 +23,7 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recorded: list[tuple] = []
-    left = commit.create_attempt(tmp_path, 9).name
+    leftover = commit.create_attempt(tmp_path, 9).name
     tier = LocalTier(
         tmp_path,
         group,
@@ -42,9 +42,9 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
                 {"options": {}},
             )
         )
-    assert recorded == [("clean", 0, [left]), ("prune", 3, [1])]
+    assert recorded == [("clean", 0, [leftover]), ("prune", 3, [1])]
 
-    def fail(*arguments: object, **how: object) -> str:
+    def fail(*arguments: object, **options: object) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
     reasons: list[str] = []
@@ -57,7 +57,7 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
             )
     reasons += [text for text in caplog.messages if "stays where it is" in text]
     assert len(reasons) == 4 and all("does not mean that it is damaged" in why for why in reasons)
-    found = tier.find_usable({"options": {}}, 0, lambda step, why: reasons.append(why))
-    assert found is not None and found.step == 3 and not commit.list_quarantined(tmp_path)
+    usable = tier.find_usable({"options": {}}, 0, lambda step, why: reasons.append(why))
+    assert usable is not None and usable.step == 3 and not commit.list_quarantined(tmp_path)
     tier.delete_all(3)
     assert recorded[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()

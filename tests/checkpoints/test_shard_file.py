@@ -29,8 +29,8 @@ SAVED = {
 def places(tmp_path: Path) -> dict[str, _StorageInfo]:
     """Write the tensors into one file and return where each one is."""
     dcp.save(dict(SAVED), storage_writer=HashingWriter(tmp_path), no_dist=True)
-    found = StrictReader(tmp_path).read_metadata().storage_data
-    return {name: found[MetadataIndex(name, (0,) * t.dim())] for name, t in SAVED.items()}
+    storage = StrictReader(tmp_path).read_metadata().storage_data
+    return {name: storage[MetadataIndex(name, (0,) * t.dim())] for name, t in SAVED.items()}
 
 
 def test_complete_shards_are_read(tmp_path: Path, places: dict[str, _StorageInfo]):

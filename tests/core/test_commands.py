@@ -60,15 +60,15 @@ def test_as_typed_adds_and_drops_options(typed, words: list[str], expected: str)
 
 
 @pytest.mark.parametrize(
-    "given", ["-m", "--model-name", "--model_name", "--hf-model", "--model_name_or_path"]
+    "option", ["-m", "--model-name", "--model_name", "--hf-model", "--model_name_or_path"]
 )
-def test_an_option_is_replaced_under_any_of_its_names(typed, given: str) -> None:
-    for words in ([given, "old"], [f"{given}=old"]):
+def test_an_option_is_replaced_under_any_of_its_names(typed, option: str) -> None:
+    for words in ([option, "old"], [f"{option}=old"]):
         typed("04.py", "-e", "old", *words)
         assert commands.replace_value(("-m", "--model-name"), "old", "new").endswith(
             f"04.py -e old {' '.join(words).replace('old', 'new')}"
         )
-    typed("04.py", given, "old", "-e", "x")
+    typed("04.py", option, "old", "-e", "x")
     assert commands.as_typed(drop=["-m", "--model-name"]).endswith("04.py -e x")
 
 
@@ -189,6 +189,6 @@ def test_any_path_becomes_one_shell_word(typed, name: str) -> None:
     typed("01.py")
     printed = commands.shell("printf", "%s", Path(name))
     assert printed.isprintable()
-    wanted = f"./{name}" if name.startswith("-") else name
+    expected = f"./{name}" if name.startswith("-") else name
     shown = subprocess.run(["bash", "-c", printed], capture_output=True, check=True).stdout
-    assert shown == os.fsencode(wanted)
+    assert shown == os.fsencode(expected)

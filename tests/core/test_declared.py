@@ -45,8 +45,8 @@ def test_parsed_options_become_an_object() -> None:
 
 
 def test_a_value_that_is_given_twice_counts_once() -> None:
-    given = ("--job-name", "x", "--parts", "b", "--parts", "a", "--parts", "b")
-    assert declared.drop_repeats(parse_job(*given)).parts == ["b", "a"]
+    words = ("--job-name", "x", "--parts", "b", "--parts", "a", "--parts", "b")
+    assert declared.drop_repeats(parse_job(*words)).parts == ["b", "a"]
 
 
 def test_python_values_are_checked_like_a_command_line() -> None:

@@ -171,7 +171,7 @@ def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
 
 def test_recorded_options_are_a_config(parser: Parser, tmp_path: Path) -> None:
     parser.add_argument("--profile", type=options.span, help="steps")
-    given = parser.parse(
+    opts = parser.parse(
         [
             "-e",
             "one",
@@ -188,7 +188,7 @@ def test_recorded_options_are_a_config(parser: Parser, tmp_path: Path) -> None:
             "2:4",
         ]
     )
-    content = {"launch": "1", "options": options.to_plain_values(given), "versions": {}, "argv": []}
+    content = {"launch": "1", "options": options.to_plain_values(opts), "versions": {}, "argv": []}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
     again = parser.parse(["--config", str(tmp_path / "config.yaml"), "-e", "two"])
     assert (again.experiment_name, again.lr, again.token, again.dry_run, again.profile) == (
@@ -198,7 +198,7 @@ def test_recorded_options_are_a_config(parser: Parser, tmp_path: Path) -> None:
         False,
         (2, 4),
     )
-    assert again.include == ["a", "b"] and again.src_dir == given.src_dir
+    assert again.include == ["a", "b"] and again.src_dir == opts.src_dir
 
 
 def test_recorded_options_that_no_longer_exist_are_ignored(
@@ -276,8 +276,8 @@ def test_required_options_may_be_typed_or_in_a_config(tmp_path: Path) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="file")
     (tmp_path / "run.yaml").write_text("deep: true")
     (tmp_path / "named.yaml").write_text("job_name: j")
-    given = parser.parse(["one", "--job-name", "x", "--config", str(tmp_path / "run.yaml")])
-    assert given.deep and given.what == "one"
+    opts = parser.parse(["one", "--job-name", "x", "--config", str(tmp_path / "run.yaml")])
+    assert opts.deep and opts.what == "one"
     assert parser.parse(["one", "--config", str(tmp_path / "named.yaml")]).job_name == "j"
     with pytest.raises(UsageError, match="required: what, --job-name"):
         parser.parse(["--config", str(tmp_path / "run.yaml")])
@@ -357,10 +357,10 @@ def test_a_secret_in_a_bad_config_is_not_repeated(with_yaml, text: str) -> None:
 
 
 def test_stored_options_contain_no_secrets(parser: Parser) -> None:
-    given = parser.parse(["--token", "hf_secret", "--src-dir", "a"])
-    assert given.token == "hf_secret"
-    kept = options.to_plain_values(given)
-    assert kept["token"] == "[redacted]" and kept["src_dir"] == "a"
+    opts = parser.parse(["--token", "hf_secret", "--src-dir", "a"])
+    assert opts.token == "hf_secret"
+    stored = options.to_plain_values(opts)
+    assert stored["token"] == "[redacted]" and stored["src_dir"] == "a"
     assert options.to_plain_values(parser.parse([]))["token"] is None
     argv = ["s.py", "--token", "hf_secret", "--api_key=k", "--train-tokenizer", "dir", "--token=x"]
     assert commands.redact_argv(argv) == [

@@ -36,7 +36,7 @@ def test_names_are_in_outputs_and_paths_stay_as_typed(
 
 
 @pytest.mark.parametrize(
-    ("given", "root"),
+    ("options", "root"),
     [
         ({"checkpoint_dir": "ckpt"}, "ckpt"),
         ({"checkpoint_dir": "/fsx/ckpt/"}, "/fsx/ckpt"),
@@ -44,11 +44,13 @@ def test_names_are_in_outputs_and_paths_stay_as_typed(
         ({"checkpoint_dir": "a/b", "experiment_name": "a/b/exp"}, "a/b/exp"),
     ],
 )
-def test_checkpoint_dir_is_the_run_or_the_parent_of_runs(given: dict[str, str], root: str) -> None:
+def test_checkpoint_dir_is_the_run_or_the_parent_of_runs(
+    options: dict[str, str], root: str
+) -> None:
     opts = Namespace(
         save_dir=None,
-        experiment_name=given.get("experiment_name"),
-        checkpoint_dir=Path(given["checkpoint_dir"]),
+        experiment_name=options.get("experiment_name"),
+        checkpoint_dir=Path(options["checkpoint_dir"]),
     )
     paths.expand_save_dir(opts)
     assert opts.save_dir / opts.experiment_name == Path(root) and opts.checkpoint_dir is None

@@ -224,11 +224,11 @@ def test_a_link_to_another_disk_stays_a_link(tmp_path: Path) -> None:
 
 def make_user_directories(directory: Path) -> list[str]:
     """Create directories that a user may have beside an artifact; return their names."""
-    made = ["corpus.old-2025", "corpus.partial-12345678", "corpus.partial-keepme"]
-    for name in made:
+    directories = ["corpus.old-2025", "corpus.partial-12345678", "corpus.partial-keepme"]
+    for name in directories:
         publish_file(directory / name, "mine")
     (directory / "corpus.partial-87654321").symlink_to(directory / "corpus.old-2025")
-    return [*made, "corpus.partial-87654321"]
+    return [*directories, "corpus.partial-87654321"]
 
 
 def test_user_directories_named_like_leftovers_stay(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_size_rounds_into_the_next_unit(count: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("arguments", "text"),
     [
         ((1, "file"), "1 file"),
         ((0, "file"), "0 files"),
@@ -125,8 +125,8 @@ def test_size_rounds_into_the_next_unit(count: float, text: str) -> None:
         ((2, "micro-batch"), "2 micro-batches"),
     ],
 )
-def test_counted_agrees_in_number(given: tuple, text: str) -> None:
-    assert units.counted(*given) == text
+def test_counted_agrees_in_number(arguments: tuple, text: str) -> None:
+    assert units.counted(*arguments) == text
 
 
 @pytest.mark.parametrize(

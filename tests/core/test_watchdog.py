@@ -28,10 +28,10 @@ time.sleep(60)
 
 
 def hang_process(
-    where: Path, log_file: Path | str = "", how: str = "", err: int = subprocess.PIPE
+    where: Path, log_file: Path | str = "", way: str = "", err: int = subprocess.PIPE
 ) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-c", HANGS, str(where), str(log_file), how],
+        [sys.executable, "-c", HANGS, str(where), str(log_file), way],
         cwd=ROOT,
         stderr=err,
         stdout=subprocess.DEVNULL,
@@ -54,8 +54,8 @@ def test_the_process_ends_even_if_disks_and_pipes_hang(tmp_path: Path) -> None:
     hung = [
         hang_process(silent, log_file=silent),
         hang_process(silent, log_file=silent, err=writable),
-        hang_process(tmp_path / "frozen", how="frozen"),
-        hang_process(tmp_path / "frozen", how="frozen", err=writable),
+        hang_process(tmp_path / "frozen", way="frozen"),
+        hang_process(tmp_path / "frozen", way="frozen", err=writable),
     ]
     usual = hang_process(tmp_path / "logs" / "stacks.txt")
     read_only = hang_process(Path("/proc/no/stacks.txt"))

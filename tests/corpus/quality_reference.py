@@ -20,15 +20,15 @@ def is_unit(character: str) -> bool:
 
 
 def split_words(text: str) -> list[str]:
-    found = [""]
+    words = [""]
     for character in text:
         if is_unit(character):
-            found += [character, ""]
+            words += [character, ""]
         elif unicodedata.category(character)[0] in "LMN":
-            found[-1] += character
+            words[-1] += character
         else:
-            found.append("")
-    return [word for word in found if word]
+            words.append("")
+    return [word for word in words if word]
 
 
 def count_words(words: list[str]) -> float:
@@ -40,8 +40,8 @@ def divide_or_zero(value: float, total: float) -> float:
 
 
 def has_phrase(words: list[str], phrase: str) -> bool:
-    wanted = phrase.split()
-    return any(words[i : i + len(wanted)] == wanted for i in range(len(words)))
+    phrase_words = phrase.split()
+    return any(words[i : i + len(phrase_words)] == phrase_words for i in range(len(words)))
 
 
 def count_ellipses(text: str) -> int:
@@ -123,8 +123,8 @@ def measure_text(original: str, end_marks: bool, min_words: int, longest: int) -
     raw_lines = [line.strip() for line in text.split("\n")]
     lines = [line for line in raw_lines if line]
     paragraphs = list_paragraphs(raw_lines)
-    whole = ["\n".join(paragraph) for paragraph in paragraphs]
-    lengths = {"\n".join(each): sum(map(len, each)) for each in paragraphs}
+    texts = ["\n".join(paragraph) for paragraph in paragraphs]
+    lengths = {"\n".join(paragraph): sum(map(len, paragraph)) for paragraph in paragraphs}
     figures = {
         "gopher.words": count,
         "gopher.word_length": divide_or_zero(len("".join(spaced)), len(spaced))
@@ -146,10 +146,10 @@ def measure_text(original: str, end_marks: bool, min_words: int, longest: int) -
         "gopher-repetition.duplicate_lines": divide_or_zero(len(list_repeats(lines)), len(lines)),
         "gopher-repetition.duplicate_line_characters": share_characters(lines),
         "gopher-repetition.duplicate_paragraphs": divide_or_zero(
-            len(list_repeats(whole)), len(whole)
+            len(list_repeats(texts)), len(texts)
         ),
         "gopher-repetition.duplicate_paragraph_characters": divide_or_zero(
-            sum(lengths[each] for each in list_repeats(whole)), sum(lengths[each] for each in whole)
+            sum(lengths[text] for text in list_repeats(texts)), sum(lengths[text] for text in texts)
         ),
         "c4.sentences": sum(
             count_sentences(line)

@@ -91,7 +91,7 @@ def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("change", "found"),
+    ("change", "description"),
     [
         ({"kind": 1}, "word vectors"),
         ({"loss": 9}, "unknown loss"),
@@ -99,11 +99,11 @@ def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path)
         ({"longest": -1}, "longest n-gram has -1 characters"),
     ],
 )
-def test_a_model_of_another_kind_is_refused(change, found, tmp_path):
+def test_a_model_of_another_kind_is_refused(change, description, tmp_path):
     path = write_classifier(tmp_path / "a.bin", LANGUAGES, **change)
     with pytest.raises(ArtifactError) as error:
         model_file.read_labels(path, "--m")
-    assert found in error.value.found
+    assert description in error.value.found
 
 
 def test_an_index_of_rows_that_do_not_exist_is_refused(tmp_path):
@@ -156,18 +156,25 @@ def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
     monkeypatch.setattr(ngram_classifier, "_KEPT_WORDS", kept_words)
     path = write_ngram_classifier(tmp_path / "a.ftz")
     assert model_file.read_labels(path, "--m") == ["de", "en", "zz", "fr", "ru", "aa"]
-    own = predictor.load_line_classifier(path)
-    assert isinstance(own, NgramClassifier) and own.labels == ["aa", "de", "en", "fr", "ru", "zz"]
+    classifier = predictor.load_line_classifier(path)
+    assert isinstance(classifier, NgramClassifier) and classifier.labels == [
+        "aa",
+        "de",
+        "en",
+        "fr",
+        "ru",
+        "zz",
+    ]
     lines = draw_lines()
     encoded = list(map(str.encode, lines))
     for least in (0.0, 0.2):
         expected = np.zeros((len(lines), 6))
         for row, line in zip(expected, lines, strict=True):
             for label, score in predictor.list_scores(predictor.load_classifier(path), line, least):
-                row[own.labels.index(label)] = score
-        found = own.score_lines(encoded, least)
-        assert np.abs(found - expected).max() < 1e-5
-        assert (found[::-1] == own.score_lines(encoded[::-1], least)).all()
+                row[classifier.labels.index(label)] = score
+        scores = classifier.score_lines(encoded, least)
+        assert np.abs(scores - expected).max() < 1e-5
+        assert (scores[::-1] == classifier.score_lines(encoded[::-1], least)).all()
 
 
 def test_other_models_are_left_to_the_library(models, tmp_path):
@@ -228,7 +235,7 @@ def test_options_of_quality_are_checked(models):
     scores.require_scores(models)
     scores.require_scores(RowOptions(quality_model=model, quality_label="cc", keep_top=0.1))
     error = catch_error(scores.require_scores, keep_top=0.1, quality_label="cc")
-    assert [each.problem for each in error.several] == [
+    assert [cause.problem for cause in error.several] == [
         "--quality-label needs --quality-model",
         "--keep-top needs --quality-model",
     ]
@@ -251,19 +258,19 @@ def test_the_package_is_named_if_it_is_missing(models, monkeypatch):
         assert (ROOT / "requirements-optional.txt").read_text().count("fasttext-predict") == 1
 
 
-@pytest.mark.parametrize("kept", [1, 2, 499, 500, 777, 1000])
+@pytest.mark.parametrize("count", [1, 2, 499, 500, 777, 1000])
 @pytest.mark.parametrize("first", [0, 100])
-def test_the_highest_scores_are_found_without_sorting(kept, first, tmp_path, monkeypatch):
+def test_the_highest_scores_are_found_without_sorting(count, first, tmp_path, monkeypatch):
     monkeypatch.setattr(top_scores, "BLOCK", 64)
-    draw = np.random.default_rng(kept)
+    draw = np.random.default_rng(count)
     values = draw.choice(draw.random(200, np.float32), 1000).astype(np.float32)
     values[draw.integers(0, 1000, 300)] = draw.choice([0, 1, 1e-5])
     path = tmp_path / "scores"
     path.write_bytes(draw.random(first, np.float32).tobytes() + values.tobytes())
-    threshold = top_scores.find_threshold(path, first, kept)
+    threshold = top_scores.find_threshold(path, first, count)
     selector = top_scores.Selector(threshold)
     chosen = np.concatenate([selector.select(block) for block in np.split(values, [10, 64, 900])])
-    best = np.argsort(-values, kind="stable")[:kept]
+    best = np.argsort(-values, kind="stable")[:count]
     assert np.flatnonzero(chosen).tolist() == sorted(best.tolist())
     assert threshold.score == values[best[-1]]
 

@@ -28,16 +28,16 @@ ROWS = [
 TEXTS = [f"row {i} é\u2028\ntitle {i}\na\nb" for i in range(1000)]
 
 
-def parquet(table: pa.Table, **how) -> bytes:
+def parquet(table: pa.Table, **options) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(table, sink, **how)
+    pq.write_table(table, sink, **options)
     return sink.getvalue()
 
 
-def ipc(table: pa.Table, new=pa.ipc.new_file, **how) -> bytes:
+def ipc(table: pa.Table, new=pa.ipc.new_file, **options) -> bytes:
     sink = io.BytesIO()
     with new(sink, table.schema) as writer:
-        writer.write_table(table, **how)
+        writer.write_table(table, **options)
     return sink.getvalue()
 
 

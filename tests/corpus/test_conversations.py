@@ -430,7 +430,7 @@ def test_conversations_in_csv_and_yaml_are_read(read):
 @pytest.mark.usefixtures("decoder")
 def test_refused_records_are_listed_with_their_line(read):
     good = {"messages": [USER, ANSWER]}
-    records = [record for each in REFUSED for record in (each[1], good)]
+    records = [record for case in REFUSED for record in (case[1], good)]
     data = lines(records)
     outcome = read(
         {"a.jsonl": data, "b.txt": "plain", "c.json": '{"messages": [1, 2', "d.bin": "\0"},
@@ -606,9 +606,9 @@ def test_any_record_becomes_a_row_or_a_line_of_errors(read):
         dedup="exact",
         validation_percent=1,
     )
-    kept = outcome.dataset.tally.documents
+    rows = outcome.dataset.tally.documents
     refused = [p for p in outcome.problems if p["kind"] not in ("duplicate", "encoding")]
-    assert kept + len(refused) == len(records) and 300 < kept < 2700
+    assert rows + len(refused) == len(records) and 300 < rows < 2700
     assert {p["kind"] for p in refused} == set(conversations.KINDS)
     for chat, place in outcome.chats:
         roles = [turn["role"] for turn in chat.messages]

@@ -109,22 +109,22 @@ def test_the_share_is_that_of_the_distinct_n_grams_of_the_question():
 def test_instructions_that_questions_share_do_not_count():
     instruction = "Read the passage and choose the one answer that best completes the sentence now:"
     closing = "Answer with one letter only, and do not explain why you have chosen it."
-    own = [make_words(25) for _ in range(12)]
+    questions = [make_words(25) for _ in range(12)]
     innocent = f"{instruction} {make_words(40)} {closing}"
-    for first in (own[0], make_words(25)):  # the second: no word is common to all questions
-        texts = [f"{instruction} {text} {closing}" for text in [first, *own[1:]]]
-        texts[0] = texts[0] if first == own[0] else first
+    for first in (questions[0], make_words(25)):  # the second: no word is common to all questions
+        texts = [f"{instruction} {text} {closing}" for text in [first, *questions[1:]]]
+        texts[0] = texts[0] if first == questions[0] else first
         test_index = make_index(one=texts)
         assert test_index.sizes.tolist() == [18] * 12  # of 25 words
-        verdict, _ = check_texts(test_index, innocent, f"{make_words(9)} {own[3]}")
+        verdict, _ = check_texts(test_index, innocent, f"{make_words(9)} {questions[3]}")
         assert verdict.dropped.tolist() == [False, True]
 
 
 def test_an_n_gram_in_the_middle_of_many_questions_does_not_count():
     phrase = "which of the following statements about the passage is not true"
-    own = [(make_words(20), make_words(20)) for _ in range(11)]
-    few = make_index(one=[f"{a} {phrase} {b}" for a, b in own[:10]])
-    many = make_index(one=[f"{a} {phrase} {b}" for a, b in own])
+    pairs = [(make_words(20), make_words(20)) for _ in range(11)]
+    few = make_index(one=[f"{a} {phrase} {b}" for a, b in pairs[:10]])
+    many = make_index(one=[f"{a} {phrase} {b}" for a, b in pairs])
     assert few.sizes.tolist() == [44] * 10 and many.sizes.tolist() == [40] * 11
     assert count_shares(few, phrase) == [round(4 / 44, 4)] * 10
     assert count_shares(many, phrase) == []
@@ -149,7 +149,7 @@ def test_frequent_n_grams_are_ignored_and_their_questions_named():
     is_frequent = np.zeros(len(test_index.hashes), bool)
     is_frequent[index.find_members(test_index, grams.hashes)[1]] = True
     final = index.ignore_frequent(test_index, is_frequent, Frequent(1000, 10, 23))
-    assert [each.unprotected for each in final.test_sets] == [{"frequent": [1]}] * 2
+    assert [test_set.unprotected for test_set in final.test_sets] == [{"frequent": [1]}] * 2
     assert test_index.test_sets[0].unprotected == {}
     verdict, hits = check_texts(final, quoted, mixed)
     assert verdict.dropped.tolist() == [False, True]
@@ -184,7 +184,7 @@ def test_a_document_with_many_questions_names_the_best_and_counts_all():
     assert dict(hits.sets["two"].questions) == {1: 3}
     assert [hits.sets[name].documents for name in ("one", "two")] == [3, 3]
     samples = hits.sets["one"].samples
-    assert [(each.position, each.question) for each in samples] == [(1, 1), (1, 2), (1, 3)]
+    assert [(sample.position, sample.question) for sample in samples] == [(1, 1), (1, 2), (1, 3)]
     assert samples[0].n_gram == " ".join(texts[0].split()[:8])
     assert samples[0].share == pytest.approx(23 / 33, abs=0.01)
 
@@ -193,9 +193,9 @@ def test_conversations_are_compared_by_the_turns_of_the_user():
     question = GETTYSBURG
     test_index = make_index(one=[question, make_words(30)])
     rule = matching.TestSetRule(test_index, 0.5, False)
-    asked = RowText([question, "A speech."], questions=[question])
+    row = RowText([question, "A speech."], questions=[question])
     quoted = RowText(["Which speech?", question], questions=["Which speech?"])
-    assert rule.check(RowBatch([asked, quoted])).dropped.tolist() == [True, False]
+    assert rule.check(RowBatch([row, quoted])).dropped.tolist() == [True, False]
     assert rule.hits.sets["one"].samples[0].n_gram.startswith("four score and seven")
 
 
@@ -216,7 +216,7 @@ def test_counts_of_several_units_are_added_and_stored():
     assert stored == tally.test_hits
     assert (stored.compared, stored.documents, stored.beginnings) == (8, 8, 4)
     assert dict(stored.sets["one"].questions) == {1: 5, 2: 1, 3: 1, 4: 1}
-    samples = [(each.path, each.position) for each in stored.sets["one"].samples]
+    samples = [(sample.path, sample.position) for sample in stored.sets["one"].samples]
     assert samples == [("b.txt", 100), ("c.txt", 101), ("b.txt", 101)]
 
 

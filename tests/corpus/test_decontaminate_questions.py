@@ -21,7 +21,7 @@ def write_lines(path: Path, *lines: object) -> Path:
 
 
 def read_questions(directory: Path) -> dict[str, list[tuple[int, str]]]:
-    return {name: [*map(tuple, found)] for name, found in questions.read_sets([directory])}
+    return {name: [*map(tuple, pairs)] for name, pairs in questions.read_sets([directory])}
 
 
 def test_the_question_is_found_by_its_key(tmp_path):

@@ -43,14 +43,14 @@ def test_groups_are_those_of_a_dictionary(tmp_path: Path, limit: int, columns: i
             expected[key].append(number)
     pairs = np.fromfile(tmp_path / "out", np.uint64).reshape(-1, 2).tolist()
     assert len(pairs) == count and pairs == sorted(pairs)
-    found = defaultdict(list)
+    groups_by_document = defaultdict(list)
     for document, group in pairs:
-        found[group].append(document)
-    assert sorted(found.values()) == sorted(
+        groups_by_document[group].append(document)
+    assert sorted(groups_by_document.values()) == sorted(
         group for group in expected.values() if len(group) > 1 and group[-1] >= FIRST_NEW
     )
-    starts = sorted(found)  # each group has room for its members
-    assert all(a + len(found[a]) <= b for a, b in pairwise(starts))
+    starts = sorted(groups_by_document)  # each group has room for its members
+    assert all(a + len(groups_by_document[a]) <= b for a, b in pairwise(starts))
     assert {path.name for path in tmp_path.iterdir()} == {"keys", "omitted", "out"}
 
 

@@ -60,8 +60,8 @@ def test_objects_parsed_at_once_equal_those_parsed_one_by_one(read, monkeypatch,
         lambda i: f'{{"id": {i}',
         lambda i: {"id": 1e999},
     ]
-    made = [draw.choice(kinds)(i) for i in range(400)]
-    data = json.dumps(made, indent=indent) + " "
+    records = [draw.choice(kinds)(i) for i in range(400)]
+    data = json.dumps(records, indent=indent) + " "
     monkeypatch.setattr(json_reader, "_PARSED_AT_ONCE", 0)  # one by one
     one_by_one = read({"a.json": data})
     monkeypatch.setattr(json_reader, "_PARSED_AT_ONCE", some)

@@ -20,9 +20,9 @@ def walk_matches(
     sets: the set of each document. bands: for each band, the key of each document; each key of a
     band becomes a group.
     """
-    np.concatenate([np.array(each, np.uint64) for each in sets]).tofile(directory / "sets")
+    np.concatenate([np.array(elements, np.uint64) for elements in sets]).tofile(directory / "sets")
     np.arange(len(sets)).tofile(directory / "documents")
-    np.cumsum([len(each) for each in sets]).tofile(directory / "ends")
+    np.cumsum([len(elements) for elements in sets]).tofile(directory / "ends")
     members = []
     for number, keys in enumerate(bands):
         starts = {key: keys.index(key) for key in keys}
@@ -47,8 +47,8 @@ def walk_matches(
         )
         leaders = {}
         for document, groups in one.list_steps(0, len(sets)):
-            if found := one.find_leader(document, groups):
-                leaders[document] = found
+            if leader := one.find_leader(document, groups):
+                leaders[document] = leader
             one.release()
     return leaders, one
 

@@ -151,7 +151,7 @@ def test_a_masked_text_has_no_match_and_its_neighbours_do_not_matter(key):
         number for number, text in enumerate(texts) if masked[number] != text
     }
     lines = [[masker.mask_text(line) for line in text.split("\n")] for text in texts]
-    assert ["\n".join(each) for each in lines] == masked
+    assert ["\n".join(parts) for parts in lines] == masked
 
 
 def test_only_the_neighbourhood_of_a_match_is_searched_again(monkeypatch):

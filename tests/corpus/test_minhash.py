@@ -26,8 +26,8 @@ def test_pairs_share_a_band_as_often_as_the_formula_says(size, similarity):
     for _ in range(pairs):
         shared = draw.integers(0, 2**64, common, dtype=np.uint64)
         for _ in range(2):
-            own = draw.integers(0, 2**64, size - common, dtype=np.uint64)
-            sets.append(np.concatenate([own, shared]))
+            distinct = draw.integers(0, 2**64, size - common, dtype=np.uint64)
+            sets.append(np.concatenate([distinct, shared]))
     keys = minhash.compute_keys(
         Shingles(np.concatenate(sets), np.cumsum([size] * len(sets))), BANDS
     )

@@ -71,7 +71,7 @@ def measure_batch(texts: list[str]) -> dict[str, np.ndarray]:
 def test_all_figures_equal_those_of_a_plain_implementation(seed):
     texts = make_texts(seed, 150)
     results = measure_batch(texts)
-    assert len(results) == sum(each.is_rule for each in thresholds.THRESHOLDS.values())
+    assert len(results) == sum(threshold.is_rule for threshold in thresholds.THRESHOLDS.values())
     for number, text in enumerate(texts):
         expected = measure_text(text, **SETTINGS)
         for name, values in results.items():

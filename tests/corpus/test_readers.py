@@ -370,7 +370,7 @@ def test_a_truncated_archive_keeps_complete_documents(read, suffix, compress):
         ]
     }
     outcome = read(cut, keep_source=True)
-    whole = [json.loads(line)["a"] for line in lines.splitlines()]
+    values = [json.loads(line)["a"] for line in lines.splitlines()]
     by_source = {
         name: [
             row
@@ -380,7 +380,7 @@ def test_a_truncated_archive_keeps_complete_documents(read, suffix, compress):
         for name in ("a.jsonl", "b.txt", "c.json")
     }
     assert 100 < len(by_source["a.jsonl"]) < 5000
-    assert by_source["a.jsonl"] == whole[: len(by_source["a.jsonl"])] == by_source["c.json"]
+    assert by_source["a.jsonl"] == values[: len(by_source["a.jsonl"])] == by_source["c.json"]
     assert by_source["b.txt"] == []
     yaml_rows = [
         row

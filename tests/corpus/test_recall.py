@@ -17,13 +17,13 @@ def draw_pairs(similarity: float, probability: float, pairs: int) -> tuple[Recal
     """Return a sample of pairs that share a band with a probability, and the true recall."""
     draw = random.Random(round(similarity * 100))
     sample = RecallSample(BANDS, 1, 0.8)
-    found = 0
+    matches = 0
     for _ in range(pairs):
         shared = sum(draw.random() < probability for _ in range(BANDS.number))
         if shared:
             sample.add(similarity, shared)
-            found += 1
-    return sample, found / pairs
+            matches += 1
+    return sample, matches / pairs
 
 
 @pytest.mark.parametrize("similarity", [0.62, 0.72, 0.77, 0.82, 0.92])

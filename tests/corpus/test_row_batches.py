@@ -21,7 +21,9 @@ OPTIONS = RowOptions(min_chars=3, fields=["text"], keep_source=True)
 
 
 def count_letters(batch: RowBatch) -> list[int]:
-    return batch.memo("letters", lambda own: [sum(map(str.isalpha, t)) for t in own.texts])
+    return batch.memo(
+        "letters", lambda row_batch: [sum(map(str.isalpha, t)) for t in row_batch.texts]
+    )
 
 
 def find_loud(batch: RowBatch) -> RowVerdict:
@@ -105,7 +107,7 @@ def test_every_batch_gives_the_same_dataset(tmp_path, monkeypatch, rules, charac
         "style: numbers": {"dropped": 2, "alone": 3},  # "x" is short too
     }
     problems = [json.loads(line) for line in (tmp_path / "out/errors.jsonl").open()]
-    assert [(each["path"], each["kind"], each["message"][:7]) for each in problems] == [
+    assert [(problem["path"], problem["kind"], problem["message"][:7]) for problem in problems] == [
         ("a.txt", "style: loud", "1 row i"),
         ("b.jsonl", "syntax", "not val"),
         ("b.jsonl", "style: numbers", "2 rows "),
@@ -118,5 +120,5 @@ def test_every_batch_gives_the_same_dataset(tmp_path, monkeypatch, rules, charac
 
 def test_what_several_rules_need_is_computed_once():
     batch = RowBatch([])
-    computed = [batch.memo("words", lambda own: object()) for _ in range(2)]
+    computed = [batch.memo("words", lambda row_batch: object()) for _ in range(2)]
     assert computed[0] is computed[1]

@@ -32,31 +32,31 @@ def test_tallies_of_parts_add_up_after_json(monkeypatch):
     for number in range(400):
         path = NAMES[number // 50]
         rows.append((path, number, int(10 ** (draw.random() * 4)), draw.random() < 0.3))
-    whole = tally_rows(rows)
+    tally = tally_rows(rows)
     joined = RowTally()
     for start in range(0, 400, 70):
         part = json.loads(json.dumps(tally_rows(rows[start : start + 70]).to_json()))
         joined.add(RowTally.from_json(part))
-    assert joined == whole == RowTally.from_json(json.loads(json.dumps(whole.to_json())))
+    assert joined == tally == RowTally.from_json(json.loads(json.dumps(tally.to_json())))
 
-    assert whole.rows == 400 and whole.bytes == sum(size for _, _, size, _ in rows)
-    for number, count in whole.lengths.items():
+    assert tally.rows == 400 and tally.bytes == sum(size for _, _, size, _ in rows)
+    for number, count in tally.lengths.items():
         low = find_bin_start(number)
         high = find_bin_start(number + 1)
         assert count == sum(round(low) <= max(size, 1) < round(high) for _, _, size, _ in rows)
-    sources = {each["name"]: each for each in whole.list_sources()}
+    sources = {source["name"]: source for source in tally.list_sources()}
     assert [*sources] == ["a", "b", "c", "d", OTHERS] and sources[OTHERS]["rows"] == 150
-    assert sum(each["dropped"].get("rule", 0) for each in sources.values()) == sum(
+    assert sum(source["dropped"].get("rule", 0) for source in sources.values()) == sum(
         is_dropped for *_, is_dropped in rows
     )
     keys = sorted((make_key(path, position), position) for path, position, _, x in rows if x)
-    assert [(each.key, each.position) for each in whole.samples["rule"]] == keys[:SAMPLES]
+    assert [(sample.key, sample.position) for sample in tally.samples["rule"]] == keys[:SAMPLES]
 
 
 def test_positions_in_a_later_span_are_shifted():
     first = tally_rows([("a", 3, 9, True)])
     first.add(tally_rows([("a", 2, 9, True)]), rows_before=100)
-    assert {each.position for each in first.samples["rule"]} == {3, 102}
+    assert {sample.position for sample in first.samples["rule"]} == {3, 102}
 
 
 def test_samples_show_control_characters_and_are_cut():

@@ -16,9 +16,9 @@ from lib.corpus.shards import Flusher
 
 @pytest.fixture
 def flusher():
-    made = Flusher()
-    yield made
-    made.close()
+    new_flusher = Flusher()
+    yield new_flusher
+    new_flusher.close()
 
 
 NESTED = json.dumps(

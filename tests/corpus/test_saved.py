@@ -70,8 +70,8 @@ def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
 
 
 def test_metadata_of_a_dataset_gives_no_row(tmp_path: Path) -> None:
-    made = texts("train", 40)
-    made.save_to_disk(str(tmp_path / "saved"))
+    dataset = texts("train", 40)
+    dataset.save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved/cache-0123.arrow").write_bytes(
         next((tmp_path / "saved").glob("data-*.arrow")).read_bytes()
     )

@@ -106,8 +106,8 @@ def test_the_output_of_the_stage_is_not_scanned(tmp_path):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text("x")
     partial_dirs.mark_path(tmp_path / "splits.partial-1").touch()
-    found = find_reasons(tmp_path, tmp_path / "splits")
-    assert [path for path, reason in found.items() if not reason] == [
+    reasons = find_reasons(tmp_path, tmp_path / "splits")
+    assert [path for path, reason in reasons.items() if not reason] == [
         "a.txt",
         "splits.partial-mine/b.txt",
         "splits2/b.txt",
@@ -133,7 +133,7 @@ def test_a_failing_disk_ends_the_scan_except_for_excluded_files(tmp_path, monkey
     for name in ("a.txt", "bad.txt"):
         (tmp_path / name).write_text("x")
 
-    def fail(*_, **how):
+    def fail(*_, **options):
         raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "bad.txt"))
 
     bad = SimpleNamespace(name="bad.txt", path=str(tmp_path / "bad.txt"), stat=fail)
@@ -205,14 +205,14 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
 
 
 def test_artifacts_are_not_taken_as_text(tmp_path: Path) -> None:
-    made = {
+    kinds = {
         "corpus": "dataset/1",
         "store": "tokens/1",
         "model": "model/1",
         "fetched": "raw/1",
         "foreign": "dataset",
     }
-    for name, kind in made.items():
+    for name, kind in kinds.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(json.dumps({"kind": kind}))
         (tmp_path / name / "text.txt").write_text("text")

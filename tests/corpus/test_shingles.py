@@ -32,10 +32,10 @@ TEXTS = [
 
 def list_reference(text: str, words: int) -> list[tuple[str, ...]]:
     """Return the n-grams of a text without marks, by a regular expression."""
-    found = WORD.findall(unicodedata.normalize("NFC", text).lower())
-    if len(found) < words:
-        return [tuple(found)] if found else []
-    return [tuple(found[i : i + words]) for i in range(len(found) - words + 1)]
+    words_of_text = WORD.findall(unicodedata.normalize("NFC", text).lower())
+    if len(words_of_text) < words:
+        return [tuple(words_of_text)] if words_of_text else []
+    return [tuple(words_of_text[i : i + words]) for i in range(len(words_of_text) - words + 1)]
 
 
 def list_hashes(texts: list[str], words: int) -> list[list[int]]:

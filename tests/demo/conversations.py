@@ -57,7 +57,7 @@ _SENTENCE = re.compile(r"[A-Z][^.>]{20,80}\.(?= |$)")
 
 def conversations() -> list[dict]:
     """Return them in the format of `messages`: what a function does, and where it is from."""
-    found = []
+    chats = []
     for module in _MODULES:
         for name, thing in sorted(vars(importlib.import_module(module)).items()):
             text = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
@@ -69,7 +69,7 @@ def conversations() -> list[dict]:
                     "Where is it from?",
                     f"It is a function of the module {module}.",
                 )
-                found.append(
+                chats.append(
                     {
                         "messages": [
                             {"role": role, "content": content}
@@ -77,7 +77,7 @@ def conversations() -> list[dict]:
                         ]
                     }
                 )
-    return found[:_MOST]
+    return chats[:_MOST]
 
 
 def main(argv: list[str]) -> None:
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write them")
     folder = parser.parse(argv).folder
     folder.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(each, ensure_ascii=False) + "\n" for each in conversations()]
+    lines = [json.dumps(chat, ensure_ascii=False) + "\n" for chat in conversations()]
     target = folder / "functions.jsonl"
     target.write_text("".join(lines), encoding="utf-8")
     log.info(f"{len(lines)} conversations → {target}")

@@ -35,7 +35,7 @@ def score_suite(model: str, suite: Path) -> dict[str, Any]:
                 "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
             }
             Path(place, f"{path.stem}.yaml").write_text(yaml.safe_dump(content))
-        found = lm_eval.simple_evaluate(
+        evaluation = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": model, "dtype": "float32"},
             tasks=names,
@@ -47,11 +47,11 @@ def score_suite(model: str, suite: Path) -> dict[str, Any]:
         )
     return {
         name: {
-            "accuracy": found["results"][name]["acc,none"],
-            "accuracy_per_char": found["results"][name]["acc_norm,none"],
+            "accuracy": evaluation["results"][name]["acc,none"],
+            "accuracy_per_char": evaluation["results"][name]["acc_norm,none"],
             "nats": [
                 [-float(response[0]) for response in sample["filtered_resps"]]
-                for sample in sorted(found["samples"][name], key=lambda s: s["doc_id"])
+                for sample in sorted(evaluation["samples"][name], key=lambda s: s["doc_id"])
             ],
         }
         for name in names

@@ -75,11 +75,11 @@ def compute_nats(place: Path, context: str, answer: str) -> float:
     """Return the nats of an answer as transformers computes them, token by token."""
     tokenizer = AutoTokenizer.from_pretrained(place / "model")
     model = AutoModelForCausalLM.from_pretrained(place / "model").eval()
-    kept = context.rstrip()
+    stripped = context.rstrip()
     ids = tokenizer(context + answer, add_special_tokens=False)["input_ids"]
-    start = len(tokenizer(kept, add_special_tokens=False)["input_ids"]) if kept else 0
-    ids = ids if kept else [tokenizer.eos_token_id, *ids]
-    start += not kept
+    start = len(tokenizer(stripped, add_special_tokens=False)["input_ids"]) if stripped else 0
+    ids = ids if stripped else [tokenizer.eos_token_id, *ids]
+    start += not stripped
     total = 0.0
     with torch.no_grad():
         for place_of in range(start, len(ids)):
@@ -120,8 +120,8 @@ def test_results_are_those_of_transformers(place: Path) -> None:
     total += compute_nats(place, ANSWERS[2]["context"], "rux")
     size = len("kan lota") + len(" \ngrößer 🙂 日本".encode()) + len(" rux")
     expected = total / math.log(2) / size
-    found = read_values(place, "short.json")["answers"]["bits_per_byte"]
-    assert found == pytest.approx(expected, rel=1e-6)
+    value = read_values(place, "short.json")["answers"]["bits_per_byte"]
+    assert value == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow

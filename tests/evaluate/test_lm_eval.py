@@ -40,8 +40,8 @@ def peer_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     PEER_PYTHON names one that exists already.
     """
-    if found := os.environ.get("PEER_PYTHON"):
-        return found
+    if interpreter := os.environ.get("PEER_PYTHON"):
+        return interpreter
     place = tmp_path_factory.mktemp("lm-eval")
     venv.create(place, with_pip=True)
     python = place / "bin" / "python"
@@ -56,8 +56,8 @@ def peer_python(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def bare_environment() -> dict[str, str]:
     left_out = ("PYTHONPATH", "NETWORK_GUARD_REPORT")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return kept | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    variables = {name: value for name, value in os.environ.items() if name not in left_out}
+    return variables | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("adds_bos", [False, True])

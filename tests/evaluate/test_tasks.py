@@ -35,10 +35,10 @@ def make_request(document: int, index: int, text: str, label: Any, context: str 
 
 
 def test_the_files_of_the_small_suite_are_those_that_the_script_writes() -> None:
-    made = small_tasks.make_files()
+    files = small_tasks.make_files()
     directory = tasks.find_suite("small")
-    assert {path.name: path.read_text() for path in directory.iterdir()} == made
-    assert all(len(text) < 20_000 for text in made.values())
+    assert {path.name: path.read_text() for path in directory.iterdir()} == files
+    assert all(len(text) < 20_000 for text in files.values())
     suite = tasks.read_suite(directory)
     assert [task.name for task in suite] == sorted(small_tasks._TASKS) and len(suite) == 6
     for task in suite:
@@ -148,8 +148,8 @@ def test_a_task_cannot_have_the_name_of_another_figure(tmp_path: Path, name: str
 
 
 def test_a_damaged_file_is_no_bad_usage(tmp_path: Path) -> None:
-    whole = gzip.compress(json.dumps(CHOICE).encode() * 100)
-    (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    archive = gzip.compress(json.dumps(CHOICE).encode() * 100)
+    (tmp_path / "cut.jsonl.gz").write_bytes(archive[: len(archive) // 2])
     with pytest.raises(ArtifactError, match=r"cut\.jsonl\.gz is damaged"):
         tasks.read_suite(tmp_path)
     write_olmo(tmp_path / "olmo" / "a" / "b", [make_request(0, 0, " a", 5)])

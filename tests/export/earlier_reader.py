@@ -23,20 +23,20 @@ def read_model(directory: Path) -> dict[str, Any]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager"
     )
-    found: dict[str, Any] = {"version": transformers.__version__, "dtype": str(model.dtype)}
+    results: dict[str, Any] = {"version": transformers.__version__, "dtype": str(model.dtype)}
     with torch.no_grad():
-        found["logits"] = model.eval().float()(torch.load(directory / "ids.pt")).logits
+        results["logits"] = model.eval().float()(torch.load(directory / "ids.pt")).logits
     if (directory / "tokenizer.json").exists():
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-        found["text"] = tokenizer(TEXT)["input_ids"]
-        found["special"] = sorted(tokenizer.all_special_tokens)
-        found["batch"] = tokenizer(["a b", "c"], padding=True)["attention_mask"]
-        found["texts"] = [tokenizer(text)["input_ids"] for text in TEXTS]
-        found["decoded"] = [tokenizer.decode(ids) for ids in found["texts"]]
-        found["length"] = len(tokenizer)
+        results["text"] = tokenizer(TEXT)["input_ids"]
+        results["special"] = sorted(tokenizer.all_special_tokens)
+        results["batch"] = tokenizer(["a b", "c"], padding=True)["attention_mask"]
+        results["texts"] = [tokenizer(text)["input_ids"] for text in TEXTS]
+        results["decoded"] = [tokenizer.decode(ids) for ids in results["texts"]]
+        results["length"] = len(tokenizer)
         if tokenizer.chat_template:
-            found["chat"] = tokenizer.apply_chat_template(QUESTION, tokenize=False)
-    return found
+            results["chat"] = tokenizer.apply_chat_template(QUESTION, tokenize=False)
+    return results
 
 
 WRITTEN = ("LlamaConfig", "Qwen2Config", "MixtralConfig")

@@ -137,13 +137,13 @@ def export_model(root: Path, name: str) -> Path:
         save_lora_run(root, base, lora)
     else:
         save_run(root, base)
-    kept = root / "exp" / "model"
+    model_dir = root / "exp" / "model"
     for file in (*TOKENIZER_FILES, *OTHER_TOKENIZER_FILES):
         if (base / file).is_file():
-            shutil.copyfile(base / file, kept / file)
+            shutil.copyfile(base / file, model_dir / file)
     if name in ("added", "lora"):
         stop = json.loads((base / "tokenizer.json").read_text())["added_tokens"][-1]["id"]
-        change_json(kept / "generation_config.json", eos_token_id=[stop, 2])
+        change_json(model_dir / "generation_config.json", eos_token_id=[stop, 2])
     out = root / "out"
     run_stage_05("-e", "exp", "--save-dir", root, "--out", out, "--dtype", "float32")
     return out

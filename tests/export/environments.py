@@ -29,8 +29,8 @@ def make_environment(place: Path, *pins: str, with_dependencies: bool = False) -
 def find_packages(python: str | Path) -> Path:
     """Return the directory of an interpreter's packages."""
     code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    found = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
-    return Path(found.stdout.strip())
+    result = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
+    return Path(result.stdout.strip())
 
 
 def clean_environment(**more: str) -> dict[str, str]:

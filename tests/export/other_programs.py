@@ -29,14 +29,14 @@ def run_ctranslate2(directory: Path) -> list[int]:
         converted = Path(root) / "converted"
         TransformersConverter(str(directory)).convert(str(converted), quantization="float32")
         generator = ctranslate2.Generator(str(converted), compute_type="float32", intra_threads=1)
-        (found,) = generator.generate_batch(
+        (result,) = generator.generate_batch(
             [prompt],
             max_length=COUNT,
             sampling_topk=1,
             include_prompt_in_result=False,
             end_token=[],
         )
-    return found.sequences_ids[0]
+    return result.sequences_ids[0]
 
 
 def run_gguf(path: Path, prompt: str, first: int) -> dict[str, Any]:

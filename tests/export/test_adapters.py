@@ -209,16 +209,16 @@ def test_base_models_and_targets_are_named_so_that_peft_finds_them(tmp_path: Pat
     assert adapter_files.name_targets(model, [first]) == [first]  # the other has that last part too
 
 
-def without_rows(kept: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None]:
+def without_rows(rows: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None]:
     """Return a function that sets all rows but `kept` to zero, in tensors B of these kinds."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if name.startswith(kinds) and name.endswith(".lora_B.weight"):
                 local = local_tensor(tensor)
-                held = local[kept].clone()
+                held = local[rows].clone()
                 local.zero_()
-                local[kept] = held
+                local[rows] = held
 
     return change
 
@@ -235,11 +235,11 @@ _REFUSED = r"lacks a part of its adapter|do not compute what was trained"
 
 @pytest.mark.parametrize("fault", LOST)
 def test_an_adapter_that_lacks_rows_is_not_published(tmp_path: Path, fault: str) -> None:
-    kept, kinds, says = LOST[fault]
+    rows, kinds, says = LOST[fault]
     make_run(
         tmp_path,
         lora=Lora(4, 8.0, targets="down_proj"),
-        change=without_rows(kept, *kinds),
+        change=without_rows(rows, *kinds),
         optimizer="adamw" if "slice" in fault else "adamw8bit",
     )
     for arguments in ((), ("--adapter",)):
@@ -361,5 +361,5 @@ def test_peft_and_the_merged_model_compute_what_the_trainer_did(
         warnings.simplefilter("error", UserWarning)  # missing keys are a warning to PEFT
         by_peft = PeftModel.from_pretrained(base, tmp_path / "out").eval()(input_ids=TOKENS).logits
     assert (without - expected).std() > 0.005 * expected.std()
-    for found in (by_peft, by_merged):
-        assert (found - expected).abs().max() < 2e-5 * expected.std()
+    for logits in (by_peft, by_merged):
+        assert (logits - expected).abs().max() < 2e-5 * expected.std()

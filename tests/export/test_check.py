@@ -29,10 +29,10 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rope = {"rope_type": "default", "rope_theta": 5e5}
     make_checkpoint(root / "model", FAMILIES["llama"](300, rope_parameters=rope))
     save_run(root, root / "model")
-    kept = root / "exp" / "model"
-    tokenizer.train_tokenizer([], 300, 128, kept, workers=1, show_progress=False)
-    (kept / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    change_json(kept / GENERATION, eos_token_id=[1, 2])
+    model_dir = root / "exp" / "model"
+    tokenizer.train_tokenizer([], 300, 128, model_dir, workers=1, show_progress=False)
+    (model_dir / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    change_json(model_dir / GENERATION, eos_token_id=[1, 2])
     run_stage_05("-e", "exp", "--save-dir", root, "--out", root / "out", "--dtype", "float32")
     return root / "out"
 
@@ -150,7 +150,7 @@ def test_each_fault_is_named_for_the_programs_that_it_concerns(model: Path, faul
     breaks(model)
     failing = find_failing(model)
     assert set(failing) >= tools and set(failing) <= tools | {"llama.cpp"}
-    others = [f.problem for found in check.check_directory(model).values() for f in found]
+    others = [f.problem for faults in check.check_directory(model).values() for f in faults]
     assert any(says in problem for problem in others), others
 
 
@@ -163,10 +163,10 @@ def test_experts_in_one_tensor_are_for_transformers_5_alone(tmp_path: Path) -> N
         next(name for name in tensors if ".w1." in name)
     )
     save_file(tensors, path, {"format": "pt"})
-    found = check.check_directory(tmp_path)
+    findings = check.check_directory(tmp_path)
     for tool in ("transformers 4", "vLLM", "llama.cpp", "mlx-lm"):
-        assert any("experts" in remark.problem for remark in found[tool]), tool
-    assert not any("experts" in remark.problem for remark in found["transformers 5"])
+        assert any("experts" in remark.problem for remark in findings[tool]), tool
+    assert not any("experts" in remark.problem for remark in findings["transformers 5"])
 
 
 def test_a_directory_of_transformers_5_is_refused_by_earlier_programs(tmp_path: Path) -> None:

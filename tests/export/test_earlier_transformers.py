@@ -116,12 +116,14 @@ def exports(
 ) -> dict[str, Path]:
     """Return an export of each model, which transformers 4 has read."""
     root = tmp_path_factory.mktemp("exports")
-    made = {
+    directories = {
         name: _export_model(root / name.replace(", ", "-"), make) for name, make in MODELS.items()
     }
     reader = Path(earlier_reader.__file__)
-    subprocess.run([earlier_python, reader, *made.values()], check=True, env=clean_environment())
-    return made
+    subprocess.run(
+        [earlier_python, reader, *directories.values()], check=True, env=clean_environment()
+    )
+    return directories
 
 
 def _export_model(root: Path, make: Callable[[], PretrainedConfig]) -> Path:
@@ -155,13 +157,15 @@ def eight(
     tmp_path_factory: pytest.TempPathFactory, earlier_python: Path, group: None
 ) -> dict[str, Path]:
     """Return the exports of `eight_models`, which transformers 4 has read."""
-    made = {}
+    directories = {}
     for name in eight_models.CONFIGS:
-        made[name] = eight_models.export_model(tmp_path_factory.mktemp(name), name)
-        torch.save(eight_models.draw_tokens(), made[name] / "ids.pt")
+        directories[name] = eight_models.export_model(tmp_path_factory.mktemp(name), name)
+        torch.save(eight_models.draw_tokens(), directories[name] / "ids.pt")
     reader = Path(earlier_reader.__file__)
-    subprocess.run([earlier_python, reader, *made.values()], check=True, env=clean_environment())
-    return made
+    subprocess.run(
+        [earlier_python, reader, *directories.values()], check=True, env=clean_environment()
+    )
+    return directories
 
 
 @pytest.mark.parametrize("name", eight_models.CONFIGS)

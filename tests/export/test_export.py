@@ -31,31 +31,31 @@ OWN = {"README.md", "manifest.json"}
 
 def content(directory: Path) -> dict[str, tuple[str, dict[str, str], torch.Tensor]]:
     """Return file, metadata and tensor by name."""
-    found = {}
+    tensors = {}
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {
+            tensors |= {
                 key: (path.name, file.metadata(), file.get_tensor(key))
                 for key in file.keys()  # noqa: SIM118 (no mapping)
             }
-    return found
+    return tensors
 
 
 def settings(path: Path) -> dict[str, Any]:
     """Return a JSON file without the version that wrote it."""
-    found = json.loads(path.read_text())
-    found.pop("transformers_version", None)
-    return found
+    values = json.loads(path.read_text())
+    values.pop("transformers_version", None)
+    return values
 
 
 def config_of(directory: Path) -> dict[str, Any]:
     """Return the config as transformers reads it, without second names for the same settings."""
     config = AutoConfig.from_pretrained(directory)
     config.name_or_path = ""
-    found = config.to_dict()
-    found.pop("partial_rotary_factor", None)
-    (found.get("rope_parameters") or {}).pop("type", None)
-    return found
+    values = config.to_dict()
+    values.pop("partial_rotary_factor", None)
+    (values.get("rope_parameters") or {}).pop("type", None)
+    return values
 
 
 def assert_same_model(out: Path, reference: Path, same_files: bool) -> None:
@@ -140,12 +140,12 @@ def test_an_export_equals_save_pretrained(tmp_path: Path, family: str, dtype: st
     assert all(p.stat().st_size < size + 4096 for p in (tmp_path / "out").glob("*.safetensors"))
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["dtype"] == dtype
-    whole = manifest.read_manifest(tmp_path / "out", "export/1", "the export")
-    assert {entry["path"] for entry in whole["files"]} | {"manifest.json"} == {
+    record = manifest.read_manifest(tmp_path / "out", "export/1", "the export")
+    assert {entry["path"] for entry in record["files"]} | {"manifest.json"} == {
         path.name for path in (tmp_path / "out").iterdir()
     }
-    assert manifest.find_damage(tmp_path / "out", whole, deep=True) == []
-    assert all(entry["digest"].startswith("sha256:") for entry in whole["files"])
+    assert manifest.find_damage(tmp_path / "out", record, deep=True) == []
+    assert all(entry["digest"].startswith("sha256:") for entry in record["files"])
 
 
 def test_router_biases_remain_float32_under_any_name(tmp_path: Path) -> None:
@@ -226,9 +226,9 @@ def test_a_checkpoint_can_be_deleted_once_its_files_are_open(
     problems = commit.Checkpoint.content_problems
 
     def prune_after(self: commit.Checkpoint, *args: Any, **options: Any) -> list[str]:
-        found = problems(self, *args, **options)
+        damage = problems(self, *args, **options)
         shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return damage
 
     monkeypatch.setattr(commit.Checkpoint, "content_problems", prune_after)
     with pytest.raises(ArtifactError, match="was deleted"):

@@ -43,8 +43,8 @@ def test_the_files_are_complete_and_those_of_the_tokenizer_unchanged(out: Path) 
     tokenizer_files = {
         name for name in (*TOKENIZER_FILES, *OTHER_TOKENIZER_FILES) if (base / name).exists()
     }
-    own = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-    assert {path.name for path in out.iterdir()} == own | tokenizer_files | {"manifest.json"}
+    names = {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert {path.name for path in out.iterdir()} == names | tokenizer_files | {"manifest.json"}
     for name in tokenizer_files - {"tokenizer_config.json"}:
         assert (out / name).read_bytes() == (base / name).read_bytes(), name
     if name_of(out) == "scratch":  # nothing in it is misread, so it stays byte for byte
@@ -123,13 +123,13 @@ def test_the_report_about_other_programs_finds_nothing(out: Path) -> None:
 
 
 def test_traces_of_a_machine_are_removed_and_names_of_the_hub_stay() -> None:
-    kept = {"name_or_path": "org/name", "model_max_length": 8, "chat_template": "/a"}
+    settings = {"name_or_path": "org/name", "model_max_length": 8, "chat_template": "/a"}
     traces = {
         "is_local": True,
         "_name_or_path": "org/name",
         "tokenizer_file": "C:\\models\\tokenizer.json",
         "special_tokens_map_file": "~/.cache/special_tokens_map.json",
     }
-    assert dialects.remove_traces(kept | traces) == kept
+    assert dialects.remove_traces(settings | traces) == settings
     nested = {"text_config": {"_name_or_path": "/x", "hidden_size": 8}}
     assert dialects.remove_traces(nested) == {"text_config": {"hidden_size": 8}}

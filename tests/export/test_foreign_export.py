@@ -62,8 +62,8 @@ def test_torchtitan_and_the_export_compute_the_same(tmp_path: Path, version: str
     exported = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
     with torch.no_grad():
         expected = titan(TOKENS)
-        found = exported(TOKENS).logits
-    assert (found - expected).abs().max() < 1e-5 * expected.std()
+        logits = exported(TOKENS).logits
+    assert (logits - expected).abs().max() < 1e-5 * expected.std()
     assert torch.equal(exported.lm_head.weight, titan.output.weight)
     assert (out / "tokenizer.model").read_bytes() == (
         tmp_path / "base/tokenizer.model"
@@ -100,9 +100,9 @@ def test_a_checkpoint_of_accelerate_on_two_ranks_is_exported(tmp_path: Path) -> 
     run_stage_05(
         "--from-dcp", tmp_path / "saved", "-m", tmp_path / "model", "--out", out, "--dtype", "fp32"
     )
-    found = load_file(out / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    tensors = load_file(out / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 def test_options_that_do_not_apply_are_named_at_once(tmp_path: Path) -> None:

@@ -148,14 +148,14 @@ def test_a_gguf_file_continues_a_text_with_the_same_tokens(
     make_checkpoint(base, scratch.make_config("1M", 640, 1, 2, 3))
     save_run(tmp_path, base)
     special = [tokenizer.BOS, tokenizer.EOS, tokenizer.PAD]
-    kept = tmp_path / "exp" / "model"
+    model_dir = tmp_path / "exp" / "model"
     tokenizer.train_tokenizer(
-        [], 640, 128, kept, workers=1, show_progress=False, kind=tokenizer.PIECES
+        [], 640, 128, model_dir, workers=1, show_progress=False, kind=tokenizer.PIECES
     )
     texts = [path.read_text() for path in sorted(Path(tokenizer.__file__).parent.glob("*.py"))]
     pieces = piece_tokenizer.train_pieces([texts], 640, special)
     assert len(pieces) == 640
-    piece_tokenizer.write_tokenizer(pieces, special, 640, kept)
+    piece_tokenizer.write_tokenizer(pieces, special, 640, model_dir)
     first = pieces.index(piece_tokenizer.BYTES[-1]) + 1
     out = tmp_path / "out"
     run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", out, "--dtype", "float32")
@@ -175,8 +175,8 @@ def test_a_gguf_file_continues_a_text_with_the_same_tokens(
         text=True,
         env=environment,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
     loaded = AutoTokenizer.from_pretrained(out)
     ids = loaded(prompt)["input_ids"]
-    assert found["prompt"] == len(ids)
-    assert found["tokens"] == choose_greedily(eight_models.load_export(out), ids, first)
+    assert answer["prompt"] == len(ids)
+    assert answer["tokens"] == choose_greedily(eight_models.load_export(out), ids, first)

@@ -36,8 +36,8 @@ def test_streamed_parts_give_the_logits_of_the_full_model(tmp_path: Path, family
             return stored.read(name)
 
         with stream_parts(model, read):
-            found = model(input_ids=TOKENS).logits
-    assert torch.allclose(found, expected, atol=1e-6 * float(expected.std()))
+            logits = model(input_ids=TOKENS).logits
+    assert torch.allclose(logits, expected, atol=1e-6 * float(expected.std()))
     blocks = [
         sum(p.numel() for p in block.parameters()) for block in decoder_layers(model).values()
     ]

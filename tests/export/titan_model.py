@@ -41,8 +41,8 @@ class Attention(nn.Module):
 
         parts = (rotate(split(self.wq)), rotate(split(self.wk)), split(self.wv))
         heads = (tensor.transpose(1, 2) for tensor in parts)
-        found = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
-        return self.wo(found.transpose(1, 2).reshape(batch, length, width))
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        return self.wo(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class FeedForward(nn.Module):

@@ -55,8 +55,8 @@ def remote(content: bytes = CONTENT, path: str = "a/model.bin") -> RemoteFile:
     return RemoteFile(path, len(content), hashlib.sha256(content).hexdigest(), "")
 
 
-def transfer_files(wire: Wire, **how) -> Transfer:
-    return Transfer(wire, Repository("org/x", "0" * 40, {}), **how)
+def transfer_files(wire: Wire, **options) -> Transfer:
+    return Transfer(wire, Repository("org/x", "0" * 40, {}), **options)
 
 
 def test_a_large_file_is_downloaded_in_parallel_pieces(tmp_path):
@@ -154,9 +154,13 @@ def test_only_the_headers_are_downloaded(tmp_path, length):
     content = length.to_bytes(8, "little") + CONTENT
     wire = Wire(content)
     fetch_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
-    there = (tmp_path / "x").read_bytes()
-    assert content.startswith(there) and min(len(content), 8 + length) <= len(there)
-    assert sum(end - start for start, end in wire.ranges) == len(there) <= max(1 << 16, length + 8)
+    downloaded = (tmp_path / "x").read_bytes()
+    assert content.startswith(downloaded) and min(len(content), 8 + length) <= len(downloaded)
+    assert (
+        sum(end - start for start, end in wire.ranges)
+        == len(downloaded)
+        <= max(1 << 16, length + 8)
+    )
 
 
 def test_a_header_whose_stream_ends_early_is_continued(tmp_path):

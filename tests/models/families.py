@@ -58,9 +58,9 @@ def make_tiny_llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**fields, **changes})
 
 
-def _family(kind: type[PretrainedConfig], **own: Any) -> Callable[..., PretrainedConfig]:
+def _family(kind: type[PretrainedConfig], **fields: Any) -> Callable[..., PretrainedConfig]:
     def config(vocabulary: int = 97, **changes: Any) -> PretrainedConfig:
-        return kind(**{**SIZES, **_SPECIAL, **own, "vocab_size": vocabulary, **changes})
+        return kind(**{**SIZES, **_SPECIAL, **fields, "vocab_size": vocabulary, **changes})
 
     return config
 

@@ -78,13 +78,13 @@ def test_an_export_contains_no_invalid_token_ids(
     target = tmp_path / "out"
     source.mkdir(), target.mkdir()
     assert not chat_files.copy_generation(source, target)
-    for content, kept in (
+    for content, expected in (
         ({"eos_token_id": [1, 2], "top_p": 0.9},) * 2,
         ({"eos_token_id": "x", "top_p": 0.9}, {"top_p": 0.9}),
     ):
         (source / "generation_config.json").write_text(json.dumps(content))
         assert chat_files.copy_generation(source, target)
-        assert json.loads((target / "generation_config.json").read_text()) == kept
+        assert json.loads((target / "generation_config.json").read_text()) == expected
     assert "left out: eos_token_id" in caplog.text
     (source / "generation_config.json").write_text("[]")
     with pytest.raises(ArtifactError, match="is damaged"):

@@ -40,9 +40,9 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change_weights(model_dir: Path, how: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_weights(model_dir: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(model_dir / WEIGHTS)
-    how(tensors)
+    change(tensors)
     save_file(tensors, model_dir / WEIGHTS)
 
 
@@ -74,7 +74,7 @@ def test_all_problems_are_reported_at_once(model_dir):
         tensors["model.norm.weight"] = torch.ones(256, dtype=torch.int64)
 
     change_weights(model_dir, spoil)
-    found = problems(model_dir)
+    problem_list = problems(model_dir)
     for problem in (
         "model.layers.0.mlp.up_proj.weight",
         Q_PROJ,
@@ -82,7 +82,7 @@ def test_all_problems_are_reported_at_once(model_dir):
         "model.layers.9.extra",
         "model.norm.weight: expected floating-point numbers, found I64",
     ):
-        assert problem in found
+        assert problem in problem_list
 
 
 @pytest.mark.parametrize("cut", [-1, -1000, 5000, 100, 4, 0])

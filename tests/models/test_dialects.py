@@ -229,12 +229,12 @@ def test_a_tokenizer_config_of_transformers_5_works_with_version_4() -> None:
     read = dialects.translate_tokenizer(saved)
     assert read == {"additional_special_tokens": ["<a>"]}  # transformers 5 prefers the former
     assert dialects.translate_tokenizer({**read, "extra_special_tokens": []}) == read
-    own = {
+    settings = {
         "tokenizer_class": "LlamaTokenizer",
         "extra_special_tokens": {"image": "<i>"},
         "chat_template": [{"name": "default", "template": "a"}],
     }
-    assert dialects.translate_tokenizer(own, "a") == own
+    assert dialects.translate_tokenizer(settings, "a") == settings
 
 
 @pytest.mark.parametrize(

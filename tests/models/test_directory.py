@@ -30,8 +30,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             directory, kind="model/1", stage="", identity={}, options={}, files=files, summary={}
         )
         path = directory / "manifest.json"
-        made = {**json.loads(path.read_text()), "created": f"2025-01-0{day}T00:00:00Z"}
-        path.write_text(json.dumps(made))
+        record = {**json.loads(path.read_text()), "created": f"2025-01-0{day}T00:00:00Z"}
+        path.write_text(json.dumps(record))
     return Path(".cache")
 
 
@@ -48,11 +48,11 @@ def test_without_a_name_the_only_model_is_used_and_logged(cache, capsys):
     assert heading == "one of these commands"
     assert [line.split()[-2:] for line in lines] == [["-m", "scratch-tiny"], ["-m", "org--first"]]
     # Those of the Makefile never count, whenever they were made and whatever they are called now.
-    made = cache / "models/scratch-tiny/manifest.json"
-    content = made.read_text()
-    made.write_text(json.dumps({**json.loads(content), "options": {"model_name": "demo"}}))
+    record_path = cache / "models/scratch-tiny/manifest.json"
+    content = record_path.read_text()
+    record_path.write_text(json.dumps({**json.loads(content), "options": {"model_name": "demo"}}))
     assert find_model(None, cache) == cache / "models/org--first"
-    made.write_text(content)
+    record_path.write_text(content)
     (cache / "models/scratch-tiny").rename(cache / "models/demo")
     assert find_model(None, cache) == cache / "models/org--first"
     assert "org--first, the only one prepared" in capsys.readouterr().out

@@ -99,10 +99,12 @@ def test_losses_are_within_a_percent_of_those_in_bf16(group: dist.ProcessGroup) 
     expected = train_steps(sharded(SMALL), 100)
     assert expected[-1] < 0.5 * expected[0]
     for recipe in ("tensorwise", "rowwise"):
-        found = train_steps(sharded(SMALL, recipe), 100)
-        assert found[0] != expected[0]
+        losses_of_fp8 = train_steps(sharded(SMALL, recipe), 100)
+        assert losses_of_fp8[0] != expected[0]
         for at in range(0, 100, 10):
-            of_bf16, mine = (math.fsum(losses[at : at + 10]) for losses in (expected, found))
+            of_bf16, mine = (
+                math.fsum(losses[at : at + 10]) for losses in (expected, losses_of_fp8)
+            )
             assert mine == pytest.approx(of_bf16, rel=0.01), (recipe, at)
 
 
@@ -112,8 +114,8 @@ def test_one_graph_serves_all_blocks(group: dist.ProcessGroup, monkeypatch) -> N
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     expected = train_steps(sharded(SMALL, "tensorwise"), 3)
-    found = train_steps(sharded(SMALL, "tensorwise", compiled=True), 3)
-    assert found == pytest.approx(expected, rel=1e-3)
+    losses = train_steps(sharded(SMALL, "tensorwise", compiled=True), 3)
+    assert losses == pytest.approx(expected, rel=1e-3)
     counters = torch._dynamo.utils.counters
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 

@@ -25,9 +25,9 @@ def _streamed(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     }
 
 
-def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        torch.equal(found[key], expected[key]) for key in expected
+def _same(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[key], expected[key]) for key in expected
     )
 
 

@@ -29,14 +29,14 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
         load = benchmark.run_role("ours", model, benchmark.RANKS)
         benchmark.run_role("checkpoint", model, benchmark.RANKS)
         export = benchmark.run_role("export", model, out=root / "out", dtype="bfloat16")
-        found = {
+        figures = {
             "bytes": benchmark.weight_bytes(model),
             "load": load,
             "export": export,
             "exported": benchmark.weight_bytes(root / "out"),
         }
         shutil.rmtree(root)
-        return found
+        return figures
 
     return measure_once
 
@@ -45,19 +45,19 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[st
 def test_each_rank_reads_and_stores_only_its_shard(
     measure: Callable[[int], dict[str, Any]], layers: int
 ) -> None:
-    found = measure(layers)
-    assert found["load"]["read"] == pytest.approx(found["bytes"], rel=0.01)
-    shard = found["bytes"] * 2 / benchmark.RANKS  # float32 out of bfloat16
-    assert max(found["load"]["memory"]) < shard + EMBEDDING / 2 / benchmark.RANKS + MARGIN
+    figures = measure(layers)
+    assert figures["load"]["read"] == pytest.approx(figures["bytes"], rel=0.01)
+    shard = figures["bytes"] * 2 / benchmark.RANKS  # float32 out of bfloat16
+    assert max(figures["load"]["memory"]) < shard + EMBEDDING / 2 / benchmark.RANKS + MARGIN
 
 
 @pytest.mark.parametrize("layers", [2, pytest.param(8, marks=pytest.mark.long)])
 def test_an_export_has_at_most_three_tensors_in_memory(
     measure: Callable[[int], dict[str, Any]], layers: int
 ) -> None:
-    found = measure(layers)
-    assert found["export"]["memory"] < 3 * EMBEDDING
-    assert found["exported"] == pytest.approx(found["bytes"], rel=0.001)
+    figures = measure(layers)
+    assert figures["export"]["memory"] < 3 * EMBEDDING
+    assert figures["exported"] == pytest.approx(figures["bytes"], rel=0.001)
 
 
 @pytest.mark.long

@@ -74,8 +74,8 @@ def test_added_parameters_are_folded_away(
     } | added
 
     torch.manual_seed(0)
-    for each in (model, plain):
-        each.to_empty(device="cpu").init_weights()  # buffers too
+    for module in (model, plain):
+        module.to_empty(device="cpu").init_weights()  # buffers too
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.2)

@@ -74,14 +74,14 @@ def test_an_adapter_gives_the_logits_of_peft(
 ) -> None:
     model = build_model(family)
     expected = written_by_peft(model, tmp_path, **settings)
-    found = peft_adapter.read_adapter(tmp_path)
-    lora.require_fits(model, found)
-    added = Lora(found.rank, found.alpha, 0.0, found.targets, found.rslora).attach(model)
-    assert added == {f"{linear}.lora_{part}.weight" for linear, part in found.shapes}
+    adapter = peft_adapter.read_adapter(tmp_path)
+    lora.require_fits(model, adapter)
+    added = Lora(adapter.rank, adapter.alpha, 0.0, adapter.targets, adapter.rslora).attach(model)
+    assert added == {f"{linear}.lora_{part}.weight" for linear, part in adapter.shapes}
     for module in model.modules():
         if isinstance(module, lora.Factor):
             module.to_empty(device="cpu")
-    lora.load_adapter(model, found)
+    lora.load_adapter(model, adapter)
     torch.testing.assert_close(model(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -164,8 +164,8 @@ def test_a_pickled_adapter_of_an_old_version_is_converted_by_the_printed_command
     """Its config has the keys of PEFT 0.2, and no others."""
     tensors = load_file(adapter / peft_adapter.WEIGHTS)
     content = json.loads((adapter / peft_adapter.CONFIG).read_text())
-    kept = ("r", "lora_alpha", "lora_dropout", "target_modules", "peft_type", "task_type", "bias")
-    old = {key: content[key] for key in kept}
+    keys = ("r", "lora_alpha", "lora_dropout", "target_modules", "peft_type", "task_type", "bias")
+    old = {key: content[key] for key in keys}
     old |= {"fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None}
     old |= {"enable_lora": None, "merge_weights": False, "base_model_name_or_path": "org/name"}
     (adapter / peft_adapter.CONFIG).write_text(json.dumps(old))
@@ -178,8 +178,8 @@ def test_a_pickled_adapter_of_an_old_version_is_converted_by_the_printed_command
     convert, again = error.value.run.splitlines()
     assert again.endswith(f"--lora-from {adapter}")
     subprocess.run(shlex.split(convert), check=True)
-    found = peft_adapter.read_adapter(adapter)
-    assert found.shapes == expected.shapes and found.modules == expected.modules
+    adapter_weights = peft_adapter.read_adapter(adapter)
+    assert adapter_weights.shapes == expected.shapes and adapter_weights.modules == expected.modules
 
 
 def test_weights_that_are_not_finite_are_refused(adapter: Path) -> None:
@@ -189,10 +189,10 @@ def test_weights_that_are_not_finite_are_refused(adapter: Path) -> None:
 
     save_file(tensors | {first: tensors[first] * math.inf}, weights)
     model = build_model("llama")
-    found = peft_adapter.read_adapter(adapter)
-    Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
+    adapter_weights = peft_adapter.read_adapter(adapter)
+    Lora(adapter_weights.rank, adapter_weights.alpha, 0.0, adapter_weights.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged") as error:
-        lora.load_adapter(model, found)
+        lora.load_adapter(model, adapter_weights)
     assert "NaN" in error.value.render()
 
 
@@ -242,10 +242,10 @@ def test_files_that_safetensors_refuses_count_as_damaged(adapter: Path) -> None:
         adapter / peft_adapter.WEIGHTS, lambda _, header: header.update(__metadata__={"format": 5})
     )
     model = build_model("llama")
-    found = peft_adapter.read_adapter(adapter)
-    Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
+    adapter_weights = peft_adapter.read_adapter(adapter)
+    Lora(adapter_weights.rank, adapter_weights.alpha, 0.0, adapter_weights.targets).attach(model)
     with pytest.raises(ArtifactError, match="is damaged"):
-        lora.load_adapter(model, found)
+        lora.load_adapter(model, adapter_weights)
 
 
 def test_numbers_too_large_for_the_dtype_count_as_damage(adapter: Path) -> None:
@@ -259,13 +259,13 @@ def test_numbers_too_large_for_the_dtype_count_as_damage(adapter: Path) -> None:
         weights,
     )
     model = build_model("llama")
-    found = peft_adapter.read_adapter(adapter)
-    Lora(found.rank, found.alpha, 0.0, found.targets).attach(model)
+    adapter_weights = peft_adapter.read_adapter(adapter)
+    Lora(adapter_weights.rank, adapter_weights.alpha, 0.0, adapter_weights.targets).attach(model)
     for module in model.modules():
         if isinstance(module, lora.Factor):
             module.to_empty(device="cpu")
     with pytest.raises(ArtifactError) as error:
-        lora.load_adapter(model, found)
+        lora.load_adapter(model, adapter_weights)
     assert "too large for torch.float32" in error.value.render()
 
 
@@ -279,10 +279,10 @@ def test_an_alpha_outside_of_the_range_of_dtypes_is_refused(adapter: Path, alpha
 
 
 def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -> None:
-    found = peft_adapter.read_adapter(adapter)
+    adapter_weights = peft_adapter.read_adapter(adapter)
     for family in ("gpt2", "mixtral"):
         with pytest.raises(UsageError, match="does not belong to this"):
-            lora.require_fits(build_model(family), found)
+            lora.require_fits(build_model(family), adapter_weights)
     written_by_peft(build_model("llama"), tmp_path / "head", target_modules=["q_proj", "lm_head"])
     with pytest.raises(UsageError) as refused:
         peft_adapter.read_adapter(tmp_path / "head")  # which brings the weight along

@@ -108,9 +108,9 @@ def test_both_files_encode_every_text_with_the_same_tokens(trained: Path) -> Non
     assert [piece for piece, _, _ in pieces] == loaded.convert_ids_to_tokens(range(SIZE))
     draw = random.Random(0)
     alphabet = "abcdeff  \n\t.,(){}=self._é漢👩0123456789"
-    made = ["".join(draw.choices(alphabet, k=draw.randint(1, 40))) for _ in range(100)]
+    strings = ["".join(draw.choices(alphabet, k=draw.randint(1, 40))) for _ in range(100)]
     words = [" ".join(draw.choices(["self", "return", "the", "  ", "path"], k=12)) for _ in "abc"]
-    for text in (*STRANGE, *made, *words, TEXTS[0][:400]):
+    for text in (*STRANGE, *strings, *words, TEXTS[0][:400]):
         ids = loaded(text, add_special_tokens=False)["input_ids"]
         assert ids == encode_by_scores(text, pieces), text
         assert loaded.decode(ids) == text

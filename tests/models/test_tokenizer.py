@@ -113,9 +113,9 @@ def test_a_batch_is_padded_with_a_token_that_occurs_in_no_text(trained):
 
 
 def test_the_smallest_vocabulary_has_no_room_for_padding(corpus, tmp_path):
-    made, _ = train_tokenizer(corpus, tmp_path / "it", vocabulary=tokenizer.SMALLEST_VOCABULARY)
+    size, _ = train_tokenizer(corpus, tmp_path / "it", vocabulary=tokenizer.SMALLEST_VOCABULARY)
     loaded = tokenizer.load_tokenizer(tmp_path / "it")
-    assert made == len(loaded) == tokenizer.SMALLEST_VOCABULARY and loaded.pad_token is None
+    assert size == len(loaded) == tokenizer.SMALLEST_VOCABULARY and loaded.pad_token is None
 
 
 def test_ollama_knows_how_words_are_split(trained):
@@ -135,22 +135,22 @@ def test_the_same_text_gives_the_same_bytes(corpus, trained, tmp_path):
 
 
 def test_a_small_corpus_leaves_tokens_unused(corpus, tmp_path):
-    made, sample = train_tokenizer(corpus, tmp_path / "it", vocabulary=50_000)
-    assert 600 < made < 50_000 == len(tokenizer.load_tokenizer(tmp_path / "it"))
+    size, sample = train_tokenizer(corpus, tmp_path / "it", vocabulary=50_000)
+    assert 600 < size < 50_000 == len(tokenizer.load_tokenizer(tmp_path / "it"))
     assert sample.documents_used == 402 and str(sample).startswith("all 402 documents")
 
 
 def test_the_sample_is_bounded_and_spread(corpus, tmp_path):
-    made, sample = train_tokenizer(corpus, tmp_path / "it", vocabulary=300, limit=20_000)
-    assert made == 300
+    size, sample = train_tokenizer(corpus, tmp_path / "it", vocabulary=300, limit=20_000)
+    assert size == 300
     assert 18_000 < sample.bytes_used <= 20_000 < sample.bytes_total
     assert 40 < sample.documents_used < 60 and "evenly spread" in str(sample)
 
 
 def test_one_long_document_is_truncated(tmp_path):
     datasets.Dataset.from_dict({"text": ["é" * 10_000]}).save_to_disk(tmp_path / "long")
-    made, sample = train_tokenizer(tmp_path / "long", tmp_path / "it", vocabulary=259, limit=1001)
-    assert made == 259 and sample.bytes_used == 1001
+    size, sample = train_tokenizer(tmp_path / "long", tmp_path / "it", vocabulary=259, limit=1001)
+    assert size == 259 and sample.bytes_used == 1001
 
 
 def test_the_fingerprint_of_a_dataset_depends_on_its_content(corpus, tmp_path):
@@ -170,12 +170,12 @@ def test_the_fingerprint_of_a_dataset_depends_on_its_content(corpus, tmp_path):
 def test_a_tokenizer_is_trained_on_several_datasets_or_none(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "both").mkdir()
     datasets.Dataset.from_dict({"text": ["zyzzyva " * 500]}).save_to_disk(tmp_path / "other")
-    how = {"workers": 1, "show_progress": False}
-    tokenizer.train_tokenizer([corpus, tmp_path / "other"], 600, None, tmp_path / "both", **how)
+    options = {"workers": 1, "show_progress": False}
+    tokenizer.train_tokenizer([corpus, tmp_path / "other"], 600, None, tmp_path / "both", **options)
     assert len(tokenizer.load_tokenizer(tmp_path / "both").tokenize(" zyzzyva")) <= 2
     shard = next(corpus.rglob("*.arrow"))  # a file as the cache of `datasets` contains it
     (tmp_path / "plain").mkdir()
-    tokenizer.train_tokenizer([shard], 600, None, tmp_path / "plain", **how)
+    tokenizer.train_tokenizer([shard], 600, None, tmp_path / "plain", **options)
     alone = tmp_path / "alone"
     train_tokenizer(corpus, alone)
     assert (
@@ -184,9 +184,9 @@ def test_a_tokenizer_is_trained_on_several_datasets_or_none(corpus: Path, tmp_pa
     )
     assert training_text.fingerprint([shard]) == training_text.fingerprint([shard])
     (tmp_path / "bytes").mkdir()
-    made, _ = tokenizer.train_tokenizer([], 300, None, tmp_path / "bytes", **how)
+    size, _ = tokenizer.train_tokenizer([], 300, None, tmp_path / "bytes", **options)
     loaded = tokenizer.load_tokenizer(tmp_path / "bytes")
-    assert (made, len(loaded)) == (tokenizer.BYTE_VOCABULARY, 300)
+    assert (size, len(loaded)) == (tokenizer.BYTE_VOCABULARY, 300)
     assert len(loaded("naïve", add_special_tokens=False)["input_ids"]) == 6
     assert not tokenizer.find_losses(loaded, tmp_path / "bytes")
 
@@ -208,11 +208,11 @@ def save_changed_tokenizer(into: Path, change) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    change(made)
-    made.save(str(into / "tokenizer.json"))
+    trained = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    change(trained)
+    trained.save(str(into / "tokenizer.json"))
     (into / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return into
 
@@ -222,15 +222,15 @@ def test_normalising_text_is_reported_and_garbling_it_is_an_error(trained, tmp_p
 
     assert tokenizer.find_losses(tokenizer.load_tokenizer(trained), trained) == []
     for name, change, words in (
-        ("lower", lambda made: setattr(made, "normalizer", normalizers.BertNormalizer()), 4),
-        ("gaps", lambda made: setattr(made, "normalizer", normalizers.Replace("e", "")), 3),
+        ("lower", lambda backend: setattr(backend, "normalizer", normalizers.BertNormalizer()), 4),
+        ("gaps", lambda backend: setattr(backend, "normalizer", normalizers.Replace("e", "")), 3),
     ):
         (tmp_path / name).mkdir()
         where = save_changed_tokenizer(tmp_path / name, change)
         assert len(tokenizer.find_losses(tokenizer.load_tokenizer(where), where)) >= words
     (tmp_path / "broken").mkdir()
     where = save_changed_tokenizer(
-        tmp_path / "broken", lambda made: setattr(made, "decoder", decoders.Fuse())
+        tmp_path / "broken", lambda backend: setattr(backend, "decoder", decoders.Fuse())
     )
     with pytest.raises(UsageError, match="decodes its own tokens") as caught:
         tokenizer.find_losses(tokenizer.load_tokenizer(where), where)
@@ -259,7 +259,9 @@ def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpu
     assert ids.count(loaded.convert_tokens_to_ids("<|im_end|>")) == 2
     assert tokenizer.TURN[0] + "assistant\n" + contents[1] in loaded.decode(ids)
 
-    found = training_text.read_texts([corpus, tmp_path / "chat"])  # strings, and large strings
-    assert found.is_chat and len(found.texts) == 402 + 150
+    training_texts = training_text.read_texts(
+        [corpus, tmp_path / "chat"]
+    )  # strings, and large strings
+    assert training_texts.is_chat and len(training_texts.texts) == 402 + 150
     with pytest.raises(UsageError, match="too few for a tokenizer of conversations"):
         train_tokenizer(tmp_path / "chat", tmp_path / "small", 259)

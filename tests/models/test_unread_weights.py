@@ -45,9 +45,9 @@ def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
     python, option, code, *words = shlex.split(convert)
     assert (python, option) == (sys.executable, "-c")
     run_code(code, *words, cwd=Path.cwd())
-    found = Path(shlex.split(train)[-1])
-    assert lookup.find_model(str(found), Path(".cache")) == found
-    converted = load_file(found / "model.safetensors")
+    directory = Path(shlex.split(train)[-1])
+    assert lookup.find_model(str(directory), Path(".cache")) == directory
+    converted = load_file(directory / "model.safetensors")
     assert all(torch.equal(converted[name], weights[name]) for name in converted)
     (model / "config.json").unlink()  # then only its author can say what it is
     assert "save_pretrained" in find_and_fail(model).hint

@@ -43,16 +43,18 @@ def _reference(directory: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
-def _differences(found: Tensors, expected: Tensors) -> list[str]:
+def _differences(tensors: Tensors, expected: Tensors) -> list[str]:
     return [
         name
-        for name in found.keys() | expected.keys()
-        if name not in found or name not in expected or not torch.equal(found[name], expected[name])
+        for name in tensors.keys() | expected.keys()
+        if name not in tensors
+        or name not in expected
+        or not torch.equal(tensors[name], expected[name])
     ]
 
 
-def _assert_same(found: PreTrainedModel, expected: PreTrainedModel) -> None:
-    assert _differences(full_weights(found), full_weights(expected)) == []
+def _assert_same(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    assert _differences(full_weights(model), full_weights(expected)) == []
 
 
 @pytest.fixture
@@ -231,12 +233,14 @@ def test_weights_are_initialised_by_the_rules_of_the_family(tmp_path: Path, name
     torch.manual_seed(0)
     reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     expected = dict(reference.named_parameters())
-    for key, found in model.named_parameters():
+    for key, parameter in model.named_parameters():
         std = expected[key].std().item()
-        error = 5 * std / found.numel() ** 0.5
-        assert found.mean().item() == pytest.approx(expected[key].mean().item(), abs=1.5 * error)
-        assert found.std().item() == pytest.approx(std, abs=error), key
-        assert std == 0 or not torch.equal(found, expected[key])
+        error = 5 * std / parameter.numel() ** 0.5
+        assert parameter.mean().item() == pytest.approx(
+            expected[key].mean().item(), abs=1.5 * error
+        )
+        assert parameter.std().item() == pytest.approx(std, abs=error), key
+        assert std == 0 or not torch.equal(parameter, expected[key])
     assert _differences(dict(model.named_buffers()), dict(reference.named_buffers())) == []
     zeroed = model.get_input_embeddings()
     assert zeroed.padding_idx is None or not zeroed.weight[zeroed.padding_idx].any()
@@ -302,15 +306,18 @@ def test_parameters_without_a_rule_get_what_their_constructor_gives(tmp_path: Pa
 def cases() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return config and sharding of each case: all families, and all kinds of shards."""
     usual = {"placement": None, "mesh": [2]}
-    found = {name: (config(), usual) for name, config in FAMILIES.items()}
+    variants = {name: (config(), usual) for name, config in FAMILIES.items()}
     mixtral = FAMILIES["mixtral"]
-    found["more_ranks_than_experts"] = (mixtral(num_local_experts=1, num_experts_per_tok=1), usual)
-    found["experts_by_rows"] = (mixtral(), {"placement": 1, "mesh": [2]})
-    found["experts_by_columns"] = (mixtral(), {"placement": 2, "mesh": [2]})
-    found["tied_head_with_bias"] = (FAMILIES["phi"](tie_word_embeddings=True), usual)
-    found["replicated"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [2, 1]})
-    found["hybrid"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [1, 2]})
-    return found
+    variants["more_ranks_than_experts"] = (
+        mixtral(num_local_experts=1, num_experts_per_tok=1),
+        usual,
+    )
+    variants["experts_by_rows"] = (mixtral(), {"placement": 1, "mesh": [2]})
+    variants["experts_by_columns"] = (mixtral(), {"placement": 2, "mesh": [2]})
+    variants["tied_head_with_bias"] = (FAMILIES["phi"](tie_word_embeddings=True), usual)
+    variants["replicated"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [2, 1]})
+    variants["hybrid"] = (FAMILIES["llama_tied"](), {"placement": None, "mesh": [1, 2]})
+    return variants
 
 
 @pytest.mark.slow
@@ -320,7 +327,7 @@ def test_two_ranks_get_the_weights_of_one_process(
     for name, (config, _) in cases.items():
         make_checkpoint(tmp_path / name, config)
     (tmp_path / "cases.json").write_text(
-        json.dumps({name: how for name, (_, how) in cases.items()})
+        json.dumps({name: options for name, (_, options) in cases.items()})
     )
     stage("tests/models/two_ranks.py", tmp_path, ranks=2)
     for name in cases:
@@ -341,7 +348,7 @@ def test_two_ranks_get_the_weights_of_one_process(
 
 def test_a_part_is_read_alone(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, FAMILIES["llama"]())
-    whole = load_file(tmp_path / WEIGHTS)["lm_head.weight"]
+    weight = load_file(tmp_path / WEIGHTS)["lm_head.weight"]
     with HubTensors(tmp_path) as checkpoint:
         part = checkpoint.read("lm_head.weight", (slice(90, 97), slice(3, 5)))
-    assert torch.equal(part, whole[90:97, 3:5])
+    assert torch.equal(part, weight[90:97, 3:5])

@@ -123,8 +123,8 @@ def main() -> None:
     """Run all cases and save each rank's results as `<case>.rank<r>.pt`."""
     root = Path(sys.argv[1])
     dist.init_process_group("gloo")
-    for name, how in json.loads((root / "cases.json").read_text()).items():
-        result = case(root / name, how["placement"], how["mesh"])
+    for name, options in json.loads((root / "cases.json").read_text()).items():
+        result = case(root / name, options["placement"], options["mesh"])
         torch.save(result, root / f"{name}.rank{dist.get_rank()}.pt")
     dist.barrier()
     sys.stdout.flush()

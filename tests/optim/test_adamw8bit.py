@@ -119,7 +119,7 @@ def test_a_skipped_step_changes_nothing(steps: int, value: float) -> None:
 
 def test_an_update_does_not_depend_on_how_rows_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows in one tensor and in three shards, updated in slices, get the same bits."""
-    whole = model_of((7, 600))
+    unsplit = model_of((7, 600))
     parts = model_of((7, 600))
     monkeypatch.setitem(adamw8bit.SLICE_NUMBERS, "cpu", 1300)  # two rows
     shards = nn.ParameterList(
@@ -129,18 +129,18 @@ def test_an_update_does_not_depend_on_how_rows_are_split(monkeypatch: pytest.Mon
             parts[0][7:].detach().clone(),
         ]
     )  # the last rank has no row
-    whole_optimizer = build_optimizer(whole)
+    whole_optimizer = build_optimizer(unsplit)
     shard_optimizer = build_optimizer(shards)
     for seed in range(5):
-        fill_gradients(whole, seed)
-        for shard, gradient in zip(shards, whole[0].grad.split((3, 4, 0)), strict=True):
+        fill_gradients(unsplit, seed)
+        for shard, gradient in zip(shards, unsplit[0].grad.split((3, 4, 0)), strict=True):
             shard.grad = gradient.clone()
         whole_optimizer.step()
         shard_optimizer.step()
-    assert torch.equal(whole[0], torch.cat(list(shards)))
+    assert torch.equal(unsplit[0], torch.cat(list(shards)))
     for moment in ("exp_avg", "exp_avg_scale", "exp_avg_root", "exp_avg_root_scale"):
         joined = torch.cat([shard_optimizer.state[shard][moment] for shard in shards])
-        assert torch.equal(whole_optimizer.state[whole[0]][moment], joined)
+        assert torch.equal(whole_optimizer.state[unsplit[0]][moment], joined)
 
 
 def test_small_changes_are_not_lost_in_rounding() -> None:

@@ -86,12 +86,12 @@ def main() -> None:
     logging.getLogger().addHandler(handler)
     expected = train_steps(layout, None)
     with mock.patch.object(torch, "compile", compile_):
-        found = train_steps(layout, make_compiler(True, layout.device))
+        compiled_losses = train_steps(layout, make_compiler(True, layout.device))
     (Path(sys.argv[1]) / f"{layout.rank}.json").write_text(
         json.dumps(
             {
                 "uncompiled": expected,
-                "compiled": found,
+                "compiled": compiled_losses,
                 "blocks": calls[0],
                 "warnings": [text for text in messages if text.startswith("compile:")],
             }

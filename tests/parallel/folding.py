@@ -28,12 +28,12 @@ CASES = [
 def main() -> None:
     """Train every case both ways."""
     layout = ParallelLayout.start()
-    found = {}
+    results = {}
     ranks = layout.ranks
     for shard in {ranks, 1}:
         mesh = make_mesh("cpu", ranks, ranks // shard)
         for optimizer, precision, offload in CASES:
-            found[f"{optimizer} {precision} {shard} {offload}"] = [
+            results[f"{optimizer} {precision} {shard} {offload}"] = [
                 train_case(
                     layout,
                     mesh,
@@ -45,7 +45,7 @@ def main() -> None:
                 for fold in (False, True)
             ]
     if layout.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     layout.stop()
 
 

@@ -61,7 +61,7 @@ def make_model(tied: bool, lora: int, precision: str) -> PreTrainedModel:
 def train_case(
     layout: ParallelLayout,
     shard_size: int,
-    kept: bool,
+    keep_gathered: bool,
     passes: int = 3,
     tied: bool = False,
     lora: int = 0,
@@ -73,7 +73,9 @@ def train_case(
     """Return the gathered groups and the results of `STEPS` steps. All ranks must call this."""
     model = make_model(tied, lora, precision)
     mesh = make_mesh("cpu", layout.ranks, layout.ranks // shard_size)
-    parallelize.parallelize(model, mesh, precision, recompute, offload=offload, keep_gathered=kept)
+    parallelize.parallelize(
+        model, mesh, precision, recompute, offload=offload, keep_gathered=keep_gathered
+    )
     parallelize.materialise_model(model, torch.device("cpu"), offload)
     if separate:
         parallelize.separate_reductions(model)
@@ -104,14 +106,16 @@ def train_case(
             total = 0.0
             scaled = guard.scale_for(16 * passes * layout.ranks)
             for number in range(passes):
-                parallelize.begin_pass(model, number == passes - 1, kept)
+                parallelize.begin_pass(model, number == passes - 1, keep_gathered)
                 row = tokens[step, number][None]
-                found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:]), scaled.loss)
+                loss_sum = loss.token_loss_sum(
+                    model, MicroBatch(row[:, :-1], row[:, 1:]), scaled.loss
+                )
                 forward = list(gathered)
-                found.backward()
+                loss_sum.backward()
                 seen.append([forward, gathered[len(forward) :]])
                 gathered.clear()
-                total += found.item()
+                total += loss_sum.item()
             losses.append(layout.sum_over_ranks([total])[0])
             assert all(isinstance(p, DTensor) for p in model.parameters() if p.requires_grad)
             guard.clip(adamw, 1.0, scaled)
@@ -134,7 +138,7 @@ def train_case(
 def validate_row(model: PreTrainedModel, row: torch.Tensor) -> float:
     """Return a loss without gradients, and require that everything is sharded afterwards."""
     with torch.no_grad(), eval_mode(model):
-        found = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
+        loss_sum = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
     groups = [
         group
         for module in model.modules()
@@ -142,7 +146,7 @@ def validate_row(model: PreTrainedModel, row: torch.Tensor) -> float:
         for group in module._get_fsdp_state()._fsdp_param_groups
     ]
     assert groups and all(group.is_sharded for group in groups)
-    return found
+    return loss_sum
 
 
 def name_group(name: str) -> str:
@@ -156,15 +160,17 @@ def name_group(name: str) -> str:
 def main() -> None:
     """Train every case with and without weights that stay gathered."""
     layout = ParallelLayout.start()
-    found = {}
+    results = {}
     cases = {name: {"shard_size": layout.ranks, **case} for name, case in CASES.items()}
     if layout.ranks == 4:
         cases = {"replicas": {"shard_size": 2}, "separate": {"shard_size": 2, "separate": True}}
     for name, case in cases.items():
-        for kept in (False,) if case.get("offload") else (False, True):
-            found[f"{name} {kept}"] = train_case(layout, kept=kept, **case)
+        for keep_gathered in (False,) if case.get("offload") else (False, True):
+            results[f"{name} {keep_gathered}"] = train_case(
+                layout, keep_gathered=keep_gathered, **case
+            )
     if layout.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     layout.stop()
 
 

@@ -22,11 +22,11 @@ from tests.parallel.summing import train_case
 def main() -> None:
     """Train every case both ways."""
     layout = ParallelLayout.start()
-    found = {}
+    results = {}
     ranks = layout.ranks
     mesh = make_mesh("cpu", ranks, ranks)
     for precision in ("fp32", "fp16"):
-        found[precision] = []
+        results[precision] = []
         for averaged_on in ((), ("cpu",)):
             with (
                 mock.patch.object(parallelize, "_AVERAGED_ON", averaged_on),
@@ -41,10 +41,10 @@ def main() -> None:
                     ranks,
                     divisor=parallelize.gradient_divisor(mesh),
                 )
-                found[precision].append(train_case(layout, mesh, precision, guard))
-                found[precision][-1]["sum_calls"] = summing.call_count
+                results[precision].append(train_case(layout, mesh, precision, guard))
+                results[precision][-1]["sum_calls"] = summing.call_count
     if layout.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     layout.stop()
 
 

@@ -64,7 +64,7 @@ def train_case(
     tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, :, 1:].clone()
     labels[:, ::5, :3] = IGNORED
-    found = []
+    rows = []
     for step in range(STEPS):
         count = int((labels[step] != IGNORED).sum())
         scaled = guard.scale_for(count)
@@ -79,10 +79,10 @@ def train_case(
         norm = guard.clip(adamw, 1.0, scaled).item()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        found.append([layout.sum_over_ranks([total])[0] / count, norm])
+        rows.append([layout.sum_over_ranks([total])[0] / count, norm])
     weights = b"".join(p.full_tensor().detach().numpy().tobytes() for p in model.parameters())
     return {
-        "steps": found,
+        "steps": rows,
         "scale": guard.scale,
         "skipped": int(guard.count_skipped()[0]),
         "weights": hashlib.sha256(weights).hexdigest(),
@@ -92,7 +92,7 @@ def train_case(
 def main() -> None:
     """Train every case both ways."""
     layout = ParallelLayout.start()
-    found = {}
+    results = {}
     ranks = layout.ranks
     for precision in ("fp32", "bf16", "fp16"):
         for shard in (4, 2, 1) if ranks == 4 else (ranks,):
@@ -102,9 +102,9 @@ def main() -> None:
             )
             with mock.patch.object(parallelize, "_sum_gradients"):
                 averaged = train_case(layout, mesh, precision, AveragingGuard(precision, ranks))
-            found[f"{precision} {shard}"] = summed, averaged
+            results[f"{precision} {shard}"] = summed, averaged
     if layout.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     layout.stop()
 
 

@@ -51,11 +51,11 @@ def model() -> nn.Module:
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """Store the graphs that the compiler gets, split into forward and backward as for Inductor."""
-    found: Graphs = {"forward": [], "backward": []}
+    graphs_by_way: Graphs = {"forward": [], "backward": []}
 
     def keep(way: str) -> Callable[..., object]:
         def kept(graph: torch.fx.GraphModule, _: object) -> object:
-            found[way].append(graph)
+            graphs_by_way[way].append(graph)
             return make_boxed_func(graph)
 
         return kept
@@ -73,7 +73,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
         ),
     )
     torch._dynamo.reset()
-    return found
+    return graphs_by_way
 
 
 def batch() -> MicroBatch:
@@ -106,7 +106,7 @@ def test_compiled_graphs_add_the_products_of_adapters(
     assert model.loss.item() == pytest.approx(plain.loss.item(), rel=1e-6)
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
-    forward, backward = (found[-1] for found in graphs.values())
+    forward, backward = (graph_list[-1] for graph_list in graphs.values())
     every = [*forward.graph.nodes, *backward.graph.nodes]
     assert not [node for node in every if node.target is torch.ops.aten.addmm.default]
     assert find_products_over_rank(forward) == LINEARS
@@ -121,7 +121,7 @@ def test_selective_checkpointing_keeps_no_sum(model: nn.Module, graphs: Graphs) 
         again = copy.deepcopy(model)
         parallelize.wrap_blocks(again, recompute, Compiler(required=True))
         loss.token_loss_sum(again, batch()).backward()
-        forward, backward = (found[-1] for found in graphs.values())
+        forward, backward = (graph_list[-1] for graph_list in graphs.values())
         products[recompute] = find_products_over_rank(backward)
         sums = [
             node

@@ -17,8 +17,8 @@ from tests.parallel.failing_parts import STEPS
 def test_a_failing_loss_and_update_leave_the_blocks_compiled(tmp_path: Path, ranks: int) -> None:
     """This holds with `--compile on` and if one rank alone fails; no rank waits for another."""
     run_stage("tests/parallel/failing_parts.py", tmp_path, cwd=tmp_path, ranks=ranks, timeout=100)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-    for rank, result in enumerate(found):
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
+    for rank, result in enumerate(results):
         assert result["compiled"] == pytest.approx(result["uncompiled"], rel=1e-6)
         assert result["blocks"] == 2 * (STEPS + 1), "each block is rehearsed once"
         parts = [text.partition(" for ")[2].partition(",")[0] for text in result["warnings"]]

@@ -69,13 +69,13 @@ def restore_settings() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
-@pytest.mark.parametrize("given", [None, ":16:8"])
+@pytest.mark.parametrize("setting", [None, ":16:8"])
 def test_only_deterministic_algorithms_are_allowed(
-    monkeypatch: pytest.MonkeyPatch, given: str | None
+    monkeypatch: pytest.MonkeyPatch, setting: str | None
 ) -> None:
-    monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": given} if given else {})
+    monkeypatch.setattr(os, "environ", {"CUBLAS_WORKSPACE_CONFIG": setting} if setting else {})
     determinism.require_determinism()
-    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": given or ":4096:8"}
+    assert os.environ == {"CUBLAS_WORKSPACE_CONFIG": setting or ":4096:8"}
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory

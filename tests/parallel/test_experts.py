@@ -192,12 +192,12 @@ def difference(ones: list[Tensor], others: list[Tensor]) -> float:
 @pytest.mark.parametrize("family", MODULES)
 def test_results_equal_a_loop_over_experts_in_double_precision(family: str) -> None:
     module = make_module(family)
-    given = make_inputs()
-    ours = run_experts(module, *given)
+    inputs = make_inputs()
+    ours = run_experts(module, *inputs)
     module.config._experts_implementation_internal = "grouped_mm"
-    theirs = run_experts(module, *given)
+    theirs = run_experts(module, *inputs)
     module.config._experts_implementation_internal = "eager"
-    exact = run_experts(module, *given, torch.float64)
+    exact = run_experts(module, *inputs, torch.float64)
     assert torch.equal(ours[0], theirs[0])
     assert difference(ours, theirs) < 1e-6
     assert difference(ours, exact) < 2e-6
@@ -220,16 +220,16 @@ def test_no_family_has_an_unknown_flag() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_no_gradient_is_sorted_or_added_by_index(family: str) -> None:
     """Only the forward pass sorts, and only integers without a gradient."""
-    found = {}
+    operations = {}
     for name in (experts.NAME, "grouped_mm"):
         module = make_module(family, name)
         (hidden, index, weights) = make_inputs()
         out = module(hidden.requires_grad_(), index, weights.requires_grad_())
         with Recorder() as recorder:
             out.backward(torch.ones_like(out))
-        found[name] = SORTED & set(recorder.counts)
-    assert found[experts.NAME] == set()
-    assert found["grouped_mm"]
+        operations[name] = SORTED & set(recorder.counts)
+    assert operations[experts.NAME] == set()
+    assert operations["grouped_mm"]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
@@ -238,10 +238,10 @@ def test_experts_may_have_no_tokens_and_tokens_any_number_of_experts(
     family: str, choices: int, used: int
 ) -> None:
     module = make_module(family)
-    given = make_inputs(choices=choices, used=used)
-    ours = run_experts(module, *given)
+    inputs = make_inputs(choices=choices, used=used)
+    ours = run_experts(module, *inputs)
     module.config._experts_implementation_internal = "eager"
-    exact = run_experts(module, *given, torch.float64)
+    exact = run_experts(module, *inputs, torch.float64)
     for one, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
     for gradient in ours[3:]:
@@ -264,9 +264,9 @@ def test_experts_of_another_rank_add_nothing(family: str, fill_with_nan: None) -
     elsewhere = index == 1
     expected = run_experts(module, hidden, index, weights.masked_fill(elsewhere, 0.0))
     module._is_expert_parallel = True
-    found = run_experts(module, hidden, index.masked_fill(elsewhere, COUNT), weights)
+    results = run_experts(module, hidden, index.masked_fill(elsewhere, COUNT), weights)
     expected[2].masked_fill_(elsewhere, 0.0)
-    assert difference(found, expected) < 1e-6
+    assert difference(results, expected) < 1e-6
 
 
 def test_results_are_the_same_bits_each_time(fill_with_nan: None) -> None:
@@ -314,12 +314,12 @@ def test_a_model_trains_as_with_transformers(family: str, recompute: str, target
     other.set_experts_implementation("eager")
     experts.use_own_function(model)
     parallelize.wrap_blocks(model, recompute, None)
-    (ours, found) = gradients(model)
+    (ours, gradients_of_ours) = gradients(model)
     (theirs, expected) = gradients(other)
     assert ours == pytest.approx(theirs, rel=1e-6)
-    assert found.keys() == expected.keys()
+    assert gradients_of_ours.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
+        assert (gradients_of_ours[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
 def count_products(model: PreTrainedModel) -> int:
@@ -347,17 +347,17 @@ def test_the_product_for_compiled_code_equals_that_of_torch(is_transposed: bool)
     weights = torch.randn(5, *((8, 12) if is_transposed else (12, 8)), generator=generator)
     weights = (weights if is_transposed else weights.transpose(1, 2)).requires_grad_()
     ends = torch.tensor([0, 7, 7, 18, 18], dtype=torch.int32)
-    found, expected = (
+    results, expected = (
         (
             out := function(rows, weights, ends)[:18],
             *torch.autograd.grad(out.square().sum(), (rows, weights)),
         )
         for function in (
             experts._group_by_group,
-            lambda *given: F.grouped_mm(*given[:2], offs=given[2]),
+            lambda *arguments: F.grouped_mm(*arguments[:2], offs=arguments[2]),
         )
     )
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one[:18], other[:18])
     torch.library.opcheck(experts._group_by_group, (rows, weights, ends))
 
@@ -387,11 +387,11 @@ def test_compiled_blocks_have_no_break(
         torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True)
     )
     parallelize.wrap_blocks(compiled, recompute, compiling.Compiler(required=True))
-    (ours, found) = gradients(compiled)
+    (ours, compiled_gradients) = gradients(compiled)
     (theirs, expected) = gradients(plain)
     assert ours == pytest.approx(theirs, rel=1e-6)
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (compiled_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 @pytest.fixture
@@ -464,11 +464,11 @@ def test_transformers_computes_experts_if_our_results_differ(
     line = experts_trial.choose_experts_function(model, layout_of_one_rank)
     assert line.startswith(f"grouped_mm of transformers, since {experts.NAME} fails here: ")
     assert reason in line and "\n" not in line
-    (ours, found) = gradients(model)
+    (ours, model_gradients) = gradients(model)
     (theirs, expected) = gradients(plain)
     assert ours == theirs
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, msg=name)
+        torch.testing.assert_close(model_gradients[name], gradient, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -524,6 +524,6 @@ def test_any_number_of_ranks_trains_mixtures_alike(project: Path, family: str) -
             **({"ranks": ranks} if ranks else {}),
         )
         assert f"experts: {experts.NAME}, by grouped products" in done.stdout
-        found = losses(project, name)
-        expected = expected or found
-        assert found == pytest.approx(expected, rel=1e-5 if compiled == "on" else 2e-6)
+        run_losses = losses(project, name)
+        expected = expected or run_losses
+        assert run_losses == pytest.approx(expected, rel=1e-5 if compiled == "on" else 2e-6)

@@ -24,19 +24,19 @@ def test_weights_that_may_stay_gathered_are_gathered_once(tmp_path: Path, ranks:
     With four ranks there are two replicas, and reductions in a process group of their own.
     """
     run_stage("tests/parallel/gathering.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
-    found = json.loads((tmp_path / "found.json").read_text())
-    for case, run in found.items():
-        name, _, kept = case.rpartition(" ")
+    results = json.loads((tmp_path / "found.json").read_text())
+    for case, run in results.items():
+        name, _, keeps_gathered = case.rpartition(" ")
         forward = ["head", *BLOCKS] if name == "tied" else ALL
         again = ["2", "1", "0"] if name == "offload" else ["1", "0"]
         later = [forward, again]
-        if kept == "True":
+        if keeps_gathered == "True":
             again = []
             later = [[], []]
         passes = 1 if name == "one pass" else 3
         assert run["passes"] == [[forward, again], *[later] * (passes - 1)], case
         for part in ("losses", "validated", "weights"):
-            assert run[part] == found[f"{name} False"][part], (case, part)
-    assert len({run["losses"][0] != run["losses"][1] for run in found.values()}) == 1
+            assert run[part] == results[f"{name} False"][part], (case, part)
+    assert len({run["losses"][0] != run["losses"][1] for run in results.values()}) == 1
     if ranks == 4:
-        assert found["replicas False"]["weights"] == found["separate False"]["weights"]
+        assert results["replicas False"]["weights"] == results["separate False"]["weights"]

@@ -33,10 +33,10 @@ LENGTH = 64
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
     """Return a list of the graphs that are compiled during a test, and restore torch afterwards."""
-    found: list[torch.fx.GraphModule] = []
+    graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        found.append(graph)
+        graphs.append(graph)
         return aot_eager(graph, inputs)
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=keep))
@@ -46,7 +46,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphMod
         torch._dynamo.config.patch(recompile_limit=8),
         torch.compiler.config.patch(dynamic_sources=""),
     ):
-        yield found
+        yield graphs
     torch._dynamo.reset()
 
 
@@ -82,15 +82,15 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     @varlen._varlen_attn_backward.register_kernel("cpu")
     def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
         scale = others[3]
-        given = gradient.transpose(0, 1)
+        gradients = gradient.transpose(0, 1)
         queries, keys, values, weights = compute_attention(query, key, value, ends, longest, scale)
-        of_weights = given @ values.mT
+        of_weights = gradients @ values.mT
         of_scores = weights * (of_weights - (weights * of_weights).sum(-1, True)) * scale
-        found = [
+        results = [
             part.transpose(0, 1).contiguous()
-            for part in (of_scores @ keys, of_scores.mT @ queries, weights.mT @ given)
+            for part in (of_scores @ keys, of_scores.mT @ queries, weights.mT @ gradients)
         ]
-        return found[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in found[1:])
+        return results[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in results[1:])
 
     monkeypatch.setattr(tokens, "_TILE", LENGTH // 4)
     monkeypatch.setattr(attention, "_attend_by_document", attention._attend_by_kernel)
@@ -103,20 +103,20 @@ def batch(documents: int, longest: int, generator: np.random.Generator) -> Micro
     lengths = [longest, *np.diff([0, *cuts, room])]
     positions = np.concatenate([np.arange(length) for length in lengths]).reshape(2, LENGTH)
     ids = generator.integers(0, 64, (2, LENGTH + 1))
-    made = make_micro_batch(SampleArrays(ids[:, :-1], ids[:, 1:], positions), pin=False)
-    assert documents <= len(made.boundaries) - 1 <= documents + 1
-    return made
+    micro_batch = make_micro_batch(SampleArrays(ids[:, :-1], ids[:, 1:], positions), pin=False)
+    assert documents <= len(micro_batch.boundaries) - 1 <= documents + 1
+    return micro_batch
 
 
 def batches() -> list[MicroBatch]:
     """Return batches with many numbers of documents and all lengths that a kernel gets."""
     generator = np.random.default_rng(0)
-    made = [
+    batch_list = [
         batch(*kind, generator)
         for kind in ((17, 60), (3, 60), (40, 60), (60, 12), (24, 16), (7, 17), (2, 64))
     ]
-    assert {one.longest for one in made} == {16, 32, 64}
-    return made
+    assert {one.longest for one in batch_list} == {16, 32, 64}
+    return batch_list
 
 
 def models(recompute: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -139,7 +139,9 @@ def test_one_graph_serves_packed_documents_of_any_number_and_length(
     """Losses and gradients equal those of the uncompiled model."""
     model, plain = models(recompute)
     for one in batches():
-        sums = [loss.token_loss_sum(each, one.to(SingleDevice(CPU))) for each in (model, plain)]
+        sums = [
+            loss.token_loss_sum(variant, one.to(SingleDevice(CPU))) for variant in (model, plain)
+        ]
         torch.testing.assert_close(*sums)
         for total in sums:
             total.backward()
@@ -198,14 +200,14 @@ def layers(count: int) -> list[nn.Module]:
 def run_blocks(blocks: list[nn.Module]) -> None:
     """Run wrapped layers forward and backward, and compare them with the plain layers."""
     compiler = compiling.make_compiler(True, CPU)
-    given = torch.randn(2, 4, requires_grad=True)
-    found = given
-    expected = given
+    inputs = torch.randn(2, 4, requires_grad=True)
+    outputs = inputs
+    expected = inputs
     for block in blocks:
-        found = compiler.wrap(block.forward)(found)
+        outputs = compiler.wrap(block.forward)(outputs)
         expected = block(expected)
-    torch.testing.assert_close(found, expected)
-    found.sum().backward()
+    torch.testing.assert_close(outputs, expected)
+    outputs.sum().backward()
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ CPU = SimpleNamespace(device=torch.device("cpu"))
 LEAKS = {"falcon_7b", "falcon_40b"}  # passes no positions to its mask (transformers 5.17 to 5.23)
 
 
-@pytest.mark.parametrize("how", ["sdpa", "sdpa in bfloat16", "varlen"])
+@pytest.mark.parametrize("way", ["sdpa", "sdpa in bfloat16", "varlen"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_keeps_documents_apart_or_is_refused(family: str, how: str) -> None:
+def test_a_family_keeps_documents_apart_or_is_refused(family: str, way: str) -> None:
     torch.manual_seed(0)
-    implementation, _, half = how.partition(" in ")
+    implementation, _, half = way.partition(" in ")
     if family in LEAKS and implementation == "varlen":
         with pytest.raises(KeyError):  # it has a table of its own, of what it knows
             build_model(family, "varlen")
@@ -67,11 +67,11 @@ def test_a_forward_pass_reads_nothing_from_the_device(family: str) -> None:
     model = build_model(family, "sdpa").eval()
     ids = torch.randint(3, 97, (2, 24))
     with torch.no_grad():
-        asked = model(input_ids=ids, use_cache=False).logits
+        logits_with_reads = model(input_ids=ids, use_cache=False).logits
         attention.avoid_device_reads(model, "concat", 24)
         with WaitForbidden():
             logits = model(**attention.make_inputs(model, MicroBatch(ids, ids))).logits
-    assert torch.equal(asked, logits)
+    assert torch.equal(logits_with_reads, logits)
 
 
 LONG = {
@@ -101,14 +101,14 @@ def test_rope_reads_the_largest_position_only_if_that_matters(
         max_position_embeddings=32,
         rope_parameters=parameters,
     )
-    asked = LlamaRotaryEmbedding(config)
+    plain_rope = LlamaRotaryEmbedding(config)
     rope = LlamaRotaryEmbedding(config)
     positions = torch.arange(24)[None]
-    expected = asked(torch.ones(1), positions)
+    expected = plain_rope(torch.ones(1), positions)
     attention.fix_rope_frequencies(rope, packing, 24)
     with nullcontext() if asks else WaitForbidden():
-        found = rope(torch.ones(1), positions)
-    assert torch.equal(torch.stack(found), torch.stack(expected))
+        tables = rope(torch.ones(1), positions)
+    assert torch.equal(torch.stack(tables), torch.stack(expected))
     assert (rope.rope_type == "default") != asks
 
 
@@ -130,10 +130,10 @@ def test_flash_attention_gets_the_boundaries_of_rows() -> None:
     """Without them, transformers reads them from the device in each layer."""
     model = FakeModel("flash_attention_2")
     ids = torch.zeros(3, 8, dtype=torch.int64)
-    given = attention.make_inputs(model, MicroBatch(ids, ids))
-    assert given["cu_seq_lens_q"].tolist() == [0, 8, 16, 24] and given["max_length_q"] == 8
-    assert given["cu_seq_lens_q"].dtype == torch.int32
-    assert given["position_ids"].tolist() == [[*range(8)]]
+    inputs = attention.make_inputs(model, MicroBatch(ids, ids))
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 8, 16, 24] and inputs["max_length_q"] == 8
+    assert inputs["cu_seq_lens_q"].dtype == torch.int32
+    assert inputs["position_ids"].tolist() == [[*range(8)]]
 
 
 def build_model(family: str, implementation: str) -> PreTrainedModel:

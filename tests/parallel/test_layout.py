@@ -31,13 +31,13 @@ from tests.models.families import make_tiny_llama
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return environment variables without those of torchrun."""
-    own = {
+    variables = {
         key: value
         for key, value in os.environ.items()
         if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     }
-    monkeypatch.setattr(os, "environ", own)
-    return own
+    monkeypatch.setattr(os, "environ", variables)
+    return variables
 
 
 @pytest.fixture

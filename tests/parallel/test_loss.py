@@ -57,26 +57,26 @@ def test_chunks_give_the_loss_and_the_gradients(
     parts = [part.double().requires_grad_() for part in parts]
     labels = torch.randint(0, 50, (40,))
     labels[::3] = IGNORED
-    whole = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
-    expected = torch.autograd.grad(whole * 0.3, parts)
+    loss_sum = F.cross_entropy(F.linear(*parts), labels, ignore_index=IGNORED, reduction="sum")
+    expected = torch.autograd.grad(loss_sum * 0.3, parts)
     mine = loss._ChunkedLoss.apply(
         *parts, *([None] if not bias else []), labels, 0.6, rows * 50, gradient
     )
-    found = torch.autograd.grad(mine * 0.5, parts)
-    assert mine.item() == pytest.approx(whole.item(), rel=1e-6)
-    for one, other in zip(found, expected, strict=True):
+    gradients = torch.autograd.grad(mine * 0.5, parts)
+    assert mine.item() == pytest.approx(loss_sum.item(), rel=1e-6)
+    for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 def test_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would take two thirds of the products, and memory for a float32 sum."""
-    made: list[str] = []
+    calls: list[str] = []
     model = AutoModelForCausalLM.from_config(LlamaConfig(**TINY))
     assert "in the output layer" in loss.chunk_loss(model, HERE)
-    monkeypatch.setattr(model.lm_head.forward, "_gradient", lambda *_: made.append("gradient"))
+    monkeypatch.setattr(model.lm_head.forward, "_gradient", lambda *_: calls.append("gradient"))
     with torch.no_grad():
         assert loss.token_loss_sum(model, batch()) > 0
-    assert not made
+    assert not calls
 
 
 def test_half_precision_sums_in_float32() -> None:
@@ -85,8 +85,10 @@ def test_half_precision_sums_in_float32() -> None:
     weight = torch.randn(300, 16).bfloat16()
     labels = torch.randint(0, 300, (2000,))
     exact = F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum")
-    found = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0, 1 << 16, loss._gradient)
-    assert found.dtype == torch.float32 and found.item() == pytest.approx(exact.item(), rel=1e-5)
+    loss_sum = loss._ChunkedLoss.apply(hidden, weight, None, labels, 1.0, 1 << 16, loss._gradient)
+    assert loss_sum.dtype == torch.float32 and loss_sum.item() == pytest.approx(
+        exact.item(), rel=1e-5
+    )
 
 
 def with_gradients(model: torch.nn.Module, ignored: bool) -> dict[str, torch.Tensor]:
@@ -128,8 +130,8 @@ def test_each_family_has_the_loss_of_its_logits(config, in_layer: bool) -> None:
     expected = [with_gradients(model, ignored) for ignored in (False, True)]
     description = loss.chunk_loss(model, HERE)
     assert description.startswith("in the output layer") == in_layer, description
-    found = [with_gradients(model, ignored) for ignored in (False, True)]
-    for one, other in zip(found, expected, strict=True):
+    results = [with_gradients(model, ignored) for ignored in (False, True)]
+    for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
     assert model(**{"input_ids": batch().input_ids}).logits.shape == (3, 20, 300)
 
@@ -159,17 +161,17 @@ def test_the_mean_does_not_depend_on_the_number_of_tokens(precision: str, in_lay
     assert norms == pytest.approx([norms[0]] * 4, rel=1e-3)
 
 
-@pytest.mark.parametrize(("found", "used"), [(17.0, True), (1.0, False), (None, False)])
+@pytest.mark.parametrize(("value", "used"), [(17.0, True), (1.0, False), (None, False)])
 def test_in_place_sums_are_tried_before_use(
-    monkeypatch: pytest.MonkeyPatch, found: float | None, used: bool
+    monkeypatch: pytest.MonkeyPatch, value: float | None, used: bool
 ) -> None:
     def addmm(
         total: torch.Tensor, *_: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor
     ) -> torch.Tensor:
         assert out is total and out_dtype == total.dtype == torch.float32
-        if found is None:
+        if value is None:
             raise NotImplementedError("no such kernel")
-        return out.fill_(found)
+        return out.fill_(value)
 
     loss._can_add_in_place.cache_clear()
     monkeypatch.setattr(torch, "addmm", addmm)

@@ -71,19 +71,19 @@ def train_steps(model: nn.Module) -> list[float]:
     """Return the losses and norms of a few steps with accumulation, and an evaluation in each."""
     adamw = registry.build_optimizer("adamw", model, 1e-2)
     guard = StepGuard("fp32", 0.0, CPU)
-    found = []
+    figures = []
     for step in range(STEPS):
         for number in range(PASSES):
             loss = loss_of(model, tokens(step * PASSES + number))
             loss.backward()
-            found.append(loss.item())
-        found.append(guard.clip(adamw, 1.0, guard.scale_for(1)).item())
+            figures.append(loss.item())
+        figures.append(guard.clip(adamw, 1.0, guard.scale_for(1)).item())
         adamw.step()
         adamw.zero_grad()
         with torch.no_grad():
-            found.append(loss_of(model, tokens(99)).item())
+            figures.append(loss_of(model, tokens(99)).item())
         parallelize.reshard_model(model)
-    return found
+    return figures
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_losses_are_the_same_to_the_bit(
     on_device = shard_model(precision, rank, offloaded=precision == "fp8", recompute=recompute)
     monkeypatch.setattr(parallelize, "copy_ahead", lambda model: None)
     by_fsdp = shard_model(precision, rank, recompute=recompute)
-    found = [train_steps(model) for model in (ahead, by_fsdp, on_device)]
-    assert found[0] == found[1] == found[2] and len(set(found[0])) > 5
+    figures = [train_steps(model) for model in (ahead, by_fsdp, on_device)]
+    assert figures[0] == figures[1] == figures[2] and len(set(figures[0])) > 5
     for one, other in zip(ahead.parameters(), by_fsdp.parameters(), strict=True):
         assert torch.equal(local_tensor(one), local_tensor(other))
 
@@ -306,10 +306,10 @@ def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
     [copied] = offload._find_groups(embedding)
     with copied.use_training_state(type(copied._training_state).FORWARD):
         copied.unshard()
-    kept = weakref.ref(copied._all_gather_result.all_gather_output)
+    reference = weakref.ref(copied._all_gather_result.all_gather_output)
     copied.finalize_backward()
     gc.collect()
-    assert copied._all_gather_result is None and kept() is None
+    assert copied._all_gather_result is None and reference() is None
     with torch.no_grad():
         local_tensor(embedding.weight).mul_(2.0)
     changed = loss_of(model, tokens(0)).item()

@@ -234,9 +234,9 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
 def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -> None:
     """With a power of two of ranks every bit is the same, in each precision and with replicas."""
     run_stage("tests/parallel/summing.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == (9 if ranks == 4 else 3)
-    for case, (summed, averaged) in found.items():
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert len(results) == (9 if ranks == 4 else 3)
+    for case, (summed, averaged) in results.items():
         assert ranks == 3 or summed == averaged, case
         for one, other in zip(summed["steps"], averaged["steps"], strict=True):
             assert one == pytest.approx(other, rel=2e-7 if "fp32" in case else 1e-3), case
@@ -246,15 +246,15 @@ def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks: int) -> None:
     """FSDP2 gets no factor, and the guard multiplies by the number of ranks."""
-    found = {}
+    results = {}
     for count in (ranks, 1):
         run_stage("tests/parallel/replicas.py", tmp_path / "found.json", cwd=tmp_path, ranks=count)
-        found[count] = json.loads((tmp_path / "found.json").read_text())
-    for precision, (summed, averaged) in found[ranks].items():
+        results[count] = json.loads((tmp_path / "found.json").read_text())
+    for precision, (summed, averaged) in results[ranks].items():
         assert (summed["sum_calls"], averaged["sum_calls"]) == (1, 0)
         close = 1e-6 if precision == "fp32" else 1e-3
         for alone, one, other in zip(
-            found[1][precision][0]["steps"], summed["steps"], averaged["steps"], strict=True
+            results[1][precision][0]["steps"], summed["steps"], averaged["steps"], strict=True
         ):
             assert other == pytest.approx(one, rel=close)
             assert other == pytest.approx(alone, rel=close)
@@ -282,9 +282,9 @@ def test_optimizers_scale_sharded_gradients(tmp_path: Path, ranks: int) -> None:
     Rounding a gradient in another way may move an 8-bit moment by a whole code.
     """
     run_stage("tests/parallel/folding.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found) == (4 if ranks == 1 else 8)
-    for case, (apart, folded) in found.items():
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert len(results) == (4 if ranks == 1 else 8)
+    for case, (apart, folded) in results.items():
         assert apart["scale"] == folded["scale"] and apart["skipped"] == folded["skipped"] == 0
         assert apart["weights"] != folded["weights"], case
         for one, other in zip(apart["steps"], folded["steps"], strict=True):

@@ -34,21 +34,21 @@ FAMILIES = {
 def test_no_shard_is_much_larger_than_the_mean(name: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
-    whole = model.num_parameters()
+    total = model.num_parameters()
     shapes = {name: p.shape for name, p in model.named_parameters()}
     for ranks in range(1, 129):
         most = sum(
             shape.numel() / ranks * placement.place_parameter(name, shape, {FSDP: ranks}).largest
             for name, shape in shapes.items()
         )
-        assert most <= 1.15 * whole / ranks, ranks
+        assert most <= 1.15 * total / ranks, ranks
     for ranks in (3, 16, 24, 100):  # as FSDP2 has it
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(FAMILIES[name], dtype=torch.float32)
         with trace.fake_mesh(ranks, ranks) as mesh:
             parallelize.parallelize(model, mesh, "bf16")
             held = sum(local_tensor(p, padded=True).numel() for p in model.parameters())
-            assert held <= 1.15 * whole / ranks, ranks
+            assert held <= 1.15 * total / ranks, ranks
 
 
 def test_parameters_with_few_rows_are_sharded_by_rows() -> None:
@@ -213,8 +213,8 @@ def test_parameters_can_be_on_another_mesh(tmp_path: Path) -> None:
         )
         assert both["groups"] == [[2], [2]]
         assert sorted(other["groups"]) == [[2], [2], [2, 1]]
-        for found in (both, other):
+        for results in (both, other):
             for kind in ("weights", "states"):
-                assert found[kind] == pytest.approx(one[kind], rel=1e-3)
-            for row, expected in zip(found["steps"], one["steps"], strict=True):
+                assert results[kind] == pytest.approx(one[kind], rel=1e-3)
+            for row, expected in zip(results["steps"], one["steps"], strict=True):
                 assert row == pytest.approx(expected, rel=1e-4)

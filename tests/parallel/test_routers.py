@@ -101,7 +101,7 @@ def build_model(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if lora:
         lora.convert(model, Placement())
-    found = find_routers(model)
+    router_list = find_routers(model)
     torch.manual_seed(0)
     full = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def build_model(
             parameter.normal_(0.0, 0.3)
     for name, buffer in model.named_buffers():
         buffer.data.copy_(full.get_buffer(name))
-    return model.train(), found
+    return model.train(), router_list
 
 
 def make_batch(lengths: list[int], length: int = 12) -> MicroBatch:
@@ -164,9 +164,9 @@ def find_routers_again(model: PreTrainedModel) -> list[Any]:
 
 
 def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return by_name
 
 
 def step_of(*batches: MicroBatch) -> Step:
@@ -201,20 +201,20 @@ def expected_gradients(model: PreTrainedModel, *batches: MicroBatch) -> tuple[fl
     return value, gradients(model)
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, gradient in ours.items():
         worst = (gradient - expected[name]).abs().max()
         assert worst <= 1e-6 * max(1.0, expected[name].abs().max().item()), (name, worst)
 
 
 @pytest.mark.parametrize("family", WITH_LOSS + OTHERS_WITH_LOSS)
 def test_gradients_and_the_loss_are_those_of_the_formula(group: object, family: str) -> None:
-    model, found = build_model(family)
+    model, router_list = build_model(family)
     batch = make_batch([12, 7, 1])
     value, expected = expected_gradients(model, batch)
-    assert find_method(model, found) == LOSS
-    load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
+    assert find_method(model, router_list) == LOSS
+    load = RouterLoad(router_list, CPU, LOSS, COEFFICIENT)
     run_step(model, load, batch)
     assert_same(gradients(model), expected)
     load.end_step(torch.zeros(()))
@@ -225,16 +225,18 @@ def test_gradients_and_the_loss_are_those_of_the_formula(group: object, family: 
 
 def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None:
     """PhiMoE draws experts at random in training, so they need not have the highest logits."""
-    model, found = build_model("phimoe")
+    model, router_list = build_model("phimoe")
     batch = make_batch([12, 7, 1])
-    load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
+    load = RouterLoad(router_list, CPU, LOSS, COEFFICIENT)
     chosen: list[torch.Tensor] = []
-    for router in found:
+    for router in router_list:
         router.module.register_forward_hook(lambda _, __, output: chosen.append(output[2]))
     run_step(model, load, batch)
     load.end_step(torch.zeros(()))
     is_token = (torch.arange(12)[None] < batch.lengths[:, None]).flatten()
-    counts = torch.stack([torch.bincount(each[is_token].flatten(), minlength=4) for each in chosen])
+    counts = torch.stack(
+        [torch.bincount(choices[is_token].flatten(), minlength=4) for choices in chosen]
+    )
     assert load.capture().sums[:, :4].tolist() == counts.tolist()
     assert all(gradient.isfinite().all() for gradient in gradients(model).values())
 
@@ -242,13 +244,16 @@ def test_counts_are_those_of_the_experts_that_were_chosen(group: object) -> None
 @pytest.mark.parametrize("family", WITH_LOSS)
 def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str) -> None:
     """It is run as one micro-batch, as three of different sizes, and row by row."""
-    model, found = build_model(family)
-    whole = make_batch([12, 3, 12, 7, 1, 9])
-    _, expected = expected_gradients(model, whole)
-    load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
+    model, router_list = build_model(family)
+    full_batch = make_batch([12, 3, 12, 7, 1, 9])
+    _, expected = expected_gradients(model, full_batch)
+    load = RouterLoad(router_list, CPU, LOSS, COEFFICIENT)
     values = []
     for sizes in ((6,), (3, 1, 2), (1,) * 6):
-        parts = [part.split(sizes) for part in (whole.input_ids, whole.labels, whole.lengths)]
+        parts = [
+            part.split(sizes)
+            for part in (full_batch.input_ids, full_batch.labels, full_batch.lengths)
+        ]
         run_step(
             model,
             load,
@@ -283,10 +288,10 @@ def test_recomputed_and_compiled_passes_count_once(
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    model, found = build_model(family)
-    method = find_method(model, found)
+    model, router_list = build_model(family)
+    method = find_method(model, router_list)
     batch = make_batch([12, 7, 1])
-    load = RouterLoad(found, CPU, method, COEFFICIENT)
+    load = RouterLoad(router_list, CPU, method, COEFFICIENT)
     run_step(model, load, batch)
     expected = gradients(model)
     load.end_step(torch.ones(()))
@@ -306,9 +311,9 @@ def test_recomputed_and_compiled_passes_count_once(
 
 
 def test_only_training_steps_count(group: object) -> None:
-    model, found = build_model("mixtral")
+    model, router_list = build_model("mixtral")
     batch = make_batch([12, 7, 1])
-    load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
+    load = RouterLoad(router_list, CPU, LOSS, COEFFICIENT)
     load.begin_step(step_of(batch), 1.0)
     load.begin_pass(batch)
     with eval_mode(model), torch.no_grad():
@@ -321,8 +326,8 @@ def test_only_training_steps_count(group: object) -> None:
 
 
 def test_a_new_window_discards_the_steps_since_the_last_row(group: object) -> None:
-    model, found = build_model("mixtral")
-    load = RouterLoad(found, CPU, "", 0.0)
+    model, router_list = build_model("mixtral")
+    load = RouterLoad(router_list, CPU, "", 0.0)
     run_step(model, load, make_batch([12]))
     load.end_step(torch.zeros(()))
     load.begin_window()
@@ -332,11 +337,11 @@ def test_a_new_window_discards_the_steps_since_the_last_row(group: object) -> No
 
 
 def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
-    model, found = build_model("deepseek_v3")
-    assert find_method(model, found) == BIAS
+    model, router_list = build_model("deepseek_v3")
+    assert find_method(model, router_list) == BIAS
     batches = make_batch([12, 7, 1]), make_batch([5, 12])
-    load = RouterLoad(found, CPU, BIAS, 1e-3)
-    [router] = found
+    load = RouterLoad(router_list, CPU, BIAS, 1e-3)
+    [router] = router_list
     bias = router.module.e_score_correction_bias
     before = bias.clone()
     run_step(model, load, *batches)
@@ -355,9 +360,9 @@ def test_biases_move_against_the_load_and_keep_their_sum(group: object) -> None:
 @pytest.mark.slow
 def test_biases_balance_the_load(group: object) -> None:
     """After 300 steps with biases, each of four experts gets about a quarter of the choices."""
-    model, found = build_model("glm4_moe")
+    model, router_list = build_model("glm4_moe")
     batch = make_batch([12] * 6)
-    load = RouterLoad(found, CPU, BIAS, 1e-2)
+    load = RouterLoad(router_list, CPU, BIAS, 1e-2)
     highest = []
     for _ in range(300):
         run_step(model, load, batch)
@@ -388,12 +393,12 @@ def test_figures_are_computed_from_the_load() -> None:
 
 
 def test_adapters_before_a_frozen_router_learn_from_the_loss(group: object) -> None:
-    model, found = build_model("mixtral", Lora(4, 8.0, 0.0, "attention"))
-    assert not found[0].module.weight.requires_grad
-    assert routers.has_trained_inputs(model, found)
+    model, router_list = build_model("mixtral", Lora(4, 8.0, 0.0, "attention"))
+    assert not router_list[0].module.weight.requires_grad
+    assert routers.has_trained_inputs(model, router_list)
     batch = make_batch([12, 7, 1])
     value, expected = expected_gradients(model, batch)
-    load = RouterLoad(found, CPU, LOSS, COEFFICIENT)
+    load = RouterLoad(router_list, CPU, LOSS, COEFFICIENT)
     run_step(model, load, batch)
     found_now = gradients(model)
     assert_same(found_now, expected)

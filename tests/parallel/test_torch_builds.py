@@ -35,13 +35,18 @@ def test_the_table_contains_the_torch_that_is_required():
     ],
 )
 def test_a_driver_gets_the_newest_cuda_that_it_can_run(driver: str, cuda: str | None):
-    found = torch_builds.find_build(Torch("2.13.0", "13.0"), driver)
-    assert (found.cuda if found else None) == cuda
+    build = torch_builds.find_build(Torch("2.13.0", "13.0"), driver)
+    assert (build.cuda if build else None) == cuda
 
 
 def test_builds_of_older_releases_follow_the_pinned_one():
-    found = torch_builds.list_builds(Torch("2.13.0", "13.0"), "535.104.05")
-    assert list(map(str, found)) == ["2.13.0+cu126", "2.12.1+cu126", "2.11.0+cu128", "2.11.0+cu126"]
+    builds = torch_builds.list_builds(Torch("2.13.0", "13.0"), "535.104.05")
+    assert list(map(str, builds)) == [
+        "2.13.0+cu126",
+        "2.12.1+cu126",
+        "2.11.0+cu128",
+        "2.11.0+cu126",
+    ]
     assert torch_builds.list_builds(Torch("2.11.0", "13.0"), "470.57") == []
 
 

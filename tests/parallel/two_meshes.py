@@ -29,8 +29,8 @@ STEPS = 3
 
 def sum_of(tensor: torch.Tensor) -> float:
     """Return a number that depends on all elements of a sharded tensor."""
-    whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().double()
-    return (whole.flatten() * torch.linspace(1, 2, whole.numel(), dtype=torch.float64)).sum().item()
+    full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().double()
+    return (full.flatten() * torch.linspace(1, 2, full.numel(), dtype=torch.float64)).sum().item()
 
 
 def main() -> None:
@@ -62,14 +62,14 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         seen.append([layout.sum_over_ranks([loss.item()])[0], norm])
     states = registry.named_states(model, optimizer)
-    found = {
+    results = {
         "steps": seen,
         "groups": [list(group["params"][0].device_mesh.shape) for group in optimizer.param_groups],
         "weights": {name: sum_of(p) for name, p in model.named_parameters()},
         "states": {name: sum_of(t) for name, t in states.items() if t.dtype == torch.float32},
     }
     if layout.rank == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(results))
     layout.stop()
 
 

@@ -89,8 +89,8 @@ def case(**changes: Any) -> StepConfig:
         pytest.param("llama", 0, marks=pytest.mark.slow),
         pytest.param("llama", 4, marks=pytest.mark.slow),
         *(
-            pytest.param(*each, marks=pytest.mark.long)
-            for each in (
+            pytest.param(*arguments, marks=pytest.mark.long)
+            for arguments in (
                 ("phi", 0),
                 ("qwen2", 0),
                 ("mistral", 0),
@@ -116,8 +116,8 @@ def test_the_estimate_is_no_lower_than_the_real_activations(
     model = make_model(FAMILIES[family], "cpu", lora)
     assert saved_bytes(model) == pytest.approx(eager, rel=0.06)
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
-    kept = saved_bytes(model)
-    assert kept <= planned <= 1.25 * kept
+    saved = saved_bytes(model)
+    assert saved <= planned <= 1.25 * saved
     assert planned < 0.9 * eager
 
 

@@ -260,11 +260,11 @@ def test_selective_checkpointing_keeps_no_output_of_an_adapter() -> None:
     model = on_meta(
         LlamaConfig(**{**SMALL, "num_hidden_layers": 2}), Lora(4, 8.0, precision="bf16")
     )
-    kept = {
+    activations = {
         kind: traced(model, case(ranks=1, recompute=kind)).largest["activations"]
         for kind in ("none", "selective")
     }
-    assert kept["selective"] < 0.75 * kept["none"]
+    assert activations["selective"] < 0.75 * activations["none"]
 
 
 def test_layers_before_the_first_adapter_have_no_backward_pass() -> None:
@@ -443,11 +443,11 @@ def test_the_least_costly_setting_that_fits_is_printed(
         def __init__(self, *_: object) -> None: ...
 
         def step(self, case: StepConfig) -> trace.StepMemory:
-            each = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
+            unit = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
             held = dict.fromkeys(trace.KINDS, 0) | {
                 "gradients": (8 << 30) // case.ranks,
                 "optimizer": (24 << 30) // case.ranks,
-                "activations": int(each * case.batch * case.seq_length / 1024 * (1 << 30)),
+                "activations": int(unit * case.batch * case.seq_length / 1024 * (1 << 30)),
             }
             return trace.StepMemory(held, (held,), case.offload)
 

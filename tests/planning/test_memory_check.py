@@ -34,12 +34,12 @@ class Known:
         self.parameters = sum(p.numel() for p in model.parameters())
 
     def step(self, case: StepConfig) -> StepMemory:
-        each = {"none": 8, "selective": 6, "full": 2}[case.recompute] * MIB
+        unit = {"none": 8, "selective": 6, "full": 2}[case.recompute] * MIB
         share = self.parameters / case.shard_size
         held = dict.fromkeys(KINDS, 0) | {
             "gradients": round(8 * share),
             "optimizer": round(share * (8 if case.optimizer == "adamw" else 2)),
-            "activations": each * case.batch * case.seq_length // 1024,
+            "activations": unit * case.batch * case.seq_length // 1024,
         }
         return StepMemory(held, (held,), case.offload)
 
@@ -276,7 +276,7 @@ def test_control_groups_limit_the_memory(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(capacity, "_CGROUPS", tmp_path)
-    assert [left for _, left in capacity._read_limits([line])] == free
+    assert [room for _, room in capacity._read_limits([line])] == free
     monkeypatch.setattr(capacity, "_read_own_groups", lambda: [line])
     assert capacity.count_total(torch.device("cpu")) in (1000, 800) or not free
     assert 0 < capacity.count_free(torch.device("cpu")) < 1 << 50

@@ -153,8 +153,8 @@ def test_a_run_without_rows_with_one_row_or_with_old_rows_has_a_page(tmp_path: P
     report(write_run(tmp_path / "empty", []))
     parsed = report(write_run(tmp_path / "one", [make_row(1)]))
     assert "step 1 of 700" in parsed.text
-    kept = ("step", "train/loss", "train/grad_norm")
-    old = [{key: row[key] for key in kept} for row in make_rows(20)]
+    keys = ("step", "train/loss", "train/grad_norm")
+    old = [{key: row[key] for key in keys} for row in make_rows(20)]
     run = write_run(tmp_path / "old", old)
     for name in ("state.json", "config.yaml", "events.jsonl"):
         (run / name).unlink()

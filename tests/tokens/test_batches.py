@@ -97,12 +97,12 @@ def test_ranks_and_micro_batches_only_divide_the_samples_of_a_step() -> None:
 
 def test_a_resumed_stream_continues_at_its_position() -> None:
     division = Division(2, 2, 1, 2)
-    whole = list(steps(windows(11), 0, division, 6))
-    assert [step.after for step in whole] == [Position(8 * k) for k in range(1, 7)]
+    expected = list(steps(windows(11), 0, division, 6))
+    assert [step.after for step in expected] == [Position(8 * k) for k in range(1, 7)]
     for k in (1, 4, 5):
-        rest = steps(windows(11), 0, division, 6 - k, whole[k - 1].after.samples)
+        rest = steps(windows(11), 0, division, 6 - k, expected[k - 1].after.samples)
         assert [[starts(b) for b in step.batches] for step in rest] == [
-            [starts(b) for b in step.batches] for step in whole[k:]
+            [starts(b) for b in step.batches] for step in expected[k:]
         ]
 
 
@@ -118,9 +118,9 @@ def test_a_stream_can_start_at_any_sample() -> None:
 
 
 def test_the_order_does_not_depend_on_the_chunk_size(monkeypatch) -> None:
-    whole = [starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
+    expected = [starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)]
     monkeypatch.setattr(batches, "_ORDERED_AT_ONCE", 9)
-    assert whole == [
+    assert expected == [
         starts(step.batches[0]) for step in steps(windows(7), 1, Division(3, 1, 0, 1), 20)
     ]
 
@@ -138,9 +138,9 @@ def test_an_epoch_reads_every_sample_once() -> None:
 def test_steps_left_early_end_their_thread() -> None:
     import threading
 
-    left = steps(windows(11), 0, Division(1, 1, 0, 1), 100)
-    next(left)
-    left.close()
+    stream = steps(windows(11), 0, Division(1, 1, 0, 1), 100)
+    next(stream)
+    stream.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("loader")]
 
 
@@ -174,8 +174,8 @@ def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> pa
     """Return packs of documents of these lengths, as a run makes them."""
     ends = np.cumsum(lengths).astype(np.int64)
     tokens = np.arange(ends[-1], dtype=np.uint32)
-    whole = TokenStore(tmp_path / name, name, 9, {}, {"train": Split(tokens, ends)}, "mmap")
-    return packing.prepare_packs(whole, seq_length)["train"]
+    store = TokenStore(tmp_path / name, name, 9, {}, {"train": Split(tokens, ends)}, "mmap")
+    return packing.prepare_packs(store, seq_length)["train"]
 
 
 def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:

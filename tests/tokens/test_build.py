@@ -88,11 +88,11 @@ def test_a_store_is_built_once_per_content(
 ) -> None:
     cache = tmp_path / ".cache"
     path = prepare_tokens(of_stage_02, tokenizer, cache)
-    made = (path / "manifest.json").stat().st_mtime_ns
+    time_ns = (path / "manifest.json").stat().st_mtime_ns
     assert prepare_tokens(of_stage_02, tokenizer, cache) == path
     moved = of_stage_02.rename(tmp_path / "corpus")
     assert prepare_tokens(moved, tokenizer.rename(tmp_path / "other"), cache) == path
-    assert (path / "manifest.json").stat().st_mtime_ns == made
+    assert (path / "manifest.json").stat().st_mtime_ns == time_ns
     other = prepare_tokens(moved, save_tokenizer(tmp_path / "t2", bos=False), cache)
     assert other != path and len(list(other.parent.iterdir())) == 2
 
@@ -208,19 +208,19 @@ def test_a_killed_build_continues_to_the_same_bytes(
     for _ in range(writes):
         wait_for(printed, "writing")
     killed.kill()
-    [left] = (cache / "tokens").iterdir()
-    assert ".partial-" in left.name
+    [partial] = (cache / "tokens").iterdir()
+    assert ".partial-" in partial.name
     with pytest.raises(ArtifactError):
-        store.open_store(left)
+        store.open_store(partial)
     caplog.set_level("INFO", logger="pipeline")
     path = prepare_tokens(of_stage_02, tokenizer, cache)
     documents = (writes - 1) // 2 * 5  # two files are written to, five documents at a time
     assert (f"after {documents} documents from" in caplog.text) == bool(documents)
     assert list((cache / "tokens").iterdir()) == [path]
-    whole = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
+    expected = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
     files = [
         [entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
-        for p in (path, whole)
+        for p in (path, expected)
     ]
     assert files[0] == files[1]
 
@@ -236,8 +236,8 @@ def test_a_failing_disk_loses_no_finished_work(
     documents = Dataset.documents
     read = records.read_json
 
-    def torn(*given: object) -> Iterator[list[bytes]]:
-        yield from itertools.islice(documents(*given), 4)
+    def torn(*arguments: object) -> Iterator[list[bytes]]:
+        yield from itertools.islice(documents(*arguments), 4)
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(of_stage_02))
 
     def failing(path: Path) -> object:
@@ -333,7 +333,7 @@ def test_two_nodes_without_common_locks_build_one_store(
 ) -> None:
     """If flock is local to a node, one builds, and the other waits or continues its work."""
     cache = tmp_path / ".cache"
-    whole = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
+    expected = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
     first = start_building(of_stage_02, tokenizer, cache, 0.03, "a")
     second = start_building(of_stage_02, tokenizer, cache, 0.03, "b")
     outputs = [printed.read() for _, printed in (first, second)]
@@ -347,7 +347,7 @@ def test_two_nodes_without_common_locks_build_one_store(
     late, printed = start_building(of_stage_02, tokenizer, cache, 0, "b")
     assert f"is gone: taking over {path}.partial-" in printed.read() and late.wait() == [0]
     assert [(path / name).read_bytes() for name in FILES] == [
-        (whole / name).read_bytes() for name in FILES
+        (expected / name).read_bytes() for name in FILES
     ]
 
 
@@ -466,10 +466,10 @@ def test_a_modified_store_is_hashed_before_it_is_used(
     hashed: list[str] = []
     damage = build.verified.manifest.describe_damage
 
-    def note_and_check(path: Path, entry: dict, deep: bool, **how: Any) -> str:
+    def note_and_check(path: Path, entry: dict, deep: bool, **options: Any) -> str:
         if deep:
             hashed.append(path.name)
-        return damage(path, entry, deep, **how)
+        return damage(path, entry, deep, **options)
 
     monkeypatch.setattr(build.verified.manifest, "describe_damage", note_and_check)
     cache = tmp_path / ".cache"

@@ -33,26 +33,26 @@ def save_dict(path: Path, **splits: list[str]) -> Path:
 
 
 def test_a_dataset_of_stage_02(of_stage_02: Path) -> None:
-    found = open_dataset(of_stage_02)
-    assert found.is_of_stage_02 and list(found.splits) == ["train", "validation"]
-    found.check_content()
-    train, validation = (texts(found, split) for split in found.splits)
+    dataset = open_dataset(of_stage_02)
+    assert dataset.is_of_stage_02 and list(dataset.splits) == ["train", "validation"]
+    dataset.check_content()
+    train, validation = (texts(dataset, split) for split in dataset.splits)
     assert len(train) + len(validation) == 60 and validation
     assert all(text.startswith("document number ") for text in train + validation)
 
 
 def test_a_foreign_dataset_is_one_split(foreign: Path) -> None:
-    found = open_dataset(foreign)
-    assert found.splits == {"train": [first_shard(foreign)]} and not found.is_of_stage_02
-    assert texts(found) == TEXTS
-    found.check_content()
+    dataset = open_dataset(foreign)
+    assert dataset.splits == {"train": [first_shard(foreign)]} and not dataset.is_of_stage_02
+    assert texts(dataset) == TEXTS
+    dataset.check_content()
 
 
 def test_a_foreign_dataset_dict_gives_train_and_validation(tmp_path: Path) -> None:
     path = save_dict(tmp_path / "d", train=["a", "b"], validation=["c"], test=["d"])
-    found = open_dataset(path)
-    assert list(found.splits) == ["train", "validation"]
-    assert [texts(found, split) for split in found.splits] == [["a", "b"], ["c"]]
+    dataset = open_dataset(path)
+    assert list(dataset.splits) == ["train", "validation"]
+    assert [texts(dataset, split) for split in dataset.splits] == [["a", "b"], ["c"]]
 
 
 def plain(folder: Path, **files: list[str]) -> Path:
@@ -76,21 +76,21 @@ def test_arrow_files_without_a_description(tmp_path: Path) -> None:
             "cache-1f2e": ["g"],
         },
     )
-    found = open_dataset(cached)
-    assert {name: texts(found, name) for name in found.splits} == {
+    dataset = open_dataset(cached)
+    assert {name: texts(dataset, name) for name in dataset.splits} == {
         "train": ["a", "b", "c", "d"],
         "validation": ["e"],
     }
-    assert found.extent() == (4, 4) and found.total_bytes() and found.sample(texts=2)
-    assert [text for batch in found.documents("train", first=2) for text in batch] == [b"c", b"d"]
+    assert dataset.extent() == (4, 4) and dataset.total_bytes() and dataset.sample(texts=2)
+    assert [text for batch in dataset.documents("train", first=2) for text in batch] == [b"c", b"d"]
     one = open_dataset(cached / "corpus-validation.arrow")
-    assert texts(one) == ["e"] and one.fingerprint != found.fingerprint
+    assert texts(one) == ["e"] and one.fingerprint != dataset.fingerprint
     assert texts(open_dataset(plain(tmp_path / "one", whatever=["h"]))) == ["h"]
     moved = cached.rename(tmp_path / "moved")
-    assert open_dataset(moved).fingerprint == found.fingerprint
+    assert open_dataset(moved).fingerprint == dataset.fingerprint
     with pytest.raises(UsageError, match="was replaced or changed"):
         plain(cached, **{"corpus-train": ["x"]})
-        found.require_same()
+        dataset.require_same()
 
 
 def test_arrow_files_of_the_other_format_and_damaged_ones(tmp_path: Path) -> None:
@@ -240,9 +240,9 @@ def test_a_truncated_shard_is_found_at_once_and_a_changed_one_by_its_digest(
     assert "--data-folder raw " in caught.value.hint and "--overwrite" in caught.value.hint
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    found = open_dataset(of_stage_02)
+    dataset = open_dataset(of_stage_02)
     with pytest.raises(ArtifactError, match="is damaged"):
-        found.check_content()
+        dataset.check_content()
 
 
 @pytest.mark.parametrize("damage", ["no info", "no state", "torn state", "no shard", "torn dict"])
@@ -275,7 +275,7 @@ def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch) -
 
     monkeypatch.setattr(records, "read_json", failing)
     monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
-    found = open_dataset(path)
+    dataset = open_dataset(path)
     fails[0] = 2
     with pytest.raises(StageError, match=r"state.json cannot be read .* not mean that it is da"):
         open_dataset(path)
@@ -285,7 +285,7 @@ def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch) -
 
     monkeypatch.setattr(pyarrow.ipc, "open_stream", lost)
     with pytest.raises(OSError, match=r"Stale file handle: .*train"):
-        texts(found)
+        texts(dataset)
 
 
 @pytest.mark.parametrize("name", ["../../mine/data-00000-of-00001.arrow", "data.bin"])

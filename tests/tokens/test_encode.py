@@ -120,14 +120,14 @@ def test_a_long_text_is_cut_only_where_that_changes_nothing(
 ) -> None:
     sample = [b"a line\nand the next\n  indented\n\nlast"]
     text = "words and\nmore words\n\n  of it\n" * 50
-    whole = ids_of(Encoder(tokenizer, 1), ["short", text, ""])
+    expected = ids_of(Encoder(tokenizer, 1), ["short", text, ""])
     monkeypatch.setattr(encode, "_PIECE_BYTES", 64)
     monkeypatch.setattr(encode, "_GROUP_BYTES", 200)
     encoder = Encoder(tokenizer, 1)
     encoder.tune(sample)
     pieces, _ = encoder._cut_texts([b"short", text.encode(), b""])
     assert len(pieces) > 20 and b"".join(pieces) == b"short" + text.encode()
-    assert ids_of(encoder, ["short", text, ""]) == whole
+    assert ids_of(encoder, ["short", text, ""]) == expected
 
 
 def test_texts_are_not_cut_if_that_changes_the_ids(tmp_path: Path) -> None:

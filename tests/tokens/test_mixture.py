@@ -47,10 +47,10 @@ def corpora(*weights: str | None) -> list[Corpus]:
 )
 def test_every_prefix_of_a_mixture_has_the_shares(weights: list[int]) -> None:
     count = 5000
-    corpus, own = order.interleave_corpora(np.arange(count), weights)
+    corpus, place = order.interleave_corpora(np.arange(count), weights)
     for i, weight in enumerate(weights):
         mine = corpus == i
-        assert own[mine].tolist() == list(range(mine.sum()))  # its own stream, without a gap
+        assert place[mine].tolist() == list(range(mine.sum()))  # its own stream, without a gap
         expected = np.arange(1, count + 1) * weight / sum(weights)
         assert np.abs(np.cumsum(mine) - expected).max() < len(weights)
 
@@ -58,20 +58,20 @@ def test_every_prefix_of_a_mixture_has_the_shares(weights: list[int]) -> None:
 def test_interleaving_needs_no_history_and_at_most_64_bits() -> None:
     weights = [1_999_999_999, 1_000_000_001]
     first = 10**15
-    corpus, own = order.interleave_corpora(np.arange(first, first + 100), weights)
+    corpus, place = order.interleave_corpora(np.arange(first, first + 100), weights)
     before = first * weights[0] // sum(weights)
-    assert own[corpus == 0].tolist() == list(range(before, before + (corpus == 0).sum()))
-    assert own[corpus == 1].tolist() == list(
+    assert place[corpus == 0].tolist() == list(range(before, before + (corpus == 0).sum()))
+    assert place[corpus == 1].tolist() == list(
         range(first - before, first - before + (corpus == 1).sum())
     )
 
 
 def test_a_stream_may_be_cut_anywhere() -> None:
     mixed = Mixture(["a", "b", "c"], parts(10, 7, 23), [5, 2, 3])
-    whole = mixed.stream(0, 300, seed=1)
+    expected = mixed.stream(0, 300, seed=1)
     for size in (1, 7, 64):
         pieces = [mixed.stream(at, min(size, 300 - at), seed=1) for at in range(0, 300, size)]
-        assert np.array_equal(np.concatenate(pieces), whole)
+        assert np.array_equal(np.concatenate(pieces), expected)
 
 
 def test_without_weights_an_epoch_contains_every_sample_once() -> None:
@@ -93,11 +93,11 @@ def test_with_weights_each_corpus_keeps_its_own_epochs() -> None:
 
 def test_samples_are_read_in_the_given_order() -> None:
     mixed = Mixture(["a", "b"], parts(10, 7), [1, 1])
-    wanted = np.array([12, 0, 16, 9, 10])
-    rows = mixed.read_samples(wanted)
+    numbers = np.array([12, 0, 16, 9, 10])
+    rows = mixed.read_samples(numbers)
     assert rows.inputs[:, 0].tolist() == [10_008, 0, 10_024, 36, 10_000]
     assert np.array_equal(rows.labels, rows.inputs + 1) and rows.positions is None
-    assert mixed.token_counts(wanted) == (5 * T, 5 * T)
+    assert mixed.token_counts(numbers) == (5 * T, 5 * T)
 
 
 def test_a_single_corpus_ignores_its_weight() -> None:

@@ -88,13 +88,13 @@ def test_the_order_never_changes_between_versions() -> None:
 
 @pytest.mark.parametrize("n", [1, 7, 100])
 def test_the_stream_can_be_read_in_any_ranges(n: int) -> None:
-    whole = order.sample_numbers(0, 350, n, seed=4)
+    expected = order.sample_numbers(0, 350, n, seed=4)
     for size in (1, 3, 8, 50, 349):
         parts = [
             order.sample_numbers(first, min(size, 350 - first), n, seed=4)
             for first in range(0, 350, size)
         ]
-        assert np.array_equal(np.concatenate(parts), whole)
+        assert np.array_equal(np.concatenate(parts), expected)
 
 
 def test_a_range_across_the_end_of_an_epoch() -> None:

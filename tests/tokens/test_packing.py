@@ -58,15 +58,15 @@ def test_an_empty_split_gives_no_packs() -> None:
 def test_a_pack_of_tiny_documents_is_split(lengths: list[int], most: tuple[int, int]) -> None:
     """most: documents of the fullest pack before and after. Other packs do not change."""
     lengths = np.clip(np.array(lengths, np.int64), 1, 1024)
-    whole = packing.best_fit(lengths, 1024)
-    bins = packing.split_overfull_packs(whole, 64)
-    before = np.bincount(whole)
+    packs = packing.best_fit(lengths, 1024)
+    bins = packing.split_overfull_packs(packs, 64)
+    before = np.bincount(packs)
     after = np.bincount(bins)
     assert (before.max(), after.max()) == most
     assert len(before) <= len(after) <= 1.01 * len(before) and after.min() > 0
-    assert (len(before) == len(after)) == np.array_equal(whole, bins)
-    stays = before[whole] <= most[1]
-    assert np.array_equal(bins[stays], whole[stays])
+    assert (len(before) == len(after)) == np.array_equal(packs, bins)
+    stays = before[packs] <= most[1]
+    assert np.array_equal(bins[stays], packs[stays])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -74,9 +74,9 @@ def test_as_many_packs_with_another_limit_are_the_same_packs(seed: int) -> None:
     """So a run recognises packs of an earlier version, with a lower limit, by their number."""
     rng = np.random.default_rng(seed)
     lengths = np.minimum(rng.geometric(1 / rng.integers(1, 40), 8000), 1024)
-    whole = packing.best_fit(lengths, 1024)
+    packs = packing.best_fit(lengths, 1024)
     before, now = (
-        packing.split_overfull_packs(whole, fewest) for fewest in (8, rng.integers(8, 200))
+        packing.split_overfull_packs(packs, fewest) for fewest in (8, rng.integers(8, 200))
     )
     assert before.max() >= now.max()
     assert (before.max() == now.max()) == np.array_equal(before, now)
@@ -113,10 +113,10 @@ def make_packs(
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
     ends = np.cumsum(documents).astype(np.int64)
     tokens = np.arange(1, ends[-1] + 1, dtype=np.uint16)
-    whole = TokenStore(
+    store = TokenStore(
         tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}, reads
     )
-    return tokens, packing.prepare_packs(whole, capacity)["train"]
+    return tokens, packing.prepare_packs(store, capacity)["train"]
 
 
 @pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])
@@ -152,9 +152,9 @@ def test_the_index_is_built_once_and_reports_padding_and_cuts(
     caplog.set_level("INFO", logger="pipeline")
     make_packs([20, 4, 4], tmp_path, 8)
     [index] = tmp_path.iterdir()
-    made = (index / "manifest.json").read_bytes()
+    content = (index / "manifest.json").read_bytes()
     assert index.name == "corpus-key.packs-8"
     assert "12.5 % padding, 33.3 % of the documents cut, at most 2 per pack" in caplog.text
     make_packs([20, 4, 4], tmp_path, 8)
-    assert (index / "manifest.json").read_bytes() == made
+    assert (index / "manifest.json").read_bytes() == content
     assert store.open_file(index / "train.packs.bin", "int64", "mmap")[-1] == 5

@@ -107,12 +107,12 @@ def part_of(
 
 def documents(part: RawDocuments, epoch: int = 0) -> list[str]:
     """Return the texts of an epoch."""
-    found = []
+    texts_read = []
     for origin in part.encoded(Cursor(epoch)):
         if origin.rank_span.epoch > epoch:
-            return found
-        found += bytes(origin.block.ids.astype(np.uint8)).decode().split("\0")[:-1]
-    return found
+            return texts_read
+        texts_read += bytes(origin.block.ids.astype(np.uint8)).decode().split("\0")[:-1]
+    return texts_read
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -201,10 +201,10 @@ def test_any_steps_can_be_requested_at_any_time(mixed, fetched: bool):
     if fetched:
         part.shards = replace(part.shards, fetcher=InlineFetcher(root))
     stream = RawStream(part, 64, Division(2, 1, 0, 1), CPU)
-    whole = list(stream.steps(BEGINNING, 60))
+    steps = list(stream.steps(BEGINNING, 60))
     for at in (3, 40, 10):
-        again = stream.steps(whole[at].after, 15)
-        for expected in whole[at + 1 : at + 6]:
+        again = stream.steps(steps[at].after, 15)
+        for expected in steps[at + 1 : at + 6]:
             step = next(again)
             assert step.after == expected.after
             assert torch.equal(step.batches[0].labels, expected.batches[0].labels)
@@ -233,10 +233,10 @@ def test_skipped_records_are_counted_and_reported(tmp_path: Path, caplog, monkey
     pq.write_table(pa.table({"text": ["row", None, ""]}), root / "d.parquet")
     pq.write_table(pa.table({"words": ["row"]}), root / "e.parquet")
     part = part_of(root)
-    found = documents(part)
-    assert {"first", "last", "row", "half ��� of a pair"} <= set(found)
-    whole = [text for text in texts("b", 500) if text in set(found)]
-    assert 100 < len(whole) < 400 and whole == texts("b", 500)[: len(whole)]
+    texts_read = documents(part)
+    assert {"first", "last", "row", "half ��� of a pair"} <= set(texts_read)
+    readable = [text for text in texts("b", 500) if text in set(texts_read)]
+    assert 100 < len(readable) < 400 and readable == texts("b", 500)[: len(readable)]
     counts = part.skipped.counts
     assert counts["a line that is not a JSON object"] == counts["no field `text`"] == 1
     assert counts["`text` that is not a string"] == counts["a line longer than 16 MB"] == 1

@@ -36,9 +36,9 @@ def test_brackets_in_the_text_are_escaped(tokenizer: Path) -> None:
     ids = np.array(loaded("⟦a⟧ b⟧", add_special_tokens=False)["input_ids"])
     trained = np.zeros(len(ids), bool)
     trained[-1 - len(loaded("⟧", add_special_tokens=False)["input_ids"]) :] = True
-    found = readable.render_sample(ids, trained, loaded, colour=False)
-    assert found.count("⟦") == found.count("⟧") == 1 and found.endswith("⟧")
-    assert found.replace("⟦", "").replace("⟧", "") == "\\u27e6a\\u27e7 b\\u27e7"
+    text = readable.render_sample(ids, trained, loaded, colour=False)
+    assert text.count("⟦") == text.count("⟧") == 1 and text.endswith("⟧")
+    assert text.replace("⟦", "").replace("⟧", "") == "\\u27e6a\\u27e7 b\\u27e7"
     assert "⟦a⟧" in readable.render_sample(
         ids, trained, loaded, colour=True
     )  # colours are not brackets
@@ -57,9 +57,9 @@ def test_printed_samples_are_spread_evenly(tokenizer: Path) -> None:
         (Split(tokens, ends), "<s>⟦a</s>⟧"),
     ):
         store = TokenStore(Path("it"), "", 300, {}, {"train": split}, "mmap")
-        found = list(readable.render_documents(store, 3, loaded, colour=False))
-        assert [text.split(" of 10")[0] for text in found] == ["--- 1", "--- 4", "--- 7"]
-        assert found[0].endswith(
+        lines = list(readable.render_documents(store, 3, loaded, colour=False))
+        assert [text.split(" of 10")[0] for text in lines] == ["--- 1", "--- 4", "--- 7"]
+        assert lines[0].endswith(
             f"3 tokens, {1 if split.labels is not None else 2} trained\n" + first
         )
         assert len(list(readable.render_documents(store, 30, loaded, colour=False))) == 10

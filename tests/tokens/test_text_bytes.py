@@ -28,14 +28,16 @@ def test_bytes_of_normalised_text_add_up_to_those_of_the_document() -> None:
     texts = ["ﬁle  café unknown 日本", "", "a</s>a"]
     ids = [[*tokenizer(text, add_special_tokens=False)["input_ids"], 1] for text in texts]
     counts = text_bytes.divide_bytes(
-        np.array([token for each in ids for token in each], np.uint32),
-        np.array([len(each) for each in ids]),
+        np.array([token for ids_of_text in ids for token in ids_of_text], np.uint32),
+        np.array([len(ids_of_text) for ids_of_text in ids]),
         [len(text.encode()) for text in texts],
         text_bytes.measure_vocabulary(tokenizer),
         has_bos=False,
         has_eos=True,
     )
-    first, second, third = np.split(counts, np.cumsum([len(each) for each in ids])[:-1])
+    first, second, third = np.split(
+        counts, np.cumsum([len(ids_of_text) for ids_of_text in ids])[:-1]
+    )
     assert first[:-1].sum() == len(texts[0].encode()) and first[-1] == SPECIAL
     assert list(second) == [SPECIAL]
     assert list(third) == [1, SPECIAL, 1, SPECIAL]  # 4 bytes of the text count neither way
@@ -71,8 +73,8 @@ def test_a_token_of_more_bytes_than_fit_is_limited() -> None:
 def test_a_source_is_named_by_the_first_part_of_the_path_that_differs(
     paths: list[str | None], names: list[str]
 ) -> None:
-    found, indices = text_bytes.name_sources(lambda: [pa.array(paths), pa.array(paths[:1])])
-    assert [found[i] for i in indices] == [*names, names[0]]
+    source_names, indices = text_bytes.name_sources(lambda: [pa.array(paths), pa.array(paths[:1])])
+    assert [source_names[i] for i in indices] == [*names, names[0]]
 
 
 def test_the_smallest_of_many_sources_become_other() -> None:

@@ -24,9 +24,9 @@ def parse_options(*argv: Any) -> Config:
     """Return the options of a command line, with the learning rates filled in."""
     parser = options.Parser("training")
     add_options(parser)
-    found = read_options(parser, [str(word) for word in argv])
-    lr = 1e-3 if found.lr is None else found.lr
-    return replace(found, lr=lr, min_lr=lr / 10 if found.min_lr is None else found.min_lr)
+    config = read_options(parser, [str(word) for word in argv])
+    lr = 1e-3 if config.lr is None else config.lr
+    return replace(config, lr=lr, min_lr=lr / 10 if config.min_lr is None else config.min_lr)
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ def planned(
     keep: int = 3,
     **changes: Any,
 ) -> Plan:
-    given = options(
+    config = options(
         seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every, **changes
     )
-    division = plan.divide_batch(given, 0, ranks)
+    division = plan.divide_batch(config, 0, ranks)
     return Plan(
-        given, {}, division, samples, plan.count_steps(given, samples, division.global_batch)
+        config, {}, division, samples, plan.count_steps(config, samples, division.global_batch)
     )
 
 
@@ -46,7 +46,7 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("changes", "text"),
     [
         (
             {},
@@ -63,8 +63,8 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
         ({"max_steps": 100}, "1 of 87.0 GB"),
     ],
 )
-def test_the_checkpoints_of_a_run_are_counted(given: dict[str, Any], text: str) -> None:
-    assert estimates.describe_cost(planned(**given), SEVEN_B, H100)["checkpoints"].endswith(text)
+def test_the_checkpoints_of_a_run_are_counted(changes: dict[str, Any], text: str) -> None:
+    assert estimates.describe_cost(planned(**changes), SEVEN_B, H100)["checkpoints"].endswith(text)
 
 
 def test_a_small_batch_of_a_large_model_causes_a_warning() -> None:
@@ -112,15 +112,15 @@ def test_too_many_tokens_per_step_cause_a_warning() -> None:
 
 def test_a_bench_of_many_minutes_gets_a_smaller_batch() -> None:
     """A recipe for 8 GPUs has steps of 2M tokens, so 28 of them take a quarter of an hour."""
-    given = {"max_steps": 28, "global_batch_size": 2048, "batch_size": 2}
-    assert estimates.suggest_shorter_bench(planned(**given), SEVEN_B, H100) is None
-    text = estimates.suggest_shorter_bench(planned(bench=True, **given), SEVEN_B, H100)
+    changes = {"max_steps": 28, "global_batch_size": 2048, "batch_size": 2}
+    assert estimates.suggest_shorter_bench(planned(**changes), SEVEN_B, H100) is None
+    text = estimates.suggest_shorter_bench(planned(bench=True, **changes), SEVEN_B, H100)
     assert text == (
         "--bench will take about 13 min 36 s by the estimate. With --global-batch-size 752, a step "
         "has 47 micro-batches instead of 128, and --bench takes about 5 min 00 s; the update of "
         "the weights then counts for more"
     )
-    shorter = planned(bench=True, **{**given, "global_batch_size": 752})
+    shorter = planned(bench=True, **{**changes, "global_batch_size": 752})
     assert shorter.division.accumulation == 47
     assert estimates.suggest_shorter_bench(shorter, SEVEN_B, H100) is None
     by_passes = planned(bench=True, max_steps=28, batch_size=2, grad_accum_steps=128)
@@ -131,12 +131,12 @@ def test_a_bench_of_many_minutes_gets_a_smaller_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "given"), [(3e6, {}), (7e9, {"max_steps": 9_999}), (7e9, {"samples": 60_000})]
+    ("parameters", "changes"), [(3e6, {}), (7e9, {"max_steps": 9_999}), (7e9, {"samples": 60_000})]
 )
-def test_small_models_and_short_runs_cause_no_warning(parameters: float, given: dict) -> None:
+def test_small_models_and_short_runs_cause_no_warning(parameters: float, changes: dict) -> None:
     assert (
         estimates.suggest_global_batch(
-            planned(**given), replace(SEVEN_B, parameters=int(parameters)), H100
+            planned(**changes), replace(SEVEN_B, parameters=int(parameters)), H100
         )
         is None
     )

@@ -36,9 +36,9 @@ def _keep(model: Path, root: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def test_a_run_keeps_a_config_that_other_programs_read(model: Path, tmp_path: Path) -> None:
-    kept, written = _keep(model, tmp_path)
-    assert kept["rope_theta"] == 5e5 and kept["rope_parameters"] == ROPE
-    assert kept["rope_scaling"] is None and kept["tie_word_embeddings"] is False
+    content, written = _keep(model, tmp_path)
+    assert content["rope_theta"] == 5e5 and content["rope_parameters"] == ROPE
+    assert content["rope_scaling"] is None and content["tie_word_embeddings"] is False
     assert _keep(model, tmp_path)[1] == written  # the next launch writes the same
 
 
@@ -70,16 +70,16 @@ def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
         cache_dir=tmp_path,
         no_progress=True,
     )
-    with new_model.model_from_scratch(config, Experiment(tmp_path, "exp"), False) as made:
-        now = directory.fingerprint_model(made)
-        content = manifest.read_if_any(made)
-        full = json.loads((made / "config.json").read_text())
+    with new_model.model_from_scratch(config, Experiment(tmp_path, "exp"), False) as model_dir:
+        now = directory.fingerprint_model(model_dir)
+        content = manifest.read_if_any(model_dir)
+        full = json.loads((model_dir / "config.json").read_text())
         assert full["rope_theta"] == 1e4 and full["pad_token_id"] == 2
         keys = content["summary"].pop("earlier_keys")
         assert {"rope_theta", "rope_scaling", "torch_dtype"} <= set(keys)
-        manifest.write_json(made / "manifest.json", content)
-        manifest.write_json(made / "config.json", dialects.remove_keys(full, keys))
-        assert directory.fingerprint_model(made) == now
+        manifest.write_json(model_dir / "manifest.json", content)
+        manifest.write_json(model_dir / "config.json", dialects.remove_keys(full, keys))
+        assert directory.fingerprint_model(model_dir) == now
 
 
 def test_a_run_keeps_every_file_of_its_tokenizer(model: Path, tmp_path: Path) -> None:
@@ -87,5 +87,5 @@ def test_a_run_keeps_every_file_of_its_tokenizer(model: Path, tmp_path: Path) ->
     for name in artifacts.TOKENIZER_FILES:
         (model / name).write_text("{}")
     _keep(model, tmp_path)
-    kept = {path.name for path in Experiment(tmp_path, "exp").model.iterdir()}
-    assert kept >= {*artifacts.TOKENIZER_FILES}
+    names = {path.name for path in Experiment(tmp_path, "exp").model.iterdir()}
+    assert names >= {*artifacts.TOKENIZER_FILES}

@@ -57,7 +57,7 @@ def set_memory(
 
 
 def choose_batch(seq_length: int = 1024, precision: str = "fp32", **changes: Any) -> int:
-    given = replace(
+    config = replace(
         ASKED,
         **{
             "batch_size": "auto",
@@ -68,7 +68,7 @@ def choose_batch(seq_length: int = 1024, precision: str = "fp32", **changes: Any
             **changes,
         },
     )
-    return check_memory(given, on_meta())[0].batch_size
+    return check_memory(config, on_meta())[0].batch_size
 
 
 def test_the_largest_batch_that_fits_is_used(
@@ -94,9 +94,11 @@ def test_no_more_is_recomputed_than_needed(
     def fill_options(samples: float, earlier_kind: str = "", **changes: Any) -> tuple[str, int]:
         logged.clear()
         set_memory(monkeypatch, samples, gpu=True)
-        given = replace(ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes})
+        typed_config = replace(
+            ASKED, **{"batch_size": 4, "seq_length": 1024, "compile": False, **changes}
+        )
         config, _ = check_memory(
-            given, on_meta(), {"settled": {"activation_checkpointing": earlier_kind}}
+            typed_config, on_meta(), {"settled": {"activation_checkpointing": earlier_kind}}
         )
         assert config.settled_by["activation_checkpointing"] == (
             "earlier launch"
@@ -136,8 +138,8 @@ def test_an_automatic_batch_divides_the_global_batch(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     set_memory(monkeypatch, 12, gpu=True, ranks=2)
-    for whole, batch in ((12, 6), (14, 7), (22, 11), (26, 1), (36, 9), (2, 1)):
-        assert choose_batch(global_batch_size=whole) == batch
+    for global_batch, batch in ((12, 6), (14, 7), (22, 11), (26, 1), (36, 9), (2, 1)):
+        assert choose_batch(global_batch_size=global_batch) == batch
     assert "all that a rank has of a step" in logged[-1]
     assert any(
         "divides the 36 samples of a step over 2 ranks and fits in" in line for line in logged
@@ -157,7 +159,7 @@ def test_an_automatic_batch_leaves_enough_steps(
 
     def agreed(samples: int | None, auto: bool = True, ranks: int = 2, **changes: Any) -> int:
         logged.clear()
-        given = replace(
+        config = replace(
             ASKED,
             batch_size=32,
             seq_length=1000,
@@ -165,9 +167,9 @@ def test_an_automatic_batch_leaves_enough_steps(
             activation_checkpointing="selective",
             **changes,
         )
-        given = given.with_values("memory estimate", batch_size=32) if auto else given
+        config = config.with_values("memory estimate", batch_size=32) if auto else config
         layout = Namespace(ranks=ranks, control=None)
-        agreed = memory_fit.agree_on_memory(given, samples, layout)
+        agreed = memory_fit.agree_on_memory(config, samples, layout)
         assert agreed.activation_checkpointing == ("full" if auto else "selective")
         of_rank_1 = [line for line in logged if line.endswith("as rank 1 has chosen")]
         assert len(of_rank_1) == (2 if auto else 0)
@@ -195,10 +197,12 @@ def test_an_automatic_batch_leaves_enough_steps(
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Return a function that sets the number of nodes, and memory for so many samples."""
 
-    def launch(count: int, samples: float, shards: int, gpu: bool = True, each: int = 8) -> None:
+    def launch(
+        count: int, samples: float, shards: int, gpu: bool = True, per_node: int = 8
+    ) -> None:
         set_memory(monkeypatch, samples, gpu=gpu, ranks=shards)
-        monkeypatch.setenv("WORLD_SIZE", str(each * count))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(each))
+        monkeypatch.setenv("WORLD_SIZE", str(per_node * count))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(per_node))
 
     return launch
 
@@ -208,8 +212,10 @@ def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
 ) -> None:
     def shards(**changes: Any) -> int | None:
         logged.clear()
-        given = replace(ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes})
-        config = check_memory(given, on_meta())[0]
+        typed_config = replace(
+            ASKED, **{"batch_size": 1, "seq_length": 1024, "compile": False, **changes}
+        )
+        config = check_memory(typed_config, on_meta())[0]
         assert (config.settled_by.get("shard_size") == "memory estimate") == bool(logged)
         assert config.to_record()["shard_size"] == changes.get("shard_size")
         return config.shard_size
@@ -233,9 +239,9 @@ def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
 
 
 def test_a_plan_for_other_machines_assumes_nodes_of_eight_gpus(logged: list[str]) -> None:
-    given = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
-    asked = memory_fit.fit_to_planned_gpus(given, inputs(), on_meta())
-    assert {ranks: config.shard_size for ranks, config in asked.items()} == {
+    config = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
+    configs = memory_fit.fit_to_planned_gpus(config, inputs(), on_meta())
+    assert {ranks: config.shard_size for ranks, config in configs.items()} == {
         8: None,
         24: None,
         32: 8,
@@ -247,11 +253,11 @@ def test_a_plan_for_other_machines_assumes_nodes_of_eight_gpus(logged: list[str]
 
 def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_meta()
-    whole = 4 * sum(p.numel() for p in model.parameters()) / MIB
+    size = 4 * sum(p.numel() for p in model.parameters()) / MIB
 
     def choose_gathered(samples: float, gpu: bool = True, **changes: Any) -> bool | None:
         set_memory(monkeypatch, samples, gpu=gpu)
-        given = replace(
+        typed_config = replace(
             ASKED,
             **{
                 "batch_size": 1,
@@ -261,19 +267,19 @@ def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch)
                 **changes,
             },
         )
-        config, found = check_memory(given, model)
+        config, check = check_memory(typed_config, model)
         case = memory_fit.make_local_step_config(config, model)
-        assert case.keep_gathered == bool(config.keep_gathered) and not found.excess(case)
+        assert case.keep_gathered == bool(config.keep_gathered) and not check.excess(case)
         return config.keep_gathered
 
     assert choose_gathered(1000) and choose_gathered(1000, gpu=False)
-    assert choose_gathered(1 + (whole + 0.1) / 8) and choose_gathered(1 + (whole - 0.1) / 8) is None
+    assert choose_gathered(1 + (size + 0.1) / 8) and choose_gathered(1 + (size - 0.1) / 8) is None
     assert choose_gathered(1000, cpu_offload=True) is None
     assert choose_gathered(1000, keep_gathered=False) is False and choose_gathered(
         1.1, keep_gathered=True
     )
     monkeypatch.setattr(memory_check, "KEPT_SHARE", 0.05)  # it fits, but takes too large a share
-    assert choose_gathered(1 + (whole + 0.1) / 8) is None
+    assert choose_gathered(1 + (size + 0.1) / 8) is None
 
 
 def test_ranks_agree_on_options_that_fit_all_of_them(tmp_path: Path) -> None:
@@ -295,7 +301,7 @@ def test_ranks_agree_on_options_that_fit_all_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "earlier_batch", "expected"),
+    ("options_given", "earlier_batch", "expected"),
     [
         ({}, None, ("auto", None, None)),
         ({}, 1, ("auto", 1, None)),
@@ -311,7 +317,7 @@ def test_ranks_agree_on_options_that_fit_all_of_them(tmp_path: Path) -> None:
 def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
     monkeypatch: pytest.MonkeyPatch,
     logged: list[str],
-    given: dict[str, Any],
+    options_given: dict[str, Any],
     earlier_batch: int | None,
     expected: tuple[Any, ...],
 ) -> None:
@@ -319,21 +325,21 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
     earlier_run = (
         {"identity": {"options": {"global_batch_size": earlier_batch}}} if earlier_batch else {}
     )
-    asked = replace(ASKED, **{"batch_size": None, **given})
+    typed_config = replace(ASKED, **{"batch_size": None, **options_given})
     for gpu in (True, False):
         set_memory(monkeypatch, 1000, gpu=gpu)
-        config = apply_rules(asked, Facts(inputs(earlier_run)), Known.HARDWARE)
-        batch, whole, accumulation = expected
+        config = apply_rules(typed_config, Facts(inputs(earlier_run)), Known.HARDWARE)
+        batch, global_batch, accumulation = expected
         if not gpu and batch == "auto":
             batch = 1
         assert config.batch_size == batch and config.grad_accum_steps == accumulation
         division = plan.divide_batch(config, 0, 1)
         assert division.global_batch == (
-            whole or (accumulation or 1) * (batch if batch != "auto" else 1)
+            global_batch or (accumulation or 1) * (batch if batch != "auto" else 1)
         )
-    fitted, _ = check_memory(replace(asked, compile=False), on_meta(), earlier_run)
+    fitted, _ = check_memory(replace(typed_config, compile=False), on_meta(), earlier_run)
     assert plan.divide_batch(fitted, 0, 1).global_batch == (
-        whole or fitted.batch_size * (accumulation or 1)
+        global_batch or fitted.batch_size * (accumulation or 1)
     )
 
 
@@ -343,8 +349,8 @@ def test_resume_with_changes_leaves_the_batch_on_a_gpu_open(
     """Otherwise a step that nobody typed might be impossible to divide over other ranks."""
     set_memory(monkeypatch, 1000, gpu=True)
     earlier_run = {"identity": {"options": {"global_batch_size": 64}}}
-    asked = replace(ASKED, batch_size=None, grad_accum_steps=3, resume_with_changes=True)
-    config = apply_rules(asked, Facts(inputs(earlier_run)), Known.HARDWARE)
+    typed_config = replace(ASKED, batch_size=None, grad_accum_steps=3, resume_with_changes=True)
+    config = apply_rules(typed_config, Facts(inputs(earlier_run)), Known.HARDWARE)
     assert config.batch_size == "auto" and config.grad_accum_steps == 3
     assert config.global_batch_size is None
 
@@ -359,20 +365,20 @@ def test_a_family_that_cannot_be_traced_gets_the_smallest_batch(
 
 def test_beside_a_gpu_a_child_process_traces() -> None:
     """A fork of a process that uses a GPU could not trace; so everything must be picklable."""
-    found = MemoryCheck(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
-    asked = pickle.loads(
-        pickle.dumps((found, memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest))
+    check = MemoryCheck(on_meta(), 1 << 30, 1 << 30, on_gpu=True)
+    message = pickle.loads(
+        pickle.dumps((check, memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest))
     )
-    assert asked[1:] == (memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest)
-    case = plan.make_step_config(replace(ASKED, seq_length=64), asked[0].model, 1, True)
+    assert message[1:] == (memory_check.choose_step, MemoryCheck.trace, MemoryCheck.nearest)
+    case = plan.make_step_config(replace(ASKED, seq_length=64), message[0].model, 1, True)
     known = {case: KnownSteps(on_meta()).step(case)}
-    assert asked[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
+    assert message[0].is_easy(case) and pickle.loads(pickle.dumps(known)) == known
 
 
 def test_each_number_of_planned_gpus_gets_its_own_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     set_memory(monkeypatch, 0)
     gib = (STATES_MIB + 8 * 7.5) / 1024 / 0.9 + 1e-6
-    given = replace(
+    typed_config = replace(
         ASKED,
         batch_size="auto",
         seq_length=1024,
@@ -382,17 +388,17 @@ def test_each_number_of_planned_gpus_gets_its_own_batch(monkeypatch: pytest.Monk
     )
     model = on_meta()
     assert choose_batch(plan_gpus=[1, 64]) == "auto"
-    asked = memory_fit.fit_to_planned_gpus(given, inputs(), model)
-    assert asked[1].batch_size == 4 and asked[64].batch_size == 8
-    three = memory_fit.fit_to_planned_gpus(replace(given, batch_size=3), inputs(), model)
-    assert [each.batch_size for each in three.values()] == [3, 3]
-    both = replace(given, batch_size=8, activation_checkpointing="auto")
+    configs = memory_fit.fit_to_planned_gpus(typed_config, inputs(), model)
+    assert configs[1].batch_size == 4 and configs[64].batch_size == 8
+    three = memory_fit.fit_to_planned_gpus(replace(typed_config, batch_size=3), inputs(), model)
+    assert [config.batch_size for config in three.values()] == [3, 3]
+    both = replace(typed_config, batch_size=8, activation_checkpointing="auto")
     kinds = memory_fit.fit_to_planned_gpus(both, inputs(), model).values()
-    assert [each.activation_checkpointing for each in kinds] == ["selective", "none"]
+    assert [config.activation_checkpointing for config in kinds] == ["selective", "none"]
 
 
 def test_a_resumed_run_keeps_its_global_batch() -> None:
-    for given, earlier_batch, expected in (
+    for changes, earlier_batch, expected in (
         ({}, 64, (64, None)),
         ({"grad_accum_steps": 2}, 64, (64, None)),
         ({}, None, (None, None)),
@@ -403,7 +409,7 @@ def test_a_resumed_run_keeps_its_global_batch() -> None:
     ):
         earlier_run = {"identity": {"options": {"global_batch_size": earlier_batch}}}
         settled = settle_from_files(
-            replace(ASKED, **{"batch_size": "auto", **given}), inputs(earlier_run)
+            replace(ASKED, **{"batch_size": "auto", **changes}), inputs(earlier_run)
         )
         assert (settled.global_batch_size, settled.grad_accum_steps) == expected
 
@@ -413,12 +419,12 @@ def test_too_few_tokens_cause_a_warning_with_a_batch_that_fits(
 ) -> None:
     def advised(has_begun: bool = False, auto: bool = False, **changes: Any) -> str:
         logged.clear()
-        given = replace(
+        config = replace(
             ASKED,
             **{"batch_size": 1, "seq_length": 1024, "activation_checkpointing": "none", **changes},
         )
-        given = given.with_values("memory estimate", batch_size=1) if auto else given
-        memory_fit.suggest_batch(given, MemoryCheck.for_this_rank(on_meta()), has_begun)
+        config = config.with_values("memory estimate", batch_size=1) if auto else config
+        memory_fit.suggest_batch(config, MemoryCheck.for_this_rank(on_meta()), has_begun)
         return "".join(logged)
 
     set_memory(monkeypatch, 12, gpu=True)

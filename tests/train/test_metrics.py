@@ -26,9 +26,9 @@ from lib.train.output.metrics import Curve, Metrics
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
-    made = Experiment(tmp_path, "exp")
-    made.root.mkdir()
-    return made
+    run = Experiment(tmp_path, "exp")
+    run.root.mkdir()
+    return run
 
 
 def write_rows(
@@ -186,8 +186,8 @@ def test_wandb_stays_offline_and_may_be_missing(
     rows: list[dict] = []
     run = SimpleNamespace(log=lambda figures, step: rows.append(figures), finish=lambda: None)
 
-    def init(**how: object) -> SimpleNamespace:
-        calls.append(how)
+    def init(**options: object) -> SimpleNamespace:
+        calls.append(options)
         return run
 
     def make_table(columns: list[str], data: list[list[object]]) -> list[dict[str, object]]:
@@ -201,7 +201,7 @@ def test_wandb_stays_offline_and_may_be_missing(
         sink.write_samples(1, {}, [("def", "greedy", " main")])
         sink.close()
         monkeypatch.setitem(sys.modules, "wandb", None)  # the second time it cannot be imported
-    assert [how["mode"] for how in calls] == ["offline"] and len(rows) == 2
+    assert [options["mode"] for options in calls] == ["offline"] and len(rows) == 2
     sample = {"step": 1, "prompt": "def", "kind": "greedy", "text": " main"}
     assert rows[1] == {"samples": [sample]}
     assert offline.OFFLINE_ENVIRONMENT["WANDB_MODE"] == "offline"
@@ -223,8 +223,8 @@ def test_the_plot_has_few_points_with_the_right_means(tmp_path: Path) -> None:
             }
         )
     assert len(curve.held_out) <= 4000 and 2000 <= len(curve.points) <= 4000
-    each = rows // len(curve.points) + 1
-    assert all(abs(point.mean_loss - point.tokens) <= each for point in curve.points)
+    tolerance = rows // len(curve.points) + 1
+    assert all(abs(point.mean_loss - point.tokens) <= tolerance for point in curve.points)
     assert curve.points[-1].tokens == rows
     thread = Thread(target=curve.draw, args=(tmp_path / "loss.png", "caption"))
     thread.start()

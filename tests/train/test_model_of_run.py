@@ -70,11 +70,11 @@ def test_a_run_asks_for_logs_and_keeps_its_model(project: Path) -> None:
     first_line(project, "-e", "x", *TRAIN, 1, "-m", "org/larger")
     log = (project / "outputs/x/logs/rank_00000.log").read_text().partition("\n")[0]
     assert log.endswith("experiment outputs/x: .cache/models/org--larger, 115K parameters")
-    kept = "model: .cache/models/org--larger, 115K parameters, with which outputs/x was begun"
-    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == kept
-    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run", "--overwrite") == kept
+    line = "model: .cache/models/org--larger, 115K parameters, with which outputs/x was begun"
+    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == line
+    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run", "--overwrite") == line
     shutil.rmtree(project / "outputs/x/checkpoints")  # as if it had ended before its first save
-    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == kept
+    assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == line
     larger.rename(project / ".cache/models/moved")  # its content is still there
     assert ".cache/models/moved, 115K parameters" in first_line(
         project, "-e", "x", *TRAIN, 2, "--dry-run"

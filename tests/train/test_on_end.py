@@ -23,11 +23,11 @@ COMPLETE = Ending("complete", 0)
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
-    made = Experiment(tmp_path / "out puts", "exp 'é'")
-    made.root.mkdir(parents=True)
-    made.state.write_text('{"status": "complete", "step": 20}')
-    made.metrics.write_text('{"step": 20, "train/loss": 2.5, "train/loss_mean": 2.123456789}\n')
-    return made
+    run = Experiment(tmp_path / "out puts", "exp 'é'")
+    run.root.mkdir(parents=True)
+    run.state.write_text('{"status": "complete", "step": 20}')
+    run.metrics.write_text('{"step": 20, "train/loss": 2.5, "train/loss_mean": 2.123456789}\n')
+    return run
 
 
 def run_command(

@@ -32,19 +32,19 @@ def options(**changes: Any) -> Config:
 
 def make_plan(samples: int = 103, **changes: Any) -> Plan:
     """Return a plan of sequences of 8 tokens on one rank."""
-    given = options(**{"batch_size": 4} | changes)
-    division = plan.divide_batch(given, 0, 1)
+    config = options(**{"batch_size": 4} | changes)
+    division = plan.divide_batch(config, 0, 1)
     return Plan(
-        given,
+        config,
         {"model": "m", "dataset": "d", "tokenizer": "t"},
         division,
         samples,
-        plan.count_steps(given, samples, division.global_batch),
+        plan.count_steps(config, samples, division.global_batch),
     )
 
 
 @pytest.mark.parametrize(
-    ("given", "ranks", "expected"),
+    ("changes", "ranks", "expected"),
     [
         ({}, 1, (1, 1, 1)),
         ({"batch_size": 4}, 2, (4, 1, 8)),
@@ -55,9 +55,9 @@ def make_plan(samples: int = 103, **changes: Any) -> Plan:
     ],
 )
 def test_a_global_batch_is_divided_into_micro_batches(
-    given: dict, ranks: int, expected: tuple[int, int, int]
+    changes: dict, ranks: int, expected: tuple[int, int, int]
 ) -> None:
-    division = plan.divide_batch(options(**given), ranks - 1, ranks)
+    division = plan.divide_batch(options(**changes), ranks - 1, ranks)
     assert (division.micro_batch, division.accumulation, division.global_batch) == expected
     assert (division.dp_rank, division.dp_size) == (ranks - 1, ranks)
 
@@ -71,7 +71,7 @@ def test_a_global_batch_that_cannot_be_divided_is_refused(batch: int, ranks: int
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"),
+    ("changes", "steps"),
     [
         ({}, 10),  # neither: one epoch, its last 3 samples left out
         ({"num_epochs": 3}, 30),  # 309 samples: epochs are one stream
@@ -86,17 +86,17 @@ def test_a_global_batch_that_cannot_be_divided_is_refused(batch: int, ranks: int
         ({"steps_per_epoch": 25, "max_steps": 70}, 70),
     ],
 )
-def test_steps_and_epochs_limit_a_run(given: dict, steps: int) -> None:
-    assert plan.count_steps(options(**given), samples=103, global_batch=10) == steps
+def test_steps_and_epochs_limit_a_run(changes: dict, steps: int) -> None:
+    assert plan.count_steps(options(**changes), samples=103, global_batch=10) == steps
 
 
 @pytest.mark.parametrize(
-    ("given", "samples"),
+    ("changes", "samples"),
     [({}, 0), ({}, 9), ({"num_epochs": 1, "max_steps": 5}, 9), ({"max_steps": 5}, 0)],
 )
-def test_too_little_data_for_a_step_is_refused(given: dict, samples: int) -> None:
+def test_too_little_data_for_a_step_is_refused(changes: dict, samples: int) -> None:
     with pytest.raises(UsageError, match="too small for one step") as caught:
-        plan.count_steps(options(**given), samples, global_batch=10)
+        plan.count_steps(options(**changes), samples, global_batch=10)
     assert f"{samples} samples in an epoch, 10 in a step" in caught.value.found
 
 
@@ -106,7 +106,7 @@ def test_little_data_is_enough_if_epochs_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "expected_text"),
+    ("changes", "expected_text"),
     [
         ({"global_batch_size": 8, "grad_accum_steps": 2}, "not both"),
         ({"min_lr": 1e-2}, "--min-lr 0.01 is above --lr 0.001"),
@@ -114,9 +114,9 @@ def test_little_data_is_enough_if_epochs_repeat() -> None:
         ({"beta2": 1.5}, "--beta2 must be below 1"),
     ],
 )
-def test_contradictory_options_are_refused(given: dict, expected_text: str) -> None:
+def test_contradictory_options_are_refused(changes: dict, expected_text: str) -> None:
     with pytest.raises(UsageError, match=expected_text):
-        checks.require_consistent(options(**given), has_begun=False)
+        checks.require_consistent(options(**changes), has_begun=False)
 
 
 def test_all_contradictions_are_reported_at_once() -> None:
@@ -247,11 +247,11 @@ def test_another_optimizer_cannot_resume_even_with_changes() -> None:
 
 @pytest.mark.parametrize("samples", [0, 3, 103])
 def test_a_plan_for_other_machines_has_a_step_with_any_data(samples: int) -> None:
-    asked = options(batch_size=4, plan_gpus=[8], max_steps=10, num_epochs=1)
-    planned = Plan.of(asked, {}, samples, ranks=8)
+    config = options(batch_size=4, plan_gpus=[8], max_steps=10, num_epochs=1)
+    planned = Plan.of(config, {}, samples, ranks=8)
     assert planned.fills_a_step == (samples == 103)
     assert planned.total_steps == (3 if planned.fills_a_step else 1)
     assert planned.describe()["steps"].startswith(f"{planned.total_steps} (")
     if not planned.fills_a_step:
         with pytest.raises(UsageError, match="too small for one step"):
-            Plan.of(replace(asked, plan_gpus=None), {}, samples, ranks=8)
+            Plan.of(replace(config, plan_gpus=None), {}, samples, ranks=8)

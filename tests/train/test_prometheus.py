@@ -57,11 +57,11 @@ def parse_prometheus(text: str) -> dict[str, dict[Labels, float]]:
 def read_gauges(experiment: Experiment) -> dict[str, float]:
     """Return the gauges of metrics.prom that have only the label `exp`, without their prefix."""
     gauges = parse_prometheus(experiment.prometheus.read_text())
-    own = (("exp", experiment.root.name),)
+    labels = (("exp", experiment.root.name),)
     return {
-        name.removeprefix("llm_train_"): samples[own]
+        name.removeprefix("llm_train_"): samples[labels]
         for name, samples in gauges.items()
-        if own in samples
+        if labels in samples
     }
 
 
@@ -72,9 +72,9 @@ def write_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
-    made = Experiment(tmp_path, "exp")
-    made.root.mkdir()
-    return made
+    run = Experiment(tmp_path, "exp")
+    run.root.mkdir()
+    return run
 
 
 def test_every_figure_has_a_gauge_in_base_units() -> None:

@@ -31,9 +31,9 @@ SAMPLE = PromptSample(0, "a\x1b[2J\n# b", "greedy", "<b>\u202e</b>\nc\x07", 3, F
 
 @pytest.fixture
 def experiment(tmp_path: Path) -> Experiment:
-    made = Experiment(tmp_path, "exp")
-    made.root.mkdir()
-    return made
+    run = Experiment(tmp_path, "exp")
+    run.root.mkdir()
+    return run
 
 
 def steps_of(experiment: Experiment) -> list[int]:

@@ -74,10 +74,20 @@ def policy(
 
 
 def prepare_chats(
-    corpus: Path, tokenizer: Path, cache: Path, workers: int = 1, how: ChatPolicy | None = None
+    corpus: Path,
+    tokenizer: Path,
+    cache: Path,
+    workers: int = 1,
+    chat_policy: ChatPolicy | None = None,
 ) -> Path:
     return build.prepare_store(
-        open_dataset(corpus), tokenizer, cache, 100_000, workers, False, chat=how or policy()
+        open_dataset(corpus),
+        tokenizer,
+        cache,
+        100_000,
+        workers,
+        False,
+        chat=chat_policy or policy(),
     )
 
 
@@ -90,17 +100,19 @@ def test_a_store_contains_the_samples_and_a_bit_for_each_label(
     encoder = ChatEncoder(policy(), Encoder(tokenizer, 1))
     for name, split in opened.splits.items():
         placed = chats.read_conversations(open_dataset(corpus), name)
-        made = encoder.encode([chat for chat, _ in placed])
-        assert np.array_equal(split.tokens, made.tokens) and len(split.labels) == len(made.tokens)
-        assert np.array_equal(split.ends, np.cumsum(made.lengths))
+        encoded = encoder.encode([chat for chat, _ in placed])
+        assert np.array_equal(split.tokens, encoded.tokens) and len(split.labels) == len(
+            encoded.tokens
+        )
+        assert np.array_equal(split.ends, np.cumsum(encoded.lengths))
         for part in (slice(0, None), slice(3, 50), slice(8, 16), slice(15, 17), slice(5, 5)):
-            assert np.array_equal(split.labels[part], made.trained[part])
-        assert split.labels.total == made.trained.sum() == facts.counts[name].trained
+            assert np.array_equal(split.labels[part], encoded.trained[part])
+        assert split.labels.total == encoded.trained.sum() == facts.counts[name].trained
         ends = np.asarray(split.ends)
-        labels = split.labels.label_counts(ends - made.lengths, ends)
+        labels = split.labels.label_counts(ends - encoded.lengths, ends)
         assert labels.tolist() == [
-            made.trained[end - length : end].sum()
-            for end, length in zip(ends, made.lengths, strict=True)
+            encoded.trained[end - length : end].sum()
+            for end, length in zip(ends, encoded.lengths, strict=True)
         ]
     assert facts.template == chats.CHATML and facts.stops == [3]
     assert facts.names == {3: "<|im_end|>"}
@@ -138,9 +150,9 @@ def test_each_option_that_changes_samples_gives_another_store(
         len(
             {
                 store.find_store_dir(
-                    tmp_path, opened, store.make_identity(opened, tokenizer, how and how.identity())
+                    tmp_path, opened, store.make_identity(opened, tokenizer, way and way.identity())
                 )
-                for how in ways
+                for way in ways
             }
         )
         == 6
@@ -156,33 +168,33 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
 ) -> None:
     monkeypatch.setattr(split_writer, "_SAVE_PROGRESS_S", 0)
     monkeypatch.setattr(dataset, "_CHAT_ROWS", 5)
-    whole = prepare_chats(corpus, tokenizer, tmp_path / "whole", 2)
-    assert same(whole, prepare_chats(corpus, tokenizer, tmp_path / "one"))
+    expected = prepare_chats(corpus, tokenizer, tmp_path / "whole", 2)
+    assert same(expected, prepare_chats(corpus, tokenizer, tmp_path / "one"))
     cache = tmp_path / "killed"
     append = split_writer.SplitWriter.append
-    left = iter(())
+    batches_left = iter(())
 
     def killed(writer: split_writer.SplitWriter, *arguments: np.ndarray) -> None:
         append(writer, *arguments)
-        if next(left, None) is None:
+        if next(batches_left, None) is None:
             raise KeyboardInterrupt
 
     for batches in (0, 1, 4, 7):
-        left = iter(range(batches))
+        batches_left = iter(range(batches))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(split_writer.SplitWriter, "append", killed)
             prepare_chats(corpus, tokenizer, cache)
     path = prepare_chats(corpus, tokenizer, cache, 3)
-    assert same(whole, path)
+    assert same(expected, path)
     assert (path / "manifest.json").read_text().count("conversations") == 2
     assert (
         json.loads((path / "manifest.json").read_text())["summary"]
-        == json.loads((whole / "manifest.json").read_text())["summary"]
+        == json.loads((expected / "manifest.json").read_text())["summary"]
     )
 
 
 @pytest.mark.parametrize(
-    ("talks", "how", "words"),
+    ("talks", "chat_policy", "words"),
     [
         ([], policy(), "no conversation"),
         ([chats.make_conversation(0, 30)], policy(longest=30), "no conversation in"),
@@ -217,11 +229,11 @@ def test_the_same_bytes_with_any_number_of_processes_and_after_any_kill(
     ids=["nothing", "too long", "no mask", "raises", "all", "too little"],
 )
 def test_untrainable_datasets_are_refused_without_leftovers(
-    talks: list, how: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None
+    talks: list, chat_policy: ChatPolicy, words: str, tokenizer: Path, tmp_path: Path, here: None
 ) -> None:
     corpus = chats.save_dataset(tmp_path / "d", train=talks)
     with pytest.raises(UsageError, match=words) as caught:
-        prepare_chats(corpus, tokenizer, tmp_path / "c", how=how)
+        prepare_chats(corpus, tokenizer, tmp_path / "c", chat_policy=chat_policy)
     assert not list((tmp_path / "c/tokens").iterdir())
     if talks:
         assert caught.value.found and caught.value.hint
@@ -264,23 +276,23 @@ def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5)
 
     rows = []
     for number in range(count):
-        given = odd if odd is not None and number == 2 else {}
+        oddity = odd if odd is not None and number == 2 else {}
         messages = [
             {"role": "user", "content": "ka"},
             {
-                "role": given.get("role", "assistant") if given else "assistant",
-                "content": given.get("answer", "lo"),
+                "role": oddity.get("role", "assistant") if oddity else "assistant",
+                "content": oddity.get("answer", "lo"),
                 "reasoning_content": None,
                 "name": None,
                 "tool_call_id": None,
-                "tool_calls": given.get("calls"),
+                "tool_calls": oddity.get("calls"),
             },
         ]
         rows.append(
             {
-                "messages": given.get("messages", messages),
-                "tools": given.get("tools"),
-                "weights": given.get("weights", [1.0, 1.0]),
+                "messages": oddity.get("messages", messages),
+                "tools": oddity.get("tools"),
+                "weights": oddity.get("weights", [1.0, 1.0]),
                 "source": "a",
                 "line": number,
                 "offset": None,
@@ -298,8 +310,8 @@ def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5)
             "offset": datasets.Value("int64"),
         }
     )
-    made = datasets.Dataset.from_list(rows, features=features)
-    datasets.DatasetDict({"train": made}).save_to_disk(str(path))
+    dataset = datasets.Dataset.from_list(rows, features=features)
+    datasets.DatasetDict({"train": dataset}).save_to_disk(str(path))
     return path
 
 
@@ -339,11 +351,11 @@ def test_a_dataset_without_a_valid_row_is_answered_with_stage_02(
 
 def test_damage_is_reported(corpus: Path, tokenizer: Path, tmp_path: Path, here: None) -> None:
     path = prepare_chats(corpus, tokenizer, tmp_path)
-    kept = Path(shutil.copytree(path, tmp_path / "kept"))
+    copy = Path(shutil.copytree(path, tmp_path / "kept"))
 
     def restored() -> None:
         shutil.rmtree(path)
-        shutil.copytree(kept, path)
+        shutil.copytree(copy, path)
 
     for name in ("train.labels.bin", "validation.labels.bin", CHAT_TEMPLATE, counts.ERRORS):
         data = bytearray((path / name).read_bytes())
@@ -372,7 +384,7 @@ def test_damage_is_reported(corpus: Path, tokenizer: Path, tmp_path: Path, here:
 def test_a_torn_progress_note_restarts_the_build(
     corpus: Path, tokenizer: Path, tmp_path: Path, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = prepare_chats(corpus, tokenizer, tmp_path / "whole")
+    expected = prepare_chats(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(write.ChatWriter, "close", _interrupt)
         prepare_chats(corpus, tokenizer, tmp_path / "c")
@@ -384,7 +396,7 @@ def test_a_torn_progress_note_restarts_the_build(
             patch.setattr(write.ChatWriter, "close", _interrupt)
             prepare_chats(corpus, tokenizer, tmp_path / "c")
         assert json.loads(note.read_text())["chat"] == content["chat"]
-    assert same(whole, prepare_chats(corpus, tokenizer, tmp_path / "c"))
+    assert same(expected, prepare_chats(corpus, tokenizer, tmp_path / "c"))
 
 
 def _interrupt(*arguments: object) -> None:

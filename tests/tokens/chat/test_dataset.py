@@ -21,20 +21,20 @@ from tests.tokens.chat import chats
 
 def test_a_chat_dataset_is_opened_and_read(tmp_path: Path) -> None:
     talks = [chats.make_conversation(seed) for seed in range(57)]
-    found = open_dataset(
+    dataset = open_dataset(
         chats.save_dataset(tmp_path / "d", train=talks[:50], validation=talks[50:])
     )
-    assert found.format == columns.CHAT and list(found.splits) == ["train", "validation"]
-    rows = chats.read_conversations(found, "train")
+    assert dataset.format == columns.CHAT and list(dataset.splits) == ["train", "validation"]
+    rows = chats.read_conversations(dataset, "train")
     assert [chat for chat, _ in rows] == talks[:50] and rows[12][1] == ("train.jsonl", 13, 1200)
-    rest = [chat for chat, _ in chats.read_conversations(found, "train", 33)]
+    rest = [chat for chat, _ in chats.read_conversations(dataset, "train", 33)]
     assert rest == talks[33:50]
     contents = [message["content"].encode() for chat in talks[:50] for message in chat.messages]
-    assert [text for batch in found.texts() for text in batch] == contents
-    assert found.extent() == (50, sum(map(len, contents)))
-    sample = found.sample(texts=5)
+    assert [text for batch in dataset.texts() for text in batch] == contents
+    assert dataset.extent() == (50, sum(map(len, contents)))
+    sample = dataset.sample(texts=5)
     assert 5 <= len(sample) <= 6 and all(text.split(b"\n")[-1] in contents for text in sample)
-    assert 10 <= len(list(found.spread(10))) <= 11
+    assert 10 <= len(list(dataset.spread(10))) <= 11
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_foreign_conversations_are_answered_with_stage_02(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", "org/talks=2", "-d", "b"])
     place = Path("hf_datasets/org--talks")
-    made = datasets.Dataset.from_dict({name: ["a", "b"] for name in names})
-    datasets.DatasetDict({"train": made}).save_to_disk(str(place))
+    dataset = datasets.Dataset.from_dict({name: ["a", "b"] for name in names})
+    datasets.DatasetDict({"train": dataset}).save_to_disk(str(place))
     with pytest.raises(UsageError, match="was not made by stage 02") as caught:
         open_dataset(place)
     build, train = map(shlex.split, caught.value.run.splitlines())
@@ -118,10 +118,10 @@ def test_columns_changed_by_datasets_are_read(tmp_path: Path) -> None:
     import datasets
 
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(str(tmp_path / "d"))
-    found = open_dataset(tmp_path / "d")
-    [(chat, place)] = chats.read_conversations(found, "train")
+    dataset = open_dataset(tmp_path / "d")
+    [(chat, place)] = chats.read_conversations(dataset, "train")
     assert chat == (COLUMNS["messages"][0], None, [1, 1]) and place == ("a", 1, None)
-    assert found.extent() == (1, 2) and list(found.texts()) == [[b"a", b"b"]]
+    assert dataset.extent() == (1, 2) and list(dataset.texts()) == [[b"a", b"b"]]
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,8 @@ def test_mask(encoders: dict[tuple[str, bool], Encoder], name: str, kind: str) -
         assert tokenizer_kinds.shown(encoder, encoded) == expected
         # Token by token: the same as encoding each part of the text by itself, for special tokens
         # and bytes, and as the tokenizer itself reads the whole text, for merged bytes.
-        whole = "".join(expected).replace("⟦", "").replace("⟧", "")
-        bare = encoder.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        text = "".join(expected).replace("⟦", "").replace("⟧", "")
+        bare = encoder.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert encoded.tokens.tolist() == bare
         if tokens == "bytes":
             flags = [flag for text in expected for flag in _flags(encoder, text)]
@@ -197,11 +197,11 @@ def test_mask(encoders: dict[tuple[str, bool], Encoder], name: str, kind: str) -
 
 def _flags(encoder: Encoder, text: str) -> list[int]:
     """Return 1 for each token between ⟦ and ⟧."""
-    found = []
+    flags = []
     for number, part in enumerate(text.replace("⟧", "⟦").split("⟦")):
         ids = encoder.tokenizer(part, add_special_tokens=False)["input_ids"]
-        found += [number % 2] * len(ids)
-    return found
+        flags += [number % 2] * len(ids)
+    return flags
 
 
 def test_a_system_prompt_that_moves_is_refused_with_both_lines(

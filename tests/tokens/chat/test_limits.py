@@ -48,9 +48,9 @@ REACH = {
 
 @pytest.mark.parametrize("source", REACH.values(), ids=REACH.keys())
 def test_a_template_reaches_nothing_of_python(source: str) -> None:
-    made = Template(source, {})
+    template = Template(source, {})
     try:
-        text = made.render(HELLO).text
+        text = template.render(HELLO).text
     except TemplateError:
         text = ""
     assert "<class" not in text and "module" not in text and "'os'" not in text

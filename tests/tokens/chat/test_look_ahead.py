@@ -151,7 +151,7 @@ def trained_prefixes(encoder: Encoder, source: str, conversation: Conversation) 
     encoded = coder(encoder, source).encode([conversation])
     assert not encoded.dropped, encoded.dropped
     return [
-        [text[: found.end()].replace("⟦", "").replace("⟧", "") for found in re.finditer("⟧", text)]
+        [text[: match.end()].replace("⟦", "").replace("⟧", "") for match in re.finditer("⟧", text)]
         for text in shown(encoder, encoded)
     ]
 

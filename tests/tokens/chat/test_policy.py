@@ -14,11 +14,11 @@ from lib.tokens.chat import policy
 
 
 def test_the_template_is_the_given_one_or_the_model_s(tmp_path: Path) -> None:
-    given = tmp_path / "mine.jinja"
+    path = tmp_path / "mine.jinja"
     config = tmp_path / "tokenizer_config.json"
-    given.write_text("mine")
+    path.write_text("mine")
     config.write_text(json.dumps({"chat_template": "of config"}))
-    assert policy.find_template(tmp_path, given) == "mine"
+    assert policy.find_template(tmp_path, path) == "mine"
     assert policy.find_template(tmp_path, Path("chatml")).startswith("{#- ChatML.")
     assert policy.find_template(tmp_path, None) == "of config"
     config.write_text(

@@ -43,16 +43,16 @@ def texts(
     train_on: str = "assistant",
     too_long: str = "split",
 ) -> tuple[list[str], list]:
-    made = ChatEncoder(ChatPolicy(source, train_on, too_long, longest), encoder)
-    encoded = made.encode([make_chat(1, 1), chat, make_chat(1, 2)])
+    chat_encoder = ChatEncoder(ChatPolicy(source, train_on, too_long, longest), encoder)
+    encoded = chat_encoder.encode([make_chat(1, 1), chat, make_chat(1, 2)])
     assert (encoded.lengths <= longest).all()
     assert encoded.owners.tolist() == sorted(encoded.owners.tolist())
     ends = np.cumsum(encoded.lengths)
     assert not encoded.trained[ends - encoded.lengths].any()
     assert np.logical_or.reduceat(encoded.trained, ends - encoded.lengths).all()
-    found = tokenizer_kinds.shown(encoder, encoded)
+    shown_texts = tokenizer_kinds.shown(encoder, encoded)
     return [
-        text for text, owner in zip(found, encoded.owners, strict=True) if owner == 1
+        text for text, owner in zip(shown_texts, encoded.owners, strict=True) if owner == 1
     ], encoded.dropped
 
 
@@ -61,14 +61,14 @@ def texts(
 def test_each_answer_is_trained_once_with_the_system_prompt_in_front(
     encoder: Encoder, source: str, longest: int
 ) -> None:
-    found, dropped = texts(encoder, source, make_chat(12), longest)
-    assert not dropped and len(found) > 1
-    for text in found:
+    parts, dropped = texts(encoder, source, make_chat(12), longest)
+    assert not dropped and len(parts) > 1
+    for text in parts:
         assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
         assert text.removesuffix("\n").endswith("<|im_end|>⟧")
     answers = [
         re.search(r"a(\d+) ", part)[1]
-        for text in found
+        for text in parts
         for part in re.findall("⟦(.*?)⟧", text, re.S)
     ]
     assert answers == [str(n) for n in range(12)]
@@ -81,28 +81,28 @@ def test_parts_are_as_long_as_possible(encoder: Encoder) -> None:
 
 
 def test_long_conversations_are_dropped_by_default_and_counted(encoder: Encoder) -> None:
-    found, [dropped] = texts(encoder, CHATML, make_chat(12), 300, too_long="drop")
-    assert not found and dropped.kind == "too long" and dropped.number == 1
-    whole = len(
+    parts, [dropped] = texts(encoder, CHATML, make_chat(12), 300, too_long="drop")
+    assert not parts and dropped.kind == "too long" and dropped.number == 1
+    size = len(
         encoder.tokenizer(
             texts(encoder, CHATML, make_chat(12), 10_000)[0][0].translate(
                 dict.fromkeys(map(ord, "⟦⟧"))
             )
         )["input_ids"]
     )
-    assert dropped.tokens == whole
-    assert dropped.message == f"it has {whole:,} tokens, and a sample has at most 300"
+    assert dropped.tokens == size
+    assert dropped.message == f"it has {size:,} tokens, and a sample has at most 300"
 
 
 def test_only_a_question_that_does_not_fit_with_its_answer_is_lost(encoder: Encoder) -> None:
     chat = make_chat(6)
     chat.messages[5]["content"] += "word " * 300  # the third question
-    found, [dropped] = texts(encoder, CHATML, chat, 300)
+    parts, [dropped] = texts(encoder, CHATML, chat, 300)
     assert dropped.kind == "too long" and dropped.partly and dropped.tokens > 300
     assert "1 answer of it with the question before did not fit" in dropped.message
-    assert sorted(re.findall(r"⟦a(\d)", "".join(found))) == ["0", "1", "3", "4", "5"]
-    found, [dropped] = texts(encoder, CHATML, make_chat(2, 400), 300)
-    assert not found and not dropped.partly and "2 answers" in dropped.message
+    assert sorted(re.findall(r"⟦a(\d)", "".join(parts))) == ["0", "1", "3", "4", "5"]
+    parts, [dropped] = texts(encoder, CHATML, make_chat(2, 400), 300)
+    assert not parts and not dropped.partly and "2 answers" in dropped.message
 
 
 def test_tool_calls_are_cut_after_an_answer(encoder: Encoder) -> None:
@@ -135,6 +135,6 @@ def test_the_last_answer_keeps_the_last_turns(encoder: Encoder) -> None:
 
 
 def test_parts_can_train_all_turns(encoder: Encoder) -> None:
-    found, dropped = texts(encoder, CHATML, make_chat(12), 300, train_on="all")
+    parts, dropped = texts(encoder, CHATML, make_chat(12), 300, train_on="all")
     assert not dropped
-    assert re.findall(r"\ba(\d+) ", "".join(found)) == [str(n) for n in range(12)]
+    assert re.findall(r"\ba(\d+) ", "".join(parts)) == [str(n) for n in range(12)]

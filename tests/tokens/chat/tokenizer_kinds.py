@@ -27,11 +27,11 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 def encoder(home: Path, kind: str, bos: bool, **settings: Any) -> Encoder:
     """Return the encoder of a tokenizer. settings: further keys of tokenizer_config.json."""
     save_tokenizer(home, bos=bos)
-    whole = Tokenizer.from_file(str(home / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(home / "tokenizer.json"))
     if kind != "bytes":
-        whole = _trained(kind, whole.post_processor if bos else None)
-    whole.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
-    whole.save(str(home / "tokenizer.json"))
+        backend = _trained(kind, backend.post_processor if bos else None)
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in SPECIAL])
+    backend.save(str(home / "tokenizer.json"))
     config = json.loads((home / "tokenizer_config.json").read_text()) | settings
     (home / "tokenizer_config.json").write_text(json.dumps(config))
     return Encoder(home, 1)
@@ -53,26 +53,26 @@ def _trained(kind: str, around: Any) -> Tokenizer:
     texts = _texts()
     settings = {"vocab_size": 1200, "special_tokens": [BOS, EOS, "<unk>"], "show_progress": False}
     if kind == "merged":
-        made = Tokenizer(models.BPE())
-        made.pre_tokenizer = pre_tokenizers.Sequence(
+        backend = Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(_WORDS, "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-        made.decoder = decoders.ByteLevel()
+        backend.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             **settings, initial_alphabet=(pre_tokenizers.ByteLevel.alphabet())
         )
     else:
         scheme = "first" if kind == "metaspace in front" else "always"
-        made = Tokenizer(
+        backend = Tokenizer(
             models.Unigram()
             if kind == "unigram"
             else models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True)
         )
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
         settings["special_tokens"] += _BYTES
         trainer = (
             trainers.UnigramTrainer(**settings, unk_token="<unk>")
@@ -80,23 +80,23 @@ def _trained(kind: str, around: Any) -> Tokenizer:
             else trainers.BpeTrainer(**settings)
         )
     # Sentencepiece learns line by line, so that none of its tokens holds a line break.
-    made.train_from_iterator(
+    backend.train_from_iterator(
         texts if kind == "merged" else [line for text in texts for line in text.split("\n")],
         trainer,
     )
-    plain = json.loads(made.to_str())  # bytes are words of the vocabulary, and not special
+    plain = json.loads(backend.to_str())  # bytes are words of the vocabulary, and not special
     plain["added_tokens"] = [
         token for token in plain["added_tokens"] if token["content"] not in _BYTES
     ]
-    made = Tokenizer.from_str(json.dumps(plain))
+    backend = Tokenizer.from_str(json.dumps(plain))
     if around is not None:
-        made.post_processor = around
-    return made
+        backend.post_processor = around
+    return backend
 
 
 def shown(encoder: Encoder, encoded: EncodedChats) -> list[str]:
     """Return samples as text, with trained parts between ⟦ and ⟧."""
-    found = []
+    samples = []
     ends = np.cumsum(encoded.lengths)
     for begin, end in zip([0, *ends], ends, strict=False):
         ids = encoded.tokens[begin:end]
@@ -106,5 +106,5 @@ def shown(encoder: Encoder, encoded: EncodedChats) -> list[str]:
             (encoder.tokenizer.decode(ids[a:b].tolist(), skip_special_tokens=False), trained[a])
             for a, b in pairwise(cuts)
         ]
-        found.append("".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in parts))
-    return found
+        samples.append("".join(f"⟦{text}⟧" if is_trained else text for text, is_trained in parts))
+    return samples
