@@ -183,10 +183,10 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
 def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Path) -> None:
     """The nodes of the current context do not appear beside AWS's facts about the named one."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
-    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks")
-    assert not [finding for finding in findings if finding.severity == "error"]
-    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "b", expect=6)
-    assert only(findings, "API server").severity == "error"
+    all_findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks")
+    assert not [finding for finding in all_findings if finding.severity == "error"]
+    all_findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "b", expect=6)
+    assert only(all_findings, "API server").severity == "error"
     refused = [
         ("--cluster-name", "c", "the kubeconfig has no cluster c"),
         ("--cluster-name", "b", "--context", "prod", "belongs to my-eks"),
@@ -199,8 +199,10 @@ def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Pa
         "launch/check.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
     )
     assert "several clusters called my-eks" in result.stderr and "two" in result.stderr
-    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
-    assert not [finding for finding in findings if finding.severity == "error"]
+    all_findings, _ = check_cluster(
+        tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2"
+    )
+    assert not [finding for finding in all_findings if finding.severity == "error"]
     job = ("--job-name", "exp", "--image", "r/i:1")
     result = run_stage(
         "launch/kubernetes.py", "stop", *job, "--cluster-name", "b", "--dry-run", cwd=tmp_path
@@ -288,9 +290,9 @@ def check_cluster(
     return [Finding(**f) for f in json.loads(file.read_text())["findings"]], result
 
 
-def only(findings: list[Finding], check: str) -> Finding:
+def only(all_findings: list[Finding], check: str) -> Finding:
     """Return the only finding of a check; an error or a warning must have a remedy."""
-    (one,) = [finding for finding in findings if finding.check == check]
+    (one,) = [finding for finding in all_findings if finding.check == check]
     assert one.remedy or one.severity == "info", one
     return one
 
@@ -309,10 +311,10 @@ def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, 
                     },
                 ),
             )
-    findings, result = check_cluster(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
-    assert {finding.severity for finding in findings} == {"info"}
-    assert {f.check for f in findings if "not checked" in f.text} == {"EKS", "driver"}
-    assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(findings, "capacity").text
+    all_findings, result = check_cluster(tmp_path, "--kind", kind, *P5, "--fail-on", "warning")
+    assert {finding.severity for finding in all_findings} == {"info"}
+    assert {f.check for f in all_findings if "not checked" in f.text} == {"EKS", "driver"}
+    assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(all_findings, "capacity").text
     assert "cluster c is ready" in result.stdout
     assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
     assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
@@ -328,16 +330,16 @@ def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_pat
     ]:
         del there.objects[key]
     there.denied |= {"create pytorchjobs", "create pods/exec"}
-    findings, result = check_cluster(
+    all_findings, result = check_cluster(
         tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
     )
-    errors = {finding.check for finding in findings if finding.severity == "error"}
+    errors = {finding.check for finding in all_findings if finding.severity == "error"}
     assert errors == {"namespace", "rights", "operator", "capacity", "storage", "image pull secret"}
-    assert all(finding.remedy for finding in findings if finding.severity == "error")
-    rights = [finding for finding in findings if finding.check == "rights"]
+    assert all(finding.remedy for finding in all_findings if finding.severity == "error")
+    rights = [finding for finding in all_findings if finding.check == "rights"]
     assert {finding.severity for finding in rights} == {"error", "warning"}
     assert "pods/exec in team, which `run`, `shell` and `fetch` need" in rights[-1].text
-    assert "fsx-sc" in only(findings, "storage").text
+    assert "fsx-sc" in only(all_findings, "storage").text
     assert "not ready: 6 errors" in result.stderr and "Traceback" not in result.stderr
     first, *rest = result.stdout.splitlines()
     assert first == "cluster: c (context test)"
@@ -381,10 +383,10 @@ def judge_nodes(*nodes: dict[str, Any], grows: bool = False) -> list[Finding]:
     ],
 )
 def test_a_node_that_accepts_no_pods_is_a_warning(change: dict[str, Any], why: str):
-    findings = judge_nodes(node("node-1"), node("node-2", **change))
-    assert why in only(findings, "nodes").text and "node-2" in only(findings, "nodes").text
-    assert only(findings, "capacity").severity == "error"
-    assert "1 of 2" in only(findings, "capacity").text
+    all_findings = judge_nodes(node("node-1"), node("node-2", **change))
+    assert why in only(all_findings, "nodes").text and "node-2" in only(all_findings, "nodes").text
+    assert only(all_findings, "capacity").severity == "error"
+    assert "1 of 2" in only(all_findings, "capacity").text
 
 
 def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
@@ -393,8 +395,8 @@ def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
         "customresourcedefinitions",
         {"metadata": {"name": "nodepools.karpenter.sh"}, "spec": {"versions": []}},
     )
-    findings, _ = check_cluster(tmp_path, *P5)
-    assert only(findings, "capacity").severity == "warning"
+    all_findings, _ = check_cluster(tmp_path, *P5)
+    assert only(all_findings, "capacity").severity == "warning"
     check_cluster(tmp_path, *P5, "--fail-on", "warning", expect=5)
 
 
@@ -407,14 +409,14 @@ def test_the_taint_of_gpu_nodes_is_tolerated():
     ("lacking", "of"), [("nvidia.com/gpu", "GPUs"), ("vpc.amazonaws.com/efa", "EFA")]
 )
 def test_a_node_without_its_devices_is_named(lacking: str, of: str):
-    findings = judge_nodes(node("node-1"), node("node-2", allocatable={lacking: ""}))
-    assert only(findings, of).severity == "error"
-    assert "node-2" in only(findings, of).text and "plugin" in only(findings, of).remedy
+    all_findings = judge_nodes(node("node-1"), node("node-2", allocatable={lacking: ""}))
+    assert only(all_findings, of).severity == "error"
+    assert "node-2" in only(all_findings, of).text and "plugin" in only(all_findings, of).remedy
 
 
 def test_missing_huge_pages_are_a_warning():
-    findings = judge_nodes(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
-    assert only(findings, "huge pages").severity == "warning"
+    all_findings = judge_nodes(node("node-1"), node("node-2", allocatable={"hugepages-2Mi": "0"}))
+    assert only(all_findings, "huge pages").severity == "warning"
 
 
 def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]:
@@ -431,14 +433,14 @@ def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]
 def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: ReviewingCluster, tmp_path: Path):
     there.add("pods", pod("other", "node-1", 4))
     there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
-    findings, _ = check_cluster(tmp_path, *P5)
+    all_findings, _ = check_cluster(tmp_path, *P5)
     assert (
-        only(findings, "capacity").severity == "warning"
-        and "1 p5" in only(findings, "capacity").text
+        only(all_findings, "capacity").severity == "warning"
+        and "1 p5" in only(all_findings, "capacity").text
     )
     there.denied.add("pods")
-    findings, _ = check_cluster(tmp_path, *P5)
-    assert "not checked" in only(findings, "GPUs in use").text
+    all_findings, _ = check_cluster(tmp_path, *P5)
+    assert "not checked" in only(all_findings, "GPUs in use").text
 
 
 def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path: Path):
@@ -464,12 +466,14 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
         "secrets",
         {"metadata": {"name": "pull"}, "type": "Opaque", "data": {"x": "c2VjcmV0LXZhbHVl"}},
     )
-    findings, result = check_cluster(
+    all_findings, result = check_cluster(
         tmp_path, *P5, "--pvc", "ebs", "--image-pull-secret", "pull", expect=6
     )
-    assert "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(findings, "quota").text
-    assert "ReadWriteOnce" in only(findings, "storage").text
-    assert "Opaque" in only(findings, "image pull secret").text
+    assert (
+        "leaves 8 of requests.nvidia.com/gpu, the job needs 16" in only(all_findings, "quota").text
+    )
+    assert "ReadWriteOnce" in only(all_findings, "storage").text
+    assert "Opaque" in only(all_findings, "image pull secret").text
     assert "c2VjcmV0" not in result.stdout + result.stderr + (tmp_path / "found.json").read_text()
 
 
@@ -481,8 +485,8 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
         {"metadata": {"name": "training-operator"}, "status": {"availableReplicas": 0}},
         "operators",
     )
-    findings, _ = check_cluster(tmp_path, *P5, expect=6)
-    assert "no available replica" in only(findings, "operator").text
+    all_findings, _ = check_cluster(tmp_path, *P5, expect=6)
+    assert "no available replica" in only(all_findings, "operator").text
     there.add(
         "customresourcedefinitions",
         {
@@ -490,8 +494,8 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
             "spec": {"versions": [{"name": "v2", "served": True}]},
         },
     )
-    findings, _ = check_cluster(tmp_path, "--kind", "trainjob", *P5, expect=6)
-    assert any("served as v2, not v1alpha1" in finding.text for finding in findings)
+    all_findings, _ = check_cluster(tmp_path, "--kind", "trainjob", *P5, expect=6)
+    assert any("served as v2, not v1alpha1" in finding.text for finding in all_findings)
 
 
 def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tmp_path: Path):
@@ -506,15 +510,15 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tm
             },
         ),
     )
-    findings, _ = check_cluster(tmp_path, *P5, expect=6)
-    assert "driver 550.54.15 is too old" in only(findings, "driver").text
-    assert "--driver-version 550.54.15" in only(findings, "driver").run
+    all_findings, _ = check_cluster(tmp_path, *P5, expect=6)
+    assert "driver 550.54.15 is too old" in only(all_findings, "driver").text
+    assert "--driver-version 550.54.15" in only(all_findings, "driver").run
 
 
 def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Path):
     there.denied |= {"resourcequotas", "deployments", "nodes"}
-    findings, _ = check_cluster(tmp_path, *P5)
-    assert {finding.check for finding in findings if "not allowed" in finding.text} == {
+    all_findings, _ = check_cluster(tmp_path, *P5)
+    assert {finding.check for finding in all_findings if "not allowed" in finding.text} == {
         "quota",
         "operator",
         "nodes",
@@ -537,8 +541,8 @@ def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp
     content = json.loads(kubeconfig.read_text())
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
     kubeconfig.write_text(json.dumps(content))
-    findings, result = check_cluster(tmp_path, expect=6)
-    assert "refused" in only(findings, "API server").text and "Traceback" not in result.stderr
+    all_findings, result = check_cluster(tmp_path, expect=6)
+    assert "refused" in only(all_findings, "API server").text and "Traceback" not in result.stderr
     run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
 
@@ -597,19 +601,21 @@ def aws(there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
-    findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2")
-    assert "my-eks is ACTIVE" in only(findings, "EKS").text
-    assert "AsgInstanceLaunchFailures" in only(findings, "EKS node group").text
-    assert "aws-fsx-csi-driver" in only(findings, "EKS add-on").run
+    all_findings, _ = check_cluster(
+        tmp_path, *P5, "--cluster-name", "my-eks", "--region", "us-west-2"
+    )
+    assert "my-eks is ACTIVE" in only(all_findings, "EKS").text
+    assert "AsgInstanceLaunchFailures" in only(all_findings, "EKS node group").text
+    assert "aws-fsx-csi-driver" in only(all_findings, "EKS add-on").run
     assert all("--region us-west-2" in line for line in aws.read_text().splitlines())
 
 
 def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster, tmp_path: Path):
     contexts(tmp_path, ("prod", ARN))
-    findings, _ = check_cluster(
+    all_findings, _ = check_cluster(
         tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0
     )
-    texts = [finding.text for finding in findings if finding.check == "HyperPod"]
+    texts = [finding.text for finding in all_findings if finding.check == "HyperPod"]
     assert any("InService" in text for text in texts)
     assert any("NodeRecovery" in text for text in texts)
     assert any("1 of 2 ml.p5.48xlarge" in text for text in texts)
@@ -619,11 +625,11 @@ def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster
 def test_the_check_works_as_a_function(
     aws: Path, there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    findings = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
+    all_findings = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
     assert "eks update-kubeconfig --name my-eks" in aws.read_text()
-    assert "error" not in {finding.severity for finding in findings}
-    findings = cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team")
-    assert only(findings, "namespace").severity == "error"
+    assert "error" not in {finding.severity for finding in all_findings}
+    all_findings = cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team")
+    assert only(all_findings, "namespace").severity == "error"
     cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team", auto_fix=True)
     assert ("namespaces", "", "team") in there.objects
 

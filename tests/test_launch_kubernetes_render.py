@@ -534,7 +534,7 @@ def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> Non
         True,
     )
     assert opts.config is None and opts.experiment_name == "exp"
-    job = asked(
+    job_of_file = asked(
         "render",
         *JOB_OPTIONS,
         "--",
@@ -548,7 +548,7 @@ def test_the_options_of_a_config_file_are_in_the_manifest(tmp_path: Path) -> Non
         "-e",
         "other",
     )
-    opts = command_line.parse_options(job.train)
+    opts = command_line.parse_options(job_of_file.train)
     assert (opts.dataset_name, opts.batch_size, opts.compile) == (["c"], 4, False)
     assert opts.config is None and opts.experiment_name == "other"
 

@@ -143,11 +143,11 @@ def cluster(project: Path) -> Iterator[Callable[[int], Cluster]]:
     with ExitStack() as stack:
 
         def begin(number: int, *options: object) -> Cluster:
-            cluster = Cluster(
+            new_cluster = Cluster(
                 stack.enter_context(make_machines(number, project)), project, *options
             )
-            cluster.wait_for_step(12)
-            return cluster
+            new_cluster.wait_for_step(12)
+            return new_cluster
 
         yield begin
 

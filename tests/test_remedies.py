@@ -115,7 +115,9 @@ def noted(
             frame = frame.f_back
 
     monkeypatch.setattr(StageError, "__init__", note)
-    monkeypatch.setattr(offline, "enable", lambda: None)  # transformers is imported long ago
+    monkeypatch.setattr(
+        offline, "enable_offline_mode", lambda: None
+    )  # transformers is imported long ago
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     yield
     part = notes / f"{request.node.name}.part"

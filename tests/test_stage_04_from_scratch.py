@@ -77,7 +77,7 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("contradiction", "says"),
     [
         (
             ("-m", "model", "--model-size", "tiny", "--vocab-size", 9),
@@ -97,9 +97,9 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
     ids=str,
 )
 def test_contradictory_options_of_a_run_from_scratch_are_refused(
-    project: Path, options: tuple, says: tuple[str, ...]
+    project: Path, contradiction: tuple, says: tuple[str, ...]
 ) -> None:
-    done = run_stage(STAGE, *RUN, *options, cwd=project, expect=2)
+    done = run_stage(STAGE, *RUN, *contradiction, cwd=project, expect=2)
     assert not [text for text in says if text not in done.stderr], done.stderr
     assert "Traceback" not in done.stderr and not (project / ".cache").exists()
 

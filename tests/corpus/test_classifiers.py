@@ -172,9 +172,9 @@ def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
         for row, line in zip(expected, lines, strict=True):
             for label, score in predictor.list_scores(predictor.load_classifier(path), line, least):
                 row[classifier.labels.index(label)] = score
-        scores = classifier.score_lines(encoded, least)
-        assert np.abs(scores - expected).max() < 1e-5
-        assert (scores[::-1] == classifier.score_lines(encoded[::-1], least)).all()
+        line_scores = classifier.score_lines(encoded, least)
+        assert np.abs(line_scores - expected).max() < 1e-5
+        assert (line_scores[::-1] == classifier.score_lines(encoded[::-1], least)).all()
 
 
 def test_other_models_are_left_to_the_library(models, tmp_path):

@@ -205,14 +205,14 @@ def test_a_hard_link_that_fails_becomes_a_copy(tmp_path, monkeypatch):
 
 
 def test_artifacts_are_not_taken_as_text(tmp_path: Path) -> None:
-    kinds = {
+    artifact_kinds = {
         "corpus": "dataset/1",
         "store": "tokens/1",
         "model": "model/1",
         "fetched": "raw/1",
         "foreign": "dataset",
     }
-    for name, kind in kinds.items():
+    for name, kind in artifact_kinds.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(json.dumps({"kind": kind}))
         (tmp_path / name / "text.txt").write_text("text")

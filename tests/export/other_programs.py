@@ -29,14 +29,14 @@ def run_ctranslate2(directory: Path) -> list[int]:
         converted = Path(root) / "converted"
         TransformersConverter(str(directory)).convert(str(converted), quantization="float32")
         generator = ctranslate2.Generator(str(converted), compute_type="float32", intra_threads=1)
-        (result,) = generator.generate_batch(
+        (generation,) = generator.generate_batch(
             [prompt],
             max_length=COUNT,
             sampling_topk=1,
             include_prompt_in_result=False,
             end_token=[],
         )
-    return result.sequences_ids[0]
+    return generation.sequences_ids[0]
 
 
 def run_gguf(path: Path, prompt: str, first: int) -> dict[str, Any]:

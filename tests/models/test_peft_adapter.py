@@ -74,14 +74,20 @@ def test_an_adapter_gives_the_logits_of_peft(
 ) -> None:
     model = build_model(family)
     expected = written_by_peft(model, tmp_path, **settings)
-    adapter = peft_adapter.read_adapter(tmp_path)
-    lora.require_fits(model, adapter)
-    added = Lora(adapter.rank, adapter.alpha, 0.0, adapter.targets, adapter.rslora).attach(model)
-    assert added == {f"{linear}.lora_{part}.weight" for linear, part in adapter.shapes}
+    stored_adapter = peft_adapter.read_adapter(tmp_path)
+    lora.require_fits(model, stored_adapter)
+    added = Lora(
+        stored_adapter.rank,
+        stored_adapter.alpha,
+        0.0,
+        stored_adapter.targets,
+        stored_adapter.rslora,
+    ).attach(model)
+    assert added == {f"{linear}.lora_{part}.weight" for linear, part in stored_adapter.shapes}
     for module in model.modules():
         if isinstance(module, lora.Factor):
             module.to_empty(device="cpu")
-    lora.load_adapter(model, adapter)
+    lora.load_adapter(model, stored_adapter)
     torch.testing.assert_close(model(input_ids=TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
 
 

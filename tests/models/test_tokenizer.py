@@ -208,11 +208,11 @@ def save_changed_tokenizer(into: Path, change) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trained = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trained.decoder = decoders.ByteLevel()
-    change(trained)
-    trained.save(str(into / "tokenizer.json"))
+    bpe = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    change(bpe)
+    bpe.save(str(into / "tokenizer.json"))
     (into / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return into
 

@@ -217,10 +217,10 @@ def test_a_killed_build_continues_to_the_same_bytes(
     documents = (writes - 1) // 2 * 5  # two files are written to, five documents at a time
     assert (f"after {documents} documents from" in caplog.text) == bool(documents)
     assert list((cache / "tokens").iterdir()) == [path]
-    expected = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
+    fresh_store = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
     files = [
         [entry["digest"] for entry in json.loads((p / "manifest.json").read_text())["files"]]
-        for p in (path, expected)
+        for p in (path, fresh_store)
     ]
     assert files[0] == files[1]
 
@@ -333,7 +333,7 @@ def test_two_nodes_without_common_locks_build_one_store(
 ) -> None:
     """If flock is local to a node, one builds, and the other waits or continues its work."""
     cache = tmp_path / ".cache"
-    expected = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
+    fresh_store = prepare_tokens(of_stage_02, tokenizer, tmp_path / "fresh")
     first = start_building(of_stage_02, tokenizer, cache, 0.03, "a")
     second = start_building(of_stage_02, tokenizer, cache, 0.03, "b")
     outputs = [printed.read() for _, printed in (first, second)]
@@ -347,7 +347,7 @@ def test_two_nodes_without_common_locks_build_one_store(
     late, printed = start_building(of_stage_02, tokenizer, cache, 0, "b")
     assert f"is gone: taking over {path}.partial-" in printed.read() and late.wait() == [0]
     assert [(path / name).read_bytes() for name in FILES] == [
-        (expected / name).read_bytes() for name in FILES
+        (fresh_store / name).read_bytes() for name in FILES
     ]
 
 

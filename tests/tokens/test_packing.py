@@ -113,10 +113,10 @@ def make_packs(
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
     ends = np.cumsum(documents).astype(np.int64)
     tokens = np.arange(1, ends[-1] + 1, dtype=np.uint16)
-    store = TokenStore(
+    token_store = TokenStore(
         tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}, reads
     )
-    return tokens, packing.prepare_packs(store, capacity)["train"]
+    return tokens, packing.prepare_packs(token_store, capacity)["train"]
 
 
 @pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])

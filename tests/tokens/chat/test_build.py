@@ -310,8 +310,8 @@ def saved_by_datasets(path: Path, odd: dict[str, object] | None, count: int = 5)
             "offset": datasets.Value("int64"),
         }
     )
-    dataset = datasets.Dataset.from_list(rows, features=features)
-    datasets.DatasetDict({"train": dataset}).save_to_disk(str(path))
+    chat_dataset = datasets.Dataset.from_list(rows, features=features)
+    datasets.DatasetDict({"train": chat_dataset}).save_to_disk(str(path))
     return path
 
 
