@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
             prepare_and_train(config, experiment, inputs)
 
 
-def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> None:
+def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inputs) -> None:
     """Fill in the options that are left open, then print the plan, prepare the tokens, or train."""
     from lib.parallel import gpus
     from lib.parallel.layout import configure_allocator, meet_ranks
@@ -123,13 +123,13 @@ def prepare_and_train(asked: Config, experiment: Experiment, inputs: Inputs) -> 
     from lib.train.suite import read_tasks
 
     configure_allocator()
-    gpus.hide_gpus(asked.device)
-    if not (asked.prepare_only or asked.plan_gpus):
-        gpus.require_usable_gpus(asked.dry_run)
-        if asked.cpu_offload:
-            gpus.warn_without_offload(asked.device)
-        gpus.report_unused(asked.device)
-    config, model, memory = settle_options(asked, experiment, inputs)
+    gpus.hide_gpus(typed_config.device)
+    if not (typed_config.prepare_only or typed_config.plan_gpus):
+        gpus.require_usable_gpus(typed_config.dry_run)
+        if typed_config.cpu_offload:
+            gpus.warn_without_offload(typed_config.device)
+        gpus.report_unused(typed_config.device)
+    config, model, memory = settle_options(typed_config, experiment, inputs)
     tasks = read_tasks(config, inputs.corpora)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
@@ -203,7 +203,7 @@ def make_optimizer(
 
 
 def set_up(
-    asked: Config,
+    typed_config: Config,
     experiment: Experiment,
     inputs: Inputs,
     model: PreTrainedModel,
@@ -233,7 +233,7 @@ def set_up(
     from lib.train.state import TrainState
 
     layout, plan, journal, estimate = join_ranks(
-        asked, experiment, inputs, model, data, meeting, stack
+        typed_config, experiment, inputs, model, data, meeting, stack
     )
     config = plan.config
     # From here on signals are recorded; a run that is still loading ends at its first step.
@@ -280,7 +280,7 @@ def set_up(
 
 
 def join_ranks(
-    asked: Config,
+    typed_config: Config,
     experiment: Experiment,
     inputs: Inputs,
     model: PreTrainedModel,
@@ -299,18 +299,20 @@ def join_ranks(
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
 
-    estimate = stack.enter_context(MemoryEstimate(model, asked.precision))  # forks: comes first
-    if asked.deterministic:
+    estimate = stack.enter_context(
+        MemoryEstimate(model, typed_config.precision)
+    )  # forks: comes first
+    if typed_config.deterministic:
         determinism.require_determinism()
     layout = stack.enter_context(
         ParallelLayout.start(
-            partial(memory_fit.agree_on_shards, asked),
+            partial(memory_fit.agree_on_shards, typed_config),
             meeting,
-            longest_section(asked.watchdog_minutes),
+            longest_section(typed_config.watchdog_minutes),
         )
     )
     launch = join_launch(experiment, layout)
-    config = agree_on_options(asked, launch, data.samples_per_epoch, layout)
+    config = agree_on_options(typed_config, launch, data.samples_per_epoch, layout)
     estimate.begin(memory_fit.make_local_step_config(config, model, data.most_documents))
     plan = Plan.of(config, inputs.fingerprints, data.samples_per_epoch, layout.rank)
     checks.require_enough_steps(config, plan.total_steps, has_begun=bool(inputs.earlier_run))

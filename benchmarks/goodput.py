@@ -130,8 +130,8 @@ class _Tier:
 
     def due(self, now: float, work: float) -> float:
         """Return when the next save can begin if nothing stalls the steps."""
-        wanted = now + self.saving.every - (work - self.since)
-        return wanted if self.is_free else max(wanted, self.commit_at)
+        due_at = now + self.saving.every - (work - self.since)
+        return due_at if self.is_free else max(due_at, self.commit_at)
 
 
 def simulate_run(

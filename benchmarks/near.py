@@ -154,8 +154,8 @@ def print_findings(planter: Planter, name: str, dropped: Collection[int]) -> Non
             if pair.similarity >= _THRESHOLD
         )
         print_row(f"{low:g} to {min(high, 1):g}", len(pairs), lost, second, f"{share:.1f}")
-    kept = Counter(sum(link not in dropped for link in chain) for chain in planter.chains)
-    print(f"\nkept of a chain of ten: {dict(sorted(kept.items()))} (documents: chains)")
+    counts_kept = Counter(sum(link not in dropped for link in chain) for chain in planter.chains)
+    print(f"\nkept of a chain of ten: {dict(sorted(counts_kept.items()))} (documents: chains)")
     for kind, numbers in {"a template": planter.templates, **planter.licences}.items():
         lost = sum(number in dropped for number in numbers)
         print(f"documents with {kind}: {len(numbers):,}, dropped {lost:,}")
@@ -168,8 +168,8 @@ def check_dropped(source: Path, out: Path) -> set[int]:
     for line in (out / "dropped.jsonl").open():
         record = json.loads(line)
         dropped[record["position"]] = record
-    wanted = set(random.Random(1).sample(sorted(dropped), min(_CHECKED, len(dropped))))
-    needed = wanted | {dropped[number]["duplicate_of"]["position"] for number in wanted}
+    checked = set(random.Random(1).sample(sorted(dropped), min(_CHECKED, len(dropped))))
+    needed = checked | {dropped[number]["duplicate_of"]["position"] for number in checked}
     texts = {}
     with (source / "planted.jsonl").open() as lines:
         for number, line in enumerate(lines, 1):
@@ -177,7 +177,7 @@ def check_dropped(source: Path, out: Path) -> set[int]:
                 texts[number] = json.loads(line)["text"].split()
     values = [
         compute_similarity(texts[number], texts[dropped[number]["duplicate_of"]["position"]])
-        for number in sorted(wanted)
+        for number in sorted(checked)
     ]
     kept_leaders = all(
         record["duplicate_of"]["position"] not in dropped for record in dropped.values()
@@ -189,7 +189,7 @@ def check_dropped(source: Path, out: Path) -> set[int]:
     report = json.loads((out / "manifest.json").read_text())["summary"]["near"]
     counts = ("sharing_a_band", "compared_pairs", "candidates_reached", "members_reached")
     print(", ".join(f"{name} {report[name]:,}" for name in counts))
-    print(f"largest clusters: {[each['size'] for each in report['largest'][:5]]}")
+    print(f"largest clusters: {[cluster['size'] for cluster in report['largest'][:5]]}")
     return set(dropped)
 
 
@@ -198,13 +198,13 @@ def run_datatrove(python: Path, source: Path, work: Path) -> tuple[Run, set[int]
     script = ROOT / "benchmarks/parts/datatrove_minhash.py"
     out = work / "datatrove"
     run = run_command([python, script, source, out, _BANDS, _BAND_SIZE], work)
-    kept = set()
+    kept_rows = set()
     for path in (out / "kept").iterdir():
         with path.open() as lines:
             # datatrove numbers the lines of a file from 0.
-            kept |= {int(json.loads(line)["id"].rpartition("/")[2]) + 1 for line in lines}
+            kept_rows |= {int(json.loads(line)["id"].rpartition("/")[2]) + 1 for line in lines}
     shutil.rmtree(out)
-    return run, kept
+    return run, kept_rows
 
 
 def measure_growth(work: Path, megabytes: int, workers: int) -> None:
@@ -252,10 +252,10 @@ def measure_members(work: Path, members: int, workers: int, datatrove: Path | No
         f"{summary['near']['members_reached']:,} times"
     )
     if datatrove:
-        run, kept = run_datatrove(datatrove, source, work)
+        run, kept_rows = run_datatrove(datatrove, source, work)
         print(
             f"datatrove: {run.seconds:.1f} s, {run.cpu:.1f} s of CPU, {run.memory / _MB:,.0f} MB; "
-            f"{len(kept):,} rows kept"
+            f"{len(kept_rows):,} rows kept"
         )
     shutil.rmtree(source)
     shutil.rmtree(work / "out")
@@ -329,10 +329,10 @@ def main() -> None:
         measure_builds(work, args.megabytes, choices, args.workers)
         dropped = check_dropped(work / "planted", work / "out")
         if args.datatrove:
-            run, kept = run_datatrove(args.datatrove, work / "planted", work)
+            run, kept_rows = run_datatrove(args.datatrove, work / "planted", work)
             print_cost("datatrove", 1, args.megabytes, run)
             everything = set(range(1, planter.documents + 1))
-            print_findings(planter, "datatrove", everything - kept)
+            print_findings(planter, "datatrove", everything - kept_rows)
         print_findings(planter, "stage 02", dropped)
         print(f"\nload at the end {os.getloadavg()}")
         shutil.rmtree(work / "planted")

@@ -22,6 +22,17 @@ _COUNTS = {
     "st_size",
 }
 _EFFECTS = {"add", "append", "clear", "extend", "pop", "print", "remove", "rmtree", "sleep"}
+# Verbs that say too little without a noun: `run_stage`, not `run`. Not `train`, by which `commands`
+# names a stage, like `python` and `shell`; not `main` and `parse`, which each script defines.
+_BARE_VERBS = {
+    *("build", "check", "choose", "fail", "fill", "find", "load", "make", "plan", "prepare"),
+    *("read", "refuse", "render", "run", "save", "start", "stop", "write"),
+}
+# Pronouns and participles that name no value. Not `found`, which is a field of errors.
+_NO_NOUNS = {
+    *("asked", "each", "given", "how", "kept", "made", "own", "said", "there", "told", "wanted"),
+    *("what", "whole"),
+}
 
 
 def unrelated_assignments(nodes: Sequence[ast.AST]) -> Iterator[int]:
@@ -132,6 +143,30 @@ def lambdas_with_effects(nodes: Sequence[ast.AST]) -> Iterator[int]:
                 yield node.lineno
 
 
+def bare_verbs(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines of a module's functions, except fixtures, whose name is a verb alone."""
+    [module] = nodes[:1]
+    for node in module.body if isinstance(module, ast.Module) else ():
+        if isinstance(node, ast.FunctionDef) and node.name.lstrip("_") in _BARE_VERBS:
+            decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if not any("fixture" in decorator for decorator in decorators):
+                yield node.lineno
+
+
+def names_without_noun(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines that name a value by a pronoun or participle; fields may have such a name."""
+    fields: set[ast.expr] = set()
+    for node in nodes:  # a class comes before its fields
+        if isinstance(node, ast.Name):
+            if node.id in _NO_NOUNS and isinstance(node.ctx, ast.Store) and node not in fields:
+                yield node.lineno
+        elif isinstance(node, ast.arg):
+            if node.arg in _NO_NOUNS:
+                yield node.lineno
+        elif isinstance(node, ast.ClassDef):
+            fields |= {part.target for part in node.body if isinstance(part, ast.AnnAssign)}
+
+
 def continued_lines(text: str) -> Iterator[int]:
     """Yield the lines of code that end with a backslash, without those in multi-line texts."""
     if "\\\n" not in text:
@@ -160,6 +195,8 @@ RULES: dict[str, Callable[[Sequence[ast.AST]], Iterator[int]]] = {
     "literals with an index": indexed_literals,
     "products with truth values": products_with_flags,
     "lambdas with effects": lambdas_with_effects,
+    "functions with a bare verb": bare_verbs,
+    "values without a noun": names_without_noun,
 }
 BACKSLASHES = "backslashes"
 

@@ -106,7 +106,7 @@ def node(name: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReviewingCluster]:
+def p5_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReviewingCluster]:
     """Return a cluster that is ready for a job on two p5 nodes, of each kind."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed (Debian: kubernetes-client)")
@@ -180,7 +180,7 @@ def contexts(tmp_path: Path, *more: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_only_the_named_cluster_is_queried(there: ReviewingCluster, tmp_path: Path) -> None:
+def test_only_the_named_cluster_is_queried(p5_cluster: ReviewingCluster, tmp_path: Path) -> None:
     """The nodes of the current context do not appear beside AWS's facts about the named one."""
     contexts(tmp_path, ("prod", ARN), ("b", "arn:aws:eks:us-west-2:1:cluster/b"))
     all_findings, _ = check_cluster(tmp_path, *P5, "--cluster-name", "my-eks")
@@ -247,7 +247,7 @@ def test_a_dry_run_needs_no_context_of_the_cluster(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_make_checks_the_cluster(there: ReviewingCluster, tmp_path: Path) -> None:
+def test_make_checks_the_cluster(p5_cluster: ReviewingCluster, tmp_path: Path) -> None:
     """All options of `make run` are accepted, also those that no check needs."""
     job = (
         "--kind",
@@ -264,7 +264,9 @@ def test_make_checks_the_cluster(there: ReviewingCluster, tmp_path: Path) -> Non
     )
     result = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path)
     assert "cluster c is ready" in result.stdout
-    there.objects = {key: item for key, item in there.objects.items() if key[0] != "nodes"}
+    p5_cluster.objects = {
+        key: item for key, item in p5_cluster.objects.items() if key[0] != "nodes"
+    }
     result = run_stage("launch/kubernetes.py", "validate", *job, cwd=tmp_path, expect=6)
     assert "cluster c is not ready" in result.stdout + result.stderr
 
@@ -298,10 +300,10 @@ def only(all_findings: list[Finding], check: str) -> Finding:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, kind: str):
+def test_a_ready_cluster_has_no_errors(p5_cluster: ReviewingCluster, tmp_path: Path, kind: str):
     if kind == "hyperpod":  # its instance types have a prefix, which is added
         for number in (1, 2):
-            there.add(
+            p5_cluster.add(
                 "nodes",
                 node(
                     f"node-{number}",
@@ -316,20 +318,22 @@ def test_a_ready_cluster_has_no_errors(there: ReviewingCluster, tmp_path: Path, 
     assert {f.check for f in all_findings if "not checked" in f.text} == {"EKS", "driver"}
     assert "the job needs 2 with 8 GPUs and 32 EFA each" in only(all_findings, "capacity").text
     assert "cluster c is ready" in result.stdout
-    assert not [request for request in there.requests if request.startswith(("PATCH", "DELETE"))]
-    assert {r.split("?")[0] for r in there.requests if r.startswith("POST")} == {
+    assert not [
+        request for request in p5_cluster.requests if request.startswith(("PATCH", "DELETE"))
+    ]
+    assert {r.split("?")[0] for r in p5_cluster.requests if r.startswith("POST")} == {
         "POST /apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
     }
 
 
-def test_everything_missing_is_reported_at_once(there: ReviewingCluster, tmp_path: Path):
+def test_everything_missing_is_reported_at_once(p5_cluster: ReviewingCluster, tmp_path: Path):
     for key in [
         key
-        for key in there.objects
+        for key in p5_cluster.objects
         if key[0] in ("customresourcedefinitions", "persistentvolumeclaims", "nodes")
     ]:
-        del there.objects[key]
-    there.denied |= {"create pytorchjobs", "create pods/exec"}
+        del p5_cluster.objects[key]
+    p5_cluster.denied |= {"create pytorchjobs", "create pods/exec"}
     all_findings, result = check_cluster(
         tmp_path, "--namespace", "team", *P5, "--image-pull-secret", "pull", expect=6
     )
@@ -389,9 +393,9 @@ def test_a_node_that_accepts_no_pods_is_a_warning(change: dict[str, Any], why: s
     assert "1 of 2" in only(all_findings, "capacity").text
 
 
-def test_an_autoscaler_may_add_nodes(there: ReviewingCluster, tmp_path: Path):
-    del there.objects["nodes", "", "node-2"]
-    there.add(
+def test_an_autoscaler_may_add_nodes(p5_cluster: ReviewingCluster, tmp_path: Path):
+    del p5_cluster.objects["nodes", "", "node-2"]
+    p5_cluster.add(
         "customresourcedefinitions",
         {"metadata": {"name": "nodepools.karpenter.sh"}, "spec": {"versions": []}},
     )
@@ -430,21 +434,23 @@ def pod(name: str, on: str, gpus: int, phase: str = "Running") -> dict[str, Any]
     }
 
 
-def test_gpus_in_use_are_counted_if_pods_may_be_listed(there: ReviewingCluster, tmp_path: Path):
-    there.add("pods", pod("other", "node-1", 4))
-    there.add("pods", pod("ended", "node-2", 8, "Succeeded"))
+def test_gpus_in_use_are_counted_if_pods_may_be_listed(
+    p5_cluster: ReviewingCluster, tmp_path: Path
+):
+    p5_cluster.add("pods", pod("other", "node-1", 4))
+    p5_cluster.add("pods", pod("ended", "node-2", 8, "Succeeded"))
     all_findings, _ = check_cluster(tmp_path, *P5)
     assert (
         only(all_findings, "capacity").severity == "warning"
         and "1 p5" in only(all_findings, "capacity").text
     )
-    there.denied.add("pods")
+    p5_cluster.denied.add("pods")
     all_findings, _ = check_cluster(tmp_path, *P5)
     assert "not checked" in only(all_findings, "GPUs in use").text
 
 
-def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path: Path):
-    there.add(
+def test_quota_storage_and_secret_are_checked(p5_cluster: ReviewingCluster, tmp_path: Path):
+    p5_cluster.add(
         "resourcequotas",
         {
             "metadata": {"name": "team"},
@@ -454,7 +460,7 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
             },
         },
     )
-    there.add(
+    p5_cluster.add(
         "persistentvolumeclaims",
         {
             "metadata": {"name": "ebs"},
@@ -462,7 +468,7 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
             "status": {"phase": "Bound"},
         },
     )
-    there.add(
+    p5_cluster.add(
         "secrets",
         {"metadata": {"name": "pull"}, "type": "Opaque", "data": {"x": "c2VjcmV0LXZhbHVl"}},
     )
@@ -478,16 +484,16 @@ def test_quota_storage_and_secret_are_checked(there: ReviewingCluster, tmp_path:
 
 
 def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
-    there: ReviewingCluster, tmp_path: Path
+    p5_cluster: ReviewingCluster, tmp_path: Path
 ):
-    there.add(
+    p5_cluster.add(
         "deployments",
         {"metadata": {"name": "training-operator"}, "status": {"availableReplicas": 0}},
         "operators",
     )
     all_findings, _ = check_cluster(tmp_path, *P5, expect=6)
     assert "no available replica" in only(all_findings, "operator").text
-    there.add(
+    p5_cluster.add(
         "customresourcedefinitions",
         {
             "metadata": {"name": KINDS["trainjob"][0]},
@@ -498,8 +504,8 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
     assert any("served as v2, not v1alpha1" in finding.text for finding in all_findings)
 
 
-def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tmp_path: Path):
-    there.add(
+def test_a_driver_too_old_for_the_torch_of_the_image(p5_cluster: ReviewingCluster, tmp_path: Path):
+    p5_cluster.add(
         "nodes",
         node(
             "node-2",
@@ -515,8 +521,8 @@ def test_a_driver_too_old_for_the_torch_of_the_image(there: ReviewingCluster, tm
     assert "--driver-version 550.54.15" in only(all_findings, "driver").run
 
 
-def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Path):
-    there.denied |= {"resourcequotas", "deployments", "nodes"}
+def test_forbidden_queries_are_not_checked(p5_cluster: ReviewingCluster, tmp_path: Path):
+    p5_cluster.denied |= {"resourcequotas", "deployments", "nodes"}
     all_findings, _ = check_cluster(tmp_path, *P5)
     assert {finding.check for finding in all_findings if "not allowed" in finding.text} == {
         "quota",
@@ -525,8 +531,8 @@ def test_forbidden_queries_are_not_checked(there: ReviewingCluster, tmp_path: Pa
     }
 
 
-def test_describe_prints_nodes_storage_and_operators(there: ReviewingCluster, tmp_path: Path):
-    there.add("pods", pod("other", "node-1", 4))
+def test_describe_prints_nodes_storage_and_operators(p5_cluster: ReviewingCluster, tmp_path: Path):
+    p5_cluster.add("pods", pod("other", "node-1", 4))
     result = run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path)
     assert (
         "p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
@@ -536,7 +542,7 @@ def test_describe_prints_nodes_storage_and_operators(there: ReviewingCluster, tm
         assert shown in result.stdout
 
 
-def test_a_cluster_that_does_not_answer_is_reported(there: ReviewingCluster, tmp_path: Path):
+def test_a_cluster_that_does_not_answer_is_reported(p5_cluster: ReviewingCluster, tmp_path: Path):
     kubeconfig = Path(os.environ["KUBECONFIG"])
     content = json.loads(kubeconfig.read_text())
     content["clusters"][0]["cluster"]["server"] = "http://127.0.0.1:9"
@@ -590,7 +596,7 @@ esac
 
 
 @pytest.fixture
-def aws(there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def aws(p5_cluster: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put an AWS command line beside kubectl, and return the file with its calls."""
     tool = tmp_path / "bin" / "aws"
     tool.write_text(AWS)
@@ -610,7 +616,9 @@ def test_aws_is_queried_if_it_is_installed(aws: Path, tmp_path: Path):
     assert all("--region us-west-2" in line for line in aws.read_text().splitlines())
 
 
-def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster, tmp_path: Path):
+def test_hyperpod_is_found_by_its_eks_cluster(
+    aws: Path, p5_cluster: ReviewingCluster, tmp_path: Path
+):
     contexts(tmp_path, ("prod", ARN))
     all_findings, _ = check_cluster(
         tmp_path, "--kind", "hyperpod", "--cluster-name", "my-eks", expect=0
@@ -623,7 +631,7 @@ def test_hyperpod_is_found_by_its_eks_cluster(aws: Path, there: ReviewingCluster
 
 @pytest.mark.slow
 def test_the_check_works_as_a_function(
-    aws: Path, there: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    aws: Path, p5_cluster: ReviewingCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     all_findings = cluster.manage_eks_cluster(instance_type="p5.48xlarge", nodes=2)
     assert "eks update-kubeconfig --name my-eks" in aws.read_text()
@@ -631,7 +639,7 @@ def test_the_check_works_as_a_function(
     all_findings = cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team")
     assert only(all_findings, "namespace").severity == "error"
     cluster.manage_eks_cluster("my-eks", "us-west-2", namespace="team", auto_fix=True)
-    assert ("namespaces", "", "team") in there.objects
+    assert ("namespaces", "", "team") in p5_cluster.objects
 
 
 @pytest.mark.parametrize(

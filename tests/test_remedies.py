@@ -185,7 +185,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 @pytest.fixture
-def there(prepared_once: Path, here: Terminal) -> Terminal:
+def project_terminal(prepared_once: Path, here: Terminal) -> Terminal:
     """Return a terminal in a project with raw text, splits, a dataset and a model."""
     shutil.copytree(prepared_once, Path.cwd(), dirs_exist_ok=True)
     return here
@@ -228,38 +228,40 @@ def test_remedies_for_splits_work(here: Terminal) -> None:
 
 
 def test_remedies_for_parts_of_a_dataset_work(
-    there: Terminal, monkeypatch: pytest.MonkeyPatch
+    project_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = ("02_build_hf_dataset.py", "--save-dir", "hf_datasets/parts", "--num-workers", 1)
-    there.type(*build, "--only-splits", "0-1")
-    there.cured(*build, "--merge")  # one is not built
+    project_terminal.type(*build, "--only-splits", "0-1")
+    project_terminal.cured(*build, "--merge")  # one is not built
     shutil.rmtree("hf_datasets/parts")
-    there.type(*build, "--only-splits", "0-2")
+    project_terminal.type(*build, "--only-splits", "0-2")
     damage_file("hf_datasets/parts.parts/split_01/*.train")
-    there.cured(*build, "--merge")
+    project_terminal.cured(*build, "--merge")
     for part in ("train", work_units.RECORD):  # other bytes of the same size
         shutil.rmtree("hf_datasets/parts")
-        there.type(*build, "--only-splits", "0-2")
+        project_terminal.type(*build, "--only-splits", "0-2")
         blank_file(f"hf_datasets/parts.parts/split_01/*.{part}")
-        there.cured(*build, "--merge")
+        project_terminal.cured(*build, "--merge")
     near = ("02_build_hf_dataset.py", "--num-workers", 1, "--dedup", "near")
-    there.type(*near, "--save-dir", "hf_datasets/old", "--near-bands", 7)
+    project_terminal.type(*near, "--save-dir", "hf_datasets/old", "--near-bands", 7)
     Path("later").mkdir()
     Path("later/new.txt").write_text("A text that no earlier document contains. " * 9)
     near += ("--data-folder", "later", "--save-dir", "hf_datasets/later")
-    there.follow(there.fails(*near, "--near-against", "hf_datasets/old"))
+    project_terminal.follow(project_terminal.fails(*near, "--near-against", "hf_datasets/old"))
     shutil.rmtree("hf_datasets/later")
     masks = ("--mask", "email,phone", "--mask-phone-country", "US")
-    there.type(*near[:5], *masks, "--save-dir", "hf_datasets/masked")
-    there.follow(there.fails(*near, "--mask", "ip", "--near-against", "hf_datasets/masked"))
+    project_terminal.type(*near[:5], *masks, "--save-dir", "hf_datasets/masked")
+    project_terminal.follow(
+        project_terminal.fails(*near, "--mask", "ip", "--near-against", "hf_datasets/masked")
+    )
     stopped = (*near[:5], "--save-dir", "hf_datasets/stopped")
     with monkeypatch.context() as patch:
         patch.setattr(dataset, "NOTE_BYTES", -1)  # progress is recorded after each part
         patch.setattr(dataset.DatasetWriter, "finish", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            there.type(*stopped)
+            project_terminal.type(*stopped)
     blank_file("hf_datasets/**/progress.json")  # the parts that were added are deleted
-    there.cured(*stopped)
+    project_terminal.cured(*stopped)
     learn = (
         "03_download_model.py",
         "--from-scratch",
@@ -269,36 +271,48 @@ def test_remedies_for_parts_of_a_dataset_work(
         300,
         "--train-tokenizer",
     )
-    there.cured(*learn, "hf_datasets/new")
+    project_terminal.cured(*learn, "hf_datasets/new")
     damage_file("hf_datasets/new/**/*.arrow")
-    there.cured(*learn, "hf_datasets/new", "--overwrite")
+    project_terminal.cured(*learn, "hf_datasets/new", "--overwrite")
 
 
-def test_remedies_for_wrong_datasets_work(there: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remedies_for_wrong_datasets_work(
+    project_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
-    assert "hf_datasets/raw_text" in there.fails(*prepare, "raw_text").run
-    there.follow(there.fails(*prepare, "raw_text"))
-    there.follow(there.fails(*prepare, "raw_text/document_000.txt"))  # and no file beside it
+    assert "hf_datasets/raw_text" in project_terminal.fails(*prepare, "raw_text").run
+    project_terminal.follow(project_terminal.fails(*prepare, "raw_text"))
+    project_terminal.follow(
+        project_terminal.fails(*prepare, "raw_text/document_000.txt")
+    )  # and no file beside it
     assert rows_of("hf_datasets/document_000") == 1
-    there.follow(there.fails(*prepare, "splits"))
+    project_terminal.follow(project_terminal.fails(*prepare, "splits"))
     for directory in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
-        error = there.fails("02_build_hf_dataset.py", "--data-folder", directory, "--save-dir", "x")
+        error = project_terminal.fails(
+            "02_build_hf_dataset.py", "--data-folder", directory, "--save-dir", "x"
+        )
         assert "hf_datasets/corpus" in error.run
-        there.follow(error, "-m", "model", "--prepare-only")
-        assert there.fails("01_organize_data.py", "--src-dir", directory, "--dst-root", "x").run
-    there.follow(there.fails(*prepare, "hf_datasets"))
+        project_terminal.follow(error, "-m", "model", "--prepare-only")
+        assert project_terminal.fails(
+            "01_organize_data.py", "--src-dir", directory, "--dst-root", "x"
+        ).run
+    project_terminal.follow(project_terminal.fails(*prepare, "hf_datasets"))
     for directory in (".cache/tokens", next(Path(".cache/tokens").iterdir())):
-        error = there.fails("02_build_hf_dataset.py", "--data-folder", directory, "--save-dir", "x")
+        error = project_terminal.fails(
+            "02_build_hf_dataset.py", "--data-folder", directory, "--save-dir", "x"
+        )
         assert "token store" in error.problem and error.expected
     text = json.dumps({"text": "some words " * 200}) + "\n"
     Path("one.jsonl").write_text(text * 20)
     Path("two.jsonl").write_text(text)
     (Path("raw_text") / "one.jsonl").write_text(text)
-    there.follow(there.fails(*prepare, "one.jsonl"))  # beside hf_datasets/ and much else
+    project_terminal.follow(
+        project_terminal.fails(*prepare, "one.jsonl")
+    )  # beside hf_datasets/ and much else
     assert rows_of("hf_datasets/one") == 20
-    assert not there.fails(*prepare, "model").run  # a model is not text
-    there.follow(
-        there.fails(
+    assert not project_terminal.fails(*prepare, "model").run  # a model is not text
+    project_terminal.follow(
+        project_terminal.fails(
             "04_train_fsdp.py",
             "-e",
             "x",
@@ -312,13 +326,13 @@ def test_remedies_for_wrong_datasets_work(there: Terminal, monkeypatch: pytest.M
             "--dry-run",
         )
     )
-    assert "--include" in there.fails(*prepare, "allenai/c4").run.splitlines()[0]
-    assert there.fails(*prepare, "org/text").run.endswith("--include README.md")
+    assert "--include" in project_terminal.fails(*prepare, "allenai/c4").run.splitlines()[0]
+    assert project_terminal.fails(*prepare, "org/text").run.endswith("--include README.md")
     of_the_hub = (*prepare, "org/text")  # fetched; and in another cache
     shutil.copytree("raw_text", "raw_text/org--text")
     Path("raw_text/org--text/.hub").mkdir()
     Path("raw_text/org--text/.hub/manifest.json").write_text("{}")
-    there.cured(*of_the_hub)
+    project_terminal.cured(*of_the_hub)
     shutil.copytree("hf_datasets/org--text", "cached/org___text")
     Path("cached/org___text/manifest.json").unlink()
     Path("cached/org___text/errors.jsonl").unlink()
@@ -327,24 +341,24 @@ def test_remedies_for_wrong_datasets_work(there: Terminal, monkeypatch: pytest.M
     (shard.parent / "state.json").unlink()
     shutil.rmtree("hf_datasets/org--text")
     monkeypatch.setenv("HF_DATASETS_CACHE", "cached")
-    error = there.fails(*of_the_hub)
+    error = project_terminal.fails(*of_the_hub)
     assert error.run.endswith("-d cached/org___text")
-    there.follow(error)
+    project_terminal.follow(error)
     shutil.rmtree("raw_text/org--text")
     shutil.rmtree("hf_datasets")
-    there.cured(*prepare, "hf_datasets/corpus")
+    project_terminal.cured(*prepare, "hf_datasets/corpus")
     shutil.rmtree("hf_datasets")
     shutil.rmtree("splits")
-    there.cured(*prepare, "hf_datasets/corpus")
+    project_terminal.cured(*prepare, "hf_datasets/corpus")
     damage_file("hf_datasets/corpus/**/*.arrow")
-    there.cured(*prepare, "hf_datasets/corpus")
+    project_terminal.cured(*prepare, "hf_datasets/corpus")
 
 
 def rows_of(dataset: str) -> int:
     return len(datasets.load_from_disk(dataset))
 
 
-def test_remedies_for_conversations_work(there: Terminal) -> None:
+def test_remedies_for_conversations_work(project_terminal: Terminal) -> None:
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-s", 128, "-d")
     Path("talks").mkdir()
     rows = [
@@ -357,11 +371,11 @@ def test_remedies_for_conversations_work(there: Terminal) -> None:
         for n in range(60)
     ]
     Path("talks/a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    error = there.fails(
+    error = project_terminal.fails(
         "04_train_fsdp.py", "-e", "x", "-m", "model", "-d", "talks", "--streaming", "--max-steps", 2
     )
     build, train = error.run.splitlines()
-    there.follow(UsageError("", run=build))
+    project_terminal.follow(UsageError("", run=build))
     assert train.endswith("-d hf_datasets/talks --max-steps 2")
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, "talks/b[0].parquet")
@@ -370,47 +384,49 @@ def test_remedies_for_conversations_work(there: Terminal) -> None:
     Path("linked.parquet").symlink_to("talks/c.parquet")
     shutil.copy("talks/c.parquet", "talks/below/b[0].parquet")
     for file, name in (("talks/b[0].parquet", "b[0]"), ("linked.parquet", "linked")):
-        error = there.fails(*prepare, file)
-        there.follow(UsageError("", run="\n".join(error.run.splitlines()[:-1])))
+        error = project_terminal.fails(*prepare, file)
+        project_terminal.follow(UsageError("", run="\n".join(error.run.splitlines()[:-1])))
         assert "--format chat" in error.run and rows_of(f"hf_datasets/{name}") == 60
-        error = there.fails(
+        error = project_terminal.fails(
             TRAIN[0], "-e", "x", "-m", "model", "-d", file, "--streaming", "--max-steps", 2
         )
         assert "--include" in error.run and "--format chat" in error.run
-    there.follow(there.fails(*prepare, "hf_datasets/talks"))  # the model has no template
+    project_terminal.follow(
+        project_terminal.fails(*prepare, "hf_datasets/talks")
+    )  # the model has no template
     datasets.Dataset.from_list(rows).save_to_disk("foreign")
     shutil.copy(ROOT / "chat_templates/plain.jinja", "model/chat_template.jinja")
-    there.follow(there.fails(*prepare, "foreign"))
+    project_terminal.follow(project_terminal.fails(*prepare, "foreign"))
 
 
-def test_remedies_for_token_stores_work(there: Terminal) -> None:
+def test_remedies_for_token_stores_work(project_terminal: Terminal) -> None:
     prepare = (*TRAIN, "--prepare-only")
-    there.type(*prepare)
+    project_terminal.type(*prepare)
     next(Path(".cache/tokens").glob("*/train.tokens.bin")).unlink()
-    there.cured(*prepare)
+    project_terminal.cured(*prepare)
     damage_file(".cache/tokens/*/train.ends.bin")
-    there.cured(*TRAIN, "--dry-run")
-    there.type(*prepare)
+    project_terminal.cured(*TRAIN, "--dry-run")
+    project_terminal.type(*prepare)
     damage_file(".cache/tokens/*/train.ends.bin")
-    there.cured(*prepare, "--overwrite")
+    project_terminal.cured(*prepare, "--overwrite")
     blank_file(".cache/tokens/*/train.tokens.bin")
-    there.cured(*prepare)
+    project_terminal.cured(*prepare)
     damage_file(".cache/tokens/*/train.tokens.bin")
-    there.follow(there.fails(*TRAIN), "--prepare-only")
+    project_terminal.follow(project_terminal.fails(*TRAIN), "--prepare-only")
     next(Path(".cache/tokens").glob("*/manifest.json")).write_text("{")
-    there.cured(*prepare)
+    project_terminal.cured(*prepare)
     store = next(Path(".cache/tokens").glob("*/manifest.json"))
     for wrong in ({"label_mask": 2}, {"dtype": "uint8"}):
         change_summary(store, wrong)
-        there.cured(*prepare)
+        project_terminal.cured(*prepare)
     packed = (*prepare, "--packing", "documents")
-    there.type(*packed)
+    project_terminal.type(*packed)
     blank_file(".cache/tokens/*.packs-*/train.lengths.bin")
-    error = there.fails(*packed)
-    there.follow(error)
-    there.type(*packed)
+    error = project_terminal.fails(*packed)
+    project_terminal.follow(error)
+    project_terminal.type(*packed)
     change_summary(next(Path(".cache/tokens").glob("*.packs-*/manifest.json")), {"splits": 2})
-    there.cured(*packed)
+    project_terminal.cured(*packed)
 
 
 def change_summary(manifest: Path, wrong: dict[str, object]) -> None:
@@ -419,7 +435,7 @@ def change_summary(manifest: Path, wrong: dict[str, object]) -> None:
     manifest.write_text(json.dumps(content | {"summary": content["summary"] | wrong}))
 
 
-def test_remedies_for_models_from_scratch_work(there: Terminal) -> None:
+def test_remedies_for_models_from_scratch_work(project_terminal: Terminal) -> None:
     make = (
         "03_download_model.py",
         "--from-scratch",
@@ -430,21 +446,21 @@ def test_remedies_for_models_from_scratch_work(there: Terminal) -> None:
         "--vocab-size",
         512,
     )
-    there.type(*make)
+    project_terminal.type(*make)
     train = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "scratch-tiny", "--dry-run")
     damage_file(".cache/models/scratch-tiny/tokenizer.json")
-    there.cured(*train)
+    project_terminal.cured(*train)
     damage_file(".cache/models/scratch-tiny/config.json")
-    there.cured("03_download_model.py", "--verify")
+    project_terminal.cured("03_download_model.py", "--verify")
     Path(f".cache/models/scratch-tiny/{CODE_DIGESTS}").write_text('{"x.py": "sha256:0"}')
     with pytest.raises(StageError) as changed:
         remote_code.list_code_files(Path(".cache/models/scratch-tiny"))
-    there.follow(changed.value)
+    project_terminal.follow(changed.value)
     assert not remote_code.list_code_files(Path(".cache/models/scratch-tiny"))
     Path(".cache/models/scratch-tiny/manifest.json").write_text("{")
-    there.cured(*make)
-    there.follow(there.fails(*make[:-1], 1024))  # other options: --overwrite
-    fetch = there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "org/name")
+    project_terminal.cured(*make)
+    project_terminal.follow(project_terminal.fails(*make[:-1], 1024))  # other options: --overwrite
+    fetch = project_terminal.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "org/name")
     assert fetch.run.endswith("03_download_model.py --model-name org/name")
     scratch = (
         *train[:5],
@@ -455,25 +471,27 @@ def test_remedies_for_models_from_scratch_work(there: Terminal) -> None:
         "model",
         "--prepare-only",
     )
-    there.type(*scratch)
+    project_terminal.type(*scratch)
     blank_file(".cache/scratch/*/config.json")
-    there.cured(*scratch)
+    project_terminal.cured(*scratch)
     Path("no model").mkdir()
-    assert not there.fails("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "no model").run
+    assert not project_terminal.fails(
+        "04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "no model"
+    ).run
 
 
 def test_remedies_for_options_of_a_run_work(
-    there: Terminal, monkeypatch: pytest.MonkeyPatch
+    project_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         "lib.planning.memory.print_memory_table", lambda *options: None
     )  # takes seconds
     dry = (*TRAIN, "--dry-run")
-    there.follow(there.fails(*TRAIN, "--plan-gpus", 8))
+    project_terminal.follow(project_terminal.fails(*TRAIN, "--plan-gpus", 8))
     for attention_ in ("flex", "flash_attention_2"):
-        there.follow(there.fails(*dry, "--attention", attention_))
+        project_terminal.follow(project_terminal.fails(*dry, "--attention", attention_))
     for bad in ((*dry, "--banana"), ("04_train_fsdp.py",), ("03_download_model.py",)):
-        assert there.fails(*bad).run.endswith(("--help", "--help-all"))
+        assert project_terminal.fails(*bad).run.endswith(("--help", "--help-all"))
 
 
 @pytest.fixture(scope="module")
@@ -596,8 +614,8 @@ def test_remedies_for_exports_work(trained: Terminal, monkeypatch: pytest.Monkey
     trained.follow(trained.fails(*export), "--dry-run")  # train it again
 
 
-def test_remedies_for_a_bad_generation_config_work(there: Terminal) -> None:
-    there.type(
+def test_remedies_for_a_bad_generation_config_work(project_terminal: Terminal) -> None:
+    project_terminal.type(
         "03_download_model.py",
         "--from-scratch",
         "--model-size",
@@ -608,7 +626,7 @@ def test_remedies_for_a_bad_generation_config_work(there: Terminal) -> None:
         "model",
     )
     blank_file(".cache/models/s/generation_config.json")
-    there.follow(there.fails(*TRAIN[:-4], "-m", "s"))
+    project_terminal.follow(project_terminal.fails(*TRAIN[:-4], "-m", "s"))
 
 
 def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:

@@ -263,6 +263,11 @@ def test_no_code_breaks_a_rule_of_form() -> None:
         ("products with truth values", "a * b.is_trained", "a * b"),
         ("lambdas with effects", "lambda a: (b.append(a), c(a))", "lambda a: (b(a), c(a))"),
         ("lambdas with effects", "lambda a: b.append(a) or 0", "lambda a: b.append(a)"),
+        ("functions with a bare verb", "def _run(): 1", "def run_it():\n  def run(): 1"),
+        ("functions with a bare verb", "def read(): 1", "@pytest.fixture\ndef read(): 1"),
+        ("values without a noun", "[each for each in a]", "[part for part in each]"),
+        ("values without a noun", "def f(how): 1", "f(how=1)"),
+        ("values without a noun", "class A:\n  def f(a, made): 1", "class A:\n  made: int"),
         ("backslashes", "a = 1 + \\\n  2", 'a = """1\\\n2"""'),
     ],
 )

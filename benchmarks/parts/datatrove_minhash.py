@@ -59,8 +59,8 @@ def main(source: str, work: str, bands: int, size: int) -> None:
         LocalPipelineExecutor(
             pipeline=pipeline, tasks=tasks, workers=1, logging_dir=f"{work}/logs/{number}"
         ).run()
-    kept = sum(len(path.read_text().splitlines()) for path in Path(work, "kept").iterdir())
-    print(f"kept {kept}")
+    rows = sum(len(path.read_text().splitlines()) for path in Path(work, "kept").iterdir())
+    print(f"kept {rows}")
 
 
 if __name__ == "__main__":

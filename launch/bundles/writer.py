@@ -172,7 +172,7 @@ class Writer:
             if payload.bytes >= _JOURNAL_MIN_BYTES:
                 publish.fsync(path)
             entries.append({**part, "digest": file.digest()})
-        found = (
+        digest = (
             entries[0]["digest"]
             if is_hashed
             else file_hash and hashing.format_digest(file_hash, algorithm)
@@ -180,7 +180,7 @@ class Writer:
         is_grown = (
             isinstance(payload.source, Path) and payload.source.stat().st_size != payload.bytes
         )
-        if is_grown or (found and found != payload.digest):
+        if is_grown or (digest and digest != payload.digest):
             raise ArtifactError(
                 f"{payload.source!s} has changed since it was written",
                 hint="to find the damage in .cache/, and how to repair it:",

@@ -29,8 +29,8 @@ Result = dict[str, Any]
 def measure_compute(launch: AllRanks) -> float:
     """Return the TFLOP/s of this rank's matrix products (bf16 on a GPU, fp32 on a CPU)."""
     width, dtype = (8192, torch.bfloat16) if launch.on_gpu else (384, torch.float32)
-    left = torch.ones(width, width, dtype=dtype, device=launch.device)
-    seconds = [_time_operation(lambda: left @ left, launch) for _ in range(20)]
+    matrix = torch.ones(width, width, dtype=dtype, device=launch.device)
+    seconds = [_time_operation(lambda: matrix @ matrix, launch) for _ in range(20)]
     return 2 * width**3 / min(seconds[2:]) / 1e12
 
 

@@ -111,16 +111,18 @@ def main(argv: list[str]) -> None:
     )
     facts = examine_nodes(launch, opts)
     speed = bandwidth.measure_speeds(launch, began + opts.seconds)
-    found: list[Finding] = []
+    all_findings: list[Finding] = []
     if launch.rank == 0:
-        found = node_findings.find_problems(facts, speed, launch.name, opts.min_bandwidth)
-        table.print_tables(facts, speed, launch.host_of, found)
+        all_findings = node_findings.find_problems(facts, speed, launch.name, opts.min_bandwidth)
+        table.print_tables(facts, speed, launch.host_of, all_findings)
         log.info("")
-        findings.print_findings(found)
+        findings.print_findings(all_findings)
         log.info(f"took {time.monotonic() - began:.0f} s")
         if opts.json:
-            findings.write_json(opts.json, found, nodes=facts, speed=speed, hosts=launch.host_of)
-    verdict = launch.decide("verdict", [vars(finding) for finding in found])
+            findings.write_json(
+                opts.json, all_findings, nodes=facts, speed=speed, hosts=launch.host_of
+            )
+    verdict = launch.decide("verdict", [vars(finding) for finding in all_findings])
     launch.leave()
     findings.require_ready(
         [Finding(**finding) for finding in verdict],

@@ -39,14 +39,14 @@ def find_problems(
     name: function that returns the name of a node for messages. min_bandwidth: GB/s of an
     all-reduce over all ranks, None for any.
     """
-    found = [
+    all_findings = [
         *_check_nodes(facts, name),
         *_find_differences(facts, name),
         *check_network(speed, name, min_bandwidth),
         *_check_compute(facts, name),
         *_check_disk_speed(facts, name),
     ]
-    return found or [Finding(INFO, "all", "nothing to report")]
+    return all_findings or [Finding(INFO, "all", "nothing to report")]
 
 
 def _check_nodes(facts: Facts, name: NodeName) -> Iterable[Finding]:

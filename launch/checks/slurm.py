@@ -287,8 +287,8 @@ def _check_gpus(usable: list[SlurmNode], job: Sequence[str], nodes: int) -> list
         usable = fitting
     kinds = {tuple(sorted(node.gpus.items())) for node in usable}
     shown = "; ".join(
-        ", ".join(f"{number} {name or 'GPUs'}" for name, number in each) or "no GPUs"
-        for each in sorted(kinds)
+        ", ".join(f"{number} {name or 'GPUs'}" for name, number in group) or "no GPUs"
+        for group in sorted(kinds)
     )
     if len(kinds) > 1:
         remedy = "--constraint or --nodelist for nodes of one kind"

@@ -153,10 +153,10 @@ class DockerError(Exception):
         return kind(f"{self.cause.problem}{after}", found=self.evidence(), hint=self.cause.remedy)
 
 
-def run_docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
+def run_docker(*arguments: str, stdin: str = "", quiet: bool = False) -> str:
     """Run docker, print its output as it comes, and return the end of the output.
 
-    given: text for its standard input. Raises DockerError if docker fails, and UsageError if it is
+    stdin: text for its standard input. Raises DockerError if docker fails, and UsageError if it is
     not installed.
     """
     try:
@@ -178,7 +178,7 @@ def run_docker(*arguments: str, given: str = "", quiet: bool = False) -> str:
     with process:
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(given)
+            process.stdin.write(stdin)
             process.stdin.close()
         except BrokenPipeError:
             pass  # it has ended already, and its output shows why
@@ -204,9 +204,9 @@ def resolve_registry(push: str, region: str, queries_aws: bool = True) -> str:
 
     Raises UsageError if --region contradicts the name of the registry.
     """
-    if (own := find_region(push)) and region and own != region:
+    if (region_of_registry := find_region(push)) and region and region_of_registry != region:
         raise UsageError(
-            f"--region {region}, but --push names a registry in {own}",
+            f"--region {region}, but --push names a registry in {region_of_registry}",
             found=push,
             expected="one of the two, or both for the same region",
         )
@@ -228,7 +228,7 @@ def log_in(registry: str) -> None:
             "AWS",
             "--password-stdin",
             registry.partition("/")[0],
-            given=password,
+            stdin=password,
             quiet=True,
         )
     except DockerError as error:

@@ -95,13 +95,13 @@ def find_context(cluster: str, region: str = "", fetch: bool = True) -> str:
 def require_same_cluster(context: str, cluster: str, region: str = "") -> None:
     """Raise UsageError if a context belongs to another EKS cluster or region."""
     own_name, own_region = parse_context(context, _list_contexts().get(context, ""))
-    for option, value, own in (
+    for option, value, context_value in (
         ("--cluster-name", cluster, own_name),
         ("--region", region, own_region),
     ):
-        if value and own and own != value:
+        if value and context_value and context_value != value:
             raise UsageError(
-                f"{option} {value}, but --context {context} belongs to {own}",
+                f"{option} {value}, but --context {context} belongs to {context_value}",
                 expected="one of the two, or both for the same cluster",
             )
 

@@ -235,8 +235,8 @@ def _check_after_fix(
 ) -> list[Finding]:
     """Return the findings about a cluster; with auto_fix, create a missing namespace first."""
     if auto_fix and kube.find("namespace", kube.namespace) is None:
-        made = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kube.namespace}}
-        kube.run("create", "--validate=false", "-f", "-", given=json.dumps(made))
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": kube.namespace}}
+        kube.run("create", "--validate=false", "-f", "-", stdin=json.dumps(namespace))
     return (
         check_cluster(kube, needs, eks)
         if asks_cluster

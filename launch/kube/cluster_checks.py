@@ -1,6 +1,6 @@
 """Check what a job needs from a cluster besides nodes: operator, rights, storage, quota, secret.
 
-Each check calls kubectl itself, so a forbidden call does not affect the others. `wanted` are the
+Each check calls kubectl itself, so a forbidden call does not affect the others. `needs` are the
 needs of a job with all defaults filled in.
 """
 
@@ -48,7 +48,7 @@ def check_server(kube: Kubectl) -> Finding:
     return Finding(INFO, "API server", f"Kubernetes {version}")
 
 
-def check_namespace(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_namespace(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield an error if the namespace is missing."""
     if kube.find("namespace", kube.namespace) is None:
         yield Finding(
@@ -68,9 +68,9 @@ _RIGHTS_BESIDE_DATA = (
 )
 
 
-def check_rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_rights(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield an error for each right that a launch needs and the caller lacks (one call for all)."""
-    name, _, group = KINDS[wanted.kind].resource.partition(".")
+    name, _, group = KINDS[needs.kind].resource.partition(".")
     rights = [
         ("create", name, group),
         ("delete", name, group),
@@ -92,7 +92,7 @@ def check_rights(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         "-",
         "-o",
         'jsonpath={.status.allowed}{"\\n"}',
-        given=json.dumps(reviews),
+        stdin=json.dumps(reviews),
     ).split()
     for right, allowed in zip(rights, answers, strict=True):
         if allowed != "true":
@@ -123,19 +123,19 @@ def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, A
     }
 
 
-def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_operator(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield whether the cluster serves the kind's API version, and whether its operator runs."""
-    row = KINDS[wanted.kind]
+    row = KINDS[needs.kind]
     crd = row.resource
     version = row.version
     remedy = f"install the operator: {row.product}"
-    install = remedies.install_operator(kube.cluster, wanted.kind)
+    install = remedies.install_operator(kube.cluster, needs.kind)
     definition = kube.find("customresourcedefinition", crd)
     if definition is None:
         yield Finding(
             ERROR,
             "operator",
-            f"the cluster knows no {wanted.kind} (no CRD {crd})",
+            f"the cluster knows no {needs.kind} (no CRD {crd})",
             f"{remedy}, or choose another --kind",
             run=install,
         )
@@ -176,9 +176,9 @@ def check_operator(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
             yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
 
 
-def check_storage(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_storage(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield whether the job's claim exists, is bound, and can be mounted by many nodes."""
-    claim = wanted.pvc
+    claim = needs.pvc
     volume_claim = kube.find("persistentvolumeclaim", claim)
     if volume_claim is None:
         classes = list_storage_classes(kube)
@@ -224,9 +224,9 @@ def list_storage_classes(kube: Kubectl) -> list[tuple[str, str]]:
     return [(item["metadata"]["name"], item["provisioner"]) for item in classes]
 
 
-def check_service_account(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_service_account(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield an error if the account of the pods is missing."""
-    name = wanted.service_account
+    name = needs.service_account
     if name and kube.find("serviceaccount", name) is None:
         yield Finding(
             ERROR,
@@ -237,13 +237,13 @@ def check_service_account(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
         )
 
 
-def check_quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_quota(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield an error for each quota of the namespace that is too small for the job."""
     needed = {
-        f"requests.{GPU}": wanted.nodes * (wanted.gpus_per_node or 0),
-        f"requests.{EFA}": wanted.nodes * (wanted.efa_per_node or 0),
-        "pods": wanted.nodes,
-        "count/pods": wanted.nodes,
+        f"requests.{GPU}": needs.nodes * (needs.gpus_per_node or 0),
+        f"requests.{EFA}": needs.nodes * (needs.efa_per_node or 0),
+        "pods": needs.nodes,
+        "count/pods": needs.nodes,
     }
     for item in kube.items("resourcequotas"):
         limits = item.get("status", {}).get("hard", {})
@@ -269,10 +269,10 @@ def check_quota(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
                 )
 
 
-def check_pull_secret(kube: Kubectl, wanted: JobNeeds) -> Iterable[Finding]:
+def check_pull_secret(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     """Yield whether nodes can pull the image. Of a secret, only the type is read."""
-    name = wanted.image_pull_secret
-    image = wanted.image
+    name = needs.image_pull_secret
+    image = needs.image
     if name:
         try:
             kind = kube.run("get", "secret", name, "-o", "jsonpath={.type}").strip()

@@ -184,9 +184,9 @@ def _warn_of_missing_nodes(job: Job, kubectl: Kubectl) -> None:
         log.info(f"nodes: not checked ({error.last_line})")
         return
     types = [node["metadata"].get("labels", {}).get(INSTANCE_TYPE, "?") for node in nodes]
-    if (there := types.count(job.instance_type)) < job.nodes:
+    if (count := types.count(job.instance_type)) < job.nodes:
         log.warn(
-            f"{there} of {job.nodes} nodes of type {job.instance_type} exist; the "
+            f"{count} of {job.nodes} nodes of type {job.instance_type} exist; the "
             f"cluster has: {', '.join(sorted(set(types))) or 'no nodes'}"
         )
         if run := remedies.add_nodes(kubectl.cluster, "", job.nodes):

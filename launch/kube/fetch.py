@@ -198,11 +198,15 @@ class Copy:
             require_new(self.target, overwrite)
             self._content.mkdir(exist_ok=True)
             self._delete_outdated(files)
-            left = total - sum(self._get_size(name) for name in files)
-            publish.require_space(self.target.parent, left, "the copy")
+            remaining_bytes = total - sum(self._get_size(name) for name in files)
+            publish.require_space(self.target.parent, remaining_bytes, "the copy")
             log.info(
                 f"{self._source.path}: {units.counted(len(files), 'file')}, {units.size(total)}"
-                + (f", {units.size(total - left)} of them received earlier" if left < total else "")
+                + (
+                    f", {units.size(total - remaining_bytes)} of them received earlier"
+                    if remaining_bytes < total
+                    else ""
+                )
             )
             self._receive_all(files, total)
             self._require_unchanged(files)
@@ -256,21 +260,21 @@ class Copy:
 
     def _receive(self, files: dict[str, list[int]], total: int) -> None:
         """Receive the files that are missing, over one connection."""
-        wanted = [
+        requests = [
             (name, min(self._get_size(name), size))
             for name, (size, _) in files.items()
             if name not in self._digests
         ]
-        with self._source.send(wanted) as stream:
-            for name, start in wanted:
+        with self._source.send(requests) as stream:
+            for name, start in requests:
                 header = json.loads(stream.read_line())
                 if header != {"name": name, "start": start}:
                     raise Interrupted(f"the pod sends {header} instead of {name}")
                 path = self._content / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with HashedFile(path, "sha256", keep=start) as file:
-                    while (left := files[name][0] - file.bytes) > 0:
-                        self._received += file.write(stream.read_some(left))
+                    while (remaining_bytes := files[name][0] - file.bytes) > 0:
+                        self._received += file.write(stream.read_some(remaining_bytes))
                         self._print_progress(files, total)
                     file.sync()
                 digest = stream.read_line().decode(errors="replace")

@@ -214,7 +214,7 @@ def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
     def construct_scalar(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
         if node.style is None and (only_name := _SETTING_NAME.fullmatch(node.value)):
             return get_setting(only_name[1])
-        return _SETTING_NAME.sub(lambda found: str(get_setting(found[1])), node.value)
+        return _SETTING_NAME.sub(lambda match: str(get_setting(match[1])), node.value)
 
     def construct_conditional(loader: yaml.SafeLoader, name: str, node: yaml.Node) -> Any:
         if not get_setting(name):

@@ -92,8 +92,8 @@ def find_default_region() -> str:
 
 def require_region(region: str) -> str:
     """Return the region of an option or of the AWS settings. Raises UsageError without one."""
-    if found := region or find_default_region():
-        return found
+    if default := region or find_default_region():
+        return default
     raise UsageError(
         "no AWS region is known",
         expected="--region, or AWS_REGION",

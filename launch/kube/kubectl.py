@@ -78,12 +78,12 @@ class Kubectl:
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, "--namespace", self.namespace, *arguments]
 
-    def run(self, *arguments: str, given: str = "", timeout: float = _TIMEOUT_S) -> str:
-        """Return the output of a call. given: its stdin. Raises KubectlError if it fails."""
+    def run(self, *arguments: str, stdin: str = "", timeout: float = _TIMEOUT_S) -> str:
+        """Return the output of a call. stdin: its input. Raises KubectlError if it fails."""
         try:
             process = subprocess.run(
                 self.command(*arguments),
-                input=given,
+                input=stdin,
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -124,7 +124,7 @@ class Kubectl:
 
     def apply(self, manifests: str) -> str:
         """Create or change objects; the cluster refuses unknown fields."""
-        return self.run("apply", "--validate=strict", "-f", "-", given=manifests)
+        return self.run("apply", "--validate=strict", "-f", "-", stdin=manifests)
 
     def put(self, manifest: str) -> None:
         """Create or replace an object, without a copy of its content in an annotation."""
@@ -135,7 +135,7 @@ class Kubectl:
             "--validate=strict",
             "-f",
             "-",
-            given=manifest,
+            stdin=manifest,
         )
 
     def stream(self, *arguments: str) -> subprocess.Popen[bytes]:

@@ -24,14 +24,14 @@ def quota_commands(instance_type: str, nodes: int, region: str, on_hyperpod: boo
             f"$(aws service-quotas list-service-quotas {service} --output text "
             f"--query \"Quotas[?QuotaName=='{name}'].QuotaCode\")"
         )
-        wanted = nodes
+        value = nodes
     else:
         service = f"--service-code ec2{region_words}"
         code = _P_QUOTA if instance_type.startswith("p") else _G_QUOTA
-        wanted = nodes * count_vcpus(instance_type)
+        value = nodes * count_vcpus(instance_type)
     quoted = f'"{code}"' if on_hyperpod else code
     return [
         f"aws service-quotas get-service-quota {service} --quota-code {quoted} --query Quota.Value",
         f"aws service-quotas request-service-quota-increase {service} --quota-code {quoted} "
-        f"--desired-value {wanted}",
+        f"--desired-value {value}",
     ]

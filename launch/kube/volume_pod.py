@@ -136,14 +136,14 @@ def run_in_pod(pod: VolumePod, kubectl: Kubectl, pending_minutes: float) -> int:
 
 def _find_pod(pod: VolumePod, kubectl: Kubectl) -> failure_causes.Pod:
     """Return a pod; tolerate a cluster that does not answer for a while."""
-    found = retry(
+    pod_name = retry(
         lambda: kubectl.find("pod", pod.pod_name),
         itertools.repeat(_POLL_S, _SILENT_CALLS),
         _is_transient,
     )
-    if found is None:
+    if pod_name is None:
         raise JobFailed(f"pod {pod.pod_name} no longer exists: it was deleted from outside")
-    return found
+    return pod_name
 
 
 def _wait_until_started(pod: VolumePod, kubectl: Kubectl, pending_minutes: float) -> None:

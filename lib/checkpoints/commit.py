@@ -359,8 +359,8 @@ def prune_checkpoints(
     newest = max(keep, MIN_KEPT)
     if len(intact) <= newest:
         return []
-    kept = select_kept({c.step: c.commit() for c in intact}, newest, keep_every) | set(spared)
-    dropped = [c for c in intact if c.step not in kept]
+    kept_steps = select_kept({c.step: c.commit() for c in intact}, newest, keep_every) | set(spared)
+    dropped = [c for c in intact if c.step not in kept_steps]
     delete_checkpoints(c.path for c in dropped)
     return [c.step for c in dropped]
 

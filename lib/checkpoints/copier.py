@@ -278,10 +278,10 @@ class Copier:
         if not self._keep:
             return
         newest = max(self._keep, commit.MIN_KEPT)
-        kept = commit.select_kept(self._copies, newest, self._keep_every)
-        if dropped := sorted(self._copies.keys() - kept):
+        kept_steps = commit.select_kept(self._copies, newest, self._keep_every)
+        if dropped := sorted(self._copies.keys() - kept_steps):
             self._call_place("delete", dropped)
-            self._copies = {step: self._copies[step] for step in kept}
+            self._copies = {step: self._copies[step] for step in kept_steps}
             self._note(Event.PRUNE, step, steps=dropped, where=self.where)
 
     def _handle_failure(self, error: Exception) -> None:

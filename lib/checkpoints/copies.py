@@ -234,10 +234,10 @@ class BucketPlace(CopyPlace):
         manifest_bytes = (checkpoint.path / MANIFEST).read_bytes()
         files = parse_manifest(checkpoint.step, commit_bytes, manifest_bytes)
         self._bucket.write(f"{folder}/{_name_mark(checkpoint.step)}", b"")
-        kept = {f"{folder}/{entry['path']}" for entry in files} | {
+        names = {f"{folder}/{entry['path']}" for entry in files} | {
             f"{folder}/{_name_mark(checkpoint.step)}"
         }
-        older = [name for name in self._bucket.list_names(f"{folder}/") if name not in kept]
+        older = [name for name in self._bucket.list_names(f"{folder}/") if name not in names]
         self._bucket.delete([name for name in older if name.endswith(f"/{COMMIT}")])
         self._bucket.delete(older)
         for entry in files:

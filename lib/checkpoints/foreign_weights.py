@@ -247,10 +247,10 @@ def _match_names(names: Mapping[str, object], expected: Set[str]) -> dict[str, l
     The model is in the container that contains most of the expected names; all tensors of that
     container are returned, so unexpected ones are found.
     """
-    kept = {part for name in expected for part in name.split(".")}
+    parts = {part for name in expected for part in name.split(".")}
 
     def clean(name: str) -> str:
-        return ".".join(part for part in name.split(".") if part not in _WRAPPERS or part in kept)
+        return ".".join(part for part in name.split(".") if part not in _WRAPPERS or part in parts)
 
     def select(container: str) -> dict[str, list[str]]:
         by_key: dict[str, list[str]] = {}

@@ -159,8 +159,8 @@ class LocalTier(Tier):
         cleaned = gather(
             commit.delete_leftovers(directory) if self._is_node_leader else [], control
         )
-        if left := [name for names in cleaned for name in names]:
-            note(Event.CLEAN, 0, paths=left, where=self.where)
+        if leftovers := [name for names in cleaned for name in names]:
+            note(Event.CLEAN, 0, paths=leftovers, where=self.where)
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit a checkpoint on all nodes or on none; if a rank fails, all ranks raise."""

@@ -20,11 +20,11 @@ class Difference(NamedTuple):
     there: Any
     now: Any
 
-    def describe(self, there: str = "there", now: str = "now") -> str:
-        """Return a phrase with both values. there, now: the word that follows each value."""
+    def describe(self, word_there: str = "there", now: str = "now") -> str:
+        """Return a phrase with both values. word_there, now: the word that follows each value."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
         earlier = _format_value(self.there, self.now)
-        return f"{label}: {earlier} {there}, {_format_value(self.now, self.there)} {now}"
+        return f"{label}: {earlier} {word_there}, {_format_value(self.now, self.there)} {now}"
 
     def __str__(self) -> str:
         return self.describe()

@@ -305,22 +305,22 @@ def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
     process on another machine may be building in it.
     """
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
-    for left in sorted(target.parent.iterdir()):
+    for path in sorted(target.parent.iterdir()):
         if (
-            not name.fullmatch(left.name)
-            or left == own_partial
-            or not (partial_dirs.is_ours(left) or partial_dirs.is_bare(left))
+            not name.fullmatch(path.name)
+            or path == own_partial
+            or not (partial_dirs.is_ours(path) or partial_dirs.is_bare(path))
         ):
             continue
-        descriptor = lease.lock_directory(left)
+        descriptor = lease.lock_directory(path)
         if descriptor < 0:
             continue
-        if _is_abandoned(left, own_partial):
-            _restore(target, left)
+        if _is_abandoned(path, own_partial):
+            _restore(target, path)
             with suppress(OSError):  # it belongs to another user, and disturbs nobody
-                partial_dirs.delete_marked(left)
-            if not left.exists():
-                log.info(f"deleted {left.name}, left by a run that did not finish")
+                partial_dirs.delete_marked(path)
+            if not path.exists():
+                log.info(f"deleted {path.name}, left by a run that did not finish")
         os.close(descriptor)
 
 

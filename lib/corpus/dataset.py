@@ -119,8 +119,8 @@ class DatasetWriter:
             self._dropped.close()
         for decider in self._deciders.values():
             decider.file.close()
-        for kept in self._kept.values():
-            kept.close()
+        for places in self._kept.values():
+            places.close()
         if self._output:
             self._output.close()
         for writer in self._writers.values():
@@ -325,9 +325,9 @@ class DatasetWriter:
 
         positions = rows.positions if len(rows.positions) else np.zeros(rows.rows, np.uint64)
         for span, start, stop in rows.list_spans():
-            kept = positions[start:stop][is_kept[start:stop]]
-            if len(kept):
-                self._kept[name].append(span.file.path, kept)
+            kept_positions = positions[start:stop][is_kept[start:stop]]
+            if len(kept_positions):
+                self._kept[name].append(span.file.path, kept_positions)
 
     def _describe_duplicate(
         self, name: str, leaders: Mapping[int, int], row: int
@@ -340,7 +340,7 @@ class DatasetWriter:
             self._errors,
             *([self._dropped] if self._dropped else []),
             *(decider.file for decider in self._deciders.values()),
-            *(file for kept in self._kept.values() for file in kept.files.values()),
+            *(file for places in self._kept.values() for file in places.files.values()),
             *(self._output.files() if self._output else []),
         ):
             file.flush()
@@ -352,8 +352,8 @@ class DatasetWriter:
         if self._output:
             sizes |= self._output.sizes
         sizes |= {f"{WORK}/{name}": decider.file.tell() for name, decider in self._deciders.items()}
-        for name, kept in self._kept.items():
-            sizes |= {f"{WORK}/{name}.{end}": file.tell() for end, file in kept.files.items()}
+        for name, places in self._kept.items():
+            sizes |= {f"{WORK}/{name}.{end}": file.tell() for end, file in places.files.items()}
         for split, home in self._homes.items():
             sizes |= {
                 (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]

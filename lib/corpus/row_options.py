@@ -344,8 +344,8 @@ class RowOptions:
     def require_consistent(self) -> None:
         """Raise UsageError if options exclude each other, or have no effect without another one."""
         problems = Problems()
-        given = (("--fields", self.fields), ("--strings", self.strings == "rows"))
-        for name, is_given in given if self.format == CHAT else ():
+        rows_only = (("--fields", self.fields), ("--strings", self.strings == "rows"))
+        for name, is_given in rows_only if self.format == CHAT else ():
             if is_given:
                 problems.add(
                     f"{name} and --format chat exclude each other",

@@ -116,7 +116,14 @@ class RowTally:
         return len(samples) < self.most_samples or key < samples[-1].key
 
     def add_sample(
-        self, rule: str, key: int, path: str, position: int, value: Any, text: str, kept: str = ""
+        self,
+        rule: str,
+        key: int,
+        path: str,
+        position: int,
+        value: Any,
+        text: str,
+        original: str = "",
     ) -> None:
         """Keep a dropped row as a sample if its key is one of the smallest.
 
@@ -124,7 +131,7 @@ class RowTally:
         """
         if self.takes_sample(rule, key):
             shown = (escape_path(path)[:_TEXT], position, format_value(value), cut_text(text))
-            self._insert(rule, DroppedSample(key, *shown, kept[:_TEXT]))
+            self._insert(rule, DroppedSample(key, *shown, original[:_TEXT]))
 
     def add(self, other: RowTally, rows_before: int = 0) -> None:
         """Add the tally of later input.

@@ -88,7 +88,7 @@ def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:
 def _mark_later_part(counts: RowTally) -> None:
     """Note in the path of each sample that its position does not count from the file's start."""
     for samples in counts.samples.values():
-        samples[:] = [each._replace(path=f"{each.path} (a later part)") for each in samples]
+        samples[:] = [sample._replace(path=f"{sample.path} (a later part)") for sample in samples]
 
 
 def _format_rule(kind: str, tally: Tally) -> list[str]:

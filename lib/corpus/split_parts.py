@@ -194,7 +194,9 @@ def _find_damage(directory: Path, content: dict[str, Any]) -> list[str]:
     The sizes of all files are compared, and the contents of the units' records. These records
     contain the digests of the other files, which are compared when the files are read.
     """
-    of_units = [each for each in content["files"] if each["path"].endswith(f".{work_units.RECORD}")]
+    of_units = [
+        entry for entry in content["files"] if entry["path"].endswith(f".{work_units.RECORD}")
+    ]
     return manifest.find_damage(directory, content, deep=False) or manifest.find_damage(
         directory, content | {"files": of_units}, deep=True
     )

@@ -113,19 +113,20 @@ def load_model(
     return model
 
 
-def choose_window(config: PretrainedConfig, asked: int | None) -> int:
+def choose_window(config: PretrainedConfig, max_length: int | None) -> int:
     """Return the most tokens that a model reads at once.
 
-    config: the config of the language model. asked: the value of --max-length, None for the longest
-    window that the config allows. Raises UsageError if the config allows less than `asked`.
+    config: the config of the language model. max_length: the value of --max-length, None for the
+    longest window that the config allows. Raises UsageError if the config allows less than
+    `max_length`.
     """
     longest = getattr(config, "max_position_embeddings", None)
-    if asked and longest and asked > longest:
+    if max_length and longest and max_length > longest:
         raise UsageError(
-            f"--max-length {asked} is longer than the model allows",
+            f"--max-length {max_length} is longer than the model allows",
             expected=f"at most {longest} (max_position_embeddings in config.json)",
         )
-    return asked or longest or _LONGEST
+    return max_length or longest or _LONGEST
 
 
 def choose_precision(layout: ParallelLayout) -> str:

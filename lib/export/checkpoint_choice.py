@@ -17,21 +17,21 @@ BEST = "best"
 
 
 def find_checkpoint(
-    experiment: Experiment, wanted: str = LATEST, best_by: str | None = None
+    experiment: Experiment, choice: str = LATEST, best_by: str | None = None
 ) -> commit.Checkpoint:
     """Return the checkpoint of a run that --step names.
 
-    wanted: a step, latest or best. best_by: the figure that decides which checkpoint is the best,
+    choice: a step, latest or best. best_by: the figure that decides which checkpoint is the best,
     None for the figure of the run. A damaged checkpoint is an error; no older one replaces it.
-    Raises UsageError if `wanted` is no step, and ArtifactError if the checkpoint is missing or
+    Raises UsageError if `choice` is no step, and ArtifactError if the checkpoint is missing or
     damaged.
     """
     if not (experiment.model / "config.json").is_file():
         raise ArtifactError(
             f"no experiment {experiment.root}", found=list_experiments(experiment.root.parent)
         )
-    if wanted not in (LATEST, BEST) and not wanted.isdecimal():
-        raise UsageError(f"--step must be a number, latest or best, not {wanted!r}")
+    if choice not in (LATEST, BEST) and not choice.isdecimal():
+        raise UsageError(f"--step must be a number, latest or best, not {choice!r}")
     checkpoints = {c.step: c for c in commit.list_checkpoints(experiment.checkpoints)}
     if not checkpoints:
         raise ArtifactError(
@@ -39,7 +39,7 @@ def find_checkpoint(
             run=commands.train("--config", experiment.config) if experiment.config.exists() else "",
         )
     complete = ", ".join(str(step) for step, c in checkpoints.items() if not c.problems())
-    if wanted == BEST:
+    if choice == BEST:
         key = best_by or card.find_score_key(checkpoints.values())
         scores = card.read_scores(checkpoints.values(), experiment.metrics, key)
         best_step = best.choose_best(key, scores)
@@ -52,7 +52,7 @@ def find_checkpoint(
         step = best_step
         log.info(f"best: step {step:,}, {key} {scores[step]:.4f}")
     else:
-        step = max(checkpoints) if wanted == LATEST else int(wanted)
+        step = max(checkpoints) if choice == LATEST else int(choice)
         if step not in checkpoints:
             raise ArtifactError(
                 f"no checkpoint of step {step}", found=f"steps {complete or 'none'}"

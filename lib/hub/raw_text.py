@@ -56,23 +56,23 @@ def merge_globs(
     return merged, merged != earlier["include"]
 
 
-def warn_about_outdated(target: Path, wanted: Iterable[RemoteFile]) -> None:
+def warn_about_outdated(target: Path, files: Iterable[RemoteFile]) -> None:
     """Warn about files of an earlier run that this run does not ask for and will delete."""
-    if outdated := sorted(set(list_fetched(target)) - {file.path for file in wanted}):
+    if outdated := sorted(set(list_fetched(target)) - {file.path for file in files}):
         log.warn(
             f"this run will delete {units.counted(len(outdated), 'file')} that an earlier run "
             f"downloaded and no --include matches: {units.join_names(outdated, _SHOWN)}"
         )
 
 
-def require_no_conflicts(target: Path, wanted: Iterable[RemoteFile]) -> None:
+def require_no_conflicts(target: Path, files: Iterable[RemoteFile]) -> None:
     """Raise UsageError if a wanted path is taken by a file that no earlier run downloaded.
 
     A file with the right content is accepted: a run that was killed while it moved its files leaves
     such files.
     """
     ours = set(list_fetched(target))
-    places = {file: target.parent / file.path for file in wanted if file.path not in ours}
+    places = {file: target.parent / file.path for file in files if file.path not in ours}
     conflicts = {
         file.path
         for file, place in places.items()

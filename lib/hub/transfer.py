@@ -209,9 +209,9 @@ def prepare_directory(
             for place in reuse_from
         )
 
-    wanted = {name for file in files for name in partial.list_possible_names(file)}
+    names = {name for file in files for name in partial.list_possible_names(file)}
     for path in directory.rglob("*"):
-        if path.is_file() and path.relative_to(directory).as_posix() not in wanted:
+        if path.is_file() and path.relative_to(directory).as_posix() not in names:
             path.unlink()
     return sum(
         max(0, file.size - partial.count_fetched_bytes(file, directory))

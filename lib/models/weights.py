@@ -176,19 +176,19 @@ def restore_buffers(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> None:
     """Set parameters, by name, to the values that their constructors give them."""
-    kept = {
+    keys = {
         (own_class(model.get_submodule(path)), leaf)
         for path, _, leaf in (name.rpartition(".") for name in names)
     }
-    twin = build_twin(model, kept, seed)
+    twin = build_twin(model, keys, seed)
     for name in names:
         parameter = model.get_parameter(name)
         local_tensor(parameter).copy_(twin.get_parameter(name)[local_slice(parameter)])
 
 
-def build_twin(model: PreTrainedModel, kept: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
-    """Build the model again on the CPU, with all parameters on meta except for `kept`."""
-    with _parameters_on_meta(kept), torch.device("cpu"), _own_random_stream(f"{seed}"):
+def build_twin(model: PreTrainedModel, keys: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
+    """Build the model again on the CPU, with all parameters on meta except for `keys`."""
+    with _parameters_on_meta(keys), torch.device("cpu"), _own_random_stream(f"{seed}"):
         return own_class(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32)
 
 
@@ -286,7 +286,7 @@ def _own_random_stream(key: str, devices: Iterable[torch.device] = ()) -> Iterat
 
 
 @contextlib.contextmanager
-def _parameters_on_meta(kept: Kept) -> Iterator[None]:
+def _parameters_on_meta(keys: Kept) -> Iterator[None]:
     """Move each parameter to meta as soon as a module registers it. Buffers stay on the CPU.
 
     `torch.device("meta")` would also move the buffers. At most one parameter is allocated at a
@@ -296,7 +296,7 @@ def _parameters_on_meta(kept: Kept) -> Iterator[None]:
 
     def register_on_meta(module: nn.Module, name: str, parameter: Tensor | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and (type(module), name) not in kept:
+        if parameter is not None and (type(module), name) not in keys:
             module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
     nn.Module.register_parameter = register_on_meta

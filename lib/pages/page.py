@@ -31,8 +31,8 @@ def escape(text: object, most: int = _LONGEST) -> Html:
     if len(data) <= most:
         return Html(data.decode())
     shown = _TORN.sub("", data[:most].decode(errors="ignore"))
-    left = len(plain.encode()) - len(html.unescape(shown).encode())
-    return Html(f"{shown} … ({left:,} more bytes)")
+    rest = len(plain.encode()) - len(html.unescape(shown).encode())
+    return Html(f"{shown} … ({rest:,} more bytes)")
 
 
 def tag(name: str, *parts: object, **attributes: str) -> Html:

@@ -145,7 +145,7 @@ def _gradient_of_weights(rows: Tensor, upstream: Tensor, ends: Tensor, weights: 
     return out
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _save_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -163,7 +163,7 @@ def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None,
 _group_by_group.register_fake(
     lambda rows, weights, ends: rows.new_empty(len(rows), weights.shape[2])
 )
-_group_by_group.register_autograd(_backward, setup_context=_save)
+_group_by_group.register_autograd(_backward, setup_context=_save_context)
 _gradient_of_weights.register_fake(lambda rows, upstream, ends, weights: torch.empty_like(weights))
 
 

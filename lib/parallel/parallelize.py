@@ -96,8 +96,8 @@ def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> 
 def _kept_operations(block: nn.Module) -> Set[str]:
     """Return the operations whose results a block keeps with selective checkpointing."""
     biased = [module for module in block.modules() if getattr(module, "has_bias", False)]
-    kept = _KEPT - {_SCORES} if biased else _KEPT
-    return kept - {_BIASED} if any(map(experts.adds_in_place, biased)) else kept
+    operations = _KEPT - {_SCORES} if biased else _KEPT
+    return operations - {_BIASED} if any(map(experts.adds_in_place, biased)) else operations
 
 
 def _lora_rank(block: nn.Module) -> int:
@@ -137,7 +137,7 @@ def _with_recomputation(forward: Callable[..., Any], block: nn.Module | None) ->
 
 
 def _checkpoint_policy(
-    kept: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, **__: Any
+    operations: Set[str], rank: int, _: Any, operation: Any, *arguments: Any, **__: Any
 ) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
     # The output of a LoRA adapter is as large as that of its linear layer, but cheap: a product
@@ -147,7 +147,7 @@ def _checkpoint_policy(
         or (name == "aten::mm" and arguments[0].shape[1] <= rank)
         or (name == "aten::bmm" and arguments[0].shape[2] <= rank)
     )
-    keep = name in kept and not is_lora
+    keep = name in operations and not is_lora
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -198,8 +198,8 @@ def shard(
         options["ignored_params"] = {p for p in frozen if placements[p].ranks == 1}
     _shard_on_other_meshes(model, mesh, placements, options, keep_gathered and not offload)
     for block in blocks:
-        kept = not offload and (keep_gathered or block is blocks[-1])
-        fully_shard(block, reshard_after_forward=not kept, **options)
+        is_kept = not offload and (keep_gathered or block is blocks[-1])
+        fully_shard(block, reshard_after_forward=not is_kept, **options)
     _shard_around_blocks(model, blocks, options)
     dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
     assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"

@@ -43,14 +43,14 @@ def estimate_kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
         kinds = _find_kinds(model, tokens)
         if len(kinds) > _KINDS:
             return 1.0
-        kept = [(count, *_count_kept_bytes(*call)) for count, *call in kinds.values()]
+        sizes = [(count, *_count_kept_bytes(*call)) for count, *call in kinds.values()]
     except Exception as error:  # whatever torch raises, the eager count stands
         log.info(
             f"the activations of compiled blocks could not be estimated: {type(error).__name__}"
         )
         return 1.0
-    eager = sum(count * size for count, size, _ in kept)
-    return min(1.0, _MARGIN * sum(count * size for count, _, size in kept) / eager)
+    eager = sum(count * size for count, size, _ in sizes)
+    return min(1.0, _MARGIN * sum(count * size for count, _, size in sizes) / eager)
 
 
 def _find_kinds(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[Any]]:

@@ -172,13 +172,13 @@ def list_remedies(step: StepConfig) -> list[str]:
     return [f"{knob.remedy}: {knob.cost}" for knob in KNOBS if any(knob.list_values(step))]
 
 
-def cheaper_settings(asked: StepConfig, has_begun: bool = False) -> Iterator[Alternative]:
+def cheaper_settings(first_step: StepConfig, has_begun: bool = False) -> Iterator[Alternative]:
     """Yield settings that need less memory than a step, the least costly first.
 
     has_begun: leave out settings that a run cannot change once it has begun.
     """
     kept_options: dict[str, str] = {}
-    step = asked
+    step = first_step
     for knob in KNOBS:
         if has_begun and knob.changes_run:
             continue

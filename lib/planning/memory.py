@@ -179,13 +179,15 @@ def print_memory_table(
                 )
 
 
-def _print_table(asked: StepConfig, estimates: Estimates, usable_gib: float) -> None:
+def _print_table(chosen_step: StepConfig, estimates: Estimates, usable_gib: float) -> None:
     """Print the memory for one number of GPUs, by batch size and activation checkpointing."""
-    step = estimates.step(asked)
-    ranks = asked.ranks
+    step = estimates.step(chosen_step)
+    ranks = chosen_step.ranks
     largest = step.largest
     name, unit = ("GiB", _GIB) if step.total >= _GIB / 10 else ("MiB", _GIB >> 10)
-    replicas = f" in {ranks // asked.shard_size} replicas" if ranks > asked.shard_size else ""
+    replicas = (
+        f" in {ranks // chosen_step.shard_size} replicas" if ranks > chosen_step.shard_size else ""
+    )
     states = ", ".join(
         f"{units.memory(largest[kind])} {words}"
         for kind, words in (
@@ -196,15 +198,15 @@ def _print_table(asked: StepConfig, estimates: Estimates, usable_gib: float) -> 
     )
     log.info(
         f"  {units.counted(ranks, 'GPU')}{replicas}: {states}"
-        f"{', in host memory' if asked.offload else ''}; in {name}:"
+        f"{', in host memory' if chosen_step.offload else ''}; in {name}:"
     )
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
     for factor, kind in product(_BATCH_FACTORS, RECOMPUTATIONS):
-        case = replace(asked, batch=asked.batch * factor, recompute=kind)
-        _print_row(case, estimates, usable_gib, unit, is_asked=case == asked)
+        case = replace(chosen_step, batch=chosen_step.batch * factor, recompute=kind)
+        _print_row(case, estimates, usable_gib, unit, is_asked=case == chosen_step)
     if _peak_gib(step) > usable_gib:
         log.info("    → searching for the nearest setting that fits")
-        log.info(f"    → {_describe_nearest(estimates, asked, usable_gib)}")
+        log.info(f"    → {_describe_nearest(estimates, chosen_step, usable_gib)}")
 
 
 def _print_row(
@@ -225,9 +227,9 @@ def _print_row(
     )
 
 
-def _describe_nearest(estimates: Estimates, asked: StepConfig, usable_gib: float) -> str:
+def _describe_nearest(estimates: Estimates, chosen_step: StepConfig, usable_gib: float) -> str:
     """Return a text with the least costly setting that fits."""
-    for setting in cheaper_settings(asked):
+    for setting in cheaper_settings(chosen_step):
         with suppress(RuntimeError):  # some families cannot be checkpointed selectively
             if (peak := _peak_gib(estimates.step(setting.case))) <= usable_gib:
                 gpus = f" on {setting.case.ranks} GPUs" if setting.more_ranks else ""

@@ -106,7 +106,7 @@ class MemoryCheck:
     def is_easy(self, case: StepConfig) -> bool:
         """Return whether a step clearly fits, judging by the shape of the model alone."""
         states = sum(self.count_states(case).values())
-        kept, gathered = sizes.estimate_activations(self.model, case.tokens, case.precision)
+        activations, gathered = sizes.estimate_activations(self.model, case.tokens, case.precision)
         if case.keep_gathered:
             gathered += self.count_gathered(case)
         masks = _MASK_BYTES * case.batch * case.seq_length**2 if case.masked else 0
@@ -114,7 +114,7 @@ class MemoryCheck:
         return (
             states <= USABLE * self.state_memory(case)
             and self.model.config._attn_implementation != "eager"
-            and on_device + gathered + _SAFETY * kept + masks <= self.usable
+            and on_device + gathered + _SAFETY * activations + masks <= self.usable
         )
 
     def fits(self, case: StepConfig) -> bool:

@@ -80,8 +80,8 @@ def estimate_activations(model: PreTrainedModel, tokens: int, precision: str) ->
     wider = 2 if precision == "fp32" else 1
     # One block, the next one prefetched, the gradients of one; weights and gradients of the head.
     gathered = wider * _BFLOAT16 * (3 * largest + 2 * _count_parameters(head or embedding))
-    kept = wider * tokens * (_PER_FEATURE * features * len(blocks) + _PER_LOGIT * rows)
-    return kept, gathered
+    activations = wider * tokens * (_PER_FEATURE * features * len(blocks) + _PER_LOGIT * rows)
+    return activations, gathered
 
 
 def count_least_activations(model: PreTrainedModel, tokens: int) -> int:

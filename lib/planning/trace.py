@@ -140,8 +140,10 @@ class StepMemory:
         recomputed = (1 - share) * self.largest["activations"] / blocks
 
         def shrink(sizes: Bytes) -> Bytes:
-            kept = sizes["activations"]
-            return sizes | {"activations": round(min(kept, share * kept + recomputed))}
+            activations = sizes["activations"]
+            return sizes | {
+                "activations": round(min(activations, share * activations + recomputed))
+            }
 
         return self._map(shrink)
 

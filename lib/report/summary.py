@@ -71,11 +71,11 @@ def compare_with_plan(run: RunData) -> Texts:
     step = max(run.state.get("step", 0), run.last.get("step", 0))
     if total := run.state.get("total_steps"):
         texts["steps"] = f"{total:,} planned, {step:,} done"
-    left = read_number(run.timed.get("perf/eta_sec"), _LARGEST)
-    if left == left:
+    seconds_left = read_number(run.timed.get("perf/eta_sec"), _LARGEST)
+    if seconds_left == seconds_left:
         is_over = run.state.get("status") == "complete"
         texts["time"] = (
-            f"{units.duration(left)} estimated after step {run.timed['step']:,}, "
+            f"{units.duration(seconds_left)} estimated after step {run.timed['step']:,}, "
             f"{units.duration(run.seconds(run.timed.get('time', '')))} "
             f"{'taken' if is_over else 'so far'}"
         )

@@ -230,11 +230,11 @@ def _find_data_folder(path: Path) -> tuple[list[str], Path]:
 
 
 def _list_commands(
-    path: Path, name: str, given: Collection[Path], is_chat: bool, drop: Sequence[str] = ()
+    path: Path, name: str, paths: Collection[Path], is_chat: bool, drop: Sequence[str] = ()
 ) -> str:
     """Return the commands that build a dataset from a directory or a file, and train on it.
 
-    name: the name of the new dataset. given: the possible values of -d in the typed command.
+    name: the name of the new dataset. paths: the possible values of -d in the typed command.
     """
     target = DATASETS_ROOT / name
     organise, folder = _find_data_folder(path)
@@ -243,10 +243,10 @@ def _list_commands(
         words += ["--format", columns.CHAT]
     build_commands = [*organise, commands.script("02_build_hf_dataset.py", *words)]
     typed = commands.as_typed(drop=drop)
-    org, _, rest = next(iter(given)).name.partition("--")
+    org, _, rest = next(iter(paths)).name.partition("--")
     candidates = (
         commands.replace_value(OPTION, text, target, drop=drop)
-        for path in given
+        for path in paths
         for text in (path, path.name, f"{org}/{rest}")
     )
     train = next((command for command in candidates if command != typed), typed)

@@ -210,16 +210,16 @@ def has_chats(corpora: Sequence[Corpus]) -> bool:
 
 
 def _find_template(
-    config: Config, model_dir: Path, corpora: Sequence[Corpus], kept: KeptTemplate | None
+    config: Config, model_dir: Path, corpora: Sequence[Corpus], kept_template: KeptTemplate | None
 ) -> str:
     """Return the source of the template that renders conversations; "" without chat datasets.
 
-    kept: the template that a resumed run was started with, if any; --chat-template can replace it.
-    Raises UsageError if there is no template, or if options for chat datasets are typed without
-    such a dataset.
+    kept_template: the template that a resumed run was started with, if any; --chat-template can
+    replace it. Raises UsageError if there is no template, or if options for chat datasets are typed
+    without such a dataset.
     """
     if has_chats(corpora):
-        return _find_chat_template(config, model_dir, kept)
+        return _find_chat_template(config, model_dir, kept_template)
     problems = Problems()
     for name in _CHAT_OPTIONS:
         if getattr(config, name) != getattr(DEFAULTS, name):
@@ -232,22 +232,22 @@ def _find_template(
     return ""
 
 
-def _find_chat_template(config: Config, model_dir: Path, kept: KeptTemplate | None) -> str:
-    if kept is None:
+def _find_chat_template(config: Config, model_dir: Path, kept_template: KeptTemplate | None) -> str:
+    if kept_template is None:
         return policy.find_template(model_dir, config.chat_template)
     if config.chat_template:
         typed = policy.find_template(model_dir, config.chat_template)
-        return kept.source if typed == kept.text else typed
+        return kept_template.source if typed == kept_template.text else typed
     try:
-        has_changed = policy.find_template(model_dir, None) != kept.source
+        has_changed = policy.find_template(model_dir, None) != kept_template.source
     except StageError:  # the model has no template, or an unreadable one
         has_changed = True
     if has_changed:
         log.info(
-            f"chat template: {kept.path}, with which the run was begun; {model_dir} has "
+            f"chat template: {kept_template.path}, with which the run was begun; {model_dir} has "
             "another one now, or none"
         )
-    return kept.source
+    return kept_template.source
 
 
 def _get_identity(earlier_run: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:

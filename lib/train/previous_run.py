@@ -150,9 +150,11 @@ def require_same_run(
         )
     if changed and not with_changes:
         if any(change.name == TEMPLATE for change in changed) and (
-            kept := find_kept_template([_run_of(where) / "model"], earlier["inputs"].get(TEMPLATE))
+            kept_template := find_kept_template(
+                [_run_of(where) / "model"], earlier["inputs"].get(TEMPLATE)
+            )
         ):
-            raise _other_template(changed, kept.path, where)
+            raise _other_template(changed, kept_template.path, where)
         raise _other_settings(earlier, changed, where, config)
     return changed
 
@@ -261,16 +263,16 @@ def _continue_run(
     return _RESUME_WITH_CHANGES, commands.as_typed("--resume-with-changes")
 
 
-def _other_template(changed: list[Difference], kept: Path, where: Path) -> UsageError:
+def _other_template(changed: list[Difference], template_path: Path, where: Path) -> UsageError:
     """Return the error for a run whose chat template has changed.
 
-    kept: the file with the template of the run.
+    template_path: the file with the template of the run.
     """
     ways = (
         "use another --experiment-name, --overwrite to start this one anew (the old one is "
         "kept), or --resume-with-changes to go on all the same"
     )
-    template_option = ("--chat-template", kept)
+    template_option = ("--chat-template", template_path)
     if any(change.name != TEMPLATE for change in changed):
         run = commands.with_options("--config", _run_of(where) / "config.yaml", *template_option)
         return UsageError(

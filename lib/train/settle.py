@@ -161,15 +161,15 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
     is_auto = config.batch_size == AUTO
     if not batch or config.prepare_only or (config.resume_with_changes and not is_auto):
         return config
-    kept = config.with_values(EARLIER_LAUNCH, global_batch_size=batch, grad_accum_steps=None)
+    new_config = config.with_values(EARLIER_LAUNCH, global_batch_size=batch, grad_accum_steps=None)
     if is_auto:
-        return kept
+        return new_config
     typed = plan.divide_batch(config, 0, plan.get_world_size())
     if typed.global_batch == batch:
         return config
     samples = f"the {units.counted(batch, 'sample')} of a step that the run was begun with"
     try:
-        divided = plan.divide_batch(kept, 0, plan.get_world_size())
+        divided = plan.divide_batch(new_config, 0, plan.get_world_size())
     except UsageError as error:
         raise UsageError(
             f"{samples} cannot be divided",
@@ -183,7 +183,7 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
             f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
             f"make it {typed.global_batch:,}"
         )
-    return kept
+    return new_config
 
 
 def _fill_packing(config: Config, facts: Facts) -> Config:

@@ -210,7 +210,7 @@ def test_base_models_and_targets_are_named_so_that_peft_finds_them(tmp_path: Pat
 
 
 def without_rows(rows: slice, *kinds: str) -> Callable[[dict[str, Tensor]], None]:
-    """Return a function that sets all rows but `kept` to zero, in tensors B of these kinds."""
+    """Return a function that sets all but some `rows` to zero, in tensors B of these kinds."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():

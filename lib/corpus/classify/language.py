@@ -55,14 +55,14 @@ def find_languages(classifier: LineClassifier, texts: Sequence[str], least: floa
 
     results = [UNDETERMINED] * len(texts)
     cuts = {number: cut_text(text) for number, text in enumerate(texts)}
-    cuts = {number: own for number, own in cuts.items() if _has_letters(own)}
+    cuts = {number: cut for number, cut in cuts.items() if _has_letters(cut)}
     numbers = np.array([*cuts])
     if not len(numbers):
         return results
     # The scores of the third cut are computed only if they can change the result.
-    first_cuts = [own[:2] for own in cuts.values()]
+    first_cuts = [cut[:2] for cut in cuts.values()]
     sizes = np.array([*map(len, first_cuts)])
-    scores = _score_cuts(classifier, [cut for own in first_cuts for cut in own])
+    scores = _score_cuts(classifier, [cut for cuts_of_row in first_cuts for cut in cuts_of_row])
     sums = np.add.reduceat(scores, np.cumsum(sizes) - sizes, axis=0)
     needed = least * np.array([*map(len, cuts.values())])
     bests = sums.max(axis=1)
@@ -111,17 +111,17 @@ def list_rules(row_options: RowOptions) -> list[str]:
 
 def start_rules(row_options: RowOptions) -> list[BatchRule]:
     """Return the rule that drops rows in other languages, if any are dropped."""
-    if not (kept := list_kept(row_options)):
+    if not (languages := list_kept(row_options)):
         return []
-    reason = f"in none of the languages {', '.join(kept)}"
-    return [BatchRule(KIND, reason, partial(_check_rows, frozenset(kept)))]
+    reason = f"in none of the languages {', '.join(languages)}"
+    return [BatchRule(KIND, reason, partial(_check_rows, frozenset(languages)))]
 
 
-def _check_rows(kept: Collection[str], batch: RowBatch) -> RowVerdict:
+def _check_rows(languages: Collection[str], batch: RowBatch) -> RowVerdict:
     import numpy as np
 
     labels = batch.columns[COLUMN]
-    return RowVerdict(np.array([label not in kept for label in labels], bool), labels)
+    return RowVerdict(np.array([label not in languages for label in labels], bool), labels)
 
 
 def require_language(row_options: RowOptions) -> None:
@@ -141,7 +141,7 @@ def require_language(row_options: RowOptions) -> None:
         )
     known = {*labels, UNDETERMINED, ALL}
     if unknown := [name for name in row_options.language if name not in known]:
-        near = [name for each in unknown for name in _find_near_labels(each, known)]
+        near = [name for label in unknown for name in _find_near_labels(label, known)]
         raise UsageError(
             f"--language: {row_options.language_model} has no label {', '.join(unknown)}"
             + (f"; the nearest are {', '.join(dict.fromkeys(near))}" if near else ""),
@@ -154,8 +154,8 @@ def describe_language(row_options: RowOptions) -> dict[str, str]:
     """Return the line of the plan about languages by its label; {} if rows are not labelled."""
     if not row_options.language:
         return {}
-    kept = list_kept(row_options)
-    choice = f"keep {', '.join(kept)}" if kept else "label all rows"
+    languages = list_kept(row_options)
+    choice = f"keep {', '.join(languages)}" if languages else "label all rows"
     score = f"{UNDETERMINED} below a score of {row_options.language_score:g}"
     return {"languages": f"{choice}; {score}, by {row_options.language_model}"}
 

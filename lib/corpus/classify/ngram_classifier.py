@@ -63,9 +63,9 @@ class NgramClassifier:
         scores = np.empty((len(lines), len(self.labels)), np.float32)
         for first in range(0, len(lines), _LINES):
             means, has_rows = self._sums.average(lines[first : first + _LINES])
-            own = self._tree.score(means, least)
-            own[:, ~has_rows] = 0
-            scores[first : first + _LINES] = own[self._order].T
+            leaf_scores = self._tree.score(means, least)
+            leaf_scores[:, ~has_rows] = 0
+            scores[first : first + _LINES] = leaf_scores[self._order].T
         return scores
 
 
@@ -265,9 +265,9 @@ class _WordSums:
             words += _split_line(line)
         if len(self._numbers) > _KEPT_WORDS or self._bytes > _KEPT_BYTES:
             self._clear()
-        kept = len(self._numbers)
+        count = len(self._numbers)
         numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
-        self._add_words([*islice(reversed(self._numbers), len(self._numbers) - kept)][::-1])
+        self._add_words([*islice(reversed(self._numbers), len(self._numbers) - count)][::-1])
         sums = np.add.reduceat(np.take(self._sums, numbers, axis=0), starts, axis=0)
         counts = np.add.reduceat(np.take(self._counts, numbers), starts)
         means = sums.T / np.maximum(counts, 1)

@@ -103,8 +103,8 @@ def load_line_classifier(path: Path) -> LineClassifier:
     a few lines.
     """
     library = _LibraryClassifier(path)
-    own = ngram_classifier.open_model(path)
-    return own if own and _agree(own, library) else library
+    ngram_model = ngram_classifier.open_model(path)
+    return ngram_model if ngram_model and _agree(ngram_model, library) else library
 
 
 def _agree(one: LineClassifier, two: LineClassifier) -> bool:

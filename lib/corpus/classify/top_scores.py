@@ -37,8 +37,8 @@ def count_kept(rows: int, share: float) -> int:
     return min(rows, max(1, math.floor(rows * share + 0.5)))
 
 
-def find_threshold(scores: Path, first: int, kept: int) -> ScoreThreshold:
-    """Return the threshold that keeps the `kept` highest scores; among equal scores, the first.
+def find_threshold(scores: Path, first: int, count: int) -> ScoreThreshold:
+    """Return the threshold that keeps the `count` highest scores; among equal scores, the first.
 
     scores: a file of float32 values, none of them negative. first: index of the first score that
     counts. The bits of such floats are in the order of their values. So two passes find the
@@ -46,10 +46,10 @@ def find_threshold(scores: Path, first: int, kept: int) -> ScoreThreshold:
     """
     import numpy as np
 
-    if not kept:
+    if not count:
         return ScoreThreshold(0, 0)
     high = _count_halves(scores, first, None)
-    upper, rest = _find_bin(high, kept)
+    upper, rest = _find_bin(high, count)
     low = _count_halves(scores, first, upper)
     lower, ties = _find_bin(low, rest)
     return ScoreThreshold(int(np.uint32(upper << _HALF | lower)), ties)
@@ -80,17 +80,17 @@ def _read_blocks(scores: Path, first: int) -> Iterator[np.ndarray]:
             yield np.frombuffer(data, np.uint32)
 
 
-def _find_bin(counts: np.ndarray, kept: int) -> tuple[int, int]:
+def _find_bin(counts: np.ndarray, count: int) -> tuple[int, int]:
     """Return the bin of the lowest kept value, and how many values of that bin are kept.
 
-    kept: number of values to keep, from the highest bin down.
+    count: number of values to keep, from the highest bin down.
     """
     import numpy as np
 
     above = np.cumsum(counts[::-1])
-    index = int(np.searchsorted(above, kept))
+    index = int(np.searchsorted(above, count))
     before = int(above[index - 1]) if index else 0
-    return len(counts) - 1 - index, kept - before
+    return len(counts) - 1 - index, count - before
 
 
 def count_bins(scores: np.ndarray) -> np.ndarray:

@@ -80,13 +80,13 @@ class IndexBuilder(NamedTuple):
     def _prepare(self, row_options: RowOptions) -> RowOptions:
         with name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY):
             work = make_directory()
-            whole = _load_index(tuple(row_options.decontaminate), self.progress)
-            index.save_index(whole, work / _ALL)
+            full_index = _load_index(tuple(row_options.decontaminate), self.progress)
+            index.save_index(full_index, work / _ALL)
             tasks = work_units.cut_splits(self.folder, self.files, work, row_options)
             is_frequent, frequent = frequency.sample_corpus(
                 row_options, str(work / _ALL), tasks, self.workers, self.progress
             )
-            final = index.ignore_frequent(whole, is_frequent, frequent)
+            final = index.ignore_frequent(full_index, is_frequent, frequent)
             index.save_index(final, work / _INDEX)
             shutil.rmtree(work / _ALL)
         _log_index(final)
@@ -98,10 +98,10 @@ def make_directory() -> Path:
 
     The kernel releases the lock of a killed process, so its directory is found and deleted here.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError), (left / _LOCK).open("rb") as its_lock:
+    for leftover in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError), (leftover / _LOCK).open("rb") as its_lock:
             fcntl.flock(its_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=_PREFIX))
     lock = (work / _LOCK).open("wb")
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -116,15 +116,15 @@ def make_directory() -> Path:
 
 def _log_index(test_index: Index) -> None:
     """Print how many questions are compared, and how many n-grams are ignored as frequent."""
-    total = sum(each.questions for each in test_index.test_sets)
-    protected = sum(each.protected for each in test_index.test_sets)
+    total = sum(test_set.questions for test_set in test_index.test_sets)
+    protected = sum(test_set.protected for test_set in test_index.test_sets)
     frequent = test_index.frequent
     log.info(
         f"test sets: {protected:,} of {units.counted(total, 'question')} can be compared; "
         f"{units.counted(frequent.ignored, 'n-gram')} ignored, since more than "
         f"{frequent.least:,} of {units.counted(frequent.rows, 'sampled row')} contain them"
     )
-    if names := [each.name for each in test_index.test_sets if not each.protected]:
+    if names := [test_set.name for test_set in test_index.test_sets if not test_set.protected]:
         log.warn(
             "--decontaminate: no question can be compared in "
             f"{units.counted(len(names), 'test set')}: {units.join_names(names, _NAMED)}"
@@ -137,15 +137,17 @@ def _load_index(directories: tuple[Path, ...], progress: bool) -> Index:
     size = sum(file.path.stat().st_size for file in files)
     log.info(f"reading {units.counted(len(files), 'test set')}, {units.size(size)}")
     with Progress("test sets", len(files), "set", progress) as bar:
-        found = index.build_index(questions.read_sets(directories, bar.advance))
+        built_index = index.build_index(questions.read_sets(directories, bar.advance))
     digests = questions.identify_sets(directories)
-    if not any(each.protected for each in found.test_sets):
+    if not any(test_set.protected for test_set in built_index.test_sets):
         raise UsageError(
             "--decontaminate: no question can be compared",
             expected=f"questions of at least {SHORTEST} words, without the words that all "
             "questions of a set share",
-            found=f"{units.counted(len(found.test_sets), 'test set')} with "
-            f"{units.counted(sum(each.questions for each in found.test_sets), 'question')}",
+            found=f"{units.counted(len(built_index.test_sets), 'test set')} with "
+            f"{units.counted(sum(s.questions for s in built_index.test_sets), 'question')}",
         )
-    test_sets = [replace(each, digest=digests[each.name]) for each in found.test_sets]
-    return found._replace(test_sets=test_sets)
+    test_sets = [
+        replace(test_set, digest=digests[test_set.name]) for test_set in built_index.test_sets
+    ]
+    return built_index._replace(test_sets=test_sets)

@@ -150,9 +150,11 @@ def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) ->
     counts = np.diff(index.ends, prepend=0)
     is_kept = ~np.repeat(is_ignored, counts)
     postings = index.postings[is_kept]
-    left = np.bincount(postings, minlength=len(index.sizes)).astype(np.int64)
-    is_lost = (left < FEWEST) & (index.sizes < _NOTHING)
-    test_sets = [replace(each, unprotected={**each.unprotected}) for each in index.test_sets]
+    remaining = np.bincount(postings, minlength=len(index.sizes)).astype(np.int64)
+    is_lost = (remaining < FEWEST) & (index.sizes < _NOTHING)
+    test_sets = [
+        replace(test_set, unprotected={**test_set.unprotected}) for test_set in index.test_sets
+    ]
     for question in np.flatnonzero(is_lost):
         unprotected = test_sets[index.sets[question]].unprotected
         unprotected[FREQUENT] = [*unprotected.get(FREQUENT, ()), int(index.numbers[question])]
@@ -161,7 +163,7 @@ def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) ->
         hashes=hashes,
         ends=np.cumsum(counts[~is_ignored]),
         postings=postings,
-        sizes=np.where(left < FEWEST, _NOTHING, left),
+        sizes=np.where(remaining < FEWEST, _NOTHING, remaining),
         table=_make_table(hashes),
         test_sets=test_sets,
     )
@@ -179,7 +181,7 @@ def save_index(index: Index, directory: Path) -> None:
             header = np.lib.format.header_data_from_array_1_0(array)
             np.lib.format.write_array_header_1_0(file, header)
             file.write(array.data)
-    text = json.dumps([[vars(each) for each in index.test_sets], index.frequent])
+    text = json.dumps([[vars(test_set) for test_set in index.test_sets], index.frequent])
     (directory / _SETS).write_text(text, encoding="utf-8")
 
 
@@ -210,10 +212,10 @@ def find_members(index: Index, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarr
     passed = np.flatnonzero(_look_up(index.table, 1, values))
     positions = positions[passed]
     values = values[passed]
-    found = np.searchsorted(index.hashes, values)
-    found[found == len(index.hashes)] = 0
-    is_member = index.hashes[found] == values
-    return positions[is_member], found[is_member]
+    places = np.searchsorted(index.hashes, values)
+    places[places == len(index.hashes)] = 0
+    is_member = index.hashes[places] == values
+    return positions[is_member], places[is_member]
 
 
 def _look_up(table: np.ndarray, row: int, hashes: np.ndarray) -> np.ndarray:
@@ -255,23 +257,27 @@ def _find_grams(questions: Sequence[Question], test_set: TestSet) -> _SetGrams:
 
     words = list(_hash_by_text(questions, 1))
     grams = [
-        found if len(own) >= WORDS else found[:0]
-        for found, own in zip(_hash_by_text(questions, WORDS), words, strict=True)
+        hashes if len(question_words) >= WORDS else hashes[:0]
+        for hashes, question_words in zip(_hash_by_text(questions, WORDS), words, strict=True)
     ]
     first = _count_common(words)
-    last = _count_common([own[first:][::-1] for own in words])
-    lengths = [len(own) - first - last for own in words]
+    last = _count_common([question_words[first:][::-1] for question_words in words])
+    lengths = [len(question_words) - first - last for question_words in words]
     grams = [
-        found[first : first + max(0, length - WORDS + 1)]
-        for found, length in zip(grams, lengths, strict=True)
+        hashes[first : first + max(0, length - WORDS + 1)]
+        for hashes, length in zip(grams, lengths, strict=True)
     ]
     is_shared = _find_shared(grams)
     result = _SetGrams([], [])
-    for question, found, shared, length in zip(questions, grams, is_shared, lengths, strict=True):
-        own = np.sort(_drop_shared(found, shared))  # np.unique takes longer for few values
-        own = own[np.diff(own, prepend=~own[:1]) != 0]
-        if len(own) >= FEWEST:
-            result.hashes.append(own)
+    for question, hashes, shared, length in zip(questions, grams, is_shared, lengths, strict=True):
+        grams_of_question = np.sort(
+            _drop_shared(hashes, shared)
+        )  # np.unique takes longer for few values
+        grams_of_question = grams_of_question[
+            np.diff(grams_of_question, prepend=~grams_of_question[:1]) != 0
+        ]
+        if len(grams_of_question) >= FEWEST:
+            result.hashes.append(grams_of_question)
             result.numbers.append(question.number)
         else:
             reason = SHORT if length < SHORTEST else SHARED
@@ -308,10 +314,10 @@ def _hash_by_text(questions: Sequence[Question], words: int) -> Iterator[np.ndar
 def _split_by_text(texts: list[str], words: int) -> Iterator[np.ndarray]:
     if not texts:
         return
-    found = shingles.hash_texts(texts, words)
+    text_hashes = shingles.hash_texts(texts, words)
     start = 0
-    for end in found.ends.tolist():
-        yield found.hashes[start:end].copy()
+    for end in text_hashes.ends.tolist():
+        yield text_hashes.hashes[start:end].copy()
         start = end
 
 
@@ -319,7 +325,7 @@ def _count_common(sequences: Sequence[np.ndarray]) -> int:
     """Return the number of words that all questions begin with; 0 unless questions differ."""
     import numpy as np
 
-    contents = [own.tobytes() for own in sequences if len(own)]
+    contents = [sequence.tobytes() for sequence in sequences if len(sequence)]
     low = np.frombuffer(min(contents, default=b""), np.uint64)
     high = np.frombuffer(max(contents, default=b""), np.uint64)
     # In sorted order, the words that the first and the last question share are shared by all.

@@ -50,35 +50,35 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
     Raises UsageError if a directory contains none, or if two of them have the same name.
     """
     problems = Problems()
-    found: list[SetFile] = []
+    files: list[SetFile] = []
     for directory in directories:
-        own = list(_list_sets_below(directory)) if directory.exists() else []
+        sets = list(_list_sets_below(directory)) if directory.exists() else []
         if not directory.exists():
             problems.add(
                 f"--decontaminate {directory} does not exist",
                 expected="a directory with test sets in JSON Lines",
             )
-        elif not own:
+        elif not sets:
             problems.add(
                 f"--decontaminate {directory} contains no test set",
                 expected="files named *.jsonl or *.jsonl.gz, one per test set",
                 found=_describe_directory(directory),
             )
-        found += [each for each in own if each not in found]  # a directory may be given twice
-    names = [each.name for each in found]
+        files += [file for file in sets if file not in files]  # a directory may be given twice
+    names = [file.name for file in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.add(
             f"--decontaminate: two test sets are named {name}",
-            found=", ".join(str(each.path) for each in found if each.name == name),
+            found=", ".join(str(file.path) for file in files if file.name == name),
             expected="different names, such as those of one directory above both",
         )
     problems.raise_if_any()
-    return sorted(found)
+    return sorted(files)
 
 
 def identify_sets(directories: Sequence[Path]) -> dict[str, str]:
     """Return the digest of each test set by its name, wherever it is stored."""
-    return {each.name: hashing.file_digest(each.path) for each in list_files(directories)}
+    return {file.name: hashing.file_digest(file.path) for file in list_files(directories)}
 
 
 def read_sets(
@@ -91,9 +91,9 @@ def read_sets(
     """
     problems = Problems()
     for file in list_files(directories):
-        found = problems.collect(partial(read_questions, file.path))
-        if found is not None:
-            yield file.name, found
+        question_list = problems.collect(partial(read_questions, file.path))
+        if question_list is not None:
+            yield file.name, question_list
         advance()
     problems.raise_if_any()
 
@@ -101,22 +101,24 @@ def read_sets(
 def read_questions(path: Path) -> list[Question]:
     """Return the questions of a file. Raises UsageError or ArtifactError with all its problems."""
     lines = CheckedLines(path, "test set", "question", _SHOWN)
-    found: dict[int, Question] = {}
+    questions_by_key: dict[int, Question] = {}
     first_unconditioned = _read_offset(path) if path.name == _REQUESTS else None
     for number, content in lines:
         is_request = isinstance(content.get("request"), dict)
         key = content.get("doc_id") if is_request else number
         if type(key) is not int:
             lines.add(number, "'doc_id' must be a number")
-        elif key in found or (first_unconditioned is not None and key >= first_unconditioned):
+        elif key in questions_by_key or (
+            first_unconditioned is not None and key >= first_unconditioned
+        ):
             continue  # the line is another choice of the same question, or has no question
         elif (text := _find_question(content)) is None:
             keys = units.join_names([*content], _SHOWN) or "no key"
             lines.add(number, f"expected a text in {', '.join(KEYS)} or {_CONTEXT}, found {keys}")
         else:
-            found[key] = Question(key, text)
-    lines.raise_if_any(len(found))
-    return list(found.values())
+            questions_by_key[key] = Question(key, text)
+    lines.raise_if_any(len(questions_by_key))
+    return list(questions_by_key.values())
 
 
 def _list_sets_below(root: Path) -> Iterator[SetFile]:

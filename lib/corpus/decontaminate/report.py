@@ -149,10 +149,10 @@ class TestSetReport:
         reports = self.list_sets(hits)
         summary = self.summarise(hits)
         hit_sets = [report for report in reports if report.hits.documents]
-        kept = ", none dropped for them" if self._row_options.decontaminate_report_only else ""
+        remark = ", none dropped for them" if self._row_options.decontaminate_report_only else ""
         lines = {
             "test sets": f"{units.counted(hits.documents, 'document')} with questions of "
-            f"{summary['sets_hit']} of {units.counted(len(reports), 'set')}{kept}; "
+            f"{summary['sets_hit']} of {units.counted(len(reports), 'set')}{remark}; "
             f"{summary['unprotected']:,} of {units.counted(summary['questions'], 'question')} "
             f"could not be compared; {save_dir}/{FILE} lists all"
         }

@@ -121,35 +121,35 @@ def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
     folder: the splits. extracted: the kinds in --extract. Earlier versions of stage 01 left out
     PDF, DOCX and EPUB files as binary files.
     """
-    wanted = [kind for kind in kinds.BINARY_DOCUMENTS if kind in extracted]
+    kinds_extracted = [kind for kind in kinds.BINARY_DOCUMENTS if kind in extracted]
     path = folder / FILE_LIST
-    if not wanted or not path.exists() or not (folder / paths.MANIFEST).exists():
+    if not kinds_extracted or not path.exists() or not (folder / paths.MANIFEST).exists():
         return ""
     counts: Counter[str] = Counter()
     with path.open(encoding="ascii") as lines:
         for line in lines:
             if '"skipped": "binary"' in line:
                 counts[kinds.name_document(str(records.parse_json(line)["path"]))] += 1
-    found = [kind for kind in wanted if counts[kind]]
-    if not found:
+    kinds_found = [kind for kind in kinds_extracted if counts[kind]]
+    if not kinds_found:
         return ""
     remedy = manifest.make_remedy(
         manifest.read_if_any(folder) or {}, "--overwrite", dst_root=folder
     )
     return (
-        f"an earlier version of stage 01 left out {_join_counts(found, counts)}. The "
+        f"an earlier version of stage 01 left out {_join_counts(kinds_found, counts)}. The "
         f"current version takes such files:\n  {remedy.get('run') or remedy.get('hint')}"
     )
 
 
-def _join_counts(found: Sequence[str], counts: Mapping[str, int]) -> str:
+def _join_counts(kinds_found: Sequence[str], counts: Mapping[str, int]) -> str:
     """Return the number of files by kind: `2 PDF and 1 DOCX files`, `1 PDF file`."""
-    *names, last = [f"{counts[kind]:,} {EXTRACTORS[kind].label}" for kind in found]
+    *names, last = [f"{counts[kind]:,} {EXTRACTORS[kind].label}" for kind in kinds_found]
     joined = f"{', '.join(names)} and {last}" if names else last
-    return f"{joined} {units.plural(sum(counts[kind] for kind in found), 'file')}"
+    return f"{joined} {units.plural(sum(counts[kind] for kind in kinds_found), 'file')}"
 
 
-def _count_files(found: Sequence[str], counts: Mapping[str, int]) -> str:
+def _count_files(kinds_found: Sequence[str], counts: Mapping[str, int]) -> str:
     """Return the number of files by kind, as the beginning of a clause that describes them."""
-    verb = "is" if sum(counts[kind] for kind in found) == 1 else "are"
-    return f"{_join_counts(found, counts)}, which {verb}"
+    verb = "is" if sum(counts[kind] for kind in kinds_found) == 1 else "are"
+    return f"{_join_counts(kinds_found, counts)}, which {verb}"

@@ -37,7 +37,7 @@ class Masker:
             IBAN: accounts.IBAN_FINDERS,
             CARD: accounts.CARD_FINDERS,
         }
-        self._finders = [(kind, each) for kind in kinds for each in finders[kind]]
+        self._finders = [(kind, finder) for kind in kinds for finder in finders[kind]]
         self._uses_shape = any(finder.uses_shape for _, finder in self._finders)
         self._key = hashlib.sha256(key).digest() if key else b""
 
@@ -54,14 +54,14 @@ class Masker:
         masked = list(texts)
         hits = MaskedMatches()
         for first, stop in _group_texts(texts):
-            own = [text or b"" for text in texts[first:stop]]
-            joined = own[0] if len(own) == 1 else b"\n".join(own)
+            group = [text or b"" for text in texts[first:stop]]
+            joined = group[0] if len(group) == 1 else b"\n".join(group)
             lines = self._find_lines(joined)
             if not lines:
                 continue
             start = 0
             done = 0
-            for number, text in enumerate(own, first):
+            for number, text in enumerate(group, first):
                 end = start + len(text)
                 inside = []
                 while done < len(lines) and lines[done][0] < end:
@@ -117,7 +117,7 @@ class Masker:
         changed: start and end of the parts of the line that have changed since the last search. A
         match that does not depend on them has been found before.
         """
-        found = []
+        spans = []
         pieces: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         for number, (_, finder) in enumerate(self._finders):
             for low, high in _widen(changed, finder.reach):
@@ -127,9 +127,9 @@ class Masker:
                     pieces[low, high] = piece, self._make_shape(piece)
                 piece, shape = pieces[low, high]
                 for start, end in _search(finder, piece, shape, low - begin, high - begin):
-                    found.append((begin + start, -(begin + end), number))
+                    spans.append((begin + start, -(begin + end), number))
         matches: list[tuple[int, int, str]] = []
-        for start, negative_end, number in sorted(found):
+        for start, negative_end, number in sorted(spans):
             if not matches or start >= matches[-1][1]:
                 matches.append((start, -negative_end, self._finders[number][0]))
         return matches
@@ -170,12 +170,12 @@ def _group_texts(texts: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
     first = 0
     size = 0
     for number, text in enumerate(texts):
-        own = len(text or b"")
-        if size + own > _CHUNK_BYTES and number > first:
+        length = len(text or b"")
+        if size + length > _CHUNK_BYTES and number > first:
             yield first, number
             first = number
             size = 0
-        size += own + 1
+        size += length + 1
     if first < len(texts):
         yield first, len(texts)
 

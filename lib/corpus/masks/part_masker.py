@@ -61,14 +61,16 @@ def mask_part(
         while start < source.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(source), schema)
             stop = source.tell()
-            kept = np.ones(batch.num_rows, bool)
+            is_row_kept = np.ones(batch.num_rows, bool)
             if is_kept is not None:
-                kept = is_kept[rows : rows + batch.num_rows]
+                is_row_kept = is_kept[rows : rows + batch.num_rows]
             part_of_batch = MaskedPart()
             if parts.is_large_text(batch):
-                message = _mask_large_row(batch, masker, part_of_batch, out) if kept[0] else None
+                message = (
+                    _mask_large_row(batch, masker, part_of_batch, out) if is_row_kept[0] else None
+                )
             else:
-                message = _mask_batch(batch, kept, masker, part_of_batch)
+                message = _mask_batch(batch, is_row_kept, masker, part_of_batch)
             if file is None and message is not None:
                 file = out.open("wb")
                 _copy_range(raw, 0, start, file)
@@ -95,7 +97,7 @@ def _copy_range(source: BinaryIO, start: int, stop: int, file: BinaryIO) -> None
 
 
 def _mask_batch(
-    batch: pa.RecordBatch, kept: np.ndarray, masker: Masker, masked: MaskedPart
+    batch: pa.RecordBatch, is_kept: np.ndarray, masker: Masker, masked: MaskedPart
 ) -> Iterator[Any] | None:
     """Return the message of a batch with its matches replaced, None if it has none."""
     import numpy as np
@@ -103,18 +105,18 @@ def _mask_batch(
     if "text" in batch.schema.names:
         rows = np.arange(batch.num_rows)
         texts = batch.column("text")
-        new = _mask_column(texts, kept, rows, masker, masked)
+        new = _mask_column(texts, is_kept, rows, masker, masked)
         if new is not texts:
             masked.text_bytes += _count_bytes(new) - _count_bytes(texts)
             number = batch.schema.get_field_index("text")
             batch = batch.set_column(number, batch.schema.field(number), new)
     else:
-        batch = _mask_conversations(batch, kept, masker, masked)
+        batch = _mask_conversations(batch, is_kept, masker, masked)
     return iter([batch.serialize()]) if masked.hits.rows else None
 
 
 def _mask_conversations(
-    batch: pa.RecordBatch, kept: np.ndarray, masker: Masker, masked: MaskedPart
+    batch: pa.RecordBatch, is_kept: np.ndarray, masker: Masker, masked: MaskedPart
 ) -> pa.RecordBatch:
     """Return conversations with the matches in their turns, calls and tools replaced."""
     import numpy as np
@@ -128,12 +130,12 @@ def _mask_conversations(
     for kind in turns.type:
         column = turns.field(kind.name)
         if kind.name in _TEXT_FIELDS:
-            new = _mask_column(column, kept, rows, masker, masked)
+            new = _mask_column(column, is_kept, rows, masker, masked)
             if kind.name == chat_rows.CONTENT:
                 masked.text_bytes += _count_bytes(new) - _count_bytes(column)
             column = new
         elif kind.name == CALLS:
-            column = _mask_json_column(column, kept, rows, masker, masked)
+            column = _mask_json_column(column, is_kept, rows, masker, masked)
         fields.append(column)
     turns = pa.StructArray.from_arrays(fields, fields=list(turns.type))
     batch = batch.set_column(
@@ -142,35 +144,39 @@ def _mask_conversations(
         pa.LargeListArray.from_arrays(messages.offsets, turns),
     )
     number = batch.schema.get_field_index("tools")
-    tools = _mask_json_column(batch.column(number), kept, np.arange(batch.num_rows), masker, masked)
+    tools = _mask_json_column(
+        batch.column(number), is_kept, np.arange(batch.num_rows), masker, masked
+    )
     return batch.set_column(number, batch.schema.field(number), tools)
 
 
-def _list_texts(column: pa.Array, kept: np.ndarray, rows: np.ndarray) -> list[bytes | None]:
+def _list_texts(column: pa.Array, is_kept: np.ndarray, rows: np.ndarray) -> list[bytes | None]:
     """Return the texts of a column, None for each text in a row that is not kept."""
     import pyarrow as pa
 
     texts = column.cast(pa.large_binary()).to_pylist()
     return (
-        texts if kept.all() else [t if kept[r] else None for t, r in zip(texts, rows, strict=True)]
+        texts
+        if is_kept.all()
+        else [t if is_kept[r] else None for t, r in zip(texts, rows, strict=True)]
     )
 
 
 def _mask_column(
-    column: pa.Array, kept: np.ndarray, rows: np.ndarray, masker: Masker, masked: MaskedPart
+    column: pa.Array, is_kept: np.ndarray, rows: np.ndarray, masker: Masker, masked: MaskedPart
 ) -> pa.Array:
     """Return a column of texts with the matches replaced; rows: the row of each text."""
-    texts, hits = masker.mask_texts(_list_texts(column, kept, rows))
+    texts, hits = masker.mask_texts(_list_texts(column, is_kept, rows))
     return _replace_texts(column, texts, hits, rows, masked)
 
 
 def _mask_json_column(
-    column: pa.Array, kept: np.ndarray, rows: np.ndarray, masker: Masker, masked: MaskedPart
+    column: pa.Array, is_kept: np.ndarray, rows: np.ndarray, masker: Masker, masked: MaskedPart
 ) -> pa.Array:
     """Return a column of JSON with the matches in its values replaced; it stays valid JSON."""
     texts: list[bytes | None] = []
     hits = MaskedMatches()
-    for number, text in enumerate(_list_texts(column, kept, rows)):
+    for number, text in enumerate(_list_texts(column, is_kept, rows)):
         new = text
         if text is not None and masker.may_match(_ESCAPE.sub(b" ", text)):
             matches = MaskedMatches()

@@ -134,9 +134,9 @@ class Planner:
 
         first_new = self._state["first_new"]
         rows = self._state["rows"] - first_new
-        kept = top_scores.count_kept(rows, share)
+        count = top_scores.count_kept(rows, share)
         path = self._directory / near_plan.SCORES
-        threshold = top_scores.find_threshold(path, first_new, kept)
+        threshold = top_scores.find_threshold(path, first_new, count)
         selector = top_scores.Selector(threshold)
         rules = self._array(near_plan.RULES, np.uint8)
         counts = np.zeros(top_scores.BINS, np.int64)
@@ -147,9 +147,9 @@ class Planner:
             rules.values[start : start + len(new)][~selector.select(new)] = near_plan.LOW
             rules.release()
         bins = counts.tolist()
-        self._note(top={"rows": rows, "kept": kept, "score": threshold.score, "bins": bins})
+        self._note(top={"rows": rows, "kept": count, "score": threshold.score, "bins": bins})
         log.info(
-            f"quality: {units.counted(rows - kept, 'row')} of {rows:,} are below the score "
+            f"quality: {units.counted(rows - count, 'row')} of {rows:,} are below the score "
             f"{threshold.score:.6g} of --keep-top {share:g}"
         )
 

@@ -62,7 +62,7 @@ def collect_facts(
     summary = dataset.summary()
     tally = dataset.tally
     counts = tally.row_counts
-    kept = counts.lengths - counts.dropped_lengths  # a Counter leaves out counts of 0
+    lengths_kept = counts.lengths - counts.dropped_lengths  # a Counter leaves out counts of 0
     return CorpusFacts(
         unit="conversation" if row_options.format == CHAT else "document",
         files=identity["inputs"]["files"],
@@ -76,7 +76,7 @@ def collect_facts(
         uncounted=counts.uncounted,
         rules=_list_rules(tally, dataset.dropped, row_options),
         lengths=counts.lengths,
-        lengths_kept=kept,
+        lengths_kept=lengths_kept,
         languages={
             name or "(none)": (count, counts.dropped_languages[name])
             for name, count in counts.languages.items()

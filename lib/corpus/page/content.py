@@ -36,11 +36,11 @@ def compose_page(facts: CorpusFacts) -> Html:
 
 
 def _compose(facts: CorpusFacts, samples: int) -> Html:
-    kept = 1 - facts.dropped / facts.rows if facts.rows else 0.0
+    share_kept = 1 - facts.dropped / facts.rows if facts.rows else 0.0
     lead = (
         f"The dataset contains {units.counted(sum(facts.written.values()), 'row')}, "
-        f"{units.size(facts.written_bytes)} of text. {format_share(kept)} of the rows that were "
-        "read were kept."
+        f"{units.size(facts.written_bytes)} of text. {format_share(share_kept)} of the rows that "
+        "were read were kept."
     )
     problems = facts.list_problems()
     more = len(problems) - _MOST_PROBLEMS
@@ -206,8 +206,8 @@ def _show_languages(facts: CorpusFacts) -> list[Html]:
     rows = []
     for name, (count, dropped) in ordered[:_MOST_LANGUAGES]:
         share = count / facts.rows if facts.rows else 0.0
-        kept = f"{count - dropped:,}"
-        figures = [f"{count:,}", format_share(share), _draw_bar(share), kept]
+        rows_kept = f"{count - dropped:,}"
+        figures = [f"{count:,}", format_share(share), _draw_bar(share), rows_kept]
         rows.append([name, *map(_show_number, figures)])
     caption = f"Rows by language, {units.counted(len(ordered), 'language')}"
     return [
@@ -307,8 +307,8 @@ def _show_samples(rules: Sequence[RuleFacts], most: int) -> list[Html]:
         rows = []
         for sample in rule.samples[:most]:
             text = tag("pre", escape(sample.text, _SAMPLE_BYTES), dir="auto")
-            kept = f"; duplicates {sample.kept}" if sample.kept else ""
-            rows.append([f"{sample.path}, row {sample.position:,}{kept}", sample.value, text])
+            original = f"; duplicates {sample.kept}" if sample.kept else ""
+            rows.append([f"{sample.path}, row {sample.position:,}{original}", sample.value, text])
         if rows:
             caption = f"Samples of {rule.rows:,} dropped rows, chosen by a hash of their place"
             head = ["place", "value", "beginning of the text"]

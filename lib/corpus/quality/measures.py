@@ -246,10 +246,12 @@ def _select_c4_lines(
             counts -= np.diff(units[np.append(first_words, len(words.starts))]) / 2
         is_kept &= counts >= limits["min_line_words"]
     for language, phrase_list in phrases.items():
-        found = layout.find_lines(words.starts[phrase_list.find(words).words])
-        if len(found):
+        lines_with_phrases = layout.find_lines(words.starts[phrase_list.find(words).words])
+        if len(lines_with_phrases):
             is_language = np.array([name == language for name in texts.languages])
-            is_kept[found[is_language[texts.texts_of_lines[found]]]] = False
+            is_kept[lines_with_phrases[is_language[texts.texts_of_lines[lines_with_phrases]]]] = (
+                False
+            )
     return is_kept
 
 

@@ -48,7 +48,7 @@ class PhraseList:
         prefixes = (words.hashes >> np.uint64(64 - _PREFIX_BITS)).view(np.int64)
         starts = np.flatnonzero(self._is_start[prefixes])
         hashes = words.hashes[starts]
-        found: list[np.ndarray] = []
+        matches_by_phrase: list[np.ndarray] = []
         for phrase in self._hashes:
             matches = starts[hashes == phrase[0]]
             for number, value in enumerate(phrase[1:], 1):
@@ -57,9 +57,12 @@ class PhraseList:
             if len(phrase) > 1:  # a match must not begin in one text and end in another
                 ends = words.text_ends[np.searchsorted(words.text_ends, matches, "right")]
                 matches = matches[matches + len(phrase) <= ends]
-            found.append(matches)
-        numbers = np.repeat(np.arange(len(found)), [len(each) for each in found])
-        return Matches(np.concatenate([np.empty(0, np.int64), *found]), numbers)
+            matches_by_phrase.append(matches)
+        numbers = np.repeat(
+            np.arange(len(matches_by_phrase)),
+            [len(phrase_matches) for phrase_matches in matches_by_phrase],
+        )
+        return Matches(np.concatenate([np.empty(0, np.int64), *matches_by_phrase]), numbers)
 
     def count_distinct(self, words: Words) -> np.ndarray:
         """Return how many different phrases each text contains."""

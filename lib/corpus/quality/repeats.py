@@ -101,17 +101,17 @@ def measure_grams(
     of_texts[crossing] = -1 - crossing  # an n-gram across two texts equals no other n-gram
     for n in range(2, max((*tops, *repeats), default=0) + 1):
         sums += (hashes[1:] if n == 2 else hashes[starts + (n - 1)]) * factors[n - 1]
-        found = _group_repeats(sums, of_texts)
+        repeats_of_n = _group_repeats(sums, of_texts)
         is_repeat = np.zeros(len(starts), bool)
-        is_repeat[found.numbers] = True
+        is_repeat[repeats_of_n.numbers] = True
         if n in tops:
-            results[n] = _find_top(found, starts, n, before, of_texts, count) / totals
+            results[n] = _find_top(repeats_of_n, starts, n, before, of_texts, count) / totals
         elif n in repeats:
             results[n] = (
                 _count_covered(starts[np.flatnonzero(is_repeat)], n, before, texts, count) / totals
             )
         # NOTE: an n-gram can only be repeated if both (n − 1)-grams in it are.
-        is_repeat[found.previous] = True
+        is_repeat[repeats_of_n.previous] = True
         is_next = is_repeat[:-1] & is_repeat[1:]
         is_next &= starts[1:] - starts[:-1] == 1
         following = np.flatnonzero(is_next)
@@ -129,7 +129,7 @@ def find_lengths(ends: np.ndarray) -> np.ndarray:
 
 
 def _find_top(
-    found: _Repeats,
+    repeats: _Repeats,
     starts: np.ndarray,
     n: int,
     before: np.ndarray,
@@ -139,11 +139,11 @@ def _find_top(
     """Return the characters of the most frequent n-gram times its occurrences, by text."""
     import numpy as np
 
-    is_first = np.ones(len(found.ranks), bool)
-    np.not_equal(found.ranks[1:], found.ranks[:-1] + 1, out=is_first[1:])
+    is_first = np.ones(len(repeats.ranks), bool)
+    np.not_equal(repeats.ranks[1:], repeats.ranks[:-1] + 1, out=is_first[1:])
     firsts = np.flatnonzero(is_first)
     occurrences = np.append(firsts[1:], len(is_first)) - firsts + 1
-    grams = found.previous[firsts]
+    grams = repeats.previous[firsts]
     words = starts[grams]
     tops = np.zeros(count, np.int64)
     np.maximum.at(tops, texts[grams], (occurrences << 32) + before[words + n] - before[words])

@@ -52,7 +52,7 @@ def _check_rows(
     judge: Judge, exempt: frozenset[str], name: str, limit: float, batch: RowBatch
 ) -> RowVerdict:
     """Return which rows of a batch a rule drops."""
-    values = batch.memo(_FIGURES, lambda own: _measure_batch(judge, exempt, own))[name]
+    values = batch.memo(_FIGURES, lambda row_batch: _measure_batch(judge, exempt, row_batch))[name]
     dropped = is_dropped(name, limit, values)
     return RowVerdict(dropped, list(map(_simplify_count, values.tolist())) if dropped.any() else ())
 

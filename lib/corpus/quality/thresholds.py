@@ -149,8 +149,8 @@ def group_settings(settings: Collection[str]) -> dict[str, list[str]]:
     for setting in settings:
         name, value = read_setting(setting)
         text = OFF if value is None else f"{value:.10g}"
-        own = values.setdefault(name, [])
-        own += [text] if text not in own else []
+        texts = values.setdefault(name, [])
+        texts += [text] if text not in texts else []
     return values
 
 
@@ -158,7 +158,9 @@ def _require_name(name: str, known: Collection[str], kind: str) -> None:
     """Raise ArgumentTypeError with the nearest name if a name is unknown."""
     if name in known:
         return
-    nearest = [each for each in known if each.endswith(f".{name}")]  # the family was left out
+    nearest = [
+        name_known for name_known in known if name_known.endswith(f".{name}")
+    ]  # the family was left out
     nearest += difflib.get_close_matches(name, known, n=1, cutoff=_SIMILAR)
     raise argparse.ArgumentTypeError(
         f"there is no {kind} {name!r}; "

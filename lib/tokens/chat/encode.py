@@ -154,13 +154,13 @@ class ChatEncoder:
         )
         if not lost:
             return parts, None
-        kept = sum(len(part.ids) for part in parts)
+        kept_tokens = sum(len(part.ids) for part in parts)
         return parts, DroppedChat(
             number,
             "too long",
             f"{reason}; {units.counted(lost, 'answer')} of it with the question before did not fit",
-            tokens=max(0, tokens - kept),
-            partly=bool(kept),
+            tokens=max(0, tokens - kept_tokens),
+            partly=bool(kept_tokens),
         )
 
     def _encode_all(
@@ -326,10 +326,10 @@ def _shorten_group(
 ) -> tuple[EncodedTexts | None, int]:
     """Return the turns of one question up to the last answer that fits, and the lost answers."""
     answers = groups.trained_messages(group)
-    for kept in range(len(answers) - 1, 0, -1):
-        encoded = encode(groups.join(group, group + 1, answers[kept - 1] + 1))
+    for count in range(len(answers) - 1, 0, -1):
+        encoded = encode(groups.join(group, group + 1, answers[count - 1] + 1))
         if encoded is not None:
-            return encoded, len(answers) - kept
+            return encoded, len(answers) - count
     return None, len(answers)
 
 

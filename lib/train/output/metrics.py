@@ -237,7 +237,7 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
     Rows are in the order of their steps, so the file can be truncated even if the disk is full.
     """
     rows = []
-    kept = []
+    kept_rows = []
     ends_at = 0
     end = 0
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
@@ -245,15 +245,15 @@ def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
         if row := records.parse_log_row(line):
             rows.append(row)
             if row["step"] <= step:
-                kept.append(row)
+                kept_rows.append(row)
                 ends_at = end
-    if kept != rows[: len(kept)]:  # another program has changed the file
-        manifest.write_text(path, "".join(_format_line(row).decode() for row in kept))
+    if kept_rows != rows[: len(kept_rows)]:  # another program has changed the file
+        manifest.write_text(path, "".join(_format_line(row).decode() for row in kept_rows))
     elif ends_at < end:
         with path.open("r+b") as file:
             file.truncate(ends_at)
             os.fsync(file.fileno())
-    return kept
+    return kept_rows
 
 
 def _format_line(figures: dict[str, Any]) -> bytes:

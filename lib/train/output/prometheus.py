@@ -54,8 +54,10 @@ class PrometheusFile:
     def set_row(self, row: Mapping[str, Any], ended: float) -> None:
         """Show a row of metrics.jsonl. ended: end of its step, in seconds since the epoch."""
         with self._lock:
-            kept = {key: value for key, value in self._row.items() if key.startswith(_STICKY)}
-            self._row = {**kept, **row, "time": ended}
+            sticky_values = {
+                key: value for key, value in self._row.items() if key.startswith(_STICKY)
+            }
+            self._row = {**sticky_values, **row, "time": ended}
             if time.monotonic() - self._written >= _EVERY_S:
                 self._write()
 

@@ -252,22 +252,22 @@ class Report:
         self._pace.count_step()
         self._bar.advance()
         if (seconds := self._pace.seconds_per_step) is not None:
-            left = self._plan.total_steps - self._state.step
-            self._show_on_bar(eta=units.duration(left * seconds))
-            if self._pace.steps == MEASURED_STEPS and left * seconds > _LONG_RUN_S:
-                self._log_duration(left)
+            steps_left = self._plan.total_steps - self._state.step
+            self._show_on_bar(eta=units.duration(steps_left * seconds))
+            if self._pace.steps == MEASURED_STEPS and steps_left * seconds > _LONG_RUN_S:
+                self._log_duration(steps_left)
 
-    def _log_duration(self, left: int) -> None:
-        """Log the measured step time and how long the `left` remaining steps take."""
+    def _log_duration(self, steps_left: int) -> None:
+        """Log the measured step time and how long the `steps_left` remaining steps take."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # only once: until now the host may have been ahead
         seconds = self._pace.seconds_per_step or 0.0
         saves = self._plan.config.ckpt_freq * seconds
         log.info(
             f"measured over {MEASURED_STEPS - 1} steps: {seconds:.3g} s per step, "
-            f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the remaining {left:,} steps take "
-            f"{units.duration(left * seconds)}, with a checkpoint every "
-            f"{units.duration(saves)}"
+            f"{self._plan.tokens_per_step / seconds:,.0f} tok/s; the remaining "
+            f"{steps_left:,} steps take {units.duration(steps_left * seconds)}, with a checkpoint "
+            f"every {units.duration(saves)}"
         )
 
     def _speeds(self) -> dict[str, float]:
@@ -278,9 +278,9 @@ class Report:
         if (seconds := self._pace.seconds_per_step) is None:
             return {}
         speed = self._plan.tokens_per_step / seconds
-        left = self._plan.total_steps - self._state.step
+        steps_left = self._plan.total_steps - self._state.step
         return {"perf/run_tokens_per_sec": speed} | (
-            {"perf/eta_sec": left * seconds} if left else {}
+            {"perf/eta_sec": steps_left * seconds} if steps_left else {}
         )
 
     def _describe_launch(self) -> str:
