@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import units
+from lib.core.errors import Problems
 from lib.corpus.inputs import InputFile
 from lib.corpus.near import minhash, recall
 from lib.corpus.near.disk_array import DiskArray
@@ -29,6 +31,7 @@ RULE_NAMES = {LOW: "low_scores", COPY: "duplicates", NEAR: "near_duplicates"}
 # Smallest size of a cluster → how many times its kept row is written, as in FineWeb-2.
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
 _LARGEST = 10  # clusters that the manifest lists
+_OTHER_FILES = 200  # open files besides those of the bands: shards, sidecars, pipes of workers
 
 
 def create_arrays(directory: Path, rows: int) -> None:
@@ -284,3 +287,29 @@ def describe_bands(options: RowOptions) -> str:
         f"{units.counted(options.near_words, 'word')}; probability that a pair is compared: "
         f"{curve}"
     )
+
+
+def require_bands(row_options: RowOptions) -> None:
+    """Raise UsageError if any two rows would be near duplicates, or if there are too many bands.
+
+    Each band is a file, and all of them are open at once. So this raises the limit of open files of
+    this process, if the system allows it.
+    """
+    if not row_options.drops_near:
+        return
+    problems = Problems()
+    if not row_options.near_threshold:
+        problems.add(
+            "--near-threshold 0 drops rows that have nothing in common",
+            expected="a similarity above 0, such as 0.8",
+        )
+    needed = row_options.near_bands + _OTHER_FILES
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if highest != resource.RLIM_INFINITY and needed > highest:
+        problems.add(
+            f"--near-bands {row_options.near_bands} needs {needed:,} open files",
+            expected=f"at most {highest:,}, which the system allows this process (ulimit -Hn)",
+        )
+    elif limit != resource.RLIM_INFINITY and needed > limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
+    problems.raise_if_any()
