@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lib.core import units
 from lib.core.errors import Problems
 from lib.corpus.inputs import InputFile
-from lib.corpus.near import minhash, recall
+from lib.corpus.near import key_groups, minhash, recall
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.signatures import EarlierDataset, list_paths
@@ -292,8 +293,8 @@ def describe_bands(options: RowOptions) -> str:
 def require_bands(row_options: RowOptions) -> None:
     """Raise UsageError if any two rows would be near duplicates, or if there are too many bands.
 
-    Each band is a file, and all of them are open at once. So this raises the limit of open files of
-    this process, if the system allows it.
+    Each band is a file, and all of them are open at once, like the files of a large sort. So this
+    raises the limit of open files of this process, if the system allows it.
     """
     if not row_options.drops_near:
         return
@@ -304,12 +305,14 @@ def require_bands(row_options: RowOptions) -> None:
             expected="a similarity above 0, such as 0.8",
         )
     needed = row_options.near_bands + _OTHER_FILES
-    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if highest != resource.RLIM_INFINITY and needed > highest:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, highest = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in limits)
+    if needed > highest:
         problems.add(
             f"--near-bands {row_options.near_bands} needs {needed:,} open files",
             expected=f"at most {highest:,}, which the system allows this process (ulimit -Hn)",
         )
-    elif limit != resource.RLIM_INFINITY and needed > limit:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, highest))
     problems.raise_if_any()
+    useful = min(max(needed, key_groups.MOST_BUCKETS + _OTHER_FILES), highest)
+    if limit < useful:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (useful, limits[1]))
