@@ -47,7 +47,7 @@ from lib.corpus.inputs import InputFile
 from lib.corpus.masks import mask_options, second_pass
 from lib.corpus.near import signatures
 from lib.corpus.near.build import Planner
-from lib.corpus.near.plan import RowPlan, describe_bands
+from lib.corpus.near.plan import RowPlan, describe_bands, require_bands
 from lib.corpus.page import collect
 from lib.corpus.pool import UnitPool
 from lib.corpus.quality import rules as quality
@@ -131,6 +131,7 @@ def check_options(opts: BuildOptions) -> None:
     problems.collect(partial(extraction.require_extraction, opts))
     problems.collect(partial(test_sets.require_test_sets, opts, not opts.no_progress))
     problems.collect(partial(quality.require_quality, opts))
+    problems.collect(partial(require_bands, opts))
     problems.collect(partial(signatures.require_earlier, opts))
     problems.collect(partial(mask_options.require_masks, opts))
     problems.collect(partial(language.require_language, opts))

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import random
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -360,6 +361,19 @@ def test_signatures_of_other_parameters_are_refused_by_name(tmp_path, stage):
     assert "has no signatures" in done.stderr
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "x", "--near-bands", 7, expect=2)
     assert "--near-bands needs --dedup near" in done.stderr
+
+
+def limit_open_files(rank: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
+
+
+def test_many_bands_raise_the_limit_of_open_files(tmp_path, stage):
+    write_lines(tmp_path / "raw/a.jsonl", ["some words of a text", "some words of a text too"])
+    common = (SCRIPT, "--data-folder", "raw", "--dedup", "near", "--save-dir", "new")
+    options = {"before": "tests.test_stage_02_near:limit_open_files"}
+    done = stage(*common, "--near-bands", 400, "--near-threshold", 0, **options, expect=2)
+    assert "--near-bands 400" in done.stderr and "--near-threshold 0" in done.stderr
+    stage(*common, "--near-bands", 300, **options)
 
 
 @pytest.mark.parametrize("damage", ["cut", "swap"])

@@ -18,8 +18,8 @@ from lib.corpus.near.minhash import NO_KEY
 if TYPE_CHECKING:
     import numpy as np
 
-SORTED_AT_ONCE = 1 << 22  # records of 16 or 24 bytes; sorting takes four times their memory
-_MOST_BUCKETS = 512  # files that are open at once
+SORTED_AT_ONCE = 1 << 20  # records of 16 or 24 bytes; sorting takes four times their memory
+MOST_BUCKETS = 512  # files that are open at once
 
 
 def write_groups(
@@ -35,7 +35,7 @@ def write_groups(
     """
     import numpy as np
 
-    count = min(_MOST_BUCKETS, units.ceil_div(max(1, len(keys)), limit or SORTED_AT_ONCE))
+    count = min(MOST_BUCKETS, units.ceil_div(max(1, len(keys)), limit or SORTED_AT_ONCE))
     written = 0
     with ExitStack() as stack:
         keyed = _Buckets(out.with_suffix(".keyed"), count, stack)

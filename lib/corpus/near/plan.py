@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import units
+from lib.core.errors import Problems
 from lib.corpus.inputs import InputFile
-from lib.corpus.near import minhash, recall
+from lib.corpus.near import key_groups, minhash, recall
 from lib.corpus.near.disk_array import DiskArray
 from lib.corpus.near.minhash import Bands
 from lib.corpus.near.signatures import EarlierDataset, list_paths
@@ -29,6 +32,7 @@ RULE_NAMES = {LOW: "low_scores", COPY: "duplicates", NEAR: "near_duplicates"}
 # Smallest size of a cluster → how many times its kept row is written, as in FineWeb-2.
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
 _LARGEST = 10  # clusters that the manifest lists
+_OTHER_FILES = 200  # open files besides those of the bands: shards, sidecars, pipes of workers
 
 
 def create_arrays(directory: Path, rows: int) -> None:
@@ -284,3 +288,31 @@ def describe_bands(options: RowOptions) -> str:
         f"{units.counted(options.near_words, 'word')}; probability that a pair is compared: "
         f"{curve}"
     )
+
+
+def require_bands(row_options: RowOptions) -> None:
+    """Raise UsageError if any two rows would be near duplicates, or if there are too many bands.
+
+    Each band is a file, and all of them are open at once, like the files of a large sort. So this
+    raises the limit of open files of this process, if the system allows it.
+    """
+    if not row_options.drops_near:
+        return
+    problems = Problems()
+    if not row_options.near_threshold:
+        problems.add(
+            "--near-threshold 0 drops rows that have nothing in common",
+            expected="a similarity above 0, such as 0.8",
+        )
+    needed = row_options.near_bands + _OTHER_FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, highest = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in limits)
+    if needed > highest:
+        problems.add(
+            f"--near-bands {row_options.near_bands} needs {needed:,} open files",
+            expected=f"at most {highest:,}, which the system allows this process (ulimit -Hn)",
+        )
+    problems.raise_if_any()
+    useful = min(max(needed, key_groups.MOST_BUCKETS + _OTHER_FILES), highest)
+    if limit < useful:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (useful, limits[1]))
