@@ -231,7 +231,7 @@ def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
     assert shards() is None
     nodes(4, 1000, shards=8, gpu=False)
     assert shards() is None
-    nodes(32, 1000, shards=8, each=1)
+    nodes(32, 1000, shards=8, per_node=1)
     assert shards() is None
     nodes(4, 1.05, shards=32)  # a replica per node would not fit
     assert shards() is None
