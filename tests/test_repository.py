@@ -267,7 +267,7 @@ def test_no_code_breaks_a_rule_of_form() -> None:
         ("functions with a bare verb", "def read(): 1", "@pytest.fixture\ndef read(): 1"),
         ("values without a noun", "[each for each in a]", "[part for part in each]"),
         ("values without a noun", "def f(how): 1", "f(how=1)"),
-        ("values without a noun", "class A:\n  def f(a, made): 1", "class A:\n  made: int"),
+        ("values without a noun", "class A: x = [made for made in a]", "class A:\n  made: int"),
         ("backslashes", "a = 1 + \\\n  2", 'a = """1\\\n2"""'),
     ],
 )
