@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "PYTHON": sys.executable,
 }
 TRAIN = (
-    *SMALL_RUN,
     "--",
+    *SMALL_RUN,
     "-e",
     "run",
     "-b",
