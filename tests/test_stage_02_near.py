@@ -21,6 +21,7 @@ from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, split_parts, work_units
 from lib.corpus.dataset import PLAN, DatasetWriter
 from lib.corpus.near import build as near_build
+from lib.corpus.near import disk_array, key_groups, leaders
 from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
 from tests.conftest import StageRunner
@@ -294,6 +295,14 @@ def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):
     assert not Planner(tmp_path / "out" / PLAN, SHAPE, files, 1).is_collected
 
 
+def use_small_blocks(rank: int) -> None:
+    """Use files, blocks and a cache as in a build of millions of rows; private names set them."""
+    key_groups.SORTED_AT_ONCE = 20
+    key_groups.BLOCK = disk_array.BLOCK = 30
+    near_build._DOCUMENTS_AT_ONCE = 40
+    leaders._CACHED_BYTES = 2000
+
+
 @pytest.mark.slow
 def test_machines_and_workers_give_the_same_bytes(stage: StageRunner, tmp_path: Path, spread: Path):
     spread.rename(tmp_path / "raw_text")
@@ -302,7 +311,9 @@ def test_machines_and_workers_give_the_same_bytes(stage: StageRunner, tmp_path: 
     assert "97.5 % at 0.8" in done.stdout and "rows dropped by --dedup near" in done.stdout
     one = read_dataset_files(tmp_path / "one")
     for workers in (2, 5):
-        stage(SCRIPT, *OPTIONS, "--save-dir", f"n{workers}", "--num-workers", workers)
+        before = "tests.test_stage_02_near:use_small_blocks" if workers == 2 else ""
+        line = (*OPTIONS, "--save-dir", f"n{workers}", "--num-workers", workers)
+        stage(SCRIPT, *line, before=before)
         assert read_dataset_files(tmp_path / f"n{workers}") == one
     for splits in ("2-3", "0,1"):
         stage(SCRIPT, *OPTIONS, "--save-dir", "many", "--only-splits", splits)

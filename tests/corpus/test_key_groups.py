@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,6 +53,24 @@ def test_groups_are_those_of_a_dictionary(tmp_path: Path, limit: int, columns: i
     starts = sorted(groups_by_document)  # each group has room for its members
     assert all(a + len(groups_by_document[a]) <= b for a, b in pairwise(starts))
     assert {path.name for path in tmp_path.iterdir()} == {"keys", "omitted", "out"}
+
+
+def test_bands_are_sorted_side_by_side(tmp_path: Path):
+    draw = np.random.default_rng(0)
+    bands = range(4)
+    for band in bands:
+        keys = draw.integers(1, 1 << 15, 1 << 16, np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        keys.tofile(tmp_path / f"keys.{band}")
+
+    def write_band(band: int, limit: int) -> bytes:
+        out = tmp_path / f"{'few' if limit else 'one'}.{band}"
+        keys = DiskArray(tmp_path / f"keys.{band}", np.uint64)
+        key_groups.write_groups(keys, None, 0, out, limit)
+        return out.read_bytes()
+
+    with ThreadPoolExecutor(len(bands)) as threads:
+        written = list(threads.map(write_band, bands, [1 << 12] * len(bands)))
+    assert all(written) and written == [write_band(band, 0) for band in bands]
 
 
 def test_an_array_on_disk_keeps_its_values_when_it_leaves_memory(tmp_path: Path):

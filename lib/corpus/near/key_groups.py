@@ -38,7 +38,8 @@ def write_groups(
     count = min(MOST_BUCKETS, units.ceil_div(max(1, len(keys)), limit or SORTED_AT_ONCE))
     written = 0
     with ExitStack() as stack:
-        keyed = _Buckets(out.with_suffix(".keyed"), count, stack)
+        # Several bands are sorted at once, and only the end of `out` differs between them.
+        keyed = _Buckets(Path(f"{out}.keyed."), count, stack)
         for first, block in keys.blocks():
             columns = block.reshape(len(block), -1)
             is_used = columns[:, 0] != NO_KEY
@@ -49,7 +50,7 @@ def write_groups(
             keyed.add(records, (records[:, 0] >> np.uint64(32)) * np.uint64(count) >> np.uint64(32))
         if is_omitted is not None:
             is_omitted.release()
-        ordered = _Buckets(out.with_suffix(".ordered"), count, stack)
+        ordered = _Buckets(Path(f"{out}.ordered."), count, stack)
         span = np.uint64(units.ceil_div(max(1, len(keys)), count))
         for records in keyed.read():
             pairs = _find_groups(records, first_new)
