@@ -298,7 +298,8 @@ def test_work_of_another_version_is_not_reused(spread, tmp_path, monkeypatch):
 def use_small_blocks(rank: int) -> None:
     """Use files, blocks and a cache as in a build of millions of rows; private names set them."""
     key_groups.SORTED_AT_ONCE = 20
-    key_groups.BLOCK = disk_array.BLOCK = 30
+    key_groups.BLOCK = 30
+    disk_array.BLOCK = 30
     near_build._DOCUMENTS_AT_ONCE = 40
     leaders._CACHED_BYTES = 2000
 
