@@ -299,9 +299,8 @@ def join_ranks(
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
 
-    estimate = stack.enter_context(
-        MemoryEstimate(model, typed_config.precision)
-    )  # forks: comes first
+    # It forks, so it comes first.
+    estimate = stack.enter_context(MemoryEstimate(model, typed_config.precision))
     if typed_config.deterministic:
         determinism.require_determinism()
     layout = stack.enter_context(

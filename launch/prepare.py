@@ -54,6 +54,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    stage.run_main(
-        main, network=True
-    )  # for stage 03; the other stages set the offline guard themselves
+    # Stage 03 needs the network; the other stages set the offline guard themselves.
+    stage.run_main(main, network=True)

@@ -43,10 +43,8 @@ NAMES = {
     "opts",
     "_opts",
     "options",
-    "wanted",
     "arguments",
-    "given",
-    "asked",
+    "typed_config",
     "config",
     "_config",
     "build",
@@ -187,9 +185,9 @@ def test_every_option_is_read_somewhere(path: Path) -> None:
 
 # What a Config is called, in the modules that import it or what has one.
 CONFIG = {
-    "asked",
     "auto",
     "config",
+    "typed_config",
     "plan.config",
     "run.config",
     "self.config",

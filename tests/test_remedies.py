@@ -115,9 +115,8 @@ def noted(
             frame = frame.f_back
 
     monkeypatch.setattr(StageError, "__init__", note)
-    monkeypatch.setattr(
-        offline, "enable_offline_mode", lambda: None
-    )  # transformers is imported long ago
+    # transformers is already imported.
+    monkeypatch.setattr(offline, "enable_offline_mode", lambda: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     yield
     part = notes / f"{request.node.name}.part"
@@ -282,9 +281,8 @@ def test_remedies_for_wrong_datasets_work(
     prepare = ("04_train_fsdp.py", "-e", "x", "-m", "model", "--prepare-only", "-d")
     assert "hf_datasets/raw_text" in project_terminal.fails(*prepare, "raw_text").run
     project_terminal.follow(project_terminal.fails(*prepare, "raw_text"))
-    project_terminal.follow(
-        project_terminal.fails(*prepare, "raw_text/document_000.txt")
-    )  # and no file beside it
+    # There is no file beside it.
+    project_terminal.follow(project_terminal.fails(*prepare, "raw_text/document_000.txt"))
     assert rows_of("hf_datasets/document_000") == 1
     project_terminal.follow(project_terminal.fails(*prepare, "splits"))
     for directory in ("hf_datasets/corpus", "hf_datasets"):  # what is made already is no text
@@ -306,9 +304,8 @@ def test_remedies_for_wrong_datasets_work(
     Path("one.jsonl").write_text(text * 20)
     Path("two.jsonl").write_text(text)
     (Path("raw_text") / "one.jsonl").write_text(text)
-    project_terminal.follow(
-        project_terminal.fails(*prepare, "one.jsonl")
-    )  # beside hf_datasets/ and much else
+    # It is beside hf_datasets/ and much else.
+    project_terminal.follow(project_terminal.fails(*prepare, "one.jsonl"))
     assert rows_of("hf_datasets/one") == 20
     assert not project_terminal.fails(*prepare, "model").run  # a model is not text
     project_terminal.follow(
@@ -391,9 +388,8 @@ def test_remedies_for_conversations_work(project_terminal: Terminal) -> None:
             TRAIN[0], "-e", "x", "-m", "model", "-d", file, "--streaming", "--max-steps", 2
         )
         assert "--include" in error.run and "--format chat" in error.run
-    project_terminal.follow(
-        project_terminal.fails(*prepare, "hf_datasets/talks")
-    )  # the model has no template
+    # The model has no template.
+    project_terminal.follow(project_terminal.fails(*prepare, "hf_datasets/talks"))
     datasets.Dataset.from_list(rows).save_to_disk("foreign")
     shutil.copy(ROOT / "chat_templates/plain.jinja", "model/chat_template.jinja")
     project_terminal.follow(project_terminal.fails(*prepare, "foreign"))

@@ -23,8 +23,6 @@ from tests.training import SEQ_LENGTH, list_saved_steps, metrics, train_model
 STEPS = 7
 SAMPLES = 6  # of a step
 RUN = (
-    "-e",
-    "run",
     "-d",
     "corpus",
     "-m",

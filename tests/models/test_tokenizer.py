@@ -259,9 +259,8 @@ def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpu
     assert ids.count(loaded.convert_tokens_to_ids("<|im_end|>")) == 2
     assert tokenizer.TURN[0] + "assistant\n" + contents[1] in loaded.decode(ids)
 
-    training_texts = training_text.read_texts(
-        [corpus, tmp_path / "chat"]
-    )  # strings, and large strings
+    # Strings, and large strings.
+    training_texts = training_text.read_texts([corpus, tmp_path / "chat"])
     assert training_texts.is_chat and len(training_texts.texts) == 402 + 150
     with pytest.raises(UsageError, match="too few for a tokenizer of conversations"):
         train_tokenizer(tmp_path / "chat", tmp_path / "small", 259)

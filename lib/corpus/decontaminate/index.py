@@ -270,9 +270,8 @@ def _find_grams(questions: Sequence[Question], test_set: TestSet) -> _SetGrams:
     is_shared = _find_shared(grams)
     result = _SetGrams([], [])
     for question, hashes, shared, length in zip(questions, grams, is_shared, lengths, strict=True):
-        grams_of_question = np.sort(
-            _drop_shared(hashes, shared)
-        )  # np.unique takes longer for few values
+        # np.unique takes longer for few values.
+        grams_of_question = np.sort(_drop_shared(hashes, shared))
         grams_of_question = grams_of_question[
             np.diff(grams_of_question, prepend=~grams_of_question[:1]) != 0
         ]
