@@ -55,7 +55,7 @@ class UnitPool:
         fatal = frozenset(
             span.file.path
             for span in unit.spans
-            if not self._try_unit(replace(unit, spans=(span,)))
+            if not self._try_unit(replace(unit, spans=(span,), is_trial=True))
         )
         for path in sorted(fatal):
             log.warn(

@@ -67,7 +67,8 @@ class WorkUnit:
 
     number: index of the unit in its split of the data folder. folder: the data folder. out:
     directory for the parts of the unit. avoid: files that have crashed a worker process. samples:
-    the most samples of dropped rows to keep for each rule.
+    the most samples of dropped rows to keep for each rule. is_trial: the unit only shows whether a
+    file crashes the worker, so its result is discarded.
     """
 
     number: int
@@ -77,6 +78,7 @@ class WorkUnit:
     row_options: RowOptions
     avoid: frozenset[str] = frozenset()
     samples: int = row_tally.SAMPLES
+    is_trial: bool = False
 
     @property
     def begins(self) -> bool:
