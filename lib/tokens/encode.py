@@ -50,6 +50,8 @@ class HuggingFace:
             self._rust.no_padding()
 
     def encode(self, texts: Sequence[bytes]) -> Ids:
+        if not texts:  # a tokenizer without a Rust part would raise an error
+            return np.empty(0, np.uint32), np.empty(0, np.int64)
         strings = [text.decode("utf-8", "replace") for text in texts]
         if self._rust is not None:
             coded = self._rust.encode_batch_fast(strings, add_special_tokens=False)
@@ -58,7 +60,7 @@ class HuggingFace:
             ids = self._tokenizer(strings, add_special_tokens=False, verbose=False)["input_ids"]
         lengths = np.fromiter(map(len, ids), np.int64, len(ids))
         flat = [np.array(one, dtype=np.uint32) for one in ids]
-        return np.concatenate(flat) if flat else np.empty(0, np.uint32), lengths
+        return np.concatenate(flat), lengths
 
 
 class Gigatoken:

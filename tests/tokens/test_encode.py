@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
 from lib.core import artifacts
 from lib.core.errors import ArtifactError
@@ -128,6 +129,17 @@ def test_a_long_text_is_cut_only_where_that_changes_nothing(
     pieces, _ = encoder._cut_texts([b"short", text.encode(), b""])
     assert len(pieces) > 20 and b"".join(pieces) == b"short" + text.encode()
     assert ids_of(encoder, ["short", text, ""]) == expected
+
+
+def test_a_tokenizer_in_python_encodes_texts_in_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last text completes a group, so no text is left after it."""
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "t")
+    monkeypatch.setattr(encode, "_GROUP_BYTES", 4)
+    assert ids_of(Encoder(tmp_path / "t", 1), ["ab", "long text"]) == [
+        [*(3 + byte for byte in text), 1] for text in (b"ab", b"long text")
+    ]
 
 
 def test_texts_are_not_cut_if_that_changes_the_ids(tmp_path: Path) -> None:
