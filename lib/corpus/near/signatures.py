@@ -159,7 +159,8 @@ class EarlierDataset:
         for shard, path in zip(
             self.manifest["summary"]["splits"][split]["shards"], self._shards[split], strict=True
         ):
-            stop = int(np.searchsorted(rows.values, first + shard["rows"]))
+            # A signed number would let NumPy convert all entries to float64.
+            stop = int(np.searchsorted(rows.values, np.uint64(first + shard["rows"])))
             yield ShardRows(path, rows, start, stop - start, first)
             first += shard["rows"]
             start = stop
