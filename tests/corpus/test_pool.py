@@ -54,5 +54,5 @@ def test_the_other_files_of_a_unit_are_kept(
     assert result.rows == {"train": 3}
     assert result.tally.problems == {"crash": 1} and result.tally.failed == {FATAL}
     if process is split_parts.process_unit:  # a resumed build or a merge reads the same result
-        [kept] = split_parts.read_results([unit])
-        assert (kept.rows, kept.tally) == (result.rows, result.tally)
+        [kept_result] = split_parts.read_results([unit])
+        assert (kept_result.rows, kept_result.tally) == (result.rows, result.tally)
