@@ -22,6 +22,8 @@ from tests.conftest import wait_until
 from tests.s3_server import BUCKET, S3Server, serve_s3
 
 URL = f"s3://{BUCKET}/backup"
+# After failures, both botocore and the copier wait longer and longer before they try again.
+PATIENCE_S = 180.0
 
 
 class Recorder:
@@ -109,7 +111,7 @@ def test_each_checkpoint_is_copied_and_old_copies_are_pruned(
     copying = new(target, keep=2, keep_every=3)
     for step in range(1, 8):
         commit_steps(run, step, copier=copying, eval_loss=step + 1)
-        assert copying.wait(60)
+        assert copying.wait(PATIENCE_S)
     assert find_copies(target) == [1, 3, 6, 7], "the best, multiples of 3, and the two newest"
     assert recorder.steps("copy") == [1, 2, 3, 4, 5, 6, 7]
     pruned = [facts["steps"] for event, _, facts in recorder.events if event == "prune"]
@@ -123,9 +125,9 @@ def test_the_next_launch_copies_what_is_missing(
     """The newest is copied first, then only the checkpoints that retention keeps for long."""
     for step, loss in ((10, 3.0), (11, 1.0), (12, 2.0), (13, 4.0), (14, 5.0)):
         commit_steps(run, step, eval_loss=loss)
-    assert new(tmp_path / "second", 14, keep_every=5).wait(60)
+    assert new(tmp_path / "second", 14, keep_every=5).wait(PATIENCE_S)
     assert recorder.steps("copy") == [14, 11, 10]
-    assert new(tmp_path / "second", 14, keep_every=5).wait(60)
+    assert new(tmp_path / "second", 14, keep_every=5).wait(PATIENCE_S)
     assert recorder.steps("copy") == [14, 11, 10]
 
 
@@ -140,7 +142,7 @@ def test_a_slow_copy_skips_checkpoints_and_its_own_is_spared(
         pruned.extend(commit.prune_checkpoints(run.checkpoints, 2, 0, spared))
 
     copying = new(URL, prune=prune)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     server.store.seconds = 0.3
     commit_steps(run, 1, copier=copying)
     wait_until(copying.get_current)
@@ -149,7 +151,7 @@ def test_a_slow_copy_skips_checkpoints_and_its_own_is_spared(
         prune()
     assert copying.get_current() == (1,), "it is still being copied"
     assert [c.step for c in commit.list_checkpoints(run.checkpoints)] == [7, 6, 1]
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     assert recorder.steps("copy") == [1, 7]
     assert [c.step for c in commit.list_checkpoints(run.checkpoints)] == [7, 6]
     assert not recorder.steps("copy_failed")
@@ -160,13 +162,13 @@ def test_a_checkpoint_that_is_deleted_during_its_copy_is_no_failure(
 ) -> None:
     """A full disk makes the run delete it."""
     copying = new(URL)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     server.store.seconds = 0.3
     commit_steps(run, 1, copier=copying)
     wait_until(copying.get_current)
     commit_steps(run, 2)
     commit.delete_checkpoints([run.checkpoints / "step_00000001"])
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     assert recorder.steps("copy") == [2] and not recorder.steps("copy_failed")
     server.store.seconds = 0
     assert find_copies(URL) == [2]
@@ -178,7 +180,7 @@ def test_a_server_that_fails_is_tried_again(
 ) -> None:
     """Connections are refused, then requests; meanwhile the next checkpoint is saved."""
     copying = new(URL)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     server.stop()
     commit_steps(run, 1, copier=copying)
     wait_until(lambda: recorder.steps("copy_failed"))
@@ -189,7 +191,7 @@ def test_a_server_that_fails_is_tried_again(
     wait_until(lambda: "reduce your request rate" in recorder.state["copy_error"])
     commit_steps(run, 2, copier=copying)
     server.store.status = 0
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     assert recorder.steps("copy") == [2], "the newest"
     assert recorder.state == {"copied": 2, "copy_error": ""}
 
@@ -202,13 +204,13 @@ def test_a_killed_child_process_is_replaced(
     server: S3Server,
 ) -> None:
     copying = new(URL)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     server.store.hangs = True
     commit_steps(run, 1, copier=copying)
     wait_until(copying.get_current)
     os.kill(copying._worker._process.pid, signal.SIGKILL)
     server.store.hangs = False
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     assert recorder.steps("copy") == [1] and find_copies(URL) == [1]
     (reason,) = [facts["reason"] for event, _, facts in recorder.events if event == "copy_failed"]
     assert "signal 9" in reason
@@ -218,7 +220,7 @@ def test_a_hanging_server_does_not_delay_the_end(
     run: Experiment, new: Callable[..., Copier], server: S3Server, capfd: pytest.CaptureFixture
 ) -> None:
     copying = new(URL)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     server.store.hangs = True
     commit_steps(run, 1, copier=copying)
     wait_until(copying.get_current)
@@ -252,17 +254,17 @@ def test_copies_of_an_abandoned_line_are_not_used(
     copying = new(target)
     for step in (1, 2, 3):
         commit_steps(run, step, copier=copying)
-        assert copying.wait(60)
+        assert copying.wait(PATIENCE_S)
     for step in (2, 3):
         shutil.rmtree(run.checkpoints / f"step_{step:08d}")
     copying.retire(1)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     assert find_copies(target) == [1]
     commit_steps(run, 2, copier=copying, tokens=9)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     copying.close()
     shutil.rmtree(run.checkpoints / "step_00000002")
-    assert new(target, 1).wait(60)
+    assert new(target, 1).wait(PATIENCE_S)
     assert find_copies(target) == [1]
 
 
@@ -271,10 +273,10 @@ def test_a_step_that_is_saved_again_is_copied_again(
 ) -> None:
     commit_steps(run, 1)
     copying = new(tmp_path / "second", 1)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     shutil.rmtree(run.checkpoints / "step_00000001")
     commit_steps(run, 1, copier=copying, tokens=9)
-    assert copying.wait(60)
+    assert copying.wait(PATIENCE_S)
     place = copies.open_place(str(tmp_path / "second"), "exp", "18ab")
     assert place.read_commits()[1]["tokens"] == 9
 
