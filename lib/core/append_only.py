@@ -17,8 +17,8 @@ class AppendOnlyFile:
     """Appends each record with one write. Any thread may append.
 
     Records that cannot be written wait in memory and are written before the next one. If more than
-    16 MiB wait, the oldest are dropped. is_text: each record is a line; if a crash left an
-    incomplete line, the next record begins on a new one.
+    16 MiB wait, the oldest are dropped, but never the newest. is_text: each record is a line; if a
+    crash left an incomplete line, the next record begins on a new one.
     """
 
     def __init__(self, path: Path, is_text: bool = True) -> None:
@@ -34,7 +34,7 @@ class AppendOnlyFile:
         """Append a record after those that wait. Raises OSError if it has to wait as well."""
         with self._lock:
             self._waiting.append(record)
-            while sum(map(len, self._waiting)) > _MOST_WAITING_BYTES:
+            while len(self._waiting) > 1 and sum(map(len, self._waiting)) > _MOST_WAITING_BYTES:
                 self._waiting.popleft()
             self._append()
 

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import pytest
 
 from lib.core import manifest, offline, records
+from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
 from lib.train.output.journal import Journal, read_state
 from lib.train.output.metrics import Curve, Metrics
@@ -246,3 +247,11 @@ def test_tensorboard_gets_the_figures_and_ignores_repeated_steps(
     assert [scalar.step for scalar in scalars] == [1, 2, 3, 4, 5, 6, 7]
     assert scalars[0].value == pytest.approx(1 / 4)
     assert "step" not in events.Tags()["scalars"]
+
+
+def test_a_record_of_any_size_is_written(tmp_path: Path) -> None:
+    file = AppendOnlyFile(tmp_path / "records")
+    file.write(b"x" * (17 << 20) + b"\n")
+    file.write(b"short\n")
+    file.close()
+    assert [len(line) for line in (tmp_path / "records").read_bytes().splitlines()] == [17 << 20, 5]
