@@ -299,7 +299,7 @@ def join_ranks(
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
 
-    # It forks, so it comes first.
+    # The estimate forks a process, so it comes first.
     estimate = stack.enter_context(MemoryEstimate(model, typed_config.precision))
     if typed_config.deterministic:
         determinism.require_determinism()

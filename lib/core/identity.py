@@ -20,11 +20,13 @@ class Difference(NamedTuple):
     there: Any
     now: Any
 
-    def describe(self, word_there: str = "there", now: str = "now") -> str:
-        """Return a phrase with both values. word_there, now: the word that follows each value."""
+    def describe(self, earlier_word: str = "there", later_word: str = "now") -> str:
+        """Return a phrase with both values. earlier_word, later_word: what follows each value."""
         label = "--" + self.name.replace("_", "-") if self.kind == "option" else self.name
         earlier = _format_value(self.there, self.now)
-        return f"{label}: {earlier} {word_there}, {_format_value(self.now, self.there)} {now}"
+        return (
+            f"{label}: {earlier} {earlier_word}, {_format_value(self.now, self.there)} {later_word}"
+        )
 
     def __str__(self) -> str:
         return self.describe()

@@ -123,15 +123,16 @@ class RowTally:
         position: int,
         value: Any,
         text: str,
-        original: str = "",
+        kept_place: str = "",
     ) -> None:
         """Keep a dropped row as a sample if its key is one of the smallest.
 
-        path: the path of the file, not escaped.
+        path: the path of the file, not escaped. kept_place: the place of the kept row that it
+        duplicates.
         """
         if self.takes_sample(rule, key):
             shown = (escape_path(path)[:_TEXT], position, format_value(value), cut_text(text))
-            self._insert(rule, DroppedSample(key, *shown, original[:_TEXT]))
+            self._insert(rule, DroppedSample(key, *shown, kept_place[:_TEXT]))
 
     def add(self, other: RowTally, rows_before: int = 0) -> None:
         """Add the tally of later input.

@@ -175,13 +175,13 @@ class DroppedRows:
     def _add_row(self, rule: str, path: str, row: int, describe: Describe) -> None:
         positions = self._rows.positions
         position = int(positions[row]) if len(positions) else None
-        value, original = describe(row)
-        self._lines[row] = format_dropped(path, position, rule, value, original)
+        value, kept_row = describe(row)
+        self._lines[row] = format_dropped(path, position, rule, value, kept_row)
         counts = self._tally.row_counts
         key = row_tally.make_key(path, position or row)
         if counts.takes_sample(rule, key):
             text = self._rows.read_beginning(row)
-            place = format_place(original) if original else ""
+            place = format_place(kept_row) if kept_row else ""
             counts.add_sample(rule, key, path, position or 0, value, text, place)
 
     def write_lines(self, file: BinaryIO) -> None:

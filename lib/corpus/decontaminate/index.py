@@ -260,11 +260,11 @@ def _find_grams(questions: Sequence[Question], test_set: TestSet) -> _SetGrams:
         hashes if len(question_words) >= WORDS else hashes[:0]
         for hashes, question_words in zip(_hash_by_text(questions, WORDS), words, strict=True)
     ]
-    first = _count_common(words)
-    last = _count_common([question_words[first:][::-1] for question_words in words])
-    lengths = [len(question_words) - first - last for question_words in words]
+    prefix = _count_common(words)
+    suffix = _count_common([hashes[prefix:][::-1] for hashes in words])
+    lengths = [len(hashes) - prefix - suffix for hashes in words]
     grams = [
-        hashes[first : first + max(0, length - WORDS + 1)]
+        hashes[prefix : prefix + max(0, length - WORDS + 1)]
         for hashes, length in zip(grams, lengths, strict=True)
     ]
     is_shared = _find_shared(grams)
