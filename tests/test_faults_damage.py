@@ -107,6 +107,8 @@ def seal_checkpoint(checkpoint: Path) -> None:
     assert Checkpoint(checkpoint, content["step"]).problems() == []
 
 
+HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
+# Each file once, damaged in one of the ways: at most one file of each checkpoint.
 PAIRS = list(
     zip(
         FILES,
@@ -114,26 +116,36 @@ PAIRS = list(
         strict=True,
     )
 )
-HOWS = ("flipped bit", "cut", "empty", "zeroed page", "missing")
 
 
 @pytest.mark.parametrize(
-    ("name", "way"),
+    "damages",
     [
-        pytest.param(name, way, marks=[] if (name, way) in PAIRS else pytest.mark.long)
-        for name in FILES
-        for way in HOWS
+        *(dict(zip((NEWEST, BEFORE), PAIRS[i : i + 2], strict=False)) for i in range(0, 7, 2)),
+        *(
+            pytest.param({NEWEST: (name, way)}, marks=pytest.mark.long)
+            for name in FILES
+            for way in HOWS
+            if (name, way) not in PAIRS[::2]
+        ),
     ],
+    ids=lambda damages: ", ".join(f"{name}-{way}" for name, way in damages.values()),
 )
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(
-    server: Server, undisturbed: Callable[..., Undisturbed], outputs: Path, name: str, way: str
+def test_a_run_resumes_from_the_checkpoint_before_damaged_ones(
+    server: Server,
+    undisturbed: Callable[..., Undisturbed],
+    outputs: Path,
+    damages: dict[int, tuple[str, str]],
 ):
-    damage_file(step(outputs) / name, way)
+    for number, (name, way) in damages.items():
+        damage_file(step(outputs, number) / name, way)
     result = server.run(*run_options(outputs))
-    assert find_start_step(outputs) == BEFORE and "moved to quarantine" in result.output
-    [printed] = [e for e in read_events(outputs) if e["event"] == "quarantine"]
-    assert printed["step"] == NEWEST and Path(name).name in printed["reason"]
-    assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == 1
+    assert find_start_step(outputs) == NEWEST - 2 * len(damages)
+    assert "moved to quarantine" in result.output
+    printed = {e["step"]: e["reason"] for e in read_events(outputs) if e["event"] == "quarantine"}
+    assert printed.keys() == damages.keys()
+    assert all(Path(name).name in printed[number] for number, (name, _) in damages.items())
+    assert len(commit.list_quarantined(outputs / "run" / "checkpoints")) == len(damages)
     undisturbed().require_same(outputs)
 
 
