@@ -298,8 +298,14 @@ def test_the_dry_run_of_a_bench_prints_its_plan(tmp_path: Path) -> None:
 
 
 def test_a_bench_that_cannot_fit_is_refused(tmp_path: Path) -> None:
-    options = ("--bench", "--model-size", "70B", "-b", 1, "--activation-checkpointing", "none")
-    done = run_stage(STAGE, *options, cwd=tmp_path, expect=2)
+    done = run_stage(
+        STAGE,
+        *SMALL,
+        *("--activation-checkpointing", "none"),
+        cwd=tmp_path,
+        expect=2,
+        before="tests.training:offer_little_memory",
+    )
     assert "this run does not fit" in done.stderr and not list(tmp_path.iterdir())
 
 

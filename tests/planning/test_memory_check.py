@@ -284,18 +284,16 @@ def test_control_groups_limit_the_memory(
 
 def test_a_run_that_cannot_fit_ends_before_text_is_tokenised(project: Path) -> None:
     """All ranks end, and none waits for another."""
-    huge = (
-        "-e",
-        "huge",
-        "-d",
-        "corpus",
-        "--from-scratch",
-        "--model-size",
-        "70B",
-        "--tokenizer",
-        "model",
+    options = ("-e", "huge", "-d", "corpus", "-m", "model")
+    done = run_stage(
+        "04_train_fsdp.py",
+        *options,
+        cwd=project,
+        ranks=2,
+        expect=1,
+        timeout=120,
+        before="tests.training:offer_little_memory",
     )
-    done = run_stage("04_train_fsdp.py", *huge, cwd=project, ranks=2, expect=1, timeout=120)
     output = done.stdout + done.stderr
-    assert "this run does not fit: a rank needs 510.0 GiB" in output
+    assert output.count("this run does not fit: a rank needs") == 1
     assert not (project / ".cache" / "tokens").exists() and not (project / "outputs").exists()
