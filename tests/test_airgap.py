@@ -36,16 +36,13 @@ GIT = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
 
 
 def check_out(place: Path, **replaced: str) -> Path:
-    """Make a repository with one commit of the files here. replaced: new contents, by name."""
+    """Make a repository with one commit of the files here. replaced: new contents, by name.
+
+    Tests and pages are left out, since copying, packing and unpacking them takes most of the time.
+    """
     command = [
-        "git",
-        "-C",
-        str(ROOT),
-        "ls-files",
-        "-z",
-        "--cached",
-        "--others",
-        "--exclude-standard",
+        *("git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"),
+        *("--", ".", ":!tests", ":!benchmarks", ":!docs"),
     ]
     try:
         listed = subprocess.run(command, capture_output=True, check=True, text=True).stdout
