@@ -6,6 +6,7 @@ python -m tests.private_apis    name what the installed versions lack, and exit 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -159,26 +160,44 @@ def find_private_names(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             is_inherited = ast.unparse(node.value) in ("self", "cls", "super()")
             if node.attr not in own_names | _DOCUMENTED and not (
-                is_inherited and node.attr in _our_names()
+                is_inherited and _is_ours(node.attr)
             ):
                 yield node.attr, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _BY_NAME:
+        elif isinstance(node, ast.Call) and _get_name(node.func) in _BY_NAME:
             for argument in node.args:
                 text = argument.value if isinstance(argument, ast.Constant) else None
-                if isinstance(text, str) and _PRIVATE.fullmatch(text) and text not in _our_names():
+                if isinstance(text, str) and _PRIVATE.fullmatch(text) and not _is_ours(text):
                     yield text, node.lineno
 
 
 _BY_NAME = {"getattr", "hasattr", "setattr", "delattr", "mock.patch.object"}
-_OURS: set[str] = set()
 
 
-def _our_names() -> set[str]:
-    """Return all names that our code defines, since inherited methods may use them."""
-    if not _OURS:
-        for path in list_modules():
-            _OURS.update(_defined_names(ast.parse(path.read_text(encoding="utf-8"))))
-    return _OURS
+def _get_name(function: ast.expr) -> str:
+    """Return the dotted name of a function, "" for another expression.
+
+    `ast.unparse` would take a second for all calls in lib/.
+    """
+    if isinstance(function, ast.Name):
+        return function.id
+    owner = _get_name(function.value) if isinstance(function, ast.Attribute) else ""
+    return f"{owner}.{function.attr}" if owner else ""
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether our code defines a name, since inherited methods may use it."""
+    return any(name in text and name in _names_in(text) for text in _read_modules())
+
+
+@functools.cache
+def _read_modules() -> list[str]:
+    return [path.read_text(encoding="utf-8") for path in list_modules()]
+
+
+@functools.cache
+def _names_in(text: str) -> set[str]:
+    """Return the names that a module defines. text: the code of the module."""
+    return set(_defined_names(ast.parse(text)))
 
 
 def list_modules() -> list[Path]:

@@ -57,6 +57,7 @@ class Made(Exception):
     """Carries a parser out of the command that made it."""
 
 
+@functools.cache
 def parser_of(path: Path) -> argparse.ArgumentParser:
     """Return the parser of a command."""
 
@@ -155,6 +156,11 @@ def imported(path: Path) -> set[Path]:
     return seen
 
 
+def last_name(node: ast.expr) -> str:
+    """Return the last part of a dotted name, "" for another expression."""
+    return getattr(node, "attr", "") or getattr(node, "id", "")
+
+
 @functools.cache
 def reads(path: Path) -> set[str]:
     """Return the names of options that a module reads, those it names in a string too.
@@ -166,7 +172,7 @@ def reads(path: Path) -> set[str]:
         node.attr
         for node in nodes
         if isinstance(node, ast.Attribute)
-        and ("launch" in path.parts or ast.unparse(node.value).split(".")[-1] in NAMES)
+        and ("launch" in path.parts or last_name(node.value) in NAMES)
     }
     return attributes | {
         node.value

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from functools import partial
 
 import pytest
@@ -227,6 +228,7 @@ def test_bias_correction_uses_the_step_count_of_each_parameter(
     assert torch.equal(both[1], late[0])
 
 
+@functools.cache
 def trace_update(settings: adamw8bit._Settings) -> list[tuple[str, Tensor]]:
     """Return the operations of a matrix update as the compiler sees them, and their results."""
     nodes: list[torch.fx.Node] = []
@@ -258,20 +260,21 @@ def test_compiled_updates_compute_no_powers() -> None:
     assert not [name for name, result in operations if result.dtype == torch.float64]
 
 
-@pytest.mark.parametrize(
-    ("capability", "use_integers"),
-    [((8, 0), True), ((8, 6), True), ((8, 9), False), ((9, 0), False), ((12, 0), False)],
-)
-def test_old_gpus_get_kernels_without_8bit_floats(
-    capability: tuple[int, int], use_integers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_gpus_get_kernels_without_8bit_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton casts to e4m3 from compute capability 8.9 on."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     group = {"betas": BETAS, "eps": 1e-8}
-    settings = adamw8bit._Settings.from_group(group, torch.device("cuda", 0))
-    assert settings.use_integers == use_integers
-    kinds = {result.dtype for _, result in trace_update(settings)}
-    assert (torch.float8_e4m3fn in kinds) != use_integers
+    for capability, use_integers in (
+        ((8, 0), True),
+        ((8, 6), True),
+        ((8, 9), False),
+        ((9, 0), False),
+        ((12, 0), False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, known=capability: known)
+        settings = adamw8bit._Settings.from_group(group, torch.device("cuda", 0))
+        assert settings.use_integers == use_integers, capability
+        kinds = {result.dtype for _, result in trace_update(settings)}
+        assert (torch.float8_e4m3fn in kinds) != use_integers, capability
     assert not adamw8bit._Settings.from_group(group, torch.device("cpu")).use_integers
 
 
