@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 # Functions and names by which a text or a list may be multiplied, besides numbers and arithmetic.
 _COUNTING = {"dim", "get_world_size", "len", "max", "randint", "randrange"}
@@ -201,9 +203,20 @@ RULES: dict[str, Callable[[Sequence[ast.AST]], Iterator[int]]] = {
 BACKSLASHES = "backslashes"
 
 
+@functools.cache
+def parse_text(text: str) -> ast.Module:
+    """Return the syntax tree of a module, which many tests look at."""
+    return ast.parse(text)
+
+
+def parse_file(path: Path) -> ast.Module:
+    """Return the syntax tree of a file; see `parse_text`."""
+    return parse_text(path.read_text(encoding="utf-8"))
+
+
 def violations(text: str) -> Iterator[tuple[str, int]]:
     """Yield (rule, line) for each violation in the text of a module."""
-    nodes = [*ast.walk(ast.parse(text))]
+    nodes = [*ast.walk(parse_text(text))]
     for rule, search in RULES.items():
         yield from ((rule, line) for line in search(nodes))
     yield from ((BACKSLASHES, line) for line in continued_lines(text))

@@ -45,7 +45,7 @@ class Measure:
     def add(self, path: Path) -> None:
         """Count a module, unless it is an __init__.py with only a docstring."""
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        tree = form.parse_text(text)
         if path.name == "__init__.py" and len(tree.body) <= 1:
             return
         self.modules.append(len(text.splitlines()))

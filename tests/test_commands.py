@@ -17,6 +17,7 @@ from lib.core import declared, help_text, options
 from lib.core.errors import UsageError
 from lib.optim.registry import list_option_classes
 from lib.train.config import Config
+from tests import form
 from tests.scripts import load_script
 from tests.test_repository import ROOT, STAGES, name_of
 
@@ -128,16 +129,11 @@ def test_the_help_of_training_is_a_page_and_all_of_it_can_be_had() -> None:
 
 
 @functools.cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def imports_of(path: Path) -> set[Path]:
     """Return the modules of ours that a file imports, also lazily."""
     names = {
         name
-        for node in ast.walk(tree_of(path))
+        for node in ast.walk(form.parse_file(path))
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] in ("lib", "launch")
         for name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
     }
@@ -167,7 +163,7 @@ def reads(path: Path) -> set[str]:
 
     What the options are called differs in launch/: there an attribute of anything counts.
     """
-    nodes = list(ast.walk(tree_of(path)))
+    nodes = list(ast.walk(form.parse_file(path)))
     attributes = {
         node.attr
         for node in nodes
@@ -214,7 +210,7 @@ def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> No
     read = set()
     named = set()
     for path in (STAGES[3], *(ROOT / "lib/train").glob("*.py")):
-        nodes = list(ast.walk(tree_of(path)))
+        nodes = list(ast.walk(form.parse_file(path)))
         if path.name == "config.py" or not any(
             isinstance(node, ast.alias) and node.name in HOLDERS for node in nodes
         ):

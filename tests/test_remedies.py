@@ -72,6 +72,7 @@ from lib.train import model as train_model
 from lib.train.output import metrics as train_metrics
 from lib.train.output import symptoms
 from lib.train.output.page_writer import PageWriter
+from tests import form
 from tests.conftest import ROOT, run_stage
 from tests.models.families import FAMILIES
 from tests.scripts import load_script
@@ -900,7 +901,7 @@ def sites() -> list[tuple[str, int, int, str]]:
     """Return file, first and last line, and text of every place that passes a remedy on."""
     places = []
     for path in CODE:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(form.parse_file(path)):
             for keyword in node.keywords if isinstance(node, ast.Call) else ():
                 value = keyword.value
                 is_parts = (

@@ -100,16 +100,10 @@ def check_each(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Call
 
 
 @functools.cache
-def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a module, which many tests look at."""
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@functools.cache
 def imports(path: Path) -> list[str]:
     """Return the full dotted name of every import, those inside functions too."""
     names: list[str] = []
-    for node in ast.walk(parsed(path)):
+    for node in ast.walk(form.parse_file(path)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -159,7 +153,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
     named = Counter(
         node.name
         for path in CODE
-        for node in ast.walk(parsed(path))
+        for node in ast.walk(form.parse_file(path))
         if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, times in named.items() if times > 1]
@@ -206,7 +200,7 @@ def test_modules_and_functions_stay_small(path: Path) -> None:
     assert len(text.splitlines()) <= 450 or name_of(path) in TABLES
     long = [
         f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(form.parse_text(text))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno - node.lineno >= 75
         and node.name != "parse"  # which declares the options
@@ -278,7 +272,7 @@ def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, allowed
 
 @check_each(CODE)
 def test_every_module_and_public_function_says_what_it_is_for(path: Path) -> None:
-    tree = parsed(path)
+    tree = form.parse_file(path)
     assert ast.get_docstring(tree)
     if path in LIB:
         public = [
