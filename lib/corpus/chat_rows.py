@@ -99,17 +99,6 @@ def count_characters(batch: pa.RecordBatch) -> int:
     return int(np.count_nonzero(data >= _FIRST_OF_CHARACTER))
 
 
-def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
-    """Return conversations as a record batch.
-
-    Raises the same errors as `encode_chat`.
-    """
-    collected = _Rows()
-    for chat, place in rows:
-        collected.append(chat, place, encode_chat(chat))
-    return collected.batch()
-
-
 # The contents of the turns, their optional fields (index of the turn, name of the field, text), the
 # tools, and the estimated memory of the row in bytes.
 EncodedChat = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
