@@ -26,6 +26,7 @@ from lib.core import commands, launcher, log, manifest, records, run_records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.events import Event
+from lib.core.figures import Status
 from lib.core.paths import Experiment
 from lib.train.output.prometheus import PrometheusFile
 
@@ -103,8 +104,8 @@ class Journal:
         if not self._active:
             return
         with self._lock, self._state_may_fail:
-            self._is_over |= status != "running"
-            if status == "running" and self._is_over:
+            self._is_over |= status != Status.RUNNING
+            if status == Status.RUNNING and self._is_over:
                 return
             self._last_state = {"status": status, **facts}
             self._write_last_state()

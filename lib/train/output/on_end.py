@@ -18,12 +18,11 @@ from typing import IO, NamedTuple
 
 from lib.core import launcher, offline, run_records
 from lib.core.commands import LAUNCHED_AS
-from lib.core.errors import EXIT_DISK_FULL, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.events import Event
+from lib.core.figures import EXIT_CODES, Status
 from lib.core.paths import Experiment
 from lib.train.output.journal import Journal, format_time
 
-EXIT_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 KILL_S = 3.0  # the most seconds that it takes to kill a command
 _TERMINATE_S = 2.0  # the part of KILL_S between SIGTERM and SIGKILL
 _DRAIN_S = 0.5
@@ -48,8 +47,8 @@ class Ending(NamedTuple):
 def make_ending(exit_code: int, reason: str) -> Ending:
     """Return the ending of a launch with an exit code."""
     statuses = {code: status for status, code in EXIT_CODES.items()}
-    status = statuses.get(exit_code, "failed")
-    return Ending(status, exit_code, "" if status == "complete" else reason)
+    status = statuses.get(exit_code, Status.FAILED)
+    return Ending(status, exit_code, "" if status == Status.COMPLETE else reason)
 
 
 def run_command(
