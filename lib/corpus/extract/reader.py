@@ -17,7 +17,7 @@ def read_document(raw: RawFile, documents: Documents) -> None:
     costs only this file.
     """
     try:
-        text, replaced, lost = _extract(raw, documents)
+        text, replaced, lost = _extract_text(raw, documents)
     except Refusal as refusal:
         documents.tally.without_text[f"{raw.document}: {refusal.kind}"] += 1
         documents.note(refusal.kind, refusal.message, SKIPPED_FILE)
@@ -29,7 +29,7 @@ def read_document(raw: RawFile, documents: Documents) -> None:
     documents.add_text(text.encode())
 
 
-def _extract(raw: RawFile, documents: Documents) -> Extracted:
+def _extract_text(raw: RawFile, documents: Documents) -> Extracted:
     """Return the text of a file; raises Refusal if it yields none."""
     data = raw.read(MOST_FILE_BYTES)
     if data is None:

@@ -131,7 +131,7 @@ class Journal:
         except OSError:
             # A full disk still has the space of the old file. If that fails too, the first error is
             # reported.
-            if not _overwrite(self.experiment.state, json.dumps(content).encode()):
+            if not _overwrite_file(self.experiment.state, json.dumps(content).encode()):
                 raise
 
     def add_event(self, event: Event, step: int, **facts: Any) -> None:
@@ -147,7 +147,7 @@ class Journal:
                 self._events.close()  # makes the line visible on other machines at once
 
 
-def _overwrite(path: Path, content: bytes) -> bool:
+def _overwrite_file(path: Path, content: bytes) -> bool:
     """Overwrite the content of an existing file in place, and return whether that succeeded."""
     try:
         with path.open("r+b", buffering=0) as file:

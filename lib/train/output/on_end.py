@@ -65,7 +65,7 @@ def run_command(
     """
     facts = read_facts(experiment, ending)
     began = time.monotonic()
-    failure, output = _execute(command, seconds, environment | facts)
+    failure, output = _execute_command(command, seconds, environment | facts)
     duration = round(time.monotonic() - began, 1)
     outcome = f"the command of --on-end {'failed: ' + failure if failure else 'succeeded'}"
     if experiment.root.is_dir():
@@ -116,7 +116,9 @@ def build_user_environment() -> dict[str, str]:
     }
 
 
-def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple[str, bytes]:
+def _execute_command(
+    command: str, seconds: float, environment: dict[str, str]
+) -> tuple[str, bytes]:
     """Run a command; return the reason if it failed, else "", and the beginning of its output."""
     try:
         process = subprocess.Popen(
@@ -130,7 +132,7 @@ def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple
     except (OSError, ValueError) as error:
         return f"it cannot be started: {error}", b""
     output = bytearray()
-    reader = threading.Thread(target=_drain, args=(process.stdout, output), daemon=True)
+    reader = threading.Thread(target=_drain_pipe, args=(process.stdout, output), daemon=True)
     reader.start()
     try:
         code = process.wait(seconds)
@@ -139,7 +141,7 @@ def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple
             failure = f"killed by {_name_signal(-code)}"
     except subprocess.TimeoutExpired:
         failure = f"it did not end within {seconds:g} s and was killed"
-        _kill(process)
+        _kill_group(process)
     reader.join(_DRAIN_S)  # a process in the background may keep the pipe open
     return failure, bytes(output)
 
@@ -152,14 +154,14 @@ def _name_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _drain(pipe: IO[bytes], output: bytearray) -> None:
+def _drain_pipe(pipe: IO[bytes], output: bytearray) -> None:
     """Read a pipe to its end, and keep the beginning."""
     with suppress(OSError, ValueError):
         while chunk := os.read(pipe.fileno(), 1 << 16):
             output += chunk[: max(0, _MOST_OUTPUT - len(output))]
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a command and all processes of its group."""
     for number, patience in (
         (signal.SIGTERM, _TERMINATE_S),

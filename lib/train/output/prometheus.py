@@ -129,10 +129,12 @@ def format_samples(samples: list[GaugeValue], experiment: str) -> str:
         if name != before:
             before = name
             lines += [
-                f"# HELP {PREFIX}{name} {_escape(meaning.replace('`', ''))}",
+                f"# HELP {PREFIX}{name} {_escape_text(meaning.replace('`', ''))}",
                 f"# TYPE {PREFIX}{name} gauge",
             ]
-        pairs = [f'{key}="{_escape(text, True)}"' for key, text in _list_labels(experiment, labels)]
+        pairs = [
+            f'{key}="{_escape_text(text, True)}"' for key, text in _list_labels(experiment, labels)
+        ]
         lines.append(f"{PREFIX}{name}{{{','.join(pairs)}}} {_format_number(value)}")
     return "\n".join(lines) + "\n"
 
@@ -141,7 +143,7 @@ def _list_labels(experiment: str, labels: dict[str, str]) -> list[tuple[str, str
     return [("exp", experiment), *labels.items()]
 
 
-def _escape(text: str, in_quotes: bool = False) -> str:
+def _escape_text(text: str, in_quotes: bool = False) -> str:
     """Return a text with the escapes of the format: one line of valid UTF-8."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = text.replace("\\", "\\\\").replace("\n", "\\n")
