@@ -35,7 +35,7 @@ def pack_flags(flags: np.ndarray) -> pa.Array:
 
 def join_texts(texts: Sequence[bytes]) -> pa.Array:
     """Return texts as a large_string array, without validating them: a codec has produced each."""
-    return _join(texts, is_large=True)
+    return _join_buffers(texts, is_large=True)
 
 
 def make_column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
@@ -47,11 +47,11 @@ def make_column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(values, kind)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         texts = [value.encode() for value in values]
-        return _join(texts, pa.types.is_large_string(kind))
+        return _join_buffers(texts, pa.types.is_large_string(kind))
     return wrap_numbers(np.array(values, kind.to_pandas_dtype()))
 
 
-def _join(texts: Sequence[bytes], is_large: bool) -> pa.Array:
+def _join_buffers(texts: Sequence[bytes], is_large: bool) -> pa.Array:
     import numpy as np
     import pyarrow as pa
 
