@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lib.core import commands, declared, log, options, stage
 from lib.core.errors import UsageError
 from lib.core.events import Event
+from lib.core.figures import Status
 from lib.core.paths import Experiment
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
@@ -152,7 +153,7 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
         begin_copying(stack, run.state, run.checkpointer, run.meters, run.stop_request)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
-        run.report.note_state("complete")
+        run.report.note_state(Status.COMPLETE)
         run.checkpointer.delete_tier_checkpoints(run.state.step)
         run.report.finish()
         if not config.bench:

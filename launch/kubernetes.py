@@ -62,7 +62,7 @@ from launch.kube.costs import log_cost  # noqa: E402
 from launch.kube.deploy import Patience  # noqa: E402
 from launch.kube.job import Job, plan_job, render_manifests  # noqa: E402
 from launch.kube.job_commands import JOB_COMMANDS, SCRIPT, format_command  # noqa: E402
-from launch.kube.job_options import JobOptions  # noqa: E402
+from launch.kube.job_options import ClusterChoice, JobOptions  # noqa: E402
 from launch.kube.kinds import KINDS  # noqa: E402
 from launch.kube.kubectl import Kubectl  # noqa: E402
 from launch.kube.open_options import choose_context, fill_open_options  # noqa: E402
@@ -90,13 +90,7 @@ def build_parser() -> options.Parser:
     declared.add_options(parser, Patience)
     declared.add_options(parser, RawText)
     group = parser.add_argument_group("the command")
-    group.add_argument(
-        "--cluster-name",
-        default="",
-        metavar="NAME",
-        help="EKS cluster; its context is fetched if the kubeconfig does not contain it "
-        "(default: the cluster of --context)",
-    )
+    declared.add_options(group, ClusterChoice)
     group.add_argument(
         "--token",
         default=os.environ.get("HF_TOKEN", ""),

@@ -82,11 +82,11 @@ def main(argv: list[str]) -> None:
     width = shutil.get_terminal_size(_NARROW).columns
     if opts.compare:
         first, second = opts.compare
-        _compare(first, second, width, opts.json)
+        _print_comparison(first, second, width, opts.json)
         return
     directory = _find_directory_of_runs(opts.experiment)
     if directory is not None:
-        _list(directory, width, opts.json)
+        _print_list(directory, width, opts.json)
         return
     is_live = sys.stdout.isatty() and not (opts.once or opts.log or opts.json)
     experiment = paths.existing_experiment(opts.experiment)
@@ -117,7 +117,7 @@ def _find_directory_of_runs(text: str | None) -> Path | None:
     return root if overview.find_runs(root)[0] else None
 
 
-def _list(directory: Path, width: int, as_json: bool) -> None:
+def _print_list(directory: Path, width: int, as_json: bool) -> None:
     """Print the table of the runs below a directory."""
     runs, skipped = overview.list_runs(directory) if directory.is_dir() else ([], [])
     if as_json:
@@ -129,7 +129,7 @@ def _list(directory: Path, width: int, as_json: bool) -> None:
         print(f"no runs in {directory}/; next: {commands.script('04_train_fsdp.py', '--help')}")
 
 
-def _compare(first: str, second: str, width: int, as_json: bool) -> None:
+def _print_comparison(first: str, second: str, width: int, as_json: bool) -> None:
     """Print two runs side by side."""
     summaries = []
     for text in (first, second):

@@ -30,6 +30,16 @@ _BARE_VERBS = {
     *("build", "check", "choose", "fail", "fill", "find", "load", "make", "plan", "prepare"),
     *("read", "refuse", "render", "run", "save", "start", "stop", "write"),
 }
+# The same for private functions. A public one may be called by its module: `retry.poll`.
+_BARE_PRIVATE_VERBS = _BARE_VERBS | {
+    *("align", "answer", "call", "close", "collect", "compare", "compose", "compute", "convert"),
+    *("copy", "count", "delete", "describe", "divide", "download", "drain", "escape", "estimate"),
+    *("evaluate", "execute", "expand", "explain", "extract", "format", "get", "join", "keep"),
+    *("kill", "list", "measure", "merge", "mix", "normalize", "open", "overwrite", "parse", "plot"),
+    *("print", "prune", "publish", "quote", "replace", "report", "restore", "revert", "review"),
+    *("search", "select", "send", "serve", "share", "shorten", "sort", "split", "summarize"),
+    *("train", "try", "update", "validate", "verify", "wait", "warn", "widen"),
+}
 # Pronouns and participles that name no value. Not `found`, which is a field of errors.
 _NO_NOUNS = {
     *("asked", "each", "given", "how", "kept", "made", "own", "said", "there", "told", "wanted"),
@@ -149,7 +159,10 @@ def bare_verbs(nodes: Sequence[ast.AST]) -> Iterator[int]:
     """Yield the lines of a module's functions, except fixtures, whose name is a verb alone."""
     [module] = nodes[:1]
     for node in module.body if isinstance(module, ast.Module) else ():
-        if isinstance(node, ast.FunctionDef) and node.name.lstrip("_") in _BARE_VERBS:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        verbs = _BARE_PRIVATE_VERBS if node.name.startswith("_") else _BARE_VERBS
+        if node.name.lstrip("_") in verbs:
             decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
             if not any("fixture" in decorator for decorator in decorators):
                 yield node.lineno

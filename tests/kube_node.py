@@ -70,7 +70,7 @@ class Node:
     def stop(self) -> None:
         """Kill the processes of all pods."""
         for process in self.processes.values():
-            _kill(process)
+            _kill_group(process)
             process.wait()
 
     def _start_job(self, cluster: Cluster, job: Object) -> None:
@@ -110,7 +110,7 @@ class Node:
         self._cluster.logs[name] = []
         try:
             process = subprocess.Popen(
-                [_VARIABLE.sub(_expand, word) for word in words],
+                [_VARIABLE.sub(_expand_variables, word) for word in words],
                 cwd=container["workingDir"],
                 env=self._environment(container) | (variables or {}),
                 stdin=subprocess.DEVNULL,
@@ -148,7 +148,7 @@ class Node:
         if process is None or process.poll() is not None:
             return
         process.terminate()
-        timer = threading.Timer(_GRACE_S, _kill, [process])
+        timer = threading.Timer(_GRACE_S, _kill_group, [process])
         timer.daemon = True
         timer.start()
 
@@ -161,7 +161,7 @@ class Node:
 
     def _environment(self, container: Object) -> dict[str, str]:
         variables = {
-            variable["name"]: _VARIABLE.sub(_expand, variable["value"])
+            variable["name"]: _VARIABLE.sub(_expand_variables, variable["value"])
             for variable in container.get("env", [])
             if "value" in variable
         }
@@ -177,13 +177,13 @@ class Node:
         return {**os.environ, **defaults, **variables, "PYTHONPATH": path}
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a pod's first process and all processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _expand(match: re.Match[str]) -> str:
+def _expand_variables(match: re.Match[str]) -> str:
     """Return what Kubernetes makes of `$$` and `$(NAME)`; no variable is known here."""
     return match[0] if match[1] else "$"
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 
 import pytest
 
 from lib.core.events import DESCRIPTIONS, Event
-from lib.core.figures import METRICS, documented_name
+from lib.core.figures import METRICS, STATE, Status, documented_name
 from tests import reference
 from tests.reference import ROOT
 
@@ -46,6 +47,12 @@ def test_every_figure_that_the_code_names_is_documented() -> None:
         and FIGURE.fullmatch(node.value)
     }
     assert "train/loss" in named and not named - set(METRICS)
+
+
+def test_every_status_is_documented_and_written_as_its_value() -> None:
+    assert {*re.findall(r"`(\w+)`", STATE["status"].meaning)} == {*Status}
+    assert f"{Status.DISK_FULL} {Status.DISK_FULL!s}" == "disk_full disk_full"
+    assert json.dumps(Status.RUNNING) == '"running"'
 
 
 def test_keys_with_a_number_or_a_name_are_documented_once() -> None:

@@ -566,7 +566,7 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
     with monkeypatch.context() as patch:
         patch.setattr(
             "lib.parallel.stop_request.StopRequest.begin_agreement",
-            lambda request: _raise(UsageError("stop")),
+            lambda request: _raise_error(UsageError("stop")),
         )
         trained.fails(*longer, "--resume-with-changes")
     error = trained.fails(*longer)
@@ -660,8 +660,8 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     """Yield what makes an error whose remedy needs a network, a GPU, a race or other programs."""
     patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
     yield lambda: _hash_without_xxhash(patch)
-    yield lambda: _raise(stage.find_known_error(ModuleNotFoundError("x", name="orjson")))
-    yield lambda: _raise(
+    yield lambda: _raise_error(stage.find_known_error(ModuleNotFoundError("x", name="orjson")))
+    yield lambda: _raise_error(
         architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
     yield lambda: hyperpod._make_client("auto", "x", 0, 1)
@@ -671,7 +671,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
     worker = object.__new__(core_workers.Worker)
     worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
-    yield lambda: _raise(worker._died())
+    yield lambda: _raise_error(worker._died())
     for size, written in ((-1, 0), (7, 0), (1, 5)):
         fake = Fake(map=lambda *work, placed=("copy", size, written): [placed])
         file = Fake(path="a", bytes=1, mtime_ns=0)
@@ -701,16 +701,16 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     hub._token = ""
     from huggingface_hub import errors as hub_errors
 
-    yield lambda: _explain(hub, hub_errors.OfflineModeIsEnabled("x"))
-    yield lambda: _raise(
+    yield lambda: _explain_error(hub, hub_errors.OfflineModeIsEnabled("x"))
+    yield lambda: _raise_error(
         client._refusal_error(Fake(response=Fake(status_code=503)), "m", "e", False)
     )
-    yield lambda: _raise(client._unreachable_error(ConnectionError("x"), "https://hub"))
+    yield lambda: _raise_error(client._unreachable_error(ConnectionError("x"), "https://hub"))
     patch.setattr(client.Hub, "_retry", lambda *arguments: None)
     piece = Fake(missing_range=lambda piece: (0, 2), file=Fake(path="f", size=2))
     yield lambda: hub.fetch_piece(Fake(name="m", commit="c", kind="model"), piece, 0, print)
     files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
-    yield lambda: _raise(repository._incomplete_model_error(Fake(files=files), False))
+    yield lambda: _raise_error(repository._incomplete_model_error(Fake(files=files), False))
     model = Path(".cache/models/org--name")
     yield lambda: weights._raise_if_any(model, ["x"])
     yield lambda: tensors.read_into(
@@ -743,14 +743,16 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: require_isolation(leaking, device)
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     run = Experiment(Path("outputs"), "run")
-    yield lambda: _raise(symptoms.explain_error(RuntimeError("can't allocate memory"), opts, run))
-    yield lambda: _raise(
+    yield lambda: _raise_error(
+        symptoms.explain_error(RuntimeError("can't allocate memory"), opts, run)
+    )
+    yield lambda: _raise_error(
         symptoms.explain_error(RuntimeError("Connection reset by peer"), opts, run)
     )
     strict = RuntimeError("x does not have a deterministic implementation")
     in_bucket = Fake(ckpt_copy_to="s3://bucket")
-    yield lambda: copying._restore(in_bucket, Experiment(Path("lost"), "run"))
-    yield lambda: _raise(symptoms.explain_error(strict, opts, run))
+    yield lambda: copying._restore_run(in_bucket, Experiment(Path("lost"), "run"))
+    yield lambda: _raise_error(symptoms.explain_error(strict, opts, run))
     yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
     patch.setattr(gpus, "find_unusable", lambda: gpus.Unusable("a GPU", [gpus.Reason("so", "do")]))
     yield lambda: gpus.require_usable_gpus(is_plan=False)
@@ -807,11 +809,11 @@ def of_other_models() -> Iterator[Callable[[], object]]:
     Path("adapter/adapter_model.bin").touch()
     yield lambda: peft_adapter.read_adapter(Path("adapter"))
     for name in ("merged", "pickled", "outputs/old"):
-        yield lambda name=name: _raise(unread_weights.find_error(Path(name)))
+        yield lambda name=name: _raise_error(unread_weights.find_error(Path(name)))
     opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
     yield lambda: checks.require_model_shape(replace(opts, cache_dir=Path("nothing")))
     begun, now = ({"options": {}, "inputs": {previous_run.TEMPLATE: text}} for text in "ab")
-    yield lambda: _raise(
+    yield lambda: _raise_error(
         previous_run._other_template(
             identity.find_differences(begun, now), Path("a.jinja"), Path("outputs/run")
         )
@@ -834,7 +836,7 @@ def make_train_command(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sys, "argv", [str(ROOT / TRAIN[0]), *map(str, TRAIN[1:])])
 
 
-def _raise(error: StageError | None) -> None:
+def _raise_error(error: StageError | None) -> None:
     assert error
     raise error
 
@@ -847,7 +849,7 @@ def _class_with(module: ModuleType, method: str) -> type:
     )
 
 
-def _explain(client: client.Hub, error: Exception) -> None:
+def _explain_error(client: client.Hub, error: Exception) -> None:
     with client._translate_errors("org/name", "main", "model"):
         raise error
 

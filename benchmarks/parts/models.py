@@ -76,7 +76,7 @@ def load_model(arguments: argparse.Namespace) -> None:
     elif arguments.role == "from_pretrained":
         parallelize.shard(_from_pretrained(arguments.model), layout.fsdp, "fp32")
     else:
-        _broadcast(arguments.model, layout)
+        _load_and_broadcast(arguments.model, layout)
     dist.barrier()
     seconds = time.perf_counter() - began
     mine = {"memory": _peak_memory() - before, "read": _read_bytes() - read}
@@ -105,7 +105,7 @@ def _from_pretrained(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def _broadcast(path: Path, layout: ParallelLayout) -> None:
+def _load_and_broadcast(path: Path, layout: ParallelLayout) -> None:
     """Load on rank 0 and broadcast, as accelerate does with `cpu_ram_efficient_loading`.
 
     This calls the functions that accelerate's `prepare_model` calls.
@@ -134,7 +134,7 @@ def export(arguments: argparse.Namespace) -> None:
     sys.modules[spec.name] = stage  # dataclasses look the module up while they are defined
     spec.loader.exec_module(stage)
     root = arguments.model.with_name(f"{arguments.model.name}-run")
-    _measure(
+    _measure_action(
         lambda: stage.main(
             [
                 "-e",
@@ -156,7 +156,7 @@ def merge(arguments: argparse.Namespace) -> None:
     from accelerate.utils import merge_fsdp_weights
 
     root = arguments.model.with_name(f"{arguments.model.name}-run")
-    _measure(lambda: merge_fsdp_weights(str(root / "merge"), str(arguments.out)))
+    _measure_action(lambda: merge_fsdp_weights(str(root / "merge"), str(arguments.out)))
 
 
 def checkpoint(arguments: argparse.Namespace) -> None:
@@ -205,7 +205,7 @@ def serve_model(arguments: argparse.Namespace) -> None:
             time.sleep(3600)
 
 
-def _measure(action: Callable[[], Any]) -> None:
+def _measure_action(action: Callable[[], Any]) -> None:
     before = _peak_memory()
     began = time.perf_counter()
     action()

@@ -175,7 +175,7 @@ def _build_wheelhouse(
         for name, text in lists.items():
             (building.dir / name).write_bytes(text)
         try:
-            _download(building.dir, list(lists), target, has_choice=build is not None)
+            _download_wheels(building.dir, list(lists), target, has_choice=build is not None)
         except NoSuchTorch:
             building.resumable = False  # nothing was downloaded
             raise
@@ -199,7 +199,7 @@ def _build_wheelhouse(
     return directory
 
 
-def _download(directory: Path, lists: list[str], target: Target, has_choice: bool) -> None:
+def _download_wheels(directory: Path, lists: list[str], target: Target, has_choice: bool) -> None:
     """Download the wheels of requirement lists, and build packages that exist as source only.
 
     has_choice: whether the build of torch is one of several choices. If so, NoSuchTorch is raised

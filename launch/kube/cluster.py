@@ -20,7 +20,7 @@ from launch.checks import findings
 from launch.checks.findings import Finding
 from launch.kube import aws, cluster_checks
 from launch.kube import nodes as cluster_nodes
-from launch.kube.job_options import JobNeeds
+from launch.kube.job_options import ClusterChoice, JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode
@@ -40,11 +40,10 @@ def parse(argv: list[str]) -> Options:
         help="check the cluster for a job, or print its nodes and storage (default: validate)",
     )
     group = parser.add_argument_group("the cluster")
-    group.add_argument(
-        "--cluster-name",
-        default="",
-        metavar="NAME",
-        help="EKS cluster, which must be in the kubeconfig (default: that of --context)",
+    declared.add_options(
+        group,
+        ClusterChoice,
+        cluster_name="EKS cluster, which must be in the kubeconfig (default: that of --context)",
     )
     group.add_argument(
         "--validate-components",

@@ -83,7 +83,7 @@ def check_rights(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
     reviews = {
         "apiVersion": "v1",
         "kind": "List",
-        "items": [_review(kube.namespace, *right) for right in rights],
+        "items": [_make_review(kube.namespace, *right) for right in rights],
     }
     answers = kube.run(
         "create",
@@ -106,7 +106,7 @@ def check_rights(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
             )
 
 
-def _review(namespace: str, verb: str, resource: str, group: str) -> dict[str, Any]:
+def _make_review(namespace: str, verb: str, resource: str, group: str) -> dict[str, Any]:
     plural, _, sub = resource.partition("/")
     return {
         "apiVersion": "authorization.k8s.io/v1",

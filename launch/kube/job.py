@@ -233,7 +233,7 @@ def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
     TemplateLoader.add_constructor("tag:yaml.org,2002:str", construct_scalar)
     TemplateLoader.add_multi_constructor("!if-", construct_conditional)
     with path.open(encoding="utf-8") as file:
-        return [_prune(document) for document in yaml.load_all(file, TemplateLoader)]
+        return [_drop_omitted(document) for document in yaml.load_all(file, TemplateLoader)]
 
 
 def escape_dollars(value: Any) -> Any:
@@ -264,10 +264,10 @@ def _escape_word(word: Any) -> Any:
     return word.replace("$", "$$") if isinstance(word, str) else word
 
 
-def _prune(value: Any) -> Any:
+def _drop_omitted(value: Any) -> Any:
     """Return a value without omitted entries, and with lists in lists flattened."""
     if isinstance(value, dict):
-        return {key: _prune(item) for key, item in value.items() if item is not _OMITTED}
+        return {key: _drop_omitted(item) for key, item in value.items() if item is not _OMITTED}
     if not isinstance(value, list):
         return value
     pruned: list[Any] = []
@@ -275,5 +275,5 @@ def _prune(value: Any) -> Any:
         if isinstance(item, list):
             pruned += item
         elif item is not _OMITTED:
-            pruned.append(_prune(item))
+            pruned.append(_drop_omitted(item))
     return pruned

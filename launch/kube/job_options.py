@@ -27,6 +27,18 @@ Needs = TypeVar("Needs", bound="JobNeeds")
 
 
 @dataclass(frozen=True)
+class ClusterChoice:
+    """The cluster of a command by its name, instead of its context (--context)."""
+
+    cluster_name: str = option(
+        "",
+        metavar="NAME",
+        help="EKS cluster; its context is fetched if the kubeconfig does not contain it "
+        "(default: the cluster of --context)",
+    )
+
+
+@dataclass(frozen=True)
 class JobNeeds:
     """The options that a cluster is checked for."""
 

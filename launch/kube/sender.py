@@ -19,7 +19,7 @@ _SIGN_OF_LIFE = 64 << 20  # bytes
 def list_files(path: Path) -> dict:
     """Return the regular files at a path: names below it, sizes and times. Links are followed."""
     if path.is_file():
-        return {"files": [_describe(path.parent, path)]}
+        return {"files": [_describe_file(path.parent, path)]}
     if not path.is_dir():
         return {"error": "missing"}
     files = []
@@ -27,13 +27,13 @@ def list_files(path: Path) -> dict:
         for name in [*names, *folders]:
             place = Path(folder, name)
             if place.is_file():
-                files.append(_describe(path, place))
+                files.append(_describe_file(path, place))
             elif place.is_symlink() or not place.is_dir():
                 return {"error": f"{place} is neither a file nor a directory"}
     return {"files": sorted(files)}
 
 
-def _describe(root: Path, place: Path) -> list:
+def _describe_file(root: Path, place: Path) -> list:
     facts = place.stat()
     return [place.relative_to(root).as_posix(), facts.st_size, facts.st_mtime_ns]
 

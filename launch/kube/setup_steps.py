@@ -38,7 +38,7 @@ def render_steps(cluster: ClusterOptions, folder: Path) -> str:
     """Return a script with all commands. folder: that of the files of `setup --out`."""
     lines = [
         "#!/usr/bin/env bash",
-        f"# Creates {_describe(cluster)}.",
+        f"# Creates {_describe_cluster(cluster)}.",
         "# Run the commands one after the other: some take 20 minutes, and most cost money.",
         "#",
         *(f"#   {label:<16} {text}" for label, text in list_costs(cluster).items()),
@@ -51,7 +51,7 @@ def render_steps(cluster: ClusterOptions, folder: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe(cluster: ClusterOptions) -> str:
+def _describe_cluster(cluster: ClusterOptions) -> str:
     name = {EKS: "EKS", HYPERPOD: "HyperPod on EKS", HYPERPOD_SLURM: "HyperPod with Slurm"}
     nodes = f"{cluster.nodes} × {cluster.instance_type}"
     return f"{cluster.cluster_name} in {cluster.region}: {name[cluster.kind]}, {nodes}"
@@ -111,7 +111,7 @@ def _list_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     yield (
         "Create network, control plane, add-ons and a node without GPUs (20 to 30 minutes)",
         [
-            f"eksctl create cluster -f {_quote(folder / FILES[CLUSTER])}",
+            f"eksctl create cluster -f {_quote_path(folder / FILES[CLUSTER])}",
             _format_words(
                 "aws eks update-kubeconfig", name=cluster.cluster_name, region=cluster.region
             ),
@@ -134,8 +134,8 @@ def _list_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
 
 
 def _list_hyperpod_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
-    clone = _quote(folder / "hyperpod-cli")
-    chart = _quote(folder / "hyperpod-cli/helm_chart/HyperPodHelmChart")
+    clone = _quote_path(folder / "hyperpod-cli")
+    chart = _quote_path(folder / "hyperpod-cli/helm_chart/HyperPodHelmChart")
     yield (
         "Install HyperPod's health agent, device plugins and permissions in the cluster",
         [
@@ -157,8 +157,8 @@ def _list_hyperpod_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step
 
 def _list_role_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
     role = _name_role(cluster)
-    trust = _quote(f"file://{folder}/iam/hyperpod-trust.json")
-    nodes = _quote(f"file://{folder}/iam/hyperpod-nodes.json")
+    trust = _quote_path(f"file://{folder}/iam/hyperpod-trust.json")
+    nodes = _quote_path(f"file://{folder}/iam/hyperpod-nodes.json")
     bucket = f"s3://{cluster_files.name_bucket(cluster, '$ACCOUNT')}"
     yield (
         "Create the role of the nodes",
@@ -174,7 +174,7 @@ def _list_role_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
         [
             _SET_ACCOUNT,
             f'aws s3 mb "{bucket}" --region {cluster.region}',
-            f'aws s3 sync {_quote(folder / "lifecycle")} "{bucket}/lifecycle"',
+            f'aws s3 sync {_quote_path(folder / "lifecycle")} "{bucket}/lifecycle"',
         ],
     )
 
@@ -188,8 +188,8 @@ def _format_group_rule(cluster: ClusterOptions, direction: str = "egress") -> st
 
 
 def _format_creation(cluster: ClusterOptions, folder: Path, more: str = "") -> list[str]:
-    request = _quote(folder / FILES[NODES])
-    document = _quote(f"file://{folder / FILES[NODES]}")
+    request = _quote_path(folder / FILES[NODES])
+    document = _quote_path(f"file://{folder / FILES[NODES]}")
     return [
         f"{_format_setup(cluster, NODES)}{more} > {request}",
         f"aws sagemaker create-cluster --region {cluster.region} --cli-input-json {document}",
@@ -199,7 +199,7 @@ def _format_creation(cluster: ClusterOptions, folder: Path, more: str = "") -> l
 
 
 def _list_storage_steps(cluster: ClusterOptions, folder: Path) -> Iterator[Step]:
-    file = _quote(folder / FILES[STORAGE])
+    file = _quote_path(folder / FILES[STORAGE])
     wait = (
         f"kubectl wait pvc/{cluster.pvc} --namespace {cluster.namespace} "
         "--for=jsonpath='{.status.phase}'=Bound --timeout=30m"
@@ -428,7 +428,7 @@ def _name_policy(cluster: ClusterOptions) -> str:
     return f"arn:{cluster.partition}:iam::aws:policy/AmazonSageMakerClusterInstanceRolePolicy"
 
 
-def _quote(path: object) -> str:
+def _quote_path(path: object) -> str:
     return shlex.quote(str(path))
 
 

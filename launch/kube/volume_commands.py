@@ -32,7 +32,7 @@ from launch.kube import fetch
 from launch.kube.cluster import log_cluster
 from launch.kube.deploy import Patience
 from launch.kube.job import render_manifests
-from launch.kube.job_options import JobOptions
+from launch.kube.job_options import ClusterChoice, JobOptions
 from launch.kube.kubectl import Kubectl
 from launch.kube.open_options import choose_context
 from launch.kube.preparation import BUCKET
@@ -92,13 +92,7 @@ def parse(argv: list[str]) -> Options:
         pending_minutes="minutes that the pod may wait for a node and its image",
     )
     group = parser.add_argument_group("the command")
-    group.add_argument(
-        "--cluster-name",
-        default="",
-        metavar="NAME",
-        help="EKS cluster; its context is fetched if the kubeconfig does not contain it "
-        "(default: the cluster of --context)",
-    )
+    declared.add_options(group, ClusterChoice)
     group.add_argument(
         "--dry-run", action="store_true", help="print the manifest of the pod and do nothing"
     )

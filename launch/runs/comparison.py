@@ -72,12 +72,12 @@ def compare_runs(first: RunSummary, second: RunSummary, width: int) -> list[str]
     rows = [("", *(f"{letter}: {run.name}" for letter, run in zip("AB", runs, strict=True)))]
     rows += [("status", *(run.status.word for run in runs))]
     rows += _describe_figures(runs, histories)
-    lines = _align(rows, width)
+    lines = _align_columns(rows, width)
     differences = [(name, *values) for name, *values in list_differences(runs)]
-    lines += ["", *_align([("options that differ", "", ""), *differences], width)]
+    lines += ["", *_align_columns([("options that differ", "", ""), *differences], width)]
     if not differences:
         lines[-1] = "no options differ"
-    return [*lines, *_plot(histories, width)]
+    return [*lines, *_plot_losses(histories, width)]
 
 
 def _describe_figures(
@@ -97,20 +97,20 @@ def _describe_figures(
         columns.append(
             {
                 "steps": f"{run.step:,}" + (f" of {run.total_steps:,}" if run.total_steps else ""),
-                "tokens": _format(figures, "train/tokens_seen", units.count),
+                "tokens": _format_figure(figures, "train/tokens_seen", units.count),
                 "training loss, last": _format_loss(run.loss, figures.get("step", 0)),
                 f"training loss, step {common:,}": _format_loss(
                     mean_loss(nearest) if nearest else math.nan, nearest["step"] if nearest else 0
                 ),
                 "validation loss, last": _format_pair(history.evaluations[-1:]),
                 "validation loss, lowest": _format_pair([best] if best else []),
-                "speed": _format(figures, "perf/tokens_per_sec", "{:,.0f} tok/s".format),
-                "": _format(
+                "speed": _format_figure(figures, "perf/tokens_per_sec", "{:,.0f} tok/s".format),
+                "": _format_figure(
                     figures, "perf/samples_per_sec", lambda rate: f"{units.rate(rate)} samples/s"
                 ),
-                "MFU": _format(figures, "perf/mfu", "{:.1%}".format),
-                "step time": _format(figures, "time/total", "{:,.0f} ms".format),
-                "peak memory": _format(
+                "MFU": _format_figure(figures, "perf/mfu", "{:.1%}".format),
+                "step time": _format_figure(figures, "time/total", "{:,.0f} ms".format),
+                "peak memory": _format_figure(
                     figures, "memory/max_peak_gib", lambda gib: units.memory(gib * _GIB)
                 ),
                 "ranks": str(run.ranks or ""),
@@ -148,7 +148,7 @@ def _read_facts(root: Path) -> dict[str, Any]:
     return {**facts, "commit": content.get("git_commit")}
 
 
-def _plot(histories: list[LossHistory], width: int) -> list[str]:
+def _plot_losses(histories: list[LossHistory], width: int) -> list[str]:
     """Return the plot of both losses over the tokens or steps that both runs have done."""
     if not all(history.rows for history in histories):
         return ["", "no plot: one of the runs has no rows yet"]
@@ -170,7 +170,7 @@ def _has_equal_steps(histories: list[LossHistory]) -> bool:
     return math.isclose(*sizes, rel_tol=0.02)
 
 
-def _align(rows: Iterable[tuple[str, ...]], width: int) -> list[str]:
+def _align_columns(rows: Iterable[tuple[str, ...]], width: int) -> list[str]:
     """Return the lines of a table with three columns, the last two equally wide."""
     cell = (width - _LABEL_WIDTH - 2) // 2
     return [
@@ -187,7 +187,7 @@ def _format_fact(value: Any) -> str:
     return "" if value is None else one_line(value)
 
 
-def _format(figures: Row, key: str, show: Any) -> str:
+def _format_figure(figures: Row, key: str, show: Any) -> str:
     value = figures.get(key, math.nan)
     return show(value) if math.isfinite(value) else ""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from launch.runs import collectives
 from lib.core import events, lease, liveness, paths, records, run_records
 from lib.core.errors import StageError, UsageError
+from lib.core.figures import Status
 from lib.core.paths import Experiment, step_of
 from lib.train import command_line
 
@@ -177,7 +178,7 @@ class RunFiles:
         record = run_records.read_state(self.experiment.lock)
         if not status:
             return self._status_before_first_step(record)
-        if status != "running":
+        if status != Status.RUNNING:
             return RunStatus(status, status.replace("_", " "))
         holder = f"process {record.get('pid', '?')} on {record.get('host', '?')}"
         if not record or not self._is_held(record):
@@ -194,7 +195,7 @@ class RunFiles:
                 "silent",
                 True,
             )
-        return RunStatus("running", "running", True)
+        return RunStatus(status, status, True)
 
     def _status_before_first_step(self, record: Row) -> RunStatus:
         if record and self._is_held(record):
@@ -209,7 +210,7 @@ class RunFiles:
 
     def is_complete(self) -> bool:
         """Return whether the run has done all its steps."""
-        return self.state.get("status") == "complete"
+        return self.state.get("status") == Status.COMPLETE
 
     def ranks(self) -> int:
         """Return the number of ranks of the last launch, 0 if it is unknown."""

@@ -14,6 +14,7 @@ from launch.supervision.node import ANNOUNCE_AFTER_S, OTHERS_LEAVE_TIMEOUT_S, No
 from launch.supervision.outcome import History, NodeOutcome, Verdict
 from lib.core import paths, run_records, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
+from lib.core.figures import Status
 from lib.core.paths import Experiment
 from lib.core.retry import backoff
 
@@ -161,7 +162,7 @@ class Head(NodeLauncher):
         nodes are done long before others.
         """
         return any(node.code != EXIT_DONE for node in outcomes) or bool(
-            outcomes and self._new_state().get("status") == "complete"
+            outcomes and self._new_state().get("status") == Status.COMPLETE
         )
 
     def _wait_for_others(

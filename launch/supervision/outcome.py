@@ -18,13 +18,13 @@ from lib.core.errors import (
     EXIT_PREEMPTED,
     EXIT_USAGE,
 )
+from lib.core.figures import EXIT_CODES, Status
 from lib.core.launcher import headline
 from lib.core.lease import ExperimentHeld
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 ERROR_FILE = "error.json"  # as torchrun names it
 _FINAL_CODES = (EXIT_USAGE, EXIT_ARTIFACT, EXIT_DISK_FULL)
-_STATUS_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")
 # Errors of ranks that have lost another rank, besides stage 04's own error classes for this.
 _NETWORK_ERROR = re.compile(
@@ -168,8 +168,8 @@ def judge_round(
     status = state.get("status", "")
     # Ranks save and end if their torchrun is killed, although nobody has stopped the run.
     killed = [] if stop else [node.node for node in nodes if node.code == -signal.SIGKILL]
-    if status in _STATUS_CODES and not (killed and status == "preempted"):
-        return Verdict(_STATUS_CODES[status], f"the run is {status.replace('_', ' ')}")
+    if status in EXIT_CODES and not (killed and status == Status.PREEMPTED):
+        return Verdict(EXIT_CODES[status], f"the run is {status.replace('_', ' ')}")
     for failure in failures:
         if failure.is_final(has_begun):
             return Verdict(failure.code, str(failure))
@@ -195,7 +195,7 @@ def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) 
     continues.
     """
     has_saved = any(failure.code == EXIT_PREEMPTED for node in nodes for failure in node.failures)
-    if has_saved or state.get("status", "") in _STATUS_CODES:
+    if has_saved or state.get("status", "") in EXIT_CODES:
         return None
     return Verdict(EXIT_INTERRUPTED, f"killed by a second SIGINT: all training {since} is lost")
 

@@ -126,12 +126,12 @@ class HostCopies:
     def _begin(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         self.waited = 0.0
         on_gpu = [pair for pair in pairs if pair[1].is_cuda]
-        self._on_cpu = self._thread.submit(_copy, [p for p in pairs if not p[1].is_cuda])
+        self._on_cpu = self._thread.submit(_copy_tensors, [p for p in pairs if not p[1].is_cuda])
         if on_gpu:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())  # the last step's changes
             with torch.cuda.stream(self._stream):
-                _copy(on_gpu)
+                _copy_tensors(on_gpu)
                 self._on_gpu = self._stream.record_event()
 
     def _before_step(self, *_: Any) -> None:
@@ -144,7 +144,7 @@ class HostCopies:
             torch.cuda.current_stream().wait_event(self._on_gpu)
 
 
-def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+def _copy_tensors(pairs: list[tuple[Tensor, Tensor]]) -> None:
     for buffer, tensor in pairs:
         buffer.copy_(tensor, non_blocking=True)
 

@@ -81,7 +81,8 @@ def write_snapshot(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGro
         ]
         states = _gather_random_states(snapshot.random_states, group)
         return on_rank_0(
-            lambda: _commit(attempt, snapshot, entries, states, dist.get_world_size(group)), group
+            lambda: _commit_attempt(attempt, snapshot, entries, states, dist.get_world_size(group)),
+            group,
         )
     except BaseException:
         if dist.get_rank(group) == 0:
@@ -89,7 +90,7 @@ def write_snapshot(checkpoints: Path, snapshot: Snapshot, group: dist.ProcessGro
         raise
 
 
-def _commit(
+def _commit_attempt(
     attempt: Path,
     snapshot: Snapshot,
     entries: list[dict[str, Any]],

@@ -490,7 +490,7 @@ def find_option(name: str, ours: Collection[str]) -> str:
 
     name: as typed, or without leading dashes. ours: the options of the parser.
     """
-    plain_name = _normalize(name)
+    plain_name = _normalize_name(name)
     return next(
         (
             row.option
@@ -506,7 +506,7 @@ def find_advice(name: str, ours: Collection[str]) -> str:
 
     name, ours: as in `find_option`.
     """
-    plain_name = _normalize(name)
+    plain_name = _normalize_name(name)
     for row in ROWS:
         places = [
             SYSTEMS[system] for system, names in row.names.items() if plain_name in names.split()
@@ -545,7 +545,7 @@ def _list_names(row: Row) -> Iterator[str]:
     return (name for names in row.names.values() for name in names.split())
 
 
-def _normalize(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 

@@ -58,7 +58,7 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     drop: options to leave out with their values, under all their names. If an option is given twice
     the last one counts, so only flags and options that collect values need to be dropped.
     """
-    return _join([*_drop_options(typed_words(), drop), *_words(more)])
+    return _join_words([*_drop_options(typed_words(), drop), *_words(more)])
 
 
 def replace_value(option: Sequence[str], old: object, new: object, drop: Sequence[str] = ()) -> str:
@@ -81,7 +81,7 @@ def replace_value(option: Sequence[str], old: object, new: object, drop: Sequenc
         else:
             words.append(word)
         before = word
-    return _join(words)
+    return _join_words(words)
 
 
 def with_options(*words: object) -> str:
@@ -91,24 +91,24 @@ def with_options(*words: object) -> str:
         i for i, word in enumerate(typed) if Path(word).name == _BATCH_SCRIPT
     ]
     end = ends[0] + 1 if ends else len(_program())
-    return _join([*typed[:end], *_words(words)])
+    return _join_words([*typed[:end], *_words(words)])
 
 
 def script(name: str, *words: object) -> str:
     """Return the command that runs a script of this project, such as `05_export_checkpoint.py`."""
-    return _join([_python(), path_of(name), *_words(words)])
+    return _join_words([_python(), path_of(name), *_words(words)])
 
 
 def python(*words: object) -> str:
     """Return a command for the current interpreter."""
-    return _join([_python(), *_words(words)])
+    return _join_words([_python(), *_words(words)])
 
 
 def train(*words: object) -> str:
     """Return a command of stage 04, through the launcher if the machine has several GPUs."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (start := _launcher()):
-        return _join([*start, "--", *_words(words)])
-    return _join([*_torchrun(), path_of(_TRAINER), *_words(words)])
+        return _join_words([*start, "--", *_words(words)])
+    return _join_words([*_torchrun(), path_of(_TRAINER), *_words(words)])
 
 
 def on_ranks(count: int) -> str:
@@ -117,15 +117,19 @@ def on_ranks(count: int) -> str:
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
         value = [words[first].partition("=")[0] + f"={count}"]
-        return _join(words[:first] + value + words[first + (1 if "=" in words[first] else 2) :])
+        return _join_words(
+            words[:first] + value + words[first + (1 if "=" in words[first] else 2) :]
+        )
     if LAUNCHED_AS in os.environ:
         is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
-        return _join([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
+        return (
+            _join_words([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
+        )
     at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
     if at is None:
         return ""
     program = words[:at] if launcher.is_torchrun() else _torchrun()
-    return _join([*program, "--nproc-per-node", str(count), *words[at:]])
+    return _join_words([*program, "--nproc-per-node", str(count), *words[at:]])
 
 
 def pip_install(*words: object) -> str:
@@ -138,7 +142,7 @@ def pip_install(*words: object) -> str:
         if (ROOT / "wheelhouse").is_dir()
         else []
     )
-    return _join([_python(), "-m", "pip", "install", *local, *_words(words)])
+    return _join_words([_python(), "-m", "pip", "install", *local, *_words(words)])
 
 
 def pip_install_optional(name: str) -> str:
@@ -149,7 +153,7 @@ def pip_install_optional(name: str) -> str:
 
 def shell(*words: object) -> str:
     """Return the command line of another program, quoted for the shell."""
-    return _join(_words(words))
+    return _join_words(_words(words))
 
 
 def help_of(flag: str = "--help", action: str = "") -> str:
@@ -157,7 +161,7 @@ def help_of(flag: str = "--help", action: str = "") -> str:
 
     action: the subcommand; empty for the script itself.
     """
-    return _join([*_program(), *action.split(), flag])
+    return _join_words([*_program(), *action.split(), flag])
 
 
 def as_words(options: Mapping[str, Any]) -> list[str]:
@@ -262,12 +266,12 @@ def _words(words: Sequence[object]) -> list[str]:
     ]
 
 
-def _join(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     """Return words quoted for the shell, with variables in place of secrets."""
-    return " ".join(map(_quote, redact_argv(words, REDACTED)))
+    return " ".join(map(_quote_word, redact_argv(words, REDACTED)))
 
 
-def _quote(word: str) -> str:
+def _quote_word(word: str) -> str:
     """Return a word for the shell, with a variable in place of a secret."""
     if word == REDACTED:
         return '"$HF_TOKEN"'

@@ -98,13 +98,14 @@ class CommonOptions:
     no_progress: bool = option(False)
 
 
-def add_options(parser: argparse.ArgumentParser, declared: type, **other_help: str) -> None:
+def add_options(parser: argparse._ActionsContainer, declared: type, **other_help: str) -> None:
     """Add the options that a class declares, in the order of its fields.
 
-    other_help: by field, help texts that replace the declared ones for this command.
+    parser: the parser, or one of its groups for options that name no group. other_help: by field,
+    help texts that replace the declared ones for this command.
     """
     groups = {group.title: group for group in parser._action_groups}
-    container: argparse._ActionsContainer = parser
+    container = parser
     for field in list_fields(declared):
         metadata = field.metadata
         default = default_of(field)

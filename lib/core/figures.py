@@ -1,10 +1,13 @@
-"""Define the units and meanings of the keys of metrics.jsonl, state.json and metrics.prom."""
+"""Define the keys of metrics.jsonl, state.json and metrics.prom: units, meanings, statuses."""
 
 from __future__ import annotations
 
 import argparse
 import re
+from enum import Enum
 from typing import NamedTuple
+
+from lib.core.errors import EXIT_DISK_FULL, EXIT_DONE, EXIT_PREEMPTED
 
 
 class Figure(NamedTuple):
@@ -218,6 +221,26 @@ METRICS = {
         "the same, with the log-likelihood of a choice ÷ its tokens",
         "task_accuracy_per_token_ratio",
     ),
+}
+
+
+class Status(str, Enum):
+    """The status of a run in state.json. After a kill, the file still says RUNNING."""
+
+    RUNNING = "running"
+    COMPLETE = "complete"
+    PREEMPTED = "preempted"
+    FAILED = "failed"
+    DISK_FULL = "disk_full"
+
+    __str__ = str.__str__  # the value, also in f-strings; those of Enum depend on the Python
+
+
+# The exit codes of launches that ended with these statuses; a failed one has any other code.
+EXIT_CODES = {
+    Status.COMPLETE: EXIT_DONE,
+    Status.PREEMPTED: EXIT_PREEMPTED,
+    Status.DISK_FULL: EXIT_DISK_FULL,
 }
 
 STATE = {

@@ -284,7 +284,7 @@ class Build:
 
     def _remove_leftovers(self) -> None:
         """Delete leftovers of killed runs, and restore an artifact that was being replaced."""
-        _restore(self.target, self.partial)
+        _restore_target(self.target, self.partial)
         _remove_leftovers(self.target, self.partial)
         if not self.resumable and self.dir.exists():
             partial_dirs.delete_tree(self.dir)
@@ -316,7 +316,7 @@ def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
         if descriptor < 0:
             continue
         if _is_abandoned(path, own_partial):
-            _restore(target, path)
+            _restore_target(target, path)
             with suppress(OSError):  # it belongs to another user, and disturbs nobody
                 partial_dirs.delete_marked(path)
             if not path.exists():
@@ -324,7 +324,7 @@ def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
         os.close(descriptor)
 
 
-def _restore(target: Path, partial: Path) -> None:
+def _restore_target(target: Path, partial: Path) -> None:
     """Restore a target that a run had moved away and not yet replaced."""
     previous = partial / _REPLACED
     if previous.is_dir() and not target.exists():

@@ -107,7 +107,9 @@ def _is_valid_config(content: dict[str, Any]) -> bool:
 
 def _keep_valid(content: dict[str, Any]) -> dict[str, Any]:
     return {
-        one_line(name): _escape(value) for name, value in content.items() if _has_type(name, value)
+        one_line(name): _escape_texts(value)
+        for name, value in content.items()
+        if _has_type(name, value)
     }
 
 
@@ -122,14 +124,14 @@ def _has_type(name: str, value: object) -> bool:
     return True
 
 
-def _escape(value: Any) -> Any:
+def _escape_texts(value: Any) -> Any:
     """Return a value with its texts escaped and its numbers limited, so that it can be printed."""
     if isinstance(value, str):
         return one_line(value)
     if isinstance(value, dict):
-        return {one_line(name): _escape(item) for name, item in value.items()}
+        return {one_line(name): _escape_texts(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_escape(item) for item in value]
+        return [_escape_texts(item) for item in value]
     if type(value) is int and abs(value) >= _LARGEST:
         return math.inf if value > 0 else -math.inf
     return value

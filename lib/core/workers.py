@@ -48,7 +48,7 @@ class Worker:
         with _STARTING:
             self._connection, child_end = context.Pipe()
             self._process = context.Process(  # type: ignore[attr-defined]
-                target=_serve, args=(child_end, prepare, arguments), name=name, daemon=True
+                target=_serve_tasks, args=(child_end, prepare, arguments), name=name, daemon=True
             )
             with imports_as_here():
                 self._process.start()
@@ -185,7 +185,7 @@ class Pool:
         return worker
 
 
-def _serve(tasks: Connection, prepare: Prepare, arguments: tuple[Any, ...]) -> None:
+def _serve_tasks(tasks: Connection, prepare: Prepare, arguments: tuple[Any, ...]) -> None:
     """Answer tasks until the parent closes the connection or is gone."""
     _set_up_worker()
     handler: Callable[[Any], Any] | None = None

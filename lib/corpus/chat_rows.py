@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core.conversation import CALLS, TEXTS, Conversation, Place
 from lib.corpus import json_data, parts
+from lib.corpus.arrow_arrays import join_texts, make_column
 from lib.corpus.tally import ChatTotals
 
 if TYPE_CHECKING:
@@ -99,17 +100,6 @@ def count_characters(batch: pa.RecordBatch) -> int:
     return int(np.count_nonzero(data >= _FIRST_OF_CHARACTER))
 
 
-def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
-    """Return conversations as a record batch.
-
-    Raises the same errors as `encode_chat`.
-    """
-    collected = _Rows()
-    for chat, place in rows:
-        collected.append(chat, place, encode_chat(chat))
-    return collected.batch()
-
-
 # The contents of the turns, their optional fields (index of the turn, name of the field, text), the
 # tools, and the estimated memory of the row in bytes.
 EncodedChat = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
@@ -192,20 +182,23 @@ class _Rows:
 
         kinds = make_schema()
         fields = [
-            pa.array(self._roles, pa.large_string()),
-            parts.join_texts(self.contents),
+            join_texts([role.encode() for role in self._roles]),
+            join_texts(self.contents),
             *(_make_sparse_column(texts, len(self.contents)) for texts in self._others.values()),
         ]
         turn = kinds.field("messages").type.value_type
         messages = pa.LargeListArray.from_arrays(
-            pa.array(self._ends, pa.int64()), pa.StructArray.from_arrays(fields, fields=list(turn))
+            make_column(self._ends, pa.int64()),
+            pa.StructArray.from_arrays(fields, fields=list(turn)),
         )
-        weights = pa.array(
-            map(self._weights.get, range(self.rows)), kinds.field("weights").type, size=self.rows
-        )
-        places = self._sources, self._lines, self._offsets
+        weights = pa.nulls(self.rows, kinds.field("weights").type)
+        if self._weights:
+            weights = pa.array(
+                map(self._weights.get, range(self.rows)), weights.type, size=self.rows
+            )
+        places: tuple[Sequence[Any], ...] = self._sources, self._lines, self._offsets
         arrays = [
-            pa.array(values, kinds.field(name).type)
+            make_column(values, kinds.field(name).type)
             for name, values in zip(Place._fields, places, strict=True)
         ]
         return pa.record_batch(

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from lib.corpus.arrow_arrays import join_texts, make_column, pack_flags, wrap_numbers
+
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
@@ -86,12 +88,10 @@ class Part(ABC):
 
     def _release_columns(self) -> list[pa.Array]:
         """Return the values of the columns for the rows of the next batch."""
-        import pyarrow as pa
-
         first = len(self._schema) - len(self._columns)
         arrays = []
         for number, values in enumerate(self._columns, first):
-            arrays.append(pa.array(values, self._schema.field(number).type))
+            arrays.append(make_column(values, self._schema.field(number).type))
             values.clear()
         return arrays
 
@@ -169,7 +169,7 @@ class PartWriter(Part):
 
         self.flush()
         self._take_values(sidecars, columns)
-        others = [] if self._sources is None else [pa.array([source], pa.string())]
+        others = [] if self._sources is None else [make_column([source], pa.string())]
         others += self._release_columns()
         for piece in format_large_row(text, size, others, self._schema):
             self._file.write(piece)
@@ -186,7 +186,7 @@ class PartWriter(Part):
         self.text_bytes += sum(map(len, self._texts))
         columns = [join_texts(self._texts)]
         if self._sources is not None:
-            columns.append(pa.array(self._sources, pa.string()))
+            columns.append(make_column(self._sources, pa.string()))
         columns += self._release_columns()
         batch = pa.record_batch(columns, schema=self._schema)
         self._file.write(batch.serialize())
@@ -194,18 +194,6 @@ class PartWriter(Part):
         if self._sources is not None:
             self._sources.clear()
         self._size = 0
-
-
-def join_texts(texts: Sequence[bytes]) -> pa.Array:
-    """Return texts as an Arrow array, without validating them: a codec has produced each text."""
-    import numpy as np
-    import pyarrow as pa
-
-    offsets = np.zeros(len(texts) + 1, np.int64)
-    np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)), out=offsets[1:])
-    return pa.Array.from_buffers(
-        pa.large_string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
-    )
 
 
 def format_large_row(
@@ -217,9 +205,10 @@ def format_large_row(
     """
     import mmap
 
+    import numpy as np
     import pyarrow as pa
 
-    offsets = pa.array([0, size], pa.int64()).buffers()[1]
+    offsets = pa.py_buffer(np.array([0, size]))
     with mmap.mmap(text.fileno(), size, access=mmap.ACCESS_READ) as never_touched:
         buffers = [None, offsets, pa.py_buffer(never_touched)]
         batch = pa.record_batch(
@@ -314,16 +303,16 @@ def rewrite_part(
             own_rows = slice(row, row + batch.num_rows)
             row += batch.num_rows
             if cluster_sizes is not None:
-                batch = batch.append_column(CLUSTER_SIZE, pa.array(cluster_sizes[own_rows]))
+                batch = batch.append_column(CLUSTER_SIZE, wrap_numbers(cluster_sizes[own_rows]))
             own_copies = None if copies is None else copies[own_rows]
             if is_large_text(batch):
                 for _ in range(1 if own_copies is None else int(own_copies[0])):
                     yield from _copy_large_row(part, file, batch)
                 continue
             if own_copies is not None and (own_copies > 1).any():
-                batch = batch.take(pa.array(np.repeat(np.arange(len(own_copies)), own_copies)))
+                batch = batch.take(wrap_numbers(np.repeat(np.arange(len(own_copies)), own_copies)))
             elif own_copies is not None and not own_copies.all():
-                batch = batch.filter(pa.array(own_copies.astype(bool)))
+                batch = batch.filter(pack_flags(own_copies.astype(bool)))
             if not batch.num_rows:
                 continue
             if lines_before:

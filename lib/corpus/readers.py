@@ -1,4 +1,4 @@
-"""Choose the reader for a kind of file, and read plain text.
+"""Choose the reader for a kind of file; read plain text, and documents whose text is extracted.
 
 A reader gets an open RawFile and adds its documents to Documents: plain text with `add_text`,
 nested dicts, lists and strings with `add_value`. It reports damage and keeps the documents before
@@ -19,11 +19,13 @@ from lib.corpus import (
     table_reader,
     yaml_reader,
 )
-from lib.corpus.documents import SKIPPED_FILE, Documents
-from lib.corpus.extract.reader import read_document
+from lib.corpus.documents import KEPT, SKIPPED_FILE, Documents
+from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Extracted, Refusal
+from lib.corpus.extract.process import share_extraction
 from lib.corpus.raw_file import RawFile
 
 Reader = Callable[[RawFile, Documents], None]
+_MOST_DOCUMENT_BYTES = 256_000_000  # a larger document is skipped, because it must fit in memory
 
 
 def read_text(raw: RawFile, documents: Documents) -> None:
@@ -67,6 +69,40 @@ def _is_cut(raw: RawFile, documents: Documents) -> bool:
     return bool(raw.damage)
 
 
+def _add_extracted_text(raw: RawFile, documents: Documents) -> None:
+    """Add the text of an HTML, PDF, DOCX or EPUB file as one document.
+
+    The file is read here and extracted in a child process, so that a hang or a crash of a library
+    costs only this file.
+    """
+    try:
+        text, replaced, lost = _extract_text(raw, documents)
+    except Refusal as refusal:
+        documents.tally.without_text[f"{raw.document}: {refusal.kind}"] += 1
+        documents.note(refusal.kind, refusal.message, SKIPPED_FILE)
+        return
+    documents.tally.replaced += replaced
+    documents.tally.extracted[raw.document] += 1
+    if lost:
+        documents.note(DAMAGED, lost, KEPT)
+    documents.add_text(text.encode())
+
+
+def _extract_text(raw: RawFile, documents: Documents) -> Extracted:
+    """Return the text of a file; raises Refusal if it yields none."""
+    data = raw.read(_MOST_DOCUMENT_BYTES)
+    if data is None:
+        raise Refusal(
+            TOO_LARGE,
+            f"larger than {_MOST_DOCUMENT_BYTES:,} bytes, the limit for an extracted document",
+        )
+    if raw.damage:
+        raise Refusal("cut", f"the document is incomplete: {raw.damage}")
+    return share_extraction().extract(
+        raw.document, data, documents.fallback, documents.extract_seconds
+    )
+
+
 READERS: dict[str, Reader] = {
     "text": read_text,
     "json": json_reader.read_json,
@@ -82,7 +118,7 @@ READERS: dict[str, Reader] = {
 def read_documents(raw: RawFile, documents: Documents) -> None:
     """Read a file of any kind, or report why it is skipped."""
     if raw.document in documents.extracts:
-        read_document(raw, documents)
+        _add_extracted_text(raw, documents)
         return
     documents.tally.not_extracted.update(filter(None, [raw.document]))
     reader = READERS.get(raw.kind)

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
 
     gpus.hide_gpus(opts.device)
     with ParallelLayout.start() as layout:
-        evaluated, precision, window = _evaluate(opts, source, tasks, layout)
+        evaluated, precision, window = _evaluate_model(opts, source, tasks, layout)
         rank = layout.rank
     if rank == 0:
         for line in results.format_table(evaluated):
@@ -159,7 +159,7 @@ def _require_writable(path: Path) -> None:
         raise UsageError(f"{path.parent} cannot be written to", expected="--json FILE")
 
 
-def _evaluate(
+def _evaluate_model(
     opts: Options, source: EvaluatedModel, tasks: Sequence[Task], layout: ParallelLayout
 ) -> tuple[list[TaskResult], str, int]:
     """Return the results, the precision and the window in tokens. All ranks must call this."""

@@ -99,19 +99,19 @@ def _make_item(rng: random.Random, make: Callable[[random.Random], Example]) -> 
     return {"context": solved + question, "choices": order, "gold": order.index(choices[0])}
 
 
-def _copy(rng: random.Random) -> Example:
+def _copy_words(rng: random.Random) -> Example:
     a, b, c = rng.sample(_WORDS, 3)
     orders = ((a, b, c), (b, a, c), (a, c, b), (c, b, a))
     return f"{a} {b} {c} ->", [" ".join(order) for order in orders]
 
 
-def _count(rng: random.Random) -> Example:
+def _count_on(rng: random.Random) -> Example:
     first = rng.randrange(len(_NUMBERS) - 4)
     others = rng.sample(_NUMBERS[:first] + _NUMBERS[first + 4 :], 3)
     return ", ".join(_NUMBERS[first : first + 3]) + ",", [_NUMBERS[first + 3], *others]
 
 
-def _close(rng: random.Random) -> Example:
+def _close_brackets(rng: random.Random) -> Example:
     opened = rng.choices(list(_PAIRS), k=3)
     text = f"{opened[0]}a {opened[1]}b {opened[2]}c"
     closed = [_PAIRS[bracket] for bracket in reversed(opened)]
@@ -124,12 +124,12 @@ def _close(rng: random.Random) -> Example:
     return text, [right, *others]
 
 
-def _capitalise(rng: random.Random) -> Example:
+def _capitalise_word(rng: random.Random) -> Example:
     word, *others = rng.sample(_WORDS, 4)
     return f"{word} ->", [word.upper(), *(other.upper() for other in others)]
 
 
-def _reverse(rng: random.Random) -> Example:
+def _reverse_word(rng: random.Random) -> Example:
     word = "".join(rng.sample("abcdefgh", 3))
     backwards = word[::-1]
     orders = [word, word[1:] + word[0], word[2] + word[0] + word[1]]
@@ -145,12 +145,12 @@ def _find_odd(rng: random.Random) -> Example:
 
 
 _TASKS: dict[str, tuple[Callable[[random.Random], Example], str]] = {
-    "brackets": (_close, "close three brackets in the right order"),
-    "capitals": (_capitalise, "write a word in capital letters"),
-    "copying": (_copy, "repeat three words in the same order"),
-    "counting": (_count, "continue a row of number words"),
+    "brackets": (_close_brackets, "close three brackets in the right order"),
+    "capitals": (_capitalise_word, "write a word in capital letters"),
+    "copying": (_copy_words, "repeat three words in the same order"),
+    "counting": (_count_on, "continue a row of number words"),
     "odd_one": (_find_odd, "name the word that differs from the others"),
-    "reversing": (_reverse, "write three letters backwards"),
+    "reversing": (_reverse_word, "write three letters backwards"),
 }
 
 

@@ -259,14 +259,14 @@ class Bucket:
                     errno.ENOENT, "there is no such object", self.url
                 ) from error
             kind = UsageError if code in _REFUSALS else StageError
-            raise kind(f"{self.url}: {_summarize(error)}") from error
+            raise kind(f"{self.url}: {_summarize_error(error)}") from error
         except exceptions.BotoCoreError as error:
             kind = UsageError if isinstance(error, user_errors) else StageError
-            raise kind(f"{self.url}: {_summarize(error)}") from error
+            raise kind(f"{self.url}: {_summarize_error(error)}") from error
         except OSError as error:
             if error.filename is not None:  # a file of this machine, not the network
                 raise
-            raise StageError(f"{self.url}: {_summarize(error)}") from error
+            raise StageError(f"{self.url}: {_summarize_error(error)}") from error
 
 
 def _read_parts(file: Any, part_size: int, hasher: hashing.Hasher) -> Iterator[bytes]:
@@ -287,7 +287,7 @@ def _checksum(content: bytes) -> str:
     return base64.b64encode(hashlib.sha256(content).digest()).decode()
 
 
-def _summarize(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     """Return an error as one line without passwords."""
     text = f"{type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
     return redact_urls(" ".join(text.split()))[:_MAX_ERROR_LENGTH]
@@ -324,4 +324,4 @@ def _make_client(url: str) -> Any:
             ),
         )
     except (exceptions.BotoCoreError, ValueError) as error:  # such as an unknown AWS_PROFILE
-        raise UsageError(f"{url}: {_summarize(error)}") from error
+        raise UsageError(f"{url}: {_summarize_error(error)}") from error

@@ -44,7 +44,10 @@ def list_expected(model: PreTrainedModel) -> dict[str, Shape]:
 
     The model may be on meta or sharded, because no values are read.
     """
-    return {key: tuple(tensor.shape) for key, tensor in _revert(model, _list_saved(model)).items()}
+    return {
+        key: tuple(tensor.shape)
+        for key, tensor in _revert_tensors(model, _list_saved(model)).items()
+    }
 
 
 def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
@@ -58,14 +61,14 @@ def group_for_export(model: PreTrainedModel) -> list[tuple[str, ...]]:
     groups: list[list[str]] = []
     group_of: dict[str, list[str]] = {}  # Hub name → group
     for name, tensor in saved.items():
-        keys = _revert(model, {name: tensor})
+        keys = _revert_tensors(model, {name: tensor})
         group = next((group_of[key] for key in keys if key in group_of), None)
         if group is None:
             groups.append(group := [])
         group.append(name)
         group_of.update(dict.fromkeys(keys, group))
     # If a renaming depends on several names at once, all parameters must be converted together.
-    if group_of.keys() != _revert(model, saved).keys():
+    if group_of.keys() != _revert_tensors(model, saved).keys():
         return [tuple(saved)]
     return [tuple(group) for group in groups]
 
@@ -77,7 +80,7 @@ def convert_to_hub(
 
     tensors: full (not sharded) values by module name. Results may be views that are not contiguous.
     """
-    yield from _revert(model, tensors).items()
+    yield from _revert_tensors(model, tensors).items()
 
 
 @dataclass
@@ -168,7 +171,7 @@ def _empty_on_meta(shape: Shape) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
-def _revert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _revert_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     with own_classes(model):
         return revert_weight_conversion(model, dict(tensors))
 
@@ -204,10 +207,10 @@ def _find_recipes(
             collected.setdefault(name, {}).setdefault(pattern, []).append(key)
     for first, sources in collected.items():
         converter = by_pattern[next(iter(sources))]
-        yield from _convert(model, first, sources, converter, shapes, problems)
+        yield from _convert_tensors(model, first, sources, converter, shapes, problems)
 
 
-def _convert(
+def _convert_tensors(
     model: PreTrainedModel,
     first: str,
     sources: dict[str, list[str]],
@@ -281,5 +284,5 @@ def _list_absent(
     model: PreTrainedModel, name: str, tensor: Tensor, shapes: Mapping[str, Shape]
 ) -> list[str]:
     """Return a message for each Hub tensor of a parameter that the checkpoint lacks."""
-    keys = _revert(model, {name: _empty_on_meta(tensor.shape)})
+    keys = _revert_tensors(model, {name: _empty_on_meta(tensor.shape)})
     return [f"missing: {key}" for key in keys if key not in shapes]

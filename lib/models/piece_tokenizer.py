@@ -69,7 +69,7 @@ def build_json(pieces: Sequence[str], special: Sequence[str]) -> dict[str, Any]:
     """
     ids = {piece: index for index, piece in enumerate(pieces)}
     merges = [
-        pair for piece in pieces if _is_normal(piece, special) for pair in _divide(piece, ids)
+        pair for piece in pieces if _is_normal(piece, special) for pair in _divide_piece(piece, ids)
     ]
     return {
         "version": "1.0",
@@ -172,7 +172,7 @@ def _is_normal(piece: str, special: Sequence[str]) -> bool:
     return piece != UNKNOWN and piece not in special and piece not in BYTES
 
 
-def _divide(piece: str, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
+def _divide_piece(piece: str, ids: dict[str, int]) -> Iterator[tuple[str, str]]:
     """Yield each division of a piece into two others, ordered by their IDs."""
     pairs = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
     known = [pair for pair in pairs if pair[0] in ids and pair[1] in ids]

@@ -106,7 +106,7 @@ class TensorFile:
         self._offset = 0
 
     def __enter__(self) -> TensorFile:
-        self._file = _open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._file = _open_direct(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._append(
             memoryview(
                 make_header((entry.key, entry.shape, entry.dtype) for entry in self._entries)
@@ -191,7 +191,7 @@ def make_read_back_error(path: Path) -> ArtifactError:
     )
 
 
-def _open(path: Path, flags: int) -> int:
+def _open_direct(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | _DIRECT, 0o666)
     except OSError as error:
@@ -226,7 +226,7 @@ def _read_pieces(path: Path) -> Iterator[memoryview]:
     """Yield the content of a file in pieces, each valid until the next one."""
     piece = memoryview(mmap.mmap(-1, _PIECE))
     offset = 0
-    descriptor = _open(path, os.O_RDONLY)
+    descriptor = _open_direct(path, os.O_RDONLY)
     try:
         while True:
             try:

@@ -222,7 +222,7 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
             ids = []
             decoded = repr(error)
         if tokenizer.unk_token_id not in ids and not _is_part(
-            _normalize(decoded), _normalize(text)
+            _normalize_text(decoded), _normalize_text(text)
         ):
             raise UsageError(
                 f"the tokenizer in {directory} decodes its own tokens to another text",
@@ -234,7 +234,7 @@ def find_losses(tokenizer: PreTrainedTokenizerBase, directory: Path) -> list[str
     return changed
 
 
-def _normalize(text: str) -> str:
+def _normalize_text(text: str) -> str:
     """Return a text without case, accents and whitespace, which tokenizers may change."""
     return "".join(
         char

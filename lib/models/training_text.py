@@ -30,6 +30,8 @@ def fingerprint(corpora: Sequence[Path]) -> str:
 
 
 def _fingerprint_one(corpus: Path) -> str:
+    # Not DatasetFiles.fingerprint, which covers all splits and composes its value differently:
+    # models from scratch record this one, and with another they would seem made from other text.
     final, partial, _ = str(corpus).partition(PARTIAL)
     if not partial and (files := _plain_files(corpus)):
         return hashing.fingerprint(

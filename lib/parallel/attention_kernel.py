@@ -84,9 +84,9 @@ def activate_flash_3(name: str, heads: list[Tensor]) -> str:
     name: sdpa or varlen. heads: queries [1, H, T, D], keys and values, all with gradients.
     """
     try:
-        expected = _compute(name, heads)
+        expected = _compute_attention(name, heads)
         activate_flash_attention_impl("FA3")
-        pairs = zip(_compute(name, heads), expected, strict=True)
+        pairs = zip(_compute_attention(name, heads), expected, strict=True)
         largest = max(((a - b).norm() / b.norm()).item() for a, b in pairs)
         if largest < _TOLERANCE:
             return ""
@@ -160,7 +160,7 @@ def _flash_3_problem(config: PretrainedConfig, device: torch.device) -> str:
     return ""
 
 
-def _compute(name: str, heads: list[Tensor]) -> list[Tensor]:
+def _compute_attention(name: str, heads: list[Tensor]) -> list[Tensor]:
     """Return the output and the gradients of attention, computed by FlashAttention."""
     attend = AttentionInterface()[name]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "sdpa" else nullcontext():

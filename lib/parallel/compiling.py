@@ -71,7 +71,7 @@ class Compiler:
             is_training = torch.is_grad_enabled()
             try:
                 if is_training and not is_rehearsed:
-                    _rehearse(compiled, arguments, named)
+                    _rehearse_call(compiled, arguments, named)
                     is_rehearsed = True
                 return compiled(*arguments, **named)
             except (StageError, torch.OutOfMemoryError):
@@ -79,7 +79,7 @@ class Compiler:
             except Exception as error:  # Triton, a compiler or CUDA may raise anything
                 cause = error
             if is_training:  # an error that also occurs uncompiled is raised unchanged
-                _rehearse(instead, arguments, named)
+                _rehearse_call(instead, arguments, named)
             result = instead(*arguments, **named)
             self._give_up(cause)
             return result
@@ -108,7 +108,7 @@ class Compiler:
         )
 
 
-def _rehearse(
+def _rehearse_call(
     function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> None:
     """Run a function forward and backward without changing gradients or random states.

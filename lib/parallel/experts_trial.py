@@ -39,7 +39,7 @@ def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> s
     if any(module.config._experts_implementation != experts.NAME for module in modules):
         return f"{theirs} of transformers, since the family leaves no choice"
     failures = gather(
-        _try(model, modules, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout), layout.control
+        _try_function(model, modules, moe.ALL_EXPERTS_FUNCTIONS[theirs], layout), layout.control
     )
     failure = next(filter(None, failures), "")
     if not failure:
@@ -48,7 +48,7 @@ def choose_experts_function(model: PreTrainedModel, layout: ParallelLayout) -> s
     return f"{theirs} of transformers, since {experts.NAME} fails here: {failure}"
 
 
-def _try(
+def _try_function(
     model: PreTrainedModel, modules: list[nn.Module], theirs: _Forward, layout: ParallelLayout
 ) -> str:
     """Return why our function cannot be used, or "".
@@ -67,7 +67,7 @@ def _try(
 def _comparison(modules: list[nn.Module], theirs: _Forward, failures: list[str]) -> Iterator[None]:
     """Let each module compute with both functions within this context, and collect failures."""
     for module in modules:
-        module.forward = partial(_compare, module, theirs, failures)
+        module.forward = partial(_compare_results, module, theirs, failures)
     try:
         yield
     finally:
@@ -75,7 +75,9 @@ def _comparison(modules: list[nn.Module], theirs: _Forward, failures: list[str])
             del module.forward
 
 
-def _compare(module: nn.Module, theirs: _Forward, failures: list[str], *inputs: Tensor) -> Tensor:
+def _compare_results(
+    module: nn.Module, theirs: _Forward, failures: list[str], *inputs: Tensor
+) -> Tensor:
     """Return the result of transformers' function; append to `failures` why ours failed, or ""."""
     expected = _run_backward(theirs, module, *inputs)
     try:

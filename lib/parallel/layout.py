@@ -67,7 +67,7 @@ class ParallelLayout:
         configure_allocator()
         device = _choose_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _TIMEOUT_MARGIN)
-        _join(device, timeout, meeting or meet_ranks())
+        _join_group(device, timeout, meeting or meet_ranks())
         rank = dist.get_rank()
         ranks = dist.get_world_size()
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
@@ -144,7 +144,7 @@ def configure_allocator() -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
 
 
-def _join(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
+def _join_group(device: torch.device, timeout: timedelta, meeting: Meeting | None) -> None:
     """Join the process group of all ranks, or without a meeting a group of one process."""
     flight_recorder.enable_recorder()
     # Gloo then connects two ranks when they first communicate, not each of 1,024 ranks to all

@@ -244,7 +244,7 @@ def _shard_around_blocks(
         # Forward ends and backward begins with these, so they stay gathered in between.
         fully_shard(last, reshard_after_forward=False, **options)
     fully_shard(model, **options)
-    _prefetch(embedding, blocks, last)
+    _prefetch_groups(embedding, blocks, last)
 
 
 def _shard_on_other_meshes(
@@ -325,7 +325,7 @@ def separate_reductions(model: nn.Module) -> None:
             dist.distributed_c10d._set_pg_timeout(timeout, mesh.reduce_scatter_process_group)
 
 
-def _prefetch(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:
+def _prefetch_groups(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:
     """Gather each group while the one before it computes, in both directions.
 
     The backward pass of the embedding needs no weights. The group of the output layer, which

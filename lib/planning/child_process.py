@@ -52,7 +52,7 @@ class TracingProcess(Generic[Result]):
         self._failure = ""
         self._pipe, theirs = context.Pipe()
         self._child = context.Process(
-            target=_answer,
+            target=_answer_call,
             args=(self._pipe, theirs, patience_s, in_background, function, arguments),
             daemon=True,
         )
@@ -155,7 +155,7 @@ def _start_without_gpus(child: BaseProcess) -> None:
         child.start()
 
 
-def _answer(
+def _answer_call(
     parent: Connection,
     pipe: Connection,
     patience_s: float,

@@ -12,17 +12,18 @@ from collections.abc import Callable
 
 from lib.core import declared, options, units
 from lib.core.events import Event
+from lib.core.figures import Status
 from lib.report.run_data import TOKENS, RunData, read_number
 from lib.train.config import DEFAULTS
 
 # Options that do not describe what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
-_STATUSES = {
-    "complete": "is complete",
-    "preempted": "was stopped after saving",
-    "failed": "has failed",
-    "disk_full": "stopped because the disk was full",
-    "running": "was running when this page was written",
+_STATUSES: dict[str, str] = {
+    Status.COMPLETE: "is complete",
+    Status.PREEMPTED: "was stopped after saving",
+    Status.FAILED: "has failed",
+    Status.DISK_FULL: "stopped because the disk was full",
+    Status.RUNNING: "was running when this page was written",
 }
 _LARGEST = 1e12
 
@@ -73,7 +74,7 @@ def compare_with_plan(run: RunData) -> Texts:
         texts["steps"] = f"{total:,} planned, {step:,} done"
     seconds_left = read_number(run.timed.get("perf/eta_sec"), _LARGEST)
     if seconds_left == seconds_left:
-        is_over = run.state.get("status") == "complete"
+        is_over = run.state.get("status") == Status.COMPLETE
         texts["time"] = (
             f"{units.duration(seconds_left)} estimated after step {run.timed['step']:,}, "
             f"{units.duration(run.seconds(run.timed.get('time', '')))} "

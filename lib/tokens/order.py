@@ -71,8 +71,8 @@ def interleave_corpora(
     unassigned = np.arange(len(positions))  # indices into `positions`
     for i, weight in enumerate(weights[:-1]):
         total = sum(weights[i:])
-        before = _share(own_positions[unassigned], weight, total)
-        taken = _share(own_positions[unassigned] + 1, weight, total) > before
+        before = _scale_numbers(own_positions[unassigned], weight, total)
+        taken = _scale_numbers(own_positions[unassigned] + 1, weight, total) > before
         corpus[unassigned[taken]] = i
         own_positions[unassigned[taken]] = before[taken]
         unassigned = unassigned[~taken]
@@ -81,7 +81,7 @@ def interleave_corpora(
     return corpus, own_positions
 
 
-def _share(numbers: np.ndarray, weight: int, total: int) -> np.ndarray:
+def _scale_numbers(numbers: np.ndarray, weight: int, total: int) -> np.ndarray:
     """Return ⌊number · weight / total⌋, computed within 64 bits."""
     quotients, remainders = np.divmod(numbers, total)
     return quotients * weight + remainders * weight // total
@@ -114,7 +114,7 @@ def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray
     left: np.ndarray = values >> shift
     right: np.ndarray = values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        left, right = right, left ^ (_mix_bits(right ^ key) & mask)
     return (left << shift) | right
 
 
@@ -124,11 +124,11 @@ def hash_numbers(numbers: np.ndarray, seed: int, stream: int = 0) -> np.ndarray:
     stream: words of different streams are independent.
     """
     key, other = np.random.SeedSequence([seed, stream]).generate_state(2, np.uint64)
-    words: np.ndarray = _mix(_mix(numbers.astype(np.uint64) ^ key) + other)
+    words: np.ndarray = _mix_bits(_mix_bits(numbers.astype(np.uint64) ^ key) + other)
     return words
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix_bits(x: np.ndarray) -> np.ndarray:
     """Scramble 64-bit words: the finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -86,7 +86,7 @@ def read_field_names(path: Path, span: Span) -> list[str]:
         block = next(read_blocks(path, span, None, "", lambda place: None))
         assert isinstance(block.content, bytes)
         first = next(line for line in block.content.split(b"\n") if line.strip())
-        return list(_parse(first))
+        return list(_parse_line(first))
     except (*DAMAGE, StopIteration, RecursionError, TypeError):
         return []
 
@@ -216,7 +216,7 @@ def _find_documents(
 
 def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords) -> bytes | None:
     try:
-        value = _parse(line)
+        value = _parse_line(line)
     except (ValueError, RecursionError) as error:
         skipped.add("a line that is not JSON", f"at {place:,}: {str(error).splitlines()[0]}")
         return None
@@ -237,7 +237,7 @@ def _find_text(line: bytes, text_field: str, place: int, skipped: SkippedRecords
         return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
-def _parse(line: bytes) -> Any:
+def _parse_line(line: bytes) -> Any:
     try:
         return _parse_fast(line)
     except (ValueError, RecursionError):  # bytes that are not UTF-8, lone surrogates, NaN

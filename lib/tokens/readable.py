@@ -49,7 +49,7 @@ def render_excerpt(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any) -> s
     tokens: int [T]; trained: bool [T].
     """
     parts = [
-        _mark_by_brackets(_shorten(text).replace("\n", "\\n"), is_trained)
+        _mark_by_brackets(_shorten_text(text).replace("\n", "\\n"), is_trained)
         for text, is_trained in _decode_parts(tokens, trained, tokenizer)
     ]
     return "".join(parts[:_PARTS]) + ("…" if len(parts) > _PARTS else "")
@@ -106,6 +106,6 @@ def _mark_by_brackets(text: str, is_trained: bool) -> str:
     return f"{_OPEN}{text}{_CLOSE}" if is_trained else text
 
 
-def _shorten(text: str) -> str:
+def _shorten_text(text: str) -> str:
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]}…{text[-half:]}"

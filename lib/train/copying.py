@@ -54,12 +54,12 @@ def restore_lost_run(config: Config, experiment: Experiment) -> None:
     from lib.parallel.layout import meet_ranks  # imports torch
 
     if meeting := meet_ranks():
-        meeting.run_on_rank_0(lambda: _restore(config, experiment))
+        meeting.run_on_rank_0(lambda: _restore_run(config, experiment))
     else:
-        _restore(config, experiment)
+        _restore_run(config, experiment)
 
 
-def _restore(config: Config, experiment: Experiment) -> None:
+def _restore_run(config: Config, experiment: Experiment) -> None:
     assert config.ckpt_copy_to
     copies.require_mount(config.ckpt_copy_to)
     try:

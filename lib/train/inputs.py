@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoints import commit
+from lib.checkpoints import commit, foreign_run
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.foreign_run import ForeignRun
 from lib.core import (
@@ -23,7 +23,7 @@ from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.hub.dataset import HubDataset
-from lib.models import chat_files, directory, lookup
+from lib.models import chat_files, directory, lookup, peft_adapter
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.tokens import mixture, raw_shards
@@ -33,7 +33,7 @@ from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.synthetic import SyntheticText, find_synthetic
-from lib.train import checks, first_weights, plan, previous_run
+from lib.train import checks, plan, previous_run
 from lib.train.config import DEFAULTS, Config
 from lib.train.plan import Plan
 from lib.train.previous_run import KeptTemplate
@@ -134,10 +134,8 @@ def find_inputs(
         problems.collect(lambda: _open_shards(config, earlier_run)) if config.streaming else None
     )
     identity = _get_identity(earlier_run, named)
-    adapter = problems.collect(lambda: first_weights.find_adapter(config.lora_from, identity))
-    foreign = problems.collect(
-        lambda: first_weights.find_foreign(config.resume_from_foreign, identity)
-    )
+    adapter = problems.collect(lambda: find_adapter(config.lora_from, identity))
+    foreign = problems.collect(lambda: find_foreign(config.resume_from_foreign, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_identities = file_identity.read_identities(directory.list_model_files(model_dir))
@@ -156,8 +154,8 @@ def find_inputs(
         "model": directory.fingerprint_model(model_dir),
         **_identify_data(config, model_dir, synthetic or shards or corpora),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
-        **first_weights.identify_adapter(config, adapter, identity),
-        **first_weights.identify_foreign(foreign, identity),
+        **identify_adapter(config, adapter, identity),
+        **identify_foreign(foreign, identity),
     }
     has_begun = bool(earlier_run or named)
     scratch = previous_run.FOREIGN not in fingerprints and _is_from_scratch(
@@ -178,6 +176,54 @@ def find_inputs(
         adapter=adapter,
         foreign=None if has_begun else foreign,
     )
+
+
+# Only the first launch loads weights of --lora-from and --resume-from-foreign; later launches load
+# the checkpoints of the run. The directory of the weights may be deleted by then, so the identity
+# of the run contains their fingerprint.
+def find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None:
+    """Return the adapter of --lora-from, None without that option.
+
+    It is also None if the directory is gone but the run's checkpoints contain the adapter.
+    identity: see Inputs. Raises UsageError or ArtifactError as `peft_adapter.read_adapter`.
+    """
+    is_kept = previous_run.ADAPTER in identity.get("inputs", {})
+    if directory is None or (is_kept and not directory.exists()):
+        return None
+    return peft_adapter.read_adapter(directory)
+
+
+def identify_adapter(
+    config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
+) -> dict[str, str]:
+    """Return the fingerprint of the --lora-from adapter as an identity's input, {} without one."""
+    if config.lora_from is None:
+        return {}
+    name = previous_run.ADAPTER
+    return {name: adapter.fingerprint if adapter else identity["inputs"][name]}
+
+
+def find_foreign(directory: Path | None, identity: dict[str, Any]) -> ForeignRun | None:
+    """Return the checkpoint of --resume-from-foreign, None without that option.
+
+    It is also None if the directory is gone but the run's own checkpoints contain the weights.
+    identity: see Inputs. Raises the errors of `foreign_run.find_foreign_run`.
+    """
+    is_kept = previous_run.FOREIGN in identity.get("inputs", {})
+    if directory is None or (is_kept and not directory.exists()):
+        return None
+    return foreign_run.find_foreign_run(directory)
+
+
+def identify_foreign(foreign: ForeignRun | None, identity: dict[str, Any]) -> dict[str, str]:
+    """Return the fingerprint of another trainer's weights as an identity's input, {} without any.
+
+    A resumed run does not need the option.
+    """
+    name = previous_run.FOREIGN
+    recorded = identity.get("inputs", {}).get(name)
+    fingerprint = foreign.fingerprint if foreign else recorded
+    return {name: fingerprint} if fingerprint else {}
 
 
 def _find_model(

@@ -16,6 +16,7 @@ from lib.checkpoints.commit import Checkpoint
 from lib.core import commands, declared, hashing, log, manifest, paths, run_records
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.figures import Status
 from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import lookup
@@ -401,9 +402,9 @@ def descends_from(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
 def mark_complete(experiment: Experiment, step: int) -> None:
     """Write to state.json that a run is complete, if it crashed between its last save and that."""
     state = journal.read_state(experiment)
-    if log.rank() > 0 or (state.get("status"), state.get("step")) == ("complete", step):
+    if log.rank() > 0 or (state.get("status"), state.get("step")) == (Status.COMPLETE, step):
         return
     if state.get("step") != step:  # drop the fields about another step
         state = {key: value for key, value in state.items() if key not in _STEP_FIELDS}
-    completed = {"status": "complete", "step": step, "global_step": step}
+    completed = {"status": Status.COMPLETE, "step": step, "global_step": step}
     manifest.write_json(experiment.state, state | completed)

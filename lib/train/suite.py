@@ -162,10 +162,10 @@ class SuiteEvaluation:
             for line in results.format_table(evaluated):
                 log.info(f"  {line}")
         else:
-            log.info(f"step {step:,}: suite, in {seconds}: {_describe(evaluated)}")
+            log.info(f"step {step:,}: suite, in {seconds}: {_describe_values(evaluated)}")
         return {key: value for result in evaluated for key, value in result.figures().items()}
 
 
-def _describe(evaluated: list[TaskResult]) -> str:
+def _describe_values(evaluated: list[TaskResult]) -> str:
     """Return the values of the tasks' metrics as one line."""
     return units.join_names([f"{r.task} {r.values[r.metric]:.3f}" for r in evaluated], _SHOWN)

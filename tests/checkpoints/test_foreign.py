@@ -1,5 +1,5 @@
 # covers: lib/checkpoints/foreign_run.py, lib/checkpoints/foreign_weights.py
-# covers: lib/train/first_weights.py
+# covers: lib/train/inputs.py
 """Checkpoints of other trainers: weights are found by name, and everything else is refused."""
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lib.checkpoints.foreign_run import ForeignRun, find_foreign_run
 from lib.checkpoints.foreign_weights import load_foreign, require_fits
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.models import keys
-from lib.train import first_weights, previous_run
-from lib.train.inputs import Inputs
+from lib.train import previous_run
+from lib.train.inputs import Inputs, find_foreign, identify_foreign
 from tests.checkpoint_harness import commit_checkpoint
 
 MODEL_DIR = Path("the model")
@@ -421,12 +421,12 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_trained(tmp_path: Pat
 def test_a_begun_run_needs_the_checkpoint_no_longer(tmp_path: Path) -> None:
     identity = {"inputs": {previous_run.FOREIGN: "recorded"}}
     gone = tmp_path / "gone"
-    assert first_weights.find_foreign(gone, identity) is None
-    assert first_weights.find_foreign(None, identity) is None
-    assert first_weights.identify_foreign(None, identity) == identity["inputs"]
-    assert first_weights.identify_foreign(None, {}) == {}
+    assert find_foreign(gone, identity) is None
+    assert find_foreign(None, identity) is None
+    assert identify_foreign(None, identity) == identity["inputs"]
+    assert identify_foreign(None, {}) == {}
     with pytest.raises(StageError):
-        first_weights.find_foreign(gone, {})
+        find_foreign(gone, {})
 
 
 def test_descriptions_of_torch_2_2_are_read(tmp_path: Path) -> None:

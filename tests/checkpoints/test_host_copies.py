@@ -58,7 +58,7 @@ class Gate:
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """Return the gate that copies in the background have to pass."""
     gate = Gate()
-    monkeypatch.setattr(host_copies, "_copy", partial(gate.hold, host_copies._copy))
+    monkeypatch.setattr(host_copies, "_copy_tensors", partial(gate.hold, host_copies._copy_tensors))
     return gate
 
 
@@ -97,7 +97,7 @@ def test_a_failed_copy_raises_before_the_weights_change(trained, monkeypatch):
         raise RuntimeError("no memory")
 
     tensors, optimizer = trained
-    monkeypatch.setattr(host_copies, "_copy", broken)
+    monkeypatch.setattr(host_copies, "_copy_tensors", broken)
     copies = HostCopies(optimizer)
     before = tensors["model.weight"].detach().clone()
     copies.copy_tensors(tensors)

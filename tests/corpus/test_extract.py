@@ -1,4 +1,4 @@
-# covers: lib/corpus/extract/reader.py, lib/corpus/extract/process.py, lib/corpus/extract/child.py
+# covers: lib/corpus/readers.py, lib/corpus/extract/process.py, lib/corpus/extract/child.py
 # covers: lib/corpus/extract/html.py, lib/corpus/extract/pdf.py, lib/corpus/extract/docx.py
 # covers: lib/corpus/extract/epub.py, lib/corpus/extract/archive.py, lib/corpus/extract/markup.py
 # covers: lib/corpus/extract/xml_events.py, lib/corpus/extract/extracted.py

@@ -79,7 +79,7 @@ def test_the_kit_asks_pip_for_pinned_wheels(
         with zipfile.ZipFile(directory / "xxhash-1-py3-none-any.whl", "w") as wheel:
             wheel.writestr("xxhash-1.dist-info/METADATA", "Name: xxhash\nVersion: 1\n")
 
-    monkeypatch.setattr(wheelhouse, "_download", download)
+    monkeypatch.setattr(wheelhouse, "_download_wheels", download)
     kit._fetch_wheels(tmp_path)
     assert [line.partition("==")[0] for line in requested[0].splitlines()] == list(kit._WHEELS)
     assert len([*tmp_path.glob("wheelhouse/*/*.whl")]) == 1
@@ -150,7 +150,7 @@ def test_a_hook_that_replaces_a_missing_name_is_an_error() -> None:
     from tests.gpu import hooks
 
     with pytest.raises(AttributeError):
-        hooks._replace(hooks, "no_such_name", None)
+        hooks._replace_method(hooks, "no_such_name", None)
 
 
 def test_no_compiler_and_no_header_are_reported(

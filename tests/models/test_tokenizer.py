@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 
 from lib.core.conversation import Conversation, Place
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import chat_rows
 from lib.models import scratch, tokenizer, training_text
+from tests.tokens.chat import chats
 
 HARD = [
     "",
@@ -249,7 +249,7 @@ def test_a_tokenizer_of_conversations_gets_a_chat_template(tmp_path: Path, corpu
         "tool_calls": [{"type": "function", "function": {"name": "f"}}],
     }
     rows = [(Conversation([*turns, calls]), Place("a", n)) for n in range(50)]
-    chat = datasets.Dataset(pyarrow.Table.from_batches([chat_rows.make_batch(rows)]))
+    chat = datasets.Dataset(pyarrow.Table.from_batches([chats.make_batch(rows)]))
     chat.save_to_disk(tmp_path / "chat")
 
     train_tokenizer(tmp_path / "chat", tmp_path / "it", 300)

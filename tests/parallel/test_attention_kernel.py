@@ -77,7 +77,7 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
     hopper, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """The reason is logged, and torch's own kernel is restored."""
-    compute = attention_kernel._compute
+    compute = attention_kernel._compute_attention
 
     def compute_wrongly(name: str, heads: list[Tensor]) -> list[Tensor]:
         if not current_flash_attention_impl():
@@ -89,7 +89,7 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
     def raise_import_error() -> None:
         raise ModuleNotFoundError("No module named 'flash_attn_3._C'")
 
-    monkeypatch.setattr(attention_kernel, "_compute", compute_wrongly)
+    monkeypatch.setattr(attention_kernel, "_compute_attention", compute_wrongly)
     if fault == "is missing":
         register_flash_3(monkeypatch, raise_import_error)
     before = torch._C._get_sdp_priority_order()

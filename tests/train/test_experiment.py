@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def _keep(model: Path, root: Path) -> tuple[dict[str, Any], bytes]:
+def _keep_lock(model: Path, root: Path) -> tuple[dict[str, Any], bytes]:
     """Keep the model's files as a launch does; the name is private since only a launch needs it."""
     place = Experiment(root, "exp").model
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -36,10 +36,10 @@ def _keep(model: Path, root: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def test_a_run_keeps_a_config_that_other_programs_read(model: Path, tmp_path: Path) -> None:
-    content, written = _keep(model, tmp_path)
+    content, written = _keep_lock(model, tmp_path)
     assert content["rope_theta"] == 5e5 and content["rope_parameters"] == ROPE
     assert content["rope_scaling"] is None and content["tie_word_embeddings"] is False
-    assert _keep(model, tmp_path)[1] == written  # the next launch writes the same
+    assert _keep_lock(model, tmp_path)[1] == written  # the next launch writes the same
 
 
 def test_a_run_of_an_earlier_version_keeps_its_bytes(model: Path, tmp_path: Path) -> None:
@@ -48,15 +48,15 @@ def test_a_run_of_an_earlier_version_keeps_its_bytes(model: Path, tmp_path: Path
     place.mkdir(parents=True)
     earlier = (model / "config.json").read_bytes()
     (place / "config.json").write_bytes(earlier)
-    assert _keep(model, tmp_path)[1] == earlier
+    assert _keep_lock(model, tmp_path)[1] == earlier
     made_anew = dialects.add_earlier_keys(json.loads(earlier))
     (model / "config.json").write_text(json.dumps(made_anew))  # the model from scratch, say
-    assert _keep(model, tmp_path)[1] == earlier
+    assert _keep_lock(model, tmp_path)[1] == earlier
     (model / "config.json").write_text(json.dumps({**made_anew, "rope_theta": 1e4}))
-    assert _keep(model, tmp_path)[1] == earlier  # transformers 5 reads rope_parameters first
+    assert _keep_lock(model, tmp_path)[1] == earlier  # transformers 5 reads rope_parameters first
     other = {**json.loads(earlier), "rope_parameters": {**ROPE, "rope_theta": 1e4}}
     (model / "config.json").write_text(json.dumps(other))
-    assert _keep(model, tmp_path)[0]["rope_theta"] == 1e4
+    assert _keep_lock(model, tmp_path)[0]["rope_theta"] == 1e4
 
 
 def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
@@ -86,6 +86,6 @@ def test_a_run_keeps_every_file_of_its_tokenizer(model: Path, tmp_path: Path) ->
     """Stage 05 exports the copies, so a template that is not copied would be lost."""
     for name in artifacts.TOKENIZER_FILES:
         (model / name).write_text("{}")
-    _keep(model, tmp_path)
+    _keep_lock(model, tmp_path)
     names = {path.name for path in Experiment(tmp_path, "exp").model.iterdir()}
     assert names >= {*artifacts.TOKENIZER_FILES}

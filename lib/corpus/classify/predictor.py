@@ -104,10 +104,10 @@ def load_line_classifier(path: Path) -> LineClassifier:
     """
     library = _LibraryClassifier(path)
     ngram_model = ngram_classifier.open_model(path)
-    return ngram_model if ngram_model and _agree(ngram_model, library) else library
+    return ngram_model if ngram_model and _have_same_results(ngram_model, library) else library
 
 
-def _agree(one: LineClassifier, two: LineClassifier) -> bool:
+def _have_same_results(one: LineClassifier, two: LineClassifier) -> bool:
     import numpy as np
 
     lines = [line.encode() for line in _SAMPLE]

@@ -39,7 +39,7 @@ def serve_requests(connection: Connection) -> None:
             data = connection.recv_bytes()
             signal.setitimer(signal.ITIMER_PROF, seconds)
             signal.setitimer(signal.ITIMER_REAL, WAITING * seconds)
-            header, text = _extract(kind, data, fallback)
+            header, text = _answer_request(kind, data, fallback)
             header["peak"] = _measure_peak()
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -47,7 +47,7 @@ def serve_requests(connection: Connection) -> None:
             connection.send_bytes(text)
 
 
-def _extract(kind: str, data: bytes, fallback: str) -> tuple[dict[str, Any], bytes]:
+def _answer_request(kind: str, data: bytes, fallback: str) -> tuple[dict[str, Any], bytes]:
     """Return the answer to a request."""
     try:
         text, replaced, lost = load_extractor(kind)(data, fallback)

@@ -95,7 +95,7 @@ class _Package(XmlHandler):
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
         """Receive the start of an element."""
         if name == "item":
-            target = _unquote(attributes.get("href", "").partition("#")[0])
+            target = _unquote_reference(attributes.get("href", "").partition("#")[0])
             self.items[attributes.get("id", "")] = _Item(
                 posixpath.normpath(posixpath.join(self._directory, target)),
                 attributes.get("media-type", ""),
@@ -114,10 +114,10 @@ class _Encryption(XmlHandler):
     def start(self, name: str, attributes: Mapping[str, str]) -> None:
         """Receive the start of an element."""
         if name == "CipherReference":
-            self.names.add(_unquote(attributes.get("URI", "")))
+            self.names.add(_unquote_reference(attributes.get("URI", "")))
 
 
-def _unquote(reference: str) -> str:
+def _unquote_reference(reference: str) -> str:
     """Return a reference with `%20` and other escapes replaced by their characters."""
     data = _ESCAPE.sub(lambda match: bytes.fromhex(match[1].decode()), reference.encode())
     return data.decode("utf-8", "replace")

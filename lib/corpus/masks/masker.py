@@ -120,13 +120,13 @@ class Masker:
         spans = []
         pieces: dict[tuple[int, int], tuple[bytes, bytes]] = {}
         for number, (_, finder) in enumerate(self._finders):
-            for low, high in _widen(changed, finder.reach):
+            for low, high in _widen_parts(changed, finder.reach):
                 begin = max(0, low - _BEFORE)
                 if (low, high) not in pieces:
                     piece = bytes(line[begin : high + _AFTER])
                     pieces[low, high] = piece, self._make_shape(piece)
                 piece, shape = pieces[low, high]
-                for start, end in _search(finder, piece, shape, low - begin, high - begin):
+                for start, end in _search_part(finder, piece, shape, low - begin, high - begin):
                     spans.append((begin + start, -(begin + end), number))
         matches: list[tuple[int, int, str]] = []
         for start, negative_end, number in sorted(spans):
@@ -187,7 +187,7 @@ def _check_place(finder: Finder, text: bytes, at: int) -> tuple[int, int] | None
     return finder.find(text, at, low, min(len(text), at + _AFTER) if high < 0 else high)
 
 
-def _search(
+def _search_part(
     finder: Finder, text: bytes, shape: bytes, low: int, high: int
 ) -> Iterator[tuple[int, int]]:
     """Yield start and end of the matches whose rare byte is in a part of a text."""
@@ -198,7 +198,7 @@ def _search(
             yield span
 
 
-def _widen(parts: Sequence[tuple[int, int]], margin: int) -> list[tuple[int, int]]:
+def _widen_parts(parts: Sequence[tuple[int, int]], margin: int) -> list[tuple[int, int]]:
     """Return parts of a line with a margin on both sides; parts that then overlap are joined."""
     wide: list[tuple[int, int]] = []
     for start, end in parts:

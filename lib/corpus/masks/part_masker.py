@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core.conversation import CALLS
 from lib.corpus import chat_rows, json_data, parts
+from lib.corpus.arrow_arrays import join_texts
 from lib.corpus.masks.masker import Masker
 from lib.corpus.masks.matches import MaskedMatches
 
@@ -254,7 +255,7 @@ def _replace_texts(
     new = [texts[number] if number in changed else text for number, text in enumerate(old)]
     if column.null_count:
         return pa.array(new, pa.large_binary()).view(pa.large_string())
-    return parts.join_texts([text or b"" for text in new])
+    return join_texts([text or b"" for text in new])
 
 
 def _count_bytes(column: pa.Array) -> int:

@@ -83,12 +83,12 @@ def estimate_recall(counts: Sequence[Sequence[float]], bands: Bands, threshold: 
     counts: the counts of a RecallSample. The second result is None without such pairs.
     """
     starts = [*(number / _BINS for number in range(_FIRST, _BINS)), threshold]
-    bins = list(_estimate(starts, counts, bands))
+    bins = list(_estimate_recall(starts, counts, bands))
     has_total = bool(counts and counts[-1][0])
     return (bins[:-1], bins[-1]) if has_total else (bins, None)
 
 
-def _estimate(
+def _estimate_recall(
     starts: Sequence[float], counts: Sequence[Sequence[float]], bands: Bands
 ) -> Iterator[Recall]:
     for start, (pairs, once, twice, estimated) in zip(starts, counts, strict=True):

@@ -31,11 +31,11 @@ _TITLE = "Corpus report"
 
 def compose_page(facts: CorpusFacts) -> Html:
     """Return the page, of at most LARGEST bytes."""
-    pages = (_compose(facts, samples) for samples in _SAMPLES)
+    pages = (_compose_page(facts, samples) for samples in _SAMPLES)
     return next(text for text in pages if len(text.encode()) <= LARGEST)
 
 
-def _compose(facts: CorpusFacts, samples: int) -> Html:
+def _compose_page(facts: CorpusFacts, samples: int) -> Html:
     share_kept = 1 - facts.dropped / facts.rows if facts.rows else 0.0
     lead = (
         f"The dataset contains {units.counted(sum(facts.written.values()), 'row')}, "

@@ -105,7 +105,7 @@ def write_splits(
     facts = {
         "policy": _SAMPLES,
         "label_mask": LABEL_MASK,
-        "chat": _summarise(chats, policy, encoder),
+        "chat": _summarise_chats(chats, policy, encoder),
     }
     return contents._replace(facts=facts)
 
@@ -331,7 +331,7 @@ def _join_files(parts: list[Path], path: Path) -> None:
                 shutil.copyfileobj(content, file)
 
 
-def _summarise(
+def _summarise_chats(
     chats: dict[str, ChatCounts], policy: ChatPolicy, encoder: Encoder
 ) -> dict[str, Any]:
     """Return the facts that `counts.read_facts` reads."""

@@ -63,9 +63,11 @@ def compute_figures(parts: Mapping[str, TextLoss], is_complete: bool = True) -> 
     if not losses:
         return {}
     total = TextLoss(*map(sum, zip(*losses.values(), strict=True)))
-    figures = {KEY: _divide(total)} if is_complete else {}
+    figures = {KEY: _compute_bits(total)} if is_complete else {}
     if len(parts) > 1 or not is_complete:
-        figures |= {f"eval/{name}/bits_per_byte": _divide(part) for name, part in losses.items()}
+        figures |= {
+            f"eval/{name}/bits_per_byte": _compute_bits(part) for name, part in losses.items()
+        }
     return figures
 
 
@@ -83,5 +85,5 @@ def describe_figures(figures: Mapping[str, float]) -> str:
     return f"bits per byte: {listed}" if listed else ""
 
 
-def _divide(loss: TextLoss) -> float:
+def _compute_bits(loss: TextLoss) -> float:
     return loss.nats / (math.log(2) * loss.bytes)

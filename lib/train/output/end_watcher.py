@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from lib.core import launcher, liveness, log, records, stage, watchdog
 from lib.core.errors import EXIT_BUG
+from lib.core.figures import EXIT_CODES, Status
 from lib.core.lease import ExperimentHeld
 from lib.core.paths import OUTPUTS, Experiment
 from lib.train.output import on_end
@@ -148,7 +149,7 @@ def _wait_for_ending(
         return None
     ending = Ending(*ending)
     has_trained = records.read_mapping(experiment.state) != job["state"]
-    return ending if has_trained or ending.status != "complete" else None
+    return ending if has_trained or ending.status != Status.COMPLETE else None
 
 
 def _find_ending(job: dict[str, Any], experiment: Experiment) -> Ending | None:
@@ -158,9 +159,9 @@ def _find_ending(job: dict[str, Any], experiment: Experiment) -> Ending | None:
         return None
     state = records.read_mapping(experiment.state)
     status = state.get("status")
-    if state != job["state"] and status in on_end.EXIT_CODES:  # rank 0 was killed after its end
-        return Ending(status, on_end.EXIT_CODES[status])
-    return Ending("failed", EXIT_BUG, "rank 0 was killed")
+    if state != job["state"] and status in EXIT_CODES:  # rank 0 was killed after its end
+        return Ending(status, EXIT_CODES[status])
+    return Ending(Status.FAILED, EXIT_BUG, "rank 0 was killed")
 
 
 def _must_run_command(job: dict[str, Any], ending: Ending) -> bool:
@@ -170,7 +171,7 @@ def _must_run_command(job: dict[str, Any], ending: Ending) -> bool:
     """
     if job["launcher"]:
         return liveness.is_alive(job["launcher"]) is False
-    if ending.status == "complete" or not job["torchrun"]:
+    if ending.status == Status.COMPLETE or not job["torchrun"]:
         return True
     os.write(1, b'"the command of --on-end runs if torchrun does not start the ranks again"\n')
     torchrun = job["torchrun"]

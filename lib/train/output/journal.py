@@ -26,6 +26,7 @@ from lib.core import commands, launcher, log, manifest, records, run_records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.events import Event
+from lib.core.figures import Status
 from lib.core.paths import Experiment
 from lib.train.output.prometheus import PrometheusFile
 
@@ -103,8 +104,8 @@ class Journal:
         if not self._active:
             return
         with self._lock, self._state_may_fail:
-            self._is_over |= status != "running"
-            if status == "running" and self._is_over:
+            self._is_over |= status != Status.RUNNING
+            if status == Status.RUNNING and self._is_over:
                 return
             self._last_state = {"status": status, **facts}
             self._write_last_state()
@@ -130,7 +131,7 @@ class Journal:
         except OSError:
             # A full disk still has the space of the old file. If that fails too, the first error is
             # reported.
-            if not _overwrite(self.experiment.state, json.dumps(content).encode()):
+            if not _overwrite_file(self.experiment.state, json.dumps(content).encode()):
                 raise
 
     def add_event(self, event: Event, step: int, **facts: Any) -> None:
@@ -146,7 +147,7 @@ class Journal:
                 self._events.close()  # makes the line visible on other machines at once
 
 
-def _overwrite(path: Path, content: bytes) -> bool:
+def _overwrite_file(path: Path, content: bytes) -> bool:
     """Overwrite the content of an existing file in place, and return whether that succeeded."""
     try:
         with path.open("r+b", buffering=0) as file:

@@ -18,12 +18,11 @@ from typing import IO, NamedTuple
 
 from lib.core import launcher, offline, run_records
 from lib.core.commands import LAUNCHED_AS
-from lib.core.errors import EXIT_DISK_FULL, EXIT_DONE, EXIT_PREEMPTED
 from lib.core.events import Event
+from lib.core.figures import EXIT_CODES, Status
 from lib.core.paths import Experiment
 from lib.train.output.journal import Journal, format_time
 
-EXIT_CODES = {"complete": EXIT_DONE, "preempted": EXIT_PREEMPTED, "disk_full": EXIT_DISK_FULL}
 KILL_S = 3.0  # the most seconds that it takes to kill a command
 _TERMINATE_S = 2.0  # the part of KILL_S between SIGTERM and SIGKILL
 _DRAIN_S = 0.5
@@ -48,8 +47,8 @@ class Ending(NamedTuple):
 def make_ending(exit_code: int, reason: str) -> Ending:
     """Return the ending of a launch with an exit code."""
     statuses = {code: status for status, code in EXIT_CODES.items()}
-    status = statuses.get(exit_code, "failed")
-    return Ending(status, exit_code, "" if status == "complete" else reason)
+    status = statuses.get(exit_code, Status.FAILED)
+    return Ending(status, exit_code, "" if status == Status.COMPLETE else reason)
 
 
 def run_command(
@@ -66,7 +65,7 @@ def run_command(
     """
     facts = read_facts(experiment, ending)
     began = time.monotonic()
-    failure, output = _execute(command, seconds, environment | facts)
+    failure, output = _execute_command(command, seconds, environment | facts)
     duration = round(time.monotonic() - began, 1)
     outcome = f"the command of --on-end {'failed: ' + failure if failure else 'succeeded'}"
     if experiment.root.is_dir():
@@ -117,7 +116,9 @@ def build_user_environment() -> dict[str, str]:
     }
 
 
-def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple[str, bytes]:
+def _execute_command(
+    command: str, seconds: float, environment: dict[str, str]
+) -> tuple[str, bytes]:
     """Run a command; return the reason if it failed, else "", and the beginning of its output."""
     try:
         process = subprocess.Popen(
@@ -131,7 +132,7 @@ def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple
     except (OSError, ValueError) as error:
         return f"it cannot be started: {error}", b""
     output = bytearray()
-    reader = threading.Thread(target=_drain, args=(process.stdout, output), daemon=True)
+    reader = threading.Thread(target=_drain_pipe, args=(process.stdout, output), daemon=True)
     reader.start()
     try:
         code = process.wait(seconds)
@@ -140,7 +141,7 @@ def _execute(command: str, seconds: float, environment: dict[str, str]) -> tuple
             failure = f"killed by {_name_signal(-code)}"
     except subprocess.TimeoutExpired:
         failure = f"it did not end within {seconds:g} s and was killed"
-        _kill(process)
+        _kill_group(process)
     reader.join(_DRAIN_S)  # a process in the background may keep the pipe open
     return failure, bytes(output)
 
@@ -153,14 +154,14 @@ def _name_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _drain(pipe: IO[bytes], output: bytearray) -> None:
+def _drain_pipe(pipe: IO[bytes], output: bytearray) -> None:
     """Read a pipe to its end, and keep the beginning."""
     with suppress(OSError, ValueError):
         while chunk := os.read(pipe.fileno(), 1 << 16):
             output += chunk[: max(0, _MOST_OUTPUT - len(output))]
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a command and all processes of its group."""
     for number, patience in (
         (signal.SIGTERM, _TERMINATE_S),

@@ -13,11 +13,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from lib.core import log
-from lib.core.figures import METRICS, STATE, documented_name
+from lib.core.figures import METRICS, STATE, Status, documented_name
 from lib.core.paths import Experiment
 
 PREFIX = "llm_train_"
-STATUSES = ("running", "complete", "preempted", "failed", "disk_full")
 _SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # factors to base units
 _PART = re.compile(r"eval/(.+)/bits_per_byte")
 _LAYER = re.compile(r"/layer_(\d+)/")
@@ -109,10 +108,10 @@ def _read_state(state: Mapping[str, Any]) -> Iterator[GaugeValue]:
         "copied": state.get("copied"),
         "updated": state.get("updated"),
     }
-    for status in STATUSES if state else ():
+    for status in Status if state else ():
         is_current = float(status == state.get("status"))
         _, meaning, gauge = STATE["status"]
-        yield GaugeValue(gauge, meaning, {"status": status}, is_current)
+        yield GaugeValue(gauge, meaning, {"status": str(status)}, is_current)
     for key, value in values.items():
         if value is not None:
             _, meaning, gauge = STATE[key]
@@ -130,10 +129,12 @@ def format_samples(samples: list[GaugeValue], experiment: str) -> str:
         if name != before:
             before = name
             lines += [
-                f"# HELP {PREFIX}{name} {_escape(meaning.replace('`', ''))}",
+                f"# HELP {PREFIX}{name} {_escape_text(meaning.replace('`', ''))}",
                 f"# TYPE {PREFIX}{name} gauge",
             ]
-        pairs = [f'{key}="{_escape(text, True)}"' for key, text in _list_labels(experiment, labels)]
+        pairs = [
+            f'{key}="{_escape_text(text, True)}"' for key, text in _list_labels(experiment, labels)
+        ]
         lines.append(f"{PREFIX}{name}{{{','.join(pairs)}}} {_format_number(value)}")
     return "\n".join(lines) + "\n"
 
@@ -142,7 +143,7 @@ def _list_labels(experiment: str, labels: dict[str, str]) -> list[tuple[str, str
     return [("exp", experiment), *labels.items()]
 
 
-def _escape(text: str, in_quotes: bool = False) -> str:
+def _escape_text(text: str, in_quotes: bool = False) -> str:
     """Return a text with the escapes of the format: one line of valid UTF-8."""
     text = text.encode("utf-8", "backslashreplace").decode()
     text = text.replace("\\", "\\\\").replace("\n", "\\n")

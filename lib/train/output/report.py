@@ -15,7 +15,7 @@ from torch import nn
 from lib.core import launcher, log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.events import Event
-from lib.core.figures import DEFAULT_SCORE
+from lib.core.figures import DEFAULT_SCORE, Status
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
@@ -97,7 +97,7 @@ class Report:
         self._began = time.monotonic()
 
     def __enter__(self) -> Report:
-        self.note_state("running")
+        self.note_state(Status.RUNNING)
         self._estimate.report()
         return self
 
@@ -113,7 +113,7 @@ class Report:
         if error is not None and not self._is_over:
             cause = from_os_error(error) if isinstance(error, OSError) else error
             is_full = isinstance(cause, DiskFullError)
-            self.note_state("disk_full" if is_full else "failed")
+            self.note_state(Status.DISK_FULL if is_full else Status.FAILED)
             if not is_full:
                 reason = launcher.headline(str(error)) or type(error).__name__
                 self.journal.add_event(Event.FAILED, self._state.step, reason=reason)
@@ -318,7 +318,7 @@ class Report:
         self._metrics.rewind(self._state.step)
         self._samples.rewind(self._state.step)
         self._bar.advance(self._state.step - self._bar.done)
-        self.note_state("running")
+        self.note_state(Status.RUNNING)
 
     def save_callback(self) -> Callable[[bool], None]:
         """Return the function that rank 0 calls, in any thread, once this step has been saved.
@@ -329,7 +329,7 @@ class Report:
         has_ended = self._state.step == self._plan.total_steps
 
         def note_saved(is_shared: bool) -> None:
-            self.journal.write_state("running", **facts)
+            self.journal.write_state(Status.RUNNING, **facts)
             if is_shared:
                 with self._plot_may_fail:
                     self._metrics.curve.draw(self._experiment.plot, self._caption)
@@ -345,7 +345,7 @@ class Report:
         """
         step = self._state.step
         has_ended = self._state.step == self._plan.total_steps
-        self.note_state("complete" if has_ended else "preempted")
+        self.note_state(Status.COMPLETE if has_ended else Status.PREEMPTED)
         self.journal.add_event(Event.SIGNAL, step, signal=reason)
         if not has_ended:
             change = " without --overwrite" if self._plan.config.overwrite else ""
@@ -356,7 +356,7 @@ class Report:
 
     def note_state(self, status: str) -> None:
         """Write state.json with this status."""
-        self._is_over |= status in ("complete", "preempted")
+        self._is_over |= status in (Status.COMPLETE, Status.PREEMPTED)
         self.journal.write_state(status, **self._facts())
 
     def _facts(self) -> dict[str, float | None]:

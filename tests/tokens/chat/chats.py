@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Sequence
@@ -41,6 +42,16 @@ def make_conversation(seed: int, turns: int = 0, words: int = 12) -> Conversatio
     )
 
 
+def make_batch(rows: Sequence[tuple[Conversation, Place]]) -> pa.RecordBatch:
+    """Return a few conversations (at least one) as the record batch that stage 02 writes."""
+    file = io.BytesIO()
+    writer = chat_rows.ChatPartWriter(file)
+    for chat, place in rows:
+        writer.add(chat, place, chat_rows.encode_chat(chat))
+    writer.finish()
+    return pa.ipc.read_record_batch(pa.py_buffer(file.getvalue()), chat_rows.make_schema())
+
+
 def save_dataset(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -> Path:
     """Write a chat dataset. splits: conversations by split. rows: per record batch."""
     (path).mkdir(parents=True)
@@ -51,7 +62,7 @@ def save_dataset(path: Path, rows: int = 10, **splits: Sequence[Conversation]) -
         shard = path / name / "data-00000-of-00001.arrow"
         with pa.ipc.new_stream(str(shard), chat_rows.make_schema()) as writer:
             for first in range(0, len(placed), rows):
-                writer.write_batch(chat_rows.make_batch(placed[first : first + rows]))
+                writer.write_batch(make_batch(placed[first : first + rows]))
         (path / name / "state.json").write_text(
             json.dumps({"_data_files": [{"filename": shard.name}]})
         )

@@ -386,18 +386,18 @@ def test_a_torn_progress_note_restarts_the_build(
 ) -> None:
     expected = prepare_chats(corpus, tokenizer, tmp_path / "whole")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(write.ChatWriter, "close", _interrupt)
+        patch.setattr(write.ChatWriter, "close", _raise_interrupt)
         prepare_chats(corpus, tokenizer, tmp_path / "c")
     [note] = (tmp_path / "c/tokens").glob("*/content/train.progress.json")
     content = json.loads(note.read_text())
     for damaged in ({"bits": "x"}, {"counts": {"conversations": 1}}, {"errors": -5}):
         note.write_text(json.dumps(content | {"chat": content["chat"] | damaged}))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(write.ChatWriter, "close", _interrupt)
+            patch.setattr(write.ChatWriter, "close", _raise_interrupt)
             prepare_chats(corpus, tokenizer, tmp_path / "c")
         assert json.loads(note.read_text())["chat"] == content["chat"]
     assert same(expected, prepare_chats(corpus, tokenizer, tmp_path / "c"))
 
 
-def _interrupt(*arguments: object) -> None:
+def _raise_interrupt(*arguments: object) -> None:
     raise KeyboardInterrupt

@@ -12,7 +12,6 @@ import pytest
 
 from lib.core.conversation import Place
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import chat_rows
 from lib.tokens import columns
 from lib.tokens.chat import conversations
 from lib.tokens.dataset import open_dataset
@@ -158,7 +157,7 @@ def test_text_and_conversations_do_not_share_a_dataset(tmp_path: Path) -> None:
 
 
 def test_strings_that_are_not_utf8_are_damage(tmp_path: Path) -> None:
-    batch = chat_rows.make_batch([(chats.make_conversation(1), Place("a", 1, 0))])
+    batch = chats.make_batch([(chats.make_conversation(1), Place("a", 1, 0))])
     broken = pa.array([b"[\xff]"], pa.large_binary()).view(pa.large_string())
     with pytest.raises(ArtifactError, match="is damaged"):
         list(conversations.read_rows(batch.set_column(1, "tools", broken)))
