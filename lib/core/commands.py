@@ -117,14 +117,12 @@ def on_ranks(count: int) -> str:
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
         value = [words[first].partition("=")[0] + f"={count}"]
-        return _join_words(
-            words[:first] + value + words[first + (1 if "=" in words[first] else 2) :]
-        )
+        after = first + (1 if "=" in words[first] else 2)
+        return _join_words([*words[:first], *value, *words[after:]])
     if LAUNCHED_AS in os.environ:
         is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
-        return (
-            _join_words([words[0], "--nproc-per-node", str(count), *words[1:]]) if is_ours else ""
-        )
+        with_count = [words[0], "--nproc-per-node", str(count), *words[1:]]
+        return _join_words(with_count) if is_ours else ""
     at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
     if at is None:
         return ""

@@ -49,9 +49,9 @@ def skip_memory_check() -> None:
     from lib.planning import memory
     from lib.planning.memory_check import MemoryCheck
 
-    _replace_method(MemoryCheck, "excess", lambda *_, **__: {})
-    _replace_method(MemoryCheck, "is_easy", lambda *_, **__: True)
-    _replace_method(memory, "ESTIMATED_FROM", float("inf"))
+    _replace_attribute(MemoryCheck, "excess", lambda *_, **__: {})
+    _replace_attribute(MemoryCheck, "is_easy", lambda *_, **__: True)
+    _replace_attribute(memory, "ESTIMATED_FROM", float("inf"))
 
 
 def print_allocator() -> None:
@@ -117,7 +117,7 @@ def print_graphs() -> None:
         return backend(graph, inputs, **options)
 
     skip_saves()
-    _replace_method(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    _replace_attribute(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     torch.compile = functools.partial(torch.compile, backend=print_and_compile)
 
 
@@ -163,7 +163,7 @@ def print_gpu_processes() -> None:
     _after_steps(print_processes)
 
 
-def _replace_method(owner: Any, name: str, value: Any) -> None:
+def _replace_attribute(owner: Any, name: str, value: Any) -> None:
     """Replace an attribute. Raises AttributeError if there is none, since nothing would change."""
     getattr(owner, name)
     setattr(owner, name, value)

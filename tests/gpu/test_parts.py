@@ -150,7 +150,7 @@ def test_a_hook_that_replaces_a_missing_name_is_an_error() -> None:
     from tests.gpu import hooks
 
     with pytest.raises(AttributeError):
-        hooks._replace_method(hooks, "no_such_name", None)
+        hooks._replace_attribute(hooks, "no_such_name", None)
 
 
 def test_no_compiler_and_no_header_are_reported(
