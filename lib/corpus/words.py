@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORDS = "words"  # key of the words in a RowBatch, which rules and sidecars share
-BATCH_CHARACTERS = 1 << 17  # larger arrays would not fit the caches of a core
+BATCH_CHARACTERS = 1 << 19  # rules call NumPy hundreds of times per batch; this spreads the cost
+PIECE_CHARACTERS = 1 << 17  # larger arrays would not fit the caches of a core
 # The marks of a character: a kind, which is one of three, and flags.
 SEPARATOR, LETTER, UNIT = range(3)
 KIND = 3
@@ -82,7 +83,7 @@ class WordGroup(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Contain a piece of joined texts: whole lines, unless a line is longer than a batch.
+    """Contain a piece of joined texts: whole lines, unless a line is longer than a piece.
 
     first: position of the piece in the joined texts. codes: code points of the characters in lower
     case. marks: uint8, the marks of the characters. starts, ends: positions of the words in the
@@ -201,14 +202,17 @@ class _PieceReader:
     def _find_cut(self, first: int) -> int:
         """Return where the piece from `first` ends: after a line, or after a word of a long line.
 
-        A word that fills a batch is cut.
+        A word that fills a piece is cut. A line that is longer than a piece starts a piece, so its
+        cuts do not depend on what is before it.
         """
         import numpy as np
 
-        last = min(first + BATCH_CHARACTERS, len(self._codes))
+        last = min(first + PIECE_CHARACTERS, len(self._codes))
         if last == len(self._codes):
             return last
         breaks = np.flatnonzero(self._codes[first:last] == _NEWLINE)
+        if not len(breaks) and self._codes[last] == _NEWLINE:
+            return last
         if not len(breaks):
             breaks = np.flatnonzero((self._marks[first:last] & KIND) != LETTER)
         return first + int(breaks[-1]) + 1 if len(breaks) else last
@@ -229,7 +233,7 @@ def make_empty_piece() -> Piece:
 
 
 def _cut_piece(first: int, codes: np.ndarray, marks: np.ndarray) -> Piece:
-    """Return a piece of at most BATCH_CHARACTERS characters, with its words and sums."""
+    """Return a piece of at most PIECE_CHARACTERS characters, with its words and sums."""
     import numpy as np
 
     padded = np.zeros(len(marks) + 2, np.uint8)
@@ -263,13 +267,13 @@ def _make_character_tables() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     import numpy as np
 
     def list_powers(base: int) -> np.ndarray:
-        powers = np.full(BATCH_CHARACTERS + 1, base, np.uint64)
+        powers = np.full(PIECE_CHARACTERS + 1, base, np.uint64)
         powers[0] = 1
         return np.cumprod(powers)
 
     values = mix_bits(np.arange(128, dtype=np.uint64) + np.uint64(_BASE))
     # NOTE: freeing so large a block makes glibc keep freed memory below that size. Otherwise it
-    # returns the arrays of each batch to the kernel, and page faults take longer than the work.
+    # returns the arrays of each piece to the kernel, and page faults take longer than the work.
     np.empty(_KEPT_BYTES, np.uint8)
     return list_powers(_BASE), list_powers(pow(_BASE, -1, 1 << 64)), values
 

@@ -1,6 +1,7 @@
 # covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
 # covers: lib/corpus/classify/language.py, lib/corpus/classify/scores.py
 # covers: lib/corpus/classify/top_scores.py, lib/corpus/classify/ngram_classifier.py
+# covers: lib/corpus/classify/word_sums.py
 """fastText models are checked before they are opened; texts get labels and scores."""
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lib.corpus.classify import (
     predictor,
     scores,
     top_scores,
+    word_sums,
 )
 from lib.corpus.classify.ngram_classifier import NgramClassifier
 from lib.corpus.row_batch import RowBatch, RowText
@@ -153,7 +155,7 @@ def draw_lines() -> list[str]:
 @pytest.mark.parametrize("kept_words", [1 << 16, 3])
 def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
     """Whatever the order of the lines, and whatever words are kept, the scores are the same."""
-    monkeypatch.setattr(ngram_classifier, "_KEPT_WORDS", kept_words)
+    monkeypatch.setattr(word_sums, "_KEPT_WORDS", kept_words)
     path = write_ngram_classifier(tmp_path / "a.ftz")
     assert model_file.read_labels(path, "--m") == ["de", "en", "zz", "fr", "ru", "aa"]
     classifier = predictor.load_line_classifier(path)

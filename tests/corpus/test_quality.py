@@ -14,7 +14,7 @@ from lib.corpus.quality import thresholds
 from lib.corpus.quality.judge import Judge, is_dropped
 from lib.corpus.quality.layout import find_layouts
 from lib.corpus.quality.word_lists import ENGLISH_LISTS, WordLists
-from lib.corpus.words import BATCH_CHARACTERS
+from lib.corpus.words import PIECE_CHARACTERS
 from tests.corpus.quality_reference import measure_repeated, measure_text, split_words
 
 PIECES = [
@@ -92,12 +92,25 @@ def test_a_text_has_the_same_figures_alone_and_in_any_batch():
         ), text
 
 
+def test_a_text_with_long_lines_has_the_same_figures_alone_and_in_any_batch():
+    lines = ["words " * PIECE_CHARACTERS, "x" * 3 * PIECE_CHARACTERS, "one two. " * 1000]
+    sizes = [PIECE_CHARACTERS + more for more in (-1, 0, 1, 9, 2 * PIECE_CHARACTERS)]
+    texts = [line[:size] for line in lines for size in sizes]
+    texts += [f"a first line\n{text}\nand a last one" for text in texts]
+    texts += [text + "é" for text in texts]
+    random.Random(0).shuffle(texts)
+    together = measure_batch(texts)
+    for number, text in enumerate(texts):
+        for name, values in measure_batch([text]).items():
+            assert np.array_equal(values[0], together[name][number], equal_nan=True), (name, number)
+
+
 @pytest.mark.parametrize("wide", ["", "é"])
-def test_a_text_that_is_larger_than_a_batch_is_measured_as_a_whole(wide):
+def test_a_text_that_is_larger_than_a_piece_is_measured_as_a_whole(wide):
     draw = random.Random(3)
     lines = [f"{draw.choice(PIECES)} the {draw.choice(PIECES)}{wide} end." for _ in range(12_000)]
     text = "\n".join(lines)
-    assert len(text) > 1.5 * BATCH_CHARACTERS
+    assert len(text) > 1.5 * PIECE_CHARACTERS
     results = {name: values[0] for name, values in measure_batch([text]).items()}
     assert results["c4.max_braces"] == text.count("{") > 100
     assert results["gopher-repetition.max_duplicate_lines"] == pytest.approx(
@@ -109,10 +122,10 @@ def test_a_text_that_is_larger_than_a_batch_is_measured_as_a_whole(wide):
     assert results["fineweb.min_end_mark_lines"] == 1
 
 
-def test_a_line_that_is_larger_than_a_batch_counts_as_several():
-    line = "word " * (BATCH_CHARACTERS // 4)
+def test_a_line_that_is_larger_than_a_piece_counts_as_several():
+    line = "word " * (PIECE_CHARACTERS // 4)
     results = measure_batch([line])
-    assert results["gopher.min_words"] == BATCH_CHARACTERS // 4
+    assert results["gopher.min_words"] == PIECE_CHARACTERS // 4
     assert results["fineweb.max_newlines"] == results["fineweb.max_short_lines"] == 0
     assert results["gopher-repetition.max_top_2_gram"] > 1.9  # overlapping occurrences all count
 

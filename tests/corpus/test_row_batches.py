@@ -79,7 +79,7 @@ def make_files(folder: Path) -> None:
     (folder / "e.txt").write_text("the end")
 
 
-@pytest.mark.parametrize("characters", [1 << 17, 12, 1])
+@pytest.mark.parametrize("characters", [1 << 19, 12, 1])
 def test_every_batch_gives_the_same_dataset(tmp_path, monkeypatch, rules, characters):
     make_files(tmp_path / "raw")
     monkeypatch.setattr(shingles, "BATCH_CHARACTERS", characters)

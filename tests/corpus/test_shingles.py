@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lib.corpus import shingles
+from lib.corpus.words import PIECE_CHARACTERS
 
 EXPECTED = ["0x489c0935396dec7c", "0xefd4e4f2408f190f", "0xd60aba88e94851de", "0xbbf89bc50362a921"]
 WORD = re.compile(r"[぀-ヿ一-鿿฀-๿]|[^\W_぀-ヿ一-鿿฀-๿]+")
@@ -74,16 +75,16 @@ def test_texts_are_compared_in_nfc_and_lower_case_but_accents_and_digits_count()
 
 
 @pytest.mark.parametrize("end", ["", " é"])
-def test_a_text_larger_than_a_batch_is_cut_between_words(end):
+def test_a_text_larger_than_a_piece_is_cut_between_words(end):
     draw = random.Random(0)
     words = [str(draw.randrange(10**6)) for _ in range(80_000)]
     text = " ".join(words) + end
-    assert len(text) > 3 * shingles.BATCH_CHARACTERS
+    assert len(text) > 3 * PIECE_CHARACTERS
     (hashes,) = list_hashes([text], 5)
     parts = [" ".join(words[i : i + 9]) for i in range(0, len(words) - 8, 5)]
     few = [value for part in list_hashes(parts, 5) for value in part]
     assert hashes[: len(few)] == few
-    (blob,) = list_hashes(["x" * (2 * shingles.BATCH_CHARACTERS + 5)], 5)
+    (blob,) = list_hashes(["x" * (2 * PIECE_CHARACTERS + 5)], 5)
     assert len(blob) == 1
 
 

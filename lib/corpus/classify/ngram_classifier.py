@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import count, islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.corpus.classify import model_file
 from lib.corpus.classify.model_file import CENTROIDS, Matrix, ModelFile
+from lib.corpus.classify.word_sums import END, WordSums
 
 if TYPE_CHECKING:
     import numpy as np
 
-_END = b"</s>"  # the word at the end of each line
-_LABEL = model_file.PREFIX.encode()  # words that begin with it are labels, which do not count
 _LINES = 128  # lines in an array of scores; larger arrays would not fit the caches of a core
-_KEPT_WORDS = 1 << 16
-_KEPT_BYTES = 8 << 20  # total length of the words that are kept
 _FNV_START = 2166136261
 _FNV_PRIME = 16777619
 _LEAST_FACTOR = 1e-5  # fastText adds it to a probability before it takes the logarithm
@@ -44,14 +40,15 @@ class NgramClassifier:
         import numpy as np
 
         self.labels = sorted(model.labels)
-        self._sums = _WordSums(_Subwords(data, model))
+        self._subwords = _Subwords(data, model)
+        self._sums = WordSums(self._subwords)
         self._tree = _LabelTree(_read_matrix(data, model.output), model.label_counts)
         self._order = np.argsort(np.array(model.labels))
 
     @property
     def is_finite(self) -> bool:
         """Return whether all numbers of the model are finite."""
-        return self._sums.is_finite and self._tree.is_finite
+        return self._subwords.is_finite and self._tree.is_finite
 
     def score_lines(self, lines: Sequence[bytes], least: float) -> np.ndarray:
         """Return the probability of each label (float32 [lines, labels]), 0 if it is below `least`.
@@ -137,7 +134,7 @@ class _Subwords:
         """Return the sum of rows for the end of a line (without n-grams), and their number."""
         import numpy as np
 
-        number = self._numbers.get(_END)
+        number = self._numbers.get(END)
         return (np.zeros(self.dim), 0) if number is None else (self._rows[number], 1)
 
     def sum_words(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -230,78 +227,6 @@ class _Characters:
         return results
 
 
-class _WordSums:
-    """Average the rows of the words in lines, and keep the sum of each word."""
-
-    def __init__(self, subwords: _Subwords) -> None:
-        import numpy as np
-
-        self._subwords = subwords
-        self._sums = np.zeros((2 * _KEPT_WORDS, subwords.dim))
-        self._counts = np.zeros(len(self._sums), np.int64)
-        self._sums[0], self._counts[0] = subwords.sum_end()
-        self._clear()
-
-    @property
-    def is_finite(self) -> bool:
-        """Return whether all rows are finite."""
-        return self._subwords.is_finite
-
-    def _clear(self) -> None:
-        self._numbers: defaultdict[bytes, int] = defaultdict(count(1).__next__, {_END: 0})
-        self._bytes = 0
-
-    def average(self, lines: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the mean of the rows of each line, and whether the line has any row.
-
-        means: float32 [dim of the model, lines].
-        """
-        import numpy as np
-
-        words: list[bytes] = []
-        starts = []
-        for line in lines:
-            starts.append(len(words))
-            words += _split_line(line)
-        if len(self._numbers) > _KEPT_WORDS or self._bytes > _KEPT_BYTES:
-            self._clear()
-        count = len(self._numbers)
-        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))
-        self._add_words([*islice(reversed(self._numbers), len(self._numbers) - count)][::-1])
-        sums = np.add.reduceat(np.take(self._sums, numbers, axis=0), starts, axis=0)
-        counts = np.add.reduceat(np.take(self._counts, numbers), starts)
-        means = sums.T / np.maximum(counts, 1)
-        return means.astype(np.float32), counts > 0
-
-    def _add_words(self, words: Sequence[bytes]) -> None:
-        """Compute and keep the sums of the words with the highest numbers."""
-        import numpy as np
-
-        if not words:
-            return
-        last = len(self._numbers)
-        if last > len(self._sums):
-            more = last + _KEPT_WORDS - len(self._sums)
-            self._sums = np.pad(self._sums, ((0, more), (0, 0)))
-            self._counts = np.pad(self._counts, (0, more))
-        first = last - len(words)
-        self._sums[first:last], self._counts[first:last] = self._subwords.sum_words(words)
-        self._bytes += sum(map(len, words))
-
-
-def _split_line(line: bytes) -> list[bytes]:
-    """Return the words of a line that count, as fastText reads them."""
-    if b"\0" in line:
-        line = line.replace(b"\0", b" ")
-    words = line.split()
-    if _END in line and _END in words:
-        del words[words.index(_END) :]
-    if _LABEL in line:
-        words = [word for word in words if not word.startswith(_LABEL)]
-    words.append(_END)
-    return words
-
-
 class _LabelTree:
     """Compute probabilities with a Huffman tree whose leaves are the labels.
 
@@ -340,7 +265,7 @@ class _LabelTree:
     def score(self, means: np.ndarray, least: float) -> np.ndarray:
         """Return the probability of each leaf (float32 [labels, lines]), 0 if it is below `least`.
 
-        means: see _WordSums.average.
+        means: see WordSums.average.
         """
         import numpy as np
 
