@@ -75,7 +75,7 @@ def test_objects_parsed_at_once_equal_those_parsed_one_by_one(read, monkeypatch,
 def test_a_large_list_is_never_completely_in_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(raw_file, "_CHUNK", 10_000)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/a.json").write_text(json.dumps([{"a": "x" * 500}] * 8000))
+    (tmp_path / "data/a.json").write_text(json.dumps([{"a": "x" * 500}] * 24_000))
     files, _ = inputs.find_inputs(tmp_path / "data", False)
     [unit] = work_units.cut_files(
         tmp_path / "data", files, tmp_path / "parts", RowOptions(min_chars=1000)
@@ -83,7 +83,7 @@ def test_a_large_list_is_never_completely_in_memory(tmp_path, monkeypatch):
     work_units.process_unit(unit)  # imports what is needed
     tracemalloc.start()
     try:
-        assert work_units.process_unit(unit).tally.dropped["short"] == 8000
+        assert work_units.process_unit(unit).tally.dropped["short"] == 24_000
         assert tracemalloc.get_traced_memory()[1] < files[0].bytes / 4
     finally:
         tracemalloc.stop()

@@ -65,16 +65,20 @@ class _Counter:
         self._left = characters
 
     def __call__(self, batch: RowBatch) -> RowVerdict:
-        """Count the n-grams of a batch, as a rule that drops all rows."""
+        """Count the n-grams of the rows until the limit, as a rule that drops all rows."""
         import numpy as np
 
+        characters = np.cumsum([len(text) for text in batch.texts])
+        last = int(np.searchsorted(characters, self._left)) + 1
+        if last < len(batch.rows):
+            batch = RowBatch(batch.rows[:last])
         grams = matching.hash_batch(batch)
         positions, members = index.find_members(self._index, grams.hashes)
         rows = np.searchsorted(grams.ends, positions, "right")
         pairs = np.unique(rows * len(self.counts) + members)
         np.add.at(self.counts, pairs % max(1, len(self.counts)), 1)
         self.rows += len(batch.rows)
-        self._left -= sum(map(len, batch.texts))
+        self._left -= int(characters[len(batch.rows) - 1])
         if self._left <= 0:
             raise _Enough
         return RowVerdict(np.ones(len(batch.rows), bool))
