@@ -89,7 +89,8 @@ _IMPORTS = {
 }
 
 
-_DRAWN: dict[type, Callable[..., None]] = {}  # the methods that draw, by their class
+# What draws plots and pages, by class and name of the method.
+_DRAWN: dict[tuple[type, str], Callable[..., None]] = {}
 
 
 class Server:
@@ -198,8 +199,6 @@ def _speed_up_stages() -> None:
     from transformers import conversion_mapping
 
     from lib.core import offline
-    from lib.train.output import metrics
-    from lib.train.output.page_writer import PageWriter
 
     conversion_mapping.get_checkpoint_conversion_mapping(
         "llama"
@@ -212,10 +211,21 @@ def _speed_up_stages() -> None:
 
     offline.enable_offline_mode = enable
     _fork_servers_of_workers()
-    # Plots and pages take half of the time of a tiny run.
-    _DRAWN.update({metrics.Curve: metrics.Curve.draw, PageWriter: PageWriter.start})
-    metrics.Curve.draw = lambda *arguments: None
-    PageWriter.start = lambda *arguments, **options: None
+    for owner, name in list_drawing():
+        _DRAWN[owner, name] = getattr(owner, name)
+        setattr(owner, name, skip_drawing)
+
+
+def list_drawing() -> list[tuple[type, str]]:
+    """Return the classes that draw plots and pages, each with the name of its method for that."""
+    from lib.train.output.metrics import Curve
+    from lib.train.output.page_writer import PageWriter
+
+    return [(Curve, "draw"), (PageWriter, "start")]
+
+
+def skip_drawing(*arguments: object, **options: object) -> None:
+    """Draw nothing: plots and pages take half of the time of a tiny run."""
 
 
 def _fork_servers_of_workers() -> None:
@@ -247,8 +257,8 @@ def _fork_servers_of_workers() -> None:
 
 def _draw_pages() -> None:
     """Let this process draw plots and pages after all."""
-    for owner, method in _DRAWN.items():
-        setattr(owner, method.__name__, method)
+    for (owner, name), method in _DRAWN.items():
+        setattr(owner, name, method)
 
 
 def _read_settings() -> None:

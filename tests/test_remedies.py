@@ -69,10 +69,8 @@ from lib.parallel.trial import require_isolation
 from lib.tokens import build, split_writer
 from lib.train import checks, copying, model_files, previous_run
 from lib.train import model as train_model
-from lib.train.output import metrics as train_metrics
 from lib.train.output import symptoms
-from lib.train.output.page_writer import PageWriter
-from tests import form
+from tests import fork_server, form
 from tests.conftest import ROOT, run_stage
 from tests.models.families import FAMILIES
 from tests.scripts import load_script
@@ -120,9 +118,8 @@ def noted(
     monkeypatch.setattr(StageError, "__init__", note)
     # transformers is already imported.
     monkeypatch.setattr(offline, "enable_offline_mode", lambda: None)
-    # As in forks, runs draw no plot and no page, which take half of the time of a tiny run.
-    monkeypatch.setattr(train_metrics.Curve, "draw", lambda *arguments: None)
-    monkeypatch.setattr(PageWriter, "start", lambda *arguments, **options: None)
+    for owner, name in fork_server.list_drawing():
+        monkeypatch.setattr(owner, name, fork_server.skip_drawing)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     yield
     part = notes / f"{request.node.name}.part"
