@@ -32,8 +32,8 @@ class Shingles(NamedTuple):
 def hash_texts(texts: Sequence[str], words: int) -> Shingles:
     """Return the shingles of texts. words: number of words in a shingle.
 
-    The texts together should have at most BATCH_CHARACTERS characters; a longer text should be
-    alone, because then its hashes do not depend on its neighbours.
+    The texts together should have at most BATCH_CHARACTERS characters, and a longer text should be
+    alone, because memory grows with them.
     """
     return join_words(find_words(texts), words)
 

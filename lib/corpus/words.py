@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 WORDS = "words"  # key of the words in a RowBatch, which rules and sidecars share
-BATCH_CHARACTERS = 1 << 19  # rules call NumPy hundreds of times per batch; this spreads the cost
+BATCH_CHARACTERS = 1 << 19  # rules call NumPy hundreds of times for each batch
 PIECE_CHARACTERS = 1 << 17  # larger arrays would not fit the caches of a core
 # The marks of a character: a kind, which is one of three, and flags.
 SEPARATOR, LETTER, UNIT = range(3)
@@ -132,9 +132,9 @@ def find_words(
 ) -> list[WordGroup]:
     """Return the words of texts, in one or two groups.
 
-    The texts together should have at most BATCH_CHARACTERS characters; a longer text should be
-    alone, because then its words do not depend on its neighbours. visit: called with the number of
-    the group and each piece of its texts, in order.
+    The texts together should have at most BATCH_CHARACTERS characters, and a longer text should be
+    alone, because memory grows with them. The words of a text do not depend on its neighbours.
+    visit: called with the number of the group and each piece of its texts, in order.
     """
     members: tuple[list[int], list[int]] = ([], [])
     for number, text in enumerate(texts):

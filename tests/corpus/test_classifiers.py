@@ -147,12 +147,15 @@ def draw_lines() -> list[str]:
     draw = np.random.default_rng(1)
     words = ["the", "und", "é", "дом", "漢字", "naïve", "Straße", "a", "x", "<b>", "</", "😀👍"]
     words += ["ไทย", "1,234.5", "a_long_word_of_many_letters"]
+    lengths = (7, 8, 9, 15, 16, 17, 24, 40)
+    words += [letter * length for length in lengths for letter in "xy"]
+    words += [f"abcdefgh{number}" for number in range(60)]
     lines = [" ".join(draw.choice(words, draw.integers(1, 60))) for _ in range(300)]
     special = ["", " ", "</s>", "the </s> und дом", "__label__de the", "the __label__x", "</s>x"]
     return [*lines, *special, "the\0und", "\0", "a\tb\vc\fd\re", "\x1c\u3000\xa0und", "漢" * 100]
 
 
-@pytest.mark.parametrize("kept_words", [1 << 16, 3])
+@pytest.mark.parametrize("kept_words", [1 << 16, 100, 3])
 def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
     """Whatever the order of the lines, and whatever words are kept, the scores are the same."""
     monkeypatch.setattr(word_sums, "_KEPT_WORDS", kept_words)
@@ -177,6 +180,8 @@ def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
         line_scores = classifier.score_lines(encoded, least)
         assert np.abs(line_scores - expected).max() < 1e-5
         assert (line_scores[::-1] == classifier.score_lines(encoded[::-1], least)).all()
+        alone = [classifier.score_lines([line], least)[0] for line in encoded]
+        assert (line_scores == np.array(alone)).all()
 
 
 def test_other_models_are_left_to_the_library(models, tmp_path):

@@ -1,13 +1,15 @@
 """Sum the rows of a fastText model over the words of lines, and keep the sum of each word.
 
-Most words of a text come again, so most sums are found and not computed. A dict of the words would
-spend most of its time waiting for memory. Here, each word has a hash of 64 bits, and a table finds
-the hashes of all words of a batch together.
+Most words of a text come again. A dict of the words would find their sums, but it would spend most
+of the time waiting for memory, since it looks up one word after the other. So a table in NumPy
+finds the short words of many lines together, and the dict is left with the new and the long ones.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from itertools import count, islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lib.corpus.classify import model_file
@@ -21,7 +23,8 @@ _LABEL = model_file.PREFIX.encode()  # words that begin with it are labels, whic
 _SPACES = b" \t\n\r\v\f\0"  # fastText separates words by these bytes alone
 _IS_SPACE = bytes(code in _SPACES for code in range(256))
 _KEPT_WORDS = 1 << 16
-_BYTES = 8  # bytes of a word that are hashed at a time
+_KEPT_BYTES = 8 << 20  # total length of the words that are kept
+_HALF = 8  # bytes of each half of a short word
 
 
 class RowSummer(Protocol):
@@ -30,7 +33,7 @@ class RowSummer(Protocol):
     dim: int
 
     def sum_end(self) -> tuple[np.ndarray, int]:
-        """Return the sum of rows for the end of a line (float64 [dim]), and their number."""
+        """Return the sum of rows for the end of a line ([dim]), and their number."""
         ...
 
     def sum_words(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
@@ -50,6 +53,11 @@ class WordSums:
         self._sums[0], self._counts[0] = subwords.sum_end()
         self._clear()
 
+    def _clear(self) -> None:
+        self._numbers: defaultdict[bytes, int] = defaultdict(count(1).__next__, {END: 0})
+        self._table = _WordTable(2 * _KEPT_WORDS)
+        self._bytes = 0
+
     def average(self, lines: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """Return the mean of the rows of each line, and whether the line has any row.
 
@@ -57,7 +65,7 @@ class WordSums:
         """
         import numpy as np
 
-        if self._table.size > _KEPT_WORDS:
+        if len(self._numbers) > _KEPT_WORDS or self._bytes > _KEPT_BYTES:
             self._clear()
         words = _split_lines(lines)
         numbers = self._number_words(words)
@@ -66,39 +74,40 @@ class WordSums:
         means = sums.T / np.maximum(counts, 1)
         return means.astype(np.float32), counts > 0
 
-    def _clear(self) -> None:
-        self._table = _HashTable(2 * _KEPT_WORDS)
-        self._table.add(_hash_words(_split_lines([b""])))
-
     def _number_words(self, words: _LineWords) -> np.ndarray:
         """Return the number of each word; compute and keep the sums of new words."""
         import numpy as np
 
-        hashes = _hash_words(words)
-        numbers = self._table.find(hashes)
-        missing = np.flatnonzero(numbers < 0)
-        if not len(missing):
-            return numbers
-        new, places, inverse = np.unique(hashes[missing], return_index=True, return_inverse=True)
-        first = self._table.size
-        last = first + len(new)
-        self._table.add(new)
-        numbers[missing] = first + inverse
+        halves, is_short = _read_halves(words)
+        numbers = self._table.find(halves)
+        missing = np.flatnonzero((numbers < 0) | ~is_short)
+        before = len(self._numbers)
+        numbers[missing] = [self._numbers[word] for word in words.list_words(missing)]
+        self._table.add(halves[:, missing], numbers[missing], is_short[missing])
+        self._add_words([*islice(reversed(self._numbers), len(self._numbers) - before)][::-1])
+        return numbers
+
+    def _add_words(self, words: Sequence[bytes]) -> None:
+        """Compute and keep the sums of the words with the highest numbers."""
+        import numpy as np
+
+        if not words:
+            return
+        last = len(self._numbers)
         if last > len(self._sums):
             more = last + _KEPT_WORDS - len(self._sums)
             self._sums = np.pad(self._sums, ((0, more), (0, 0)))
             self._counts = np.pad(self._counts, (0, more))
-        self._sums[first:last], self._counts[first:last] = self._subwords.sum_words(
-            words.list_words(missing[places])
-        )
-        return numbers
+        first = last - len(words)
+        self._sums[first:last], self._counts[first:last] = self._subwords.sum_words(words)
+        self._bytes += sum(map(len, words))
 
 
 class _LineWords(NamedTuple):
     """Contain the words of lines.
 
-    data: the lines, and zeros after them. starts, ends: where each word starts and ends in it.
-    firsts: the number of the first word of each line.
+    data: the lines, each with END and a newline, and zeros after the last one. starts, ends: where
+    each word starts and ends in it. firsts: the number of the first word of each line.
     """
 
     data: bytes
@@ -128,7 +137,7 @@ def _split_lines(lines: Sequence[bytes]) -> _LineWords:
     edges = np.flatnonzero(is_space[1:] != is_space[:-1])
     starts = edges[::2]
     firsts = np.searchsorted(starts, np.cumsum(lengths) - lengths)
-    return _LineWords(data + bytes(_BYTES), starts, edges[1::2], firsts)
+    return _LineWords(data + bytes(2 * _HALF), starts, edges[1::2], firsts)
 
 
 def _drop_marks(line: bytes) -> bytes:
@@ -139,96 +148,81 @@ def _drop_marks(line: bytes) -> bytes:
     return b" ".join(word for word in words if not word.startswith(_LABEL))
 
 
-def _hash_words(words: _LineWords) -> np.ndarray:
-    """Return a hash of each word (uint64), which depends on the bytes of the word alone."""
+def _read_halves(words: _LineWords) -> tuple[np.ndarray, np.ndarray]:
+    """Return two halves of 8 bytes of each word (uint64 [2, words]), and whether it is short.
+
+    Zeros follow the bytes of a word. No word contains a zero, so the halves of two short words are
+    equal only if the words are.
+    """
     import numpy as np
 
-    # Eight bytes from each position on. A word contains no zeros, so zeros can follow a short one.
-    values = np.ndarray(len(words.data) - _BYTES + 1, "<u8", words.data, strides=(1,))
-    left = words.ends - words.starts
-    masks = _make_masks()
-    hashes = mix_bits(values[words.starts] & masks[np.minimum(left, _BYTES)])
-    longer = np.flatnonzero(left > _BYTES)
-    starts = words.starts[longer]
-    left = left[longer]
-    while len(longer):
-        starts = starts + _BYTES
-        left = left - _BYTES
-        part = values[starts] & masks[np.minimum(left, _BYTES)]
-        hashes[longer] = mix_bits(hashes[longer] + part)
-        is_longer = left > _BYTES
-        longer = longer[is_longer]
-        starts = starts[is_longer]
-        left = left[is_longer]
-    return hashes
+    lengths = words.ends - words.starts
+    masks = np.array([(1 << 8 * size) - 1 for size in range(_HALF + 1)], np.uint64)
+    # Eight bytes from each position on, whether or not the position is a multiple of eight.
+    values = np.ndarray(len(words.data) - _HALF + 1, "<u8", words.data, strides=(1,))
+    halves = np.empty((2, len(lengths)), np.uint64)
+    for number, half in enumerate(halves):
+        left = np.clip(lengths - number * _HALF, 0, _HALF)
+        np.bitwise_and(values[words.starts + number * _HALF], masks[left], out=half)
+    return halves, lengths <= 2 * _HALF
 
 
-def _make_masks() -> np.ndarray:
-    """Return the masks (uint64 [9]) that keep the first 0 to 8 bytes of a value."""
-    import numpy as np
+class _WordTable:
+    """Find the numbers of short words from their halves.
 
-    return np.array([(1 << 8 * count) - 1 for count in range(_BYTES + 1)], np.uint64)
-
-
-class _HashTable:
-    """Number hashes from 0 in the order in which they are added. size: number of hashes.
-
-    expected: number of hashes up to which the table does not grow. Each hash has a slot, which its
-    low bits name, or one of the next slots if that is taken. A slot contains the number of a hash,
-    or -1. At least half of the slots are free.
+    words: words with higher numbers are not kept. A hash of a word names its slot, which contains
+    the number of the word, or -1 if it is free. If the slot is taken, the word is in the next one
+    that is free. At least half of the slots are.
     """
 
-    def __init__(self, expected: int) -> None:
-        self.size = 0
-        self._make_slots(expected)
-
-    def _make_slots(self, expected: int) -> None:
+    def __init__(self, words: int) -> None:
         import numpy as np
 
-        slots = 2 << expected.bit_length()  # a power of two
-        self._hashes = np.zeros(slots, np.uint64)
-        self._slots = np.full(slots, -1, np.int32)
+        self._halves = np.zeros((2, words), np.uint64)
+        self._slots = np.full(2 << words.bit_length(), -1, np.int32)
+        self._mask = len(self._slots) - 1
 
-    def find(self, hashes: np.ndarray) -> np.ndarray:
-        """Return the number of each hash (int32), or -1 if it is not in the table."""
+    def find(self, halves: np.ndarray) -> np.ndarray:
+        """Return the number of each word (int32), or -1 if it is not in the table."""
         import numpy as np
 
-        mask = np.uint64(len(self._slots) - 1)
-        slots = (hashes & mask).view(np.int64)
+        slots = self._find_slots(halves)
         numbers = np.take(self._slots, slots)
-        is_other = np.take(self._hashes, numbers) != hashes
-        is_other &= numbers >= 0
-        others = np.flatnonzero(is_other)
+        others = np.flatnonzero(self._are_others(numbers, halves))
         while len(others):
-            slots[others] = (slots[others] + 1) & int(mask)
-            found = self._slots[slots[others]]
-            numbers[others] = found
-            others = others[(found >= 0) & (self._hashes[found] != hashes[others])]
+            slots[others] = (slots[others] + 1) & self._mask
+            numbers[others] = self._slots[slots[others]]
+            others = others[self._are_others(numbers[others], halves[:, others])]
         return numbers
 
-    def add(self, hashes: np.ndarray) -> None:
-        """Add distinct hashes that are not in the table."""
+    def _find_slots(self, halves: np.ndarray) -> np.ndarray:
+        """Return the slot that the hash of each word names."""
         import numpy as np
 
-        first = self.size
-        self.size += len(hashes)
-        if 2 * self.size > len(self._slots):
-            hashes = np.concatenate([self._hashes[:first], hashes])
-            first = 0
-            self._make_slots(2 * self.size)
-        self._hashes[first : self.size] = hashes
-        self._place(first)
+        hashes = mix_bits(mix_bits(halves[0]) + halves[1])
+        return (hashes & np.uint64(self._mask)).view(np.int64)
 
-    def _place(self, first: int) -> None:
-        """Write the numbers of the hashes from `first` on to free slots."""
+    def _are_others(self, numbers: np.ndarray, halves: np.ndarray) -> np.ndarray:
+        """Return whether slots with these numbers contain other words than these."""
         import numpy as np
 
-        numbers = np.arange(first, self.size, dtype=np.int32)
-        mask = len(self._slots) - 1
-        slots = (self._hashes[first : self.size] & np.uint64(mask)).view(np.int64)
+        is_other = np.take(self._halves[0], numbers) != halves[0]
+        is_other |= np.take(self._halves[1], numbers) != halves[1]
+        is_other &= numbers >= 0
+        return is_other
+
+    def add(self, halves: np.ndarray, numbers: np.ndarray, is_short: np.ndarray) -> None:
+        """Add the short ones of some words that the table lacks. A word may come twice."""
+        import numpy as np
+
+        added = np.flatnonzero(is_short & (numbers < self._halves.shape[1]))
+        numbers = numbers[added]
+        halves = halves[:, added]
+        self._halves[:, numbers] = halves
+        slots = self._find_slots(halves)
         while len(numbers):
             is_free = self._slots[slots] < 0
             self._slots[slots[is_free]] = numbers[is_free]
-            is_waiting = self._slots[slots] != numbers  # several wanted the same slot
+            is_waiting = self._slots[slots] != numbers
             numbers = numbers[is_waiting]
-            slots = (slots[is_waiting] + 1) & mask
+            slots = (slots[is_waiting] + 1) & self._mask

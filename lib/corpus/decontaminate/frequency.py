@@ -2,8 +2,8 @@
 
 A rule must know them before it sees the first row. A first pass over all rows would double the time
 of a build, so a sample decides. It depends on the input alone, and not on workers or machines: the
-first rows of at most 64 work units, which are spread evenly over the input. A corpus of 64 MB or
-less is read as a whole.
+first rows of at most 64 work units, which are spread evenly over the input. Each unit contributes
+an equal share of 64 million characters, or less if it is smaller.
 """
 
 from __future__ import annotations

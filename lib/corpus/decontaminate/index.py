@@ -12,6 +12,7 @@ to tell a copy from a coincidence. The report lists these questions.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -153,11 +154,12 @@ def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) ->
     remaining = np.bincount(postings, minlength=len(index.sizes)).astype(np.int64)
     is_lost = (remaining < FEWEST) & (index.sizes < _NOTHING)
     test_sets = [
-        replace(test_set, unprotected={**test_set.unprotected}) for test_set in index.test_sets
+        replace(test_set, unprotected=copy.deepcopy(test_set.unprotected))
+        for test_set in index.test_sets
     ]
     for question in np.flatnonzero(is_lost):
         unprotected = test_sets[index.sets[question]].unprotected
-        unprotected[FREQUENT] = [*unprotected.get(FREQUENT, ()), int(index.numbers[question])]
+        unprotected.setdefault(FREQUENT, []).append(int(index.numbers[question]))
     hashes = index.hashes[~is_ignored]
     return index._replace(
         hashes=hashes,

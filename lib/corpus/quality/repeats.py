@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.corpus.words import draw_odd_numbers, mix_bits
+from lib.corpus.words import BATCH_CHARACTERS, draw_odd_numbers, mix_bits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 # Each sorted value consists of a hash and, in its low bits, the number of an item. No batch has
 # more items than these bits can count. Their number is constant, so that results do not depend on
 # the other texts of a batch.
-_NUMBER_BITS = 20
+_NUMBER_BITS = BATCH_CHARACTERS.bit_length()
 _LONGEST = 10
 
 
