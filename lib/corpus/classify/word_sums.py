@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import count, islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lib.corpus.classify import model_file
@@ -82,7 +82,8 @@ class WordSums:
         numbers = self._table.find(halves)
         missing = np.flatnonzero((numbers < 0) | ~is_short)
         before = len(self._numbers)
-        numbers[missing] = [self._numbers[word] for word in words.list_words(missing)]
+        # The dict gives each new word the next number.
+        numbers[missing] = list(map(self._numbers.__getitem__, words.list_words(missing)))
         self._table.add(halves[:, missing], numbers[missing], is_short[missing])
         self._add_words([*islice(reversed(self._numbers), len(self._numbers) - before)][::-1])
         return numbers
@@ -143,9 +144,8 @@ def _split_lines(lines: Sequence[bytes]) -> _LineWords:
 def _drop_marks(line: bytes) -> bytes:
     """Return a line without labels, and without END and what follows it."""
     words = line.replace(b"\0", b" ").split()
-    if END in words:
-        del words[words.index(END) :]
-    return b" ".join(word for word in words if not word.startswith(_LABEL))
+    counted = takewhile(lambda word: word != END, words)
+    return b" ".join(word for word in counted if not word.startswith(_LABEL))
 
 
 def _read_halves(words: _LineWords) -> tuple[np.ndarray, np.ndarray]:
