@@ -63,7 +63,7 @@ class EncodedChats(NamedTuple):
 class ChatEncoder:
     """Encodes conversations according to a policy.
 
-    Raises UsageError if its template cannot be compiled or does not fit the tokenizer.
+    Raises UsageError if its template cannot be compiled or used, or does not fit the tokenizer.
     """
 
     def __init__(self, policy: ChatPolicy, encoder: Encoder) -> None:

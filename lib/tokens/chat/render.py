@@ -68,7 +68,7 @@ class Template:
     """Renders conversations with a chat template.
 
     source: the Jinja source. tokens: the special tokens that it may use, such as `bos_token`.
-    Raises UsageError if the source cannot be compiled.
+    Raises UsageError if the source cannot be compiled, and LimitError if that exceeds a limit.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
@@ -79,6 +79,8 @@ class Template:
             _refuse_includes(tree)
             self._compiled = environment.from_string(tree)
             names = meta.find_undeclared_variables(tree)
+        except LimitError:
+            raise
         except (jinja2.TemplateError, TemplateError, RecursionError) as error:
             raise UsageError(
                 "the chat template cannot be compiled", found=str(error).splitlines()[0]

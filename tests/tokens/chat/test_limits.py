@@ -145,11 +145,20 @@ def test_a_shipped_template_explains_what_it_cannot_render() -> None:
             Template(plain, {"eos_token": "</s>"}).render(messages, tools)
 
 
-def test_an_endless_template_is_refused(monkeypatch: pytest.MonkeyPatch, tokenizer: Path) -> None:
-    """At the first trial conversation, even if code in between catches errors."""
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% if messages %}x{% endif %}" * 30000,
+    ],
+    ids=["rendering", "compiling"],
+)
+def test_an_endless_template_is_refused(
+    source: str, monkeypatch: pytest.MonkeyPatch, tokenizer: Path
+) -> None:
+    """Wherever the time ends: in the compiler or at the first trial conversation."""
     # The system counts whole seconds, so the limit is the end of the current one.
     monkeypatch.setattr(render, "SECONDS", 0)
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UsageError, match="the chat template cannot be used") as caught:
-        ChatEncoder(ChatPolicy(endless, "assistant", "drop", 99), Encoder(tokenizer, 1))
+        ChatEncoder(ChatPolicy(source, "assistant", "drop", 99), Encoder(tokenizer, 1))
     assert "more than 0 seconds" in caught.value.render()
