@@ -56,7 +56,7 @@ def encode_text(text: str) -> tuple[bytes, int]:
 
 
 class DecodedText:
-    """Decode chunks of bytes to chunks of text.
+    """Decodes chunks of bytes to chunks of text.
 
     head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8.
     replaced: number of replacements so far.
@@ -89,7 +89,7 @@ class DecodedText:
 
 
 class Locator:
-    """Convert positions in a text to byte offsets and line numbers in its file.
+    """Converts positions in a text to byte offsets and line numbers in its file.
 
     The positions must be passed in increasing order. head: the first bytes of the file.
     """

@@ -234,8 +234,8 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
             f"{global_batch}"
         )
         log.warn(
-            f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
-            f"{batch} fits by the memory estimate ({suggested:,} tokens){step}; "
+            f"a micro-batch of {tokens:,} tokens is too small: the GPU waits for its memory. "
+            f"--batch-size {batch} fits by the memory estimate ({suggested:,} tokens){step}; "
             "--batch-size auto takes what fits"
         )
 

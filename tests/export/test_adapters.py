@@ -85,7 +85,7 @@ def test_the_probe_uses_the_rope_frequencies_of_the_run(
     save_lora_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export_adapter(tmp_path, "--adapter")
     monkeypatch.setattr(adapter_checks.attention, "fix_rope_frequencies", lambda *arguments: None)
-    with pytest.raises(ArtifactError, match="do not compute what was trained"):
+    with pytest.raises(ArtifactError, match="differ from those of training"):
         export_adapter(tmp_path, "--adapter", "--overwrite")
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_merge_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[fault]))
-    with pytest.raises(ArtifactError, match="do not compute what was trained") as caught:
+    with pytest.raises(ArtifactError, match="differ from those of training") as caught:
         export_adapter(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
@@ -230,7 +230,7 @@ LOST = {
     "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows"),
     "all of it": (slice(0, 0), ("model.", "optimizer."), "base + adapters − the trainer"),
 }
-_REFUSED = r"lacks a part of its adapter|do not compute what was trained"
+_REFUSED = r"lacks a part of its adapter|differ from those of training"
 
 
 @pytest.mark.parametrize("fault", LOST)
