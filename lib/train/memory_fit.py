@@ -365,7 +365,7 @@ def _explain_batch(
             f"the largest that {divides_step}has at most {ENOUGH[check.on_gpu]:,} tokens "
             "(larger ones are hardly faster)"
         )
-    tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a pass"
+    tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a micro-batch"
     return f"--batch-size auto: {batch} per process, {tokens}, {reason}"
 
 
