@@ -231,7 +231,7 @@ def _read_own_task(name: str, path: Path) -> Task:
             continue
         context = content["context"]
         requests = tuple(_join_choice(context, choice, header["delimiter"]) for choice in choices)
-        items.append(Item(requests, content.get("gold", 0)))
+        items.append(Item(requests, content["gold"] if "choices" in content else 0))
     lines.raise_if_any(len(items))
     metric = header["metric"] or (ACCURACY if True in kinds else BITS_PER_BYTE)
     if metric != BITS_PER_BYTE and True not in kinds:

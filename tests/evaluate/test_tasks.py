@@ -50,7 +50,11 @@ def test_the_files_of_the_small_suite_are_those_that_the_script_writes() -> None
 def test_own_files_with_headers(tmp_path: Path) -> None:
     write_lines(tmp_path / "sums.jsonl", CHOICE, {**CHOICE, "context": "2 + 0 =\n", "id": 7})
     (tmp_path / "sums.yaml").write_text("metric: accuracy_per_char\nlicense: CC0\n")
-    answers = {"context": "Größe: ", "answer": "groß 🙂"}, {"context": "", "answer": "日本"}
+    # `gold` is ignored beside an answer, like other fields.
+    answers = (
+        {"context": "Größe: ", "answer": "groß 🙂", "gold": 3},
+        {"context": "", "answer": "日本", "gold": "B"},
+    )
     write_lines(tmp_path / "words.jsonl", *answers)
     zipped = tmp_path / "zipped.jsonl.gz"
     zipped.write_bytes(gzip.compress(b"\xef\xbb\xbf" + json.dumps(CHOICE).encode() + b"\n\n"))
@@ -64,6 +68,7 @@ def test_own_files_with_headers(tmp_path: Path) -> None:
         (Request("Größe: ", "groß 🙂"),),
         (Request("", "日本"),),
     ]
+    assert [item.gold for item in words.items] == [0, 0]
     assert (words.metric, words.chance) == ("bits_per_byte", None)
     assert words.keys() == ["eval/words/bits_per_byte"]
     assert compressed.items[0].requests[0].continuation == "1" and compressed.source == "us"
