@@ -18,14 +18,14 @@ TYPED = {"trust_remote_code"}
 _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits", "merge", "verify"}
 
 
-def read_yaml(path: Path, label: str = "") -> dict[str, Any]:
+def read_yaml(path: Path, label: str = "", numbers_as_text: bool = False) -> dict[str, Any]:
     """Return the mapping in a YAML file.
 
-    label: the beginning of an error message. Raises UsageError if the file is missing or contains
-    no mapping.
+    label: the beginning of an error message. numbers_as_text: return numbers and dates as they are
+    written. Raises UsageError if the file is missing or contains no mapping.
     """
     try:
-        content = records.read_yaml(path)
+        content = records.read_yaml(path, numbers_as_text)
     except FileNotFoundError:
         raise UsageError(f"{label}no such file: {path}") from None
     except ValueError as error:
@@ -43,7 +43,8 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     single launch, and options that no longer exist. Raises UsageError for the manifest of another
     stage.
     """
-    content = read_yaml(config, "--config: ")
+    # A value means what it would mean on the command line, where 010 is 10.
+    content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
         return content

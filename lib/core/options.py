@@ -26,6 +26,7 @@ VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
 
 # Options about raw files, whose names may hold any bytes.
 _ANY_BYTES = {"src_dir", "data_folder", "include", "exclude"}
+_HELP = {"--help", "--help-all"}  # a file with one would end the command with exit code 0
 _NAME_IN_UTF8 = "a name in UTF-8: rename the file or directory, or copy it to one with such a name"
 _NOT_UTF8 = re.compile("[\ud800-\udfff]")
 
@@ -120,7 +121,7 @@ class Parser(argparse.ArgumentParser):
             flag = self.to_our_name(f"--{key}", names)
             if flag in names and value is not None and self._dest(flag) not in typed:
                 TYPED_AS[flag] = str(key)
-            if flag not in self._option_string_actions:
+            if flag not in self._option_string_actions or flag in _HELP:
                 near, hint = aliases.suggest_option(flag, self._option_string_actions)
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may follow it
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)

@@ -22,6 +22,7 @@ DEEPEST = 100  # levels of lists and mappings
 LARGEST_JSON = 1 << 30  # bytes
 LARGEST_YAML = 1 << 20  # bytes
 MOST_NODES = 100_000  # of a YAML file, with its aliases expanded
+_NUMBER_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp")}
 _CONTENT = re.compile(r" '(?!<)[^']{5,}'")  # in a message of the YAML parser
 
 
@@ -130,11 +131,25 @@ def yaml_loader() -> Any:
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def parse_yaml(text: str) -> Any:
-    """Parse a YAML text. Raises ValueError, without quoting the text, if it is invalid."""
-    import yaml
+def _text_loader() -> Any:
+    """Return a YAML loader that keeps the text of numbers: YAML 1.1 reads 010 as 8, 1:30 as 90."""
 
     loader = yaml_loader()
+    resolvers = {
+        first: [(tag, form) for tag, form in forms if tag not in _NUMBER_TAGS]
+        for first, forms in loader.yaml_implicit_resolvers.items()
+    }
+    return type("TextLoader", (loader,), {"yaml_implicit_resolvers": resolvers})
+
+
+def parse_yaml(text: str, numbers_as_text: bool = False) -> Any:
+    """Parse a YAML text. Raises ValueError, without quoting the text, if it is invalid.
+
+    numbers_as_text: return numbers and dates as they are written.
+    """
+    import yaml
+
+    loader = _text_loader() if numbers_as_text else yaml_loader()
     try:
         if len(text.encode()) > LARGEST_YAML:
             raise ValueError(f"it has more than {LARGEST_YAML} bytes")
@@ -206,13 +221,13 @@ def _require_small(events: Iterable[Any]) -> None:
                 raise ValueError(f"it has more than {MOST_NODES:,} values, with aliases expanded")
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path, numbers_as_text: bool = False) -> Any:
     """Parse a YAML or JSON file. Raises OSError, or ValueError as `parse_yaml` does."""
     with path.open("rb") as file:
         head = file.read(LARGEST_YAML + 1)
         if head.lstrip()[:1] == b"{" and len(head) > LARGEST_YAML:  # the manifest of many files
             return read_json(path)
-    return parse_yaml(head.decode("utf-8"))
+    return parse_yaml(head.decode("utf-8"), numbers_as_text)
 
 
 def leads_out(path: object) -> bool:

@@ -162,6 +162,13 @@ def test_one_parse_leaves_nothing_for_the_next(parser: Parser, with_yaml) -> Non
         ("num_dirs:", "num_dirs", 20),  # null means not given
         ("experiment_name: -e", "experiment_name", "-e"),
         ("experiment_name: 2024-01-31", "experiment_name", "2024-01-31"),
+        # YAML 1.1 reads these as 8, 7, 1.1, 10 and 90.
+        ("num_dirs: 010", "num_dirs", 10),
+        ("experiment_name: 007", "experiment_name", "007"),
+        ("experiment_name: 1.10", "experiment_name", "1.10"),
+        ("experiment_name: 1_0", "experiment_name", "1_0"),
+        ("experiment_name: 1:30", "experiment_name", "1:30"),
+        ("include: [1.10, 010]", "include", ["1.10", "010"]),
     ],
 )
 def test_yaml_values(with_yaml, text: str, name: str, value: object) -> None:
@@ -249,6 +256,8 @@ def test_the_manifest_of_another_stage_is_refused(
         ("e: x", "unknown key 'e'"),
         ("num_dirs: many", "run.yaml: --num-dirs: expected a whole number above 0, got 'many'"),
         ("num_dirs: 0", "run.yaml: --num-dirs: expected a whole number above 0, got '0'"),
+        ("num_dirs: 1:30", "run.yaml: --num-dirs: expected a whole number above 0, got '1:30'"),
+        ("help: true", "run.yaml: unknown key 'help'"),
         ("num_dirs: {a: 1}", "takes a plain value"),
         ("num_dirs: [1, 2]", "takes one value"),
         ("keep_source: 3", "takes true or false"),
