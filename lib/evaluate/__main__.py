@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lib.parallel.layout import ParallelLayout
 
 _BATCH = 16
+_SHOWN = 6  # tasks in an error
 
 
 def main(argv: list[str]) -> None:
@@ -58,6 +59,7 @@ def main(argv: list[str]) -> None:
     with ParallelLayout.start() as layout:
         evaluated, precision, context_length = _evaluate_model(opts, source, tasks, layout)
         rank = layout.rank
+    _require_numbers(evaluated, source.path, precision)
     if rank == 0:
         for line in results.format_table(evaluated):
             log.info(line)
@@ -183,6 +185,16 @@ def _evaluate_model(
         evaluated = scoring.evaluate_tasks(model, layout, tasks, suite, plan, bar.advance)
     log.info(f"{precision}, {units.duration(time.monotonic() - began)}")
     return evaluated, precision, context_length
+
+
+def _require_numbers(evaluated: Sequence[TaskResult], model: Path, precision: str) -> None:
+    """Raise UsageError if the model computes NaN, so that its answers mean nothing."""
+    if unknown := [result.task for result in evaluated if not result.is_known]:
+        raise UsageError(
+            f"the log-likelihoods of {model} are NaN",
+            expected="intact weights, and a --precision in which they do not overflow",
+            found=f"NaN in {units.join_names(unknown, _SHOWN)}, with --precision {precision}",
+        )
 
 
 def _report_cut(evaluated: Sequence[TaskResult], context_length: int) -> None:

@@ -19,9 +19,10 @@ _COLUMNS = ("task", "items", "metric", "value", "chance", "licence")
 class TaskResult:
     """Contains the figures of a task.
 
-    metric: the metric that the table shows. values: figures by metric. errors: standard errors of
-    the accuracies, by metric. chance: accuracy of random choices, None without choices. cut: number
-    of requests whose prompt did not fit the context length.
+    metric: the metric that the table shows. values: figures by metric; NaN if a log-likelihood that
+    they need is NaN. errors: standard errors of the accuracies, by metric. chance: accuracy of
+    random choices, None without choices. cut: number of requests whose prompt did not fit the
+    context length.
     """
 
     task: str
@@ -32,6 +33,11 @@ class TaskResult:
     chance: float | None
     licence: str
     cut: int
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether all figures are numbers."""
+        return not any(map(math.isnan, self.values.values()))
 
     def figures(self) -> dict[str, float]:
         """Return the figures by their keys in metrics.jsonl."""
@@ -110,8 +116,10 @@ def _compute_result(
     errors = {}
     count = len(task.items)
     if task.has_choices:
+        is_known = not np.isnan(log_likelihoods[list(requests)]).any()
         for metric, hits in correct.items():
-            share = sum(hits) / count
+            # argmax returns the first NaN, which would count as a choice.
+            share = sum(hits) / count if is_known else math.nan
             values[metric] = share
             errors[metric] = math.sqrt(share * (1 - share) / max(1, count - 1))
     cut = sum(suite.is_cut[request] for request in requests)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lib.core.errors import UsageError
+from lib.evaluate import __main__ as evaluate_main
 from lib.evaluate import passes, results
 from lib.evaluate.passes import EncodedSuite
 from lib.evaluate.tasks import Item, Request, Task
@@ -108,3 +109,16 @@ def test_figures_of_choices() -> None:
     head, line = results.format_table([result])
     assert head.split() == ["task", "items", "metric", "value", "chance", "licence"]
     assert line == "task      2  accuracy  0.500 ± 0.500   0.417  not named"
+
+
+def test_nan_is_no_choice() -> None:
+    """A diverged model must not score as if it always chose the first answer."""
+    item = Item((Request("q", " a"), Request("q", " b")), 0)
+    tasks = [make_task(item), make_task(Item((Request("r", " a"), Request("r", " b")), 0))]
+    suite = passes.encode_suite(tasks, Letters(), 8)
+    broken, sound = results.compute_results(tasks, suite, np.array([np.nan, np.nan, -1.0, -2.0]))
+    assert all(map(math.isnan, [*broken.values.values(), *broken.errors.values()]))
+    assert sound.values["accuracy"] == 1.0 and sound.is_known and not broken.is_known
+    evaluate_main._require_numbers([sound], Path("model"), "fp32")
+    with pytest.raises(UsageError, match="the log-likelihoods of model are NaN"):
+        evaluate_main._require_numbers([sound, broken], Path("model"), "fp32")
