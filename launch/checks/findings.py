@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -105,7 +106,8 @@ def write_json(path: Path, findings: Iterable[Finding], **values: object) -> Non
         {key: value for key, value in asdict(finding).items() if key != "node"}
         for finding in sort_by_severity(findings)
     ]
-    manifest.write_json(path, {"findings": rows, **values})
+    text = json.dumps({"findings": rows, **values}, indent=1) + "\n"
+    manifest.write_output(path, text)
 
 
 def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: str) -> None:

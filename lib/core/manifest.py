@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from lib.core import commands, hashing, records, units
 from lib.core.commands import REDACTED
 from lib.core.config_file import TYPED
-from lib.core.errors import ArtifactError, is_missing
+from lib.core.errors import ArtifactError, UsageError, is_missing
 from lib.core.options import VOLATILE
 from lib.core.paths import MANIFEST
 
@@ -103,6 +103,31 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a text file that a person named: through a link, or into a device such as /dev/stdout.
+
+    `write_text` would put a file in the place of the link or device.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+    else:
+        write_text(path, text)
+
+
+def require_writable(path: Path, option: str) -> None:
+    """Raise UsageError if the file that an option names could not be written.
+
+    option: such as `--json FILE`.
+    """
+    path = path.absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no directory {path.parent}", expected=option)
+    if path.is_dir():
+        raise UsageError(f"{path} is a directory", expected=option)
+    if not os.access(path if path.is_symlink() else path.parent, os.W_OK):
+        raise UsageError(f"{path.parent} cannot be written to", expected=option)
 
 
 def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:

@@ -12,7 +12,7 @@ model is sharded over the ranks; the results are the same.
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     suite_dir = task_files.find_suite(opts.suite, opts.cache_dir)
     tasks = task_files.read_suite(suite_dir, opts.limit)
     if opts.json:
-        _require_writable(opts.json.absolute())
+        manifest.require_writable(opts.json, "--json FILE")
 
     from lib.evaluate import open_model
 
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
                 "context_length": context_length,
                 "tasks": {result.task: result.as_json() for result in evaluated},
             }
-            manifest.write_json(opts.json, content)
+            manifest.write_output(opts.json, json.dumps(content, indent=1) + "\n")
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -149,16 +149,6 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     return parser.parse(argv)
-
-
-def _require_writable(path: Path) -> None:
-    """Raise UsageError if a file could not be written after the evaluation."""
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no directory {path.parent}", expected="--json FILE")
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory", expected="--json FILE")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{path.parent} cannot be written to", expected="--json FILE")
 
 
 def _evaluate_model(

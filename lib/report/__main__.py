@@ -51,13 +51,15 @@ def main(argv: list[str]) -> None:
         raise UsageError(f"there is no run {missing[0]}", expected="outputs/<exp> of stage 04")
     if len(experiments) > STYLES:
         raise UsageError(f"{len(experiments)} runs", expected=f"at most {STYLES} in one page")
+    if opts.out:
+        manifest.require_writable(opts.out, "--out FILE")
     axis, end = find_axis(experiments)
     columns = COLUMNS if len(experiments) <= _MANY else COLUMNS // 2
     runs = read_runs(experiments, axis, end, columns)
     pages = (compose_page(runs, axis, end, limits) for limits in _LIMITS)
     text = next(text for text in pages if len(text.encode()) <= _LARGEST)
     path = opts.out or experiments[0].report
-    manifest.write_text(path, text)
+    (manifest.write_output if opts.out else manifest.write_text)(path, text)
     log.info(f"report: {path}")
 
 
