@@ -45,8 +45,8 @@ def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
     if (path / _ADAPTER).is_file():
         raise UsageError(
             f"{path} contains an adapter, not a model",
-            hint="-m names the base model of the adapter; --lora-from of stage 04 continues to "
-            "train the adapter",
+            hint="name the base model of the adapter, or the model that stage 05 writes without "
+            "--adapter; --lora-from of stage 04 continues to train the adapter",
         )
     target = models_root(cache_dir) / model_dir_name(name)
     if (target / MANIFEST).is_file():
