@@ -47,6 +47,7 @@ class RawFile:
         self.scratch = scratch
         self._path = path
         self.damage = ""
+        self._lines_text: DecodedText | None = None  # the content of lines in UTF-16
         self.stream: Stream = _open_file(path)
         self._file = self.stream
         self._sniff(path)
@@ -76,6 +77,11 @@ class RawFile:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
+
+    @property
+    def replaced(self) -> int:
+        """Return the number of replacements in the lines so far."""
+        return self._lines_text.replaced if self._lines_text else 0
 
     def read(self, limit: int = LARGE_BYTES) -> bytes | None:
         """Return the content, or None if it is larger than the limit; then use `decode`."""
@@ -142,8 +148,8 @@ class RawFile:
         stream = self.stream
         position = 0
         if kinds.is_utf16(self.head):
-            texts = DecodedText(_read_chunks(stream), self.head)
-            stream = _make_stream(encoding.encode_text(text)[0] for text in texts)
+            self._lines_text = DecodedText(_read_chunks(stream), self.head)
+            stream = _make_stream(encoding.encode_text(text)[0] for text in self._lines_text)
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1
