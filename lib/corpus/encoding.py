@@ -55,22 +55,56 @@ def encode_text(text: str) -> tuple[bytes, int]:
         return repaired.encode(), replaced
 
 
+def needs_whole_text(fallback: str) -> bool:
+    """Return whether an encoding may use several bytes for a character, such as gb18030.
+
+    Invalid bytes of UTF-8 cannot be decoded with it one by one.
+    """
+    if not fallback:
+        return False
+    decoder = codecs.getincrementaldecoder(fallback)
+    return not all(decoder("replace").decode(bytes([byte])) for byte in range(256))
+
+
+def is_utf8(chunks: Iterable[bytes]) -> bool:
+    """Return whether all bytes are valid UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for data in chunks:
+            decoder.decode(data)
+        decoder.decode(b"", True)
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 class DecodedText:
     """Decode chunks of bytes to chunks of text.
 
-    head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8.
-    replaced: number of replacements so far.
+    head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8, or
+    for all bytes if is_fallback is true. replaced: number of replacements so far; a text that is
+    decoded with the fallback counts as one.
     """
 
-    def __init__(self, chunks: Iterable[bytes], head: bytes, fallback: str = "") -> None:
-        self.replaced = 0
+    def __init__(
+        self,
+        chunks: Iterable[bytes],
+        head: bytes,
+        fallback: str = "",
+        is_fallback: bool = False,
+    ) -> None:
+        self.replaced = int(is_fallback)
         self._chunks = chunks
         self._fallback = fallback
         self._codec = "utf-16" if kinds.is_utf16(head) else "utf-8-sig"
+        self._errors = "lib.corpus"
+        if is_fallback:
+            self._codec = fallback
+            self._errors = "replace"
 
     def __iter__(self) -> Iterator[str]:
         codecs.register_error("lib.corpus", self._repair)
-        decoder = codecs.getincrementaldecoder(self._codec)("lib.corpus")
+        decoder = codecs.getincrementaldecoder(self._codec)(self._errors)
         for data in self._chunks:
             if text := decoder.decode(data):
                 yield text

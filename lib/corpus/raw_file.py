@@ -92,8 +92,22 @@ class RawFile:
         return None
 
     def decode(self, fallback: str) -> DecodedText:
-        """Return the text of large content, including the bytes that `read` has consumed."""
-        return DecodedText(_read_chunks(self._prefix, self.stream), self.head, fallback)
+        """Return the text of large content, including the bytes that `read` has consumed.
+
+        As for small content, all of it is decoded with a fallback of several bytes per character
+        if it is not UTF-8. So such content is read twice.
+        """
+        is_fallback = (
+            encoding.needs_whole_text(fallback)
+            and not kinds.is_utf16(self.head)
+            and not self._is_utf8()
+        )
+        chunks = _read_chunks(self._prefix, self.stream)
+        return DecodedText(chunks, self.head, fallback, is_fallback)
+
+    def _is_utf8(self) -> bool:
+        with RawFile(self._path) as again:
+            return encoding.is_utf8(_read_chunks(again.stream))
 
     @contextmanager
     def open_seekable(self) -> Iterator[BinaryIO]:

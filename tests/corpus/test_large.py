@@ -204,3 +204,16 @@ def test_a_fallback_encoding_decodes_other_bytes(read, filler):
     )
     assert outcome.rows == [filler + "café à", filler + "café"]
     assert outcome.kinds == ["encoding"] and "cp1252" in outcome.problems[0]["message"]
+
+
+@pytest.mark.parametrize("codec", ["gb18030", "shift_jis"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_fallback_encoding_of_several_bytes_decodes_a_whole_text(read, codec, pack):
+    text = "第二 日本 文字。\n" * (LIMIT // 10)
+    outcome = read(
+        {"a.txt": pack(text.encode(codec)), "b.txt": pack(text.encode())}, fallback_encoding=codec
+    )
+    assert outcome.rows == [text, text]
+    (problem,) = outcome.problems
+    assert problem["kind"] == "encoding" and problem["path"] == "a.txt"
+    assert problem["message"].endswith("(1 times)")
