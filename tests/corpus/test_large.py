@@ -217,3 +217,14 @@ def test_a_fallback_encoding_of_several_bytes_decodes_a_whole_text(read, codec, 
     (problem,) = outcome.problems
     assert problem["kind"] == "encoding" and problem["path"] == "a.txt"
     assert problem["message"].endswith("(1 times)")
+
+
+@pytest.mark.parametrize("separator", [", ", "\n"])
+def test_an_error_in_a_large_json_file_is_an_error_of_syntax(read, separator):
+    good = f'{{"a": "{"x" * 50}"}}'
+    data = separator.join([*[good] * 5, '{"a": bad}', *[good] * 100])
+    outcome = read({"a.json": f"[{data}]" if separator == ", " else f"{data}\n"})
+    (problem,) = outcome.problems
+    assert problem["kind"] == "syntax" and "Expecting value" in problem["message"]
+    assert problem["offset"] == 5 * (len(good) + len(separator)) + (separator == ", ")
+    assert len(outcome.rows) == (5 if separator == ", " else 105)
