@@ -67,7 +67,8 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
             else:
                 reader = pa.ipc.open_stream(source)
                 batches = reader
-            _add_batches(batches, reader.schema, rows, documents)
+            checked = (_check_batch(batch, documents) for batch in batches)
+            _add_batches(checked, reader.schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
             _note_error(documents, error, "Arrow", DROPPED_REST)
     if raw.damage:
@@ -126,6 +127,29 @@ def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Docume
                         _drop_nulls(row) if documents.as_data else row, number=place
                     )
         before += batch.num_rows
+
+
+def _check_batch(batch: Any, documents: Documents) -> Any:
+    """Return a batch if its offsets and indices are valid; otherwise raise ArrowInvalid.
+
+    Arrow does not check them when it reads a file. Damaged ones would crash the process, or give
+    text from any place in memory. Invalid UTF-8 is not an error, because it is repaired later.
+    """
+    import pyarrow as pa
+
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if not _is_wanted(field, documents):
+            continue
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
+            if pa.types.is_string(column.type):
+                column.view(pa.binary()).validate(full=True)
+            elif pa.types.is_large_string(column.type):
+                column.view(pa.large_binary()).validate(full=True)
+    return batch
 
 
 def _read_rows(
