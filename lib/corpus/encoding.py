@@ -66,16 +66,14 @@ def needs_whole_text(fallback: str) -> bool:
     return not all(decoder("replace").decode(bytes([byte])) for byte in range(256))
 
 
-def is_utf8(chunks: Iterable[bytes]) -> bool:
-    """Return whether all bytes are valid UTF-8."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for data in chunks:
-            decoder.decode(data)
-        decoder.decode(b"", True)
-    except UnicodeDecodeError:
-        return False
-    return True
+def drop_cut_character(data: bytes) -> bytes:
+    """Return bytes without a character of UTF-8 at their end that is incomplete."""
+    for size in range(1, min(3, len(data)) + 1):
+        byte = data[-size]
+        if byte & 0xC0 != 0x80:  # not a continuation
+            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            return data[:-size] if length > size else data
+    return data
 
 
 class DecodedText:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import posixpath
@@ -84,10 +85,15 @@ class RawFile:
         return self._lines_text.replaced if self._lines_text else 0
 
     def read(self, limit: int = LARGE_BYTES) -> bytes | None:
-        """Return the content, or None if it is larger than the limit; then use `decode`."""
+        """Return the content, or None if it is larger than the limit; then use `decode`.
+
+        A character that damage cuts is left out; it would make all of the content look like text
+        in another encoding.
+        """
         data = self.stream.read(limit + 1)
         if len(data) <= limit:
-            return data
+            is_cut = self.damage and not kinds.is_utf16(self.head)
+            return encoding.drop_cut_character(data) if is_cut else data
         self._prefix = io.BytesIO(data)
         return None
 
@@ -106,8 +112,15 @@ class RawFile:
         return DecodedText(chunks, self.head, fallback, is_fallback)
 
     def _is_utf8(self) -> bool:
+        decoder = codecs.getincrementaldecoder("utf-8")()
         with RawFile(self._path) as again:
-            return encoding.is_utf8(_read_chunks(again.stream))
+            try:
+                for data in _read_chunks(again.stream):
+                    decoder.decode(data)
+                decoder.decode(b"", not again.damage)
+            except UnicodeDecodeError:
+                return False
+        return True
 
     @contextmanager
     def open_seekable(self) -> Iterator[BinaryIO]:

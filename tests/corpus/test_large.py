@@ -9,6 +9,7 @@ import gzip
 import json
 import random
 import tracemalloc
+import zlib
 
 import pytest
 
@@ -228,3 +229,18 @@ def test_an_error_in_a_large_json_file_is_an_error_of_syntax(read, separator):
     assert problem["kind"] == "syntax" and "Expecting value" in problem["message"]
     assert problem["offset"] == 5 * (len(good) + len(separator)) + (separator == ", ")
     assert len(outcome.rows) == (5 if separator == ", " else 105)
+
+
+@pytest.mark.parametrize("count", [5, 200])
+@pytest.mark.parametrize("codec", ["cp1252", "gb18030"])
+def test_a_cut_character_does_not_change_the_encoding(read, count, codec):
+    texts = [f"第二 日本 {i}" for i in range(count)]
+    data = json.dumps(texts, ensure_ascii=False).encode()
+    packed = zlib.compressobj(0, wbits=31)  # without compression, so the cut is where it seems
+    cut = data[: data.rindex("日".encode()) + 2]
+    outcome = read(
+        {"a.json.gz": packed.compress(cut) + packed.flush(zlib.Z_SYNC_FLUSH)},
+        fallback_encoding=codec,
+    )
+    assert outcome.rows == texts[:-1]
+    assert "cut" in outcome.kinds
