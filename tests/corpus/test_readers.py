@@ -276,6 +276,12 @@ def test_fields_select_columns_of_tsv(read):
     assert read({"a.tsv": "a\tb\nx\ty,z\n"}, fields=("b",)).rows == ["y,z"]
 
 
+def test_csv_columns_without_a_name_are_all_read(read):
+    data = ",title,,\nindex,one,a,b\n,two,,c,surplus\n"
+    assert read({"a.csv": data}).rows == ["index\na\nb\none", "c\nsurplus\ntwo"]
+    assert read({"a.csv": ",title\nindex,one,surplus\n"}).rows[-1] == "index\nsurplus\none"
+
+
 def test_a_csv_row_with_an_open_quote_is_dropped(read):
     outcome = read({"a.csv": 'a,b\nx,y\nz,"open\n'})
     assert outcome.rows == ["x\ny"]
