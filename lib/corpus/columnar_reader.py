@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -160,13 +161,15 @@ def _read_rows(
     Values of columns that are not needed are None; such columns are not converted.
     """
     columns: list[Callable[[int], Any]] = []
+    seen: Counter[str] = Counter()
     for field in schema:
+        seen[field.name] += 1
         if not _is_wanted(field, documents):
             columns.append(lambda row: None)
             continue
-        is_only = len(batch.schema.get_all_field_indices(field.name)) == 1
-        column = batch.column(field.name if is_only else schema.names.index(field.name))
-        column = column.slice(start, count)
+        # A batch may lack columns of the schema, and several may have the same name.
+        index = batch.schema.get_all_field_indices(field.name)[seen[field.name] - 1]
+        column = batch.column(index).slice(start, count)
         try:
             columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
         except (ValueError, OverflowError, ArithmeticError):

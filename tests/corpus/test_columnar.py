@@ -51,6 +51,14 @@ def encoded(data: list[dict]) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("write", [parquet, ipc])
+def test_the_last_column_of_a_name_counts(read, write):
+    columns = {"n": [1, 2], "m": [0.5, 1], "a": ["x", "y"], "b": ["first", "one"]}
+    table = pa.table(columns).append_column("b", pa.array(["last", "two"]))
+    outcome = read({"a.data": write(table.append_column("c", pa.array(["end", None])))})
+    assert outcome.rows == ["x\nlast\nend", "y\ntwo"] and not outcome.problems
+
+
 @pytest.mark.parametrize("name", ["a.arrow", "b.arrow"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_damaged_offsets_in_arrow_end_the_file(read, name, nested):
