@@ -412,7 +412,7 @@ def train(run: Run) -> Divergence | None:
         run.report.count_step()
         run.checkpointer.poll(state)
 
-        stopping = run.stop_request.agree()
+        stopping = run.stop_request.agree_on_reason()
         divergence = log_step(run, window, grad_norm, learning_rate, bool(stopping))
         if divergence is not None:
             return divergence

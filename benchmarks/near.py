@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
 
 class Planter:
-    """Write documents to JSON Lines and remember which are similar."""
+    """Writes documents to JSON Lines and remembers which are similar."""
 
     def __init__(self, root: Path, seed: int = 0) -> None:
         root.mkdir(parents=True)

@@ -336,7 +336,9 @@ def deploy_training_job(
     """
     log.ensure_setup()
     if prepare not in preparation.CHOICES:
-        raise UsageError(f"prepare={prepare!r}", expected=", ".join(preparation.CHOICES))
+        raise UsageError(
+            f"prepare={prepare!r} is not a choice", expected=", ".join(preparation.CHOICES)
+        )
     job_fields = declared.fields_by_spelling(JobOptions)
     text_fields = declared.fields_by_spelling(RawText)
     declared.require_known(

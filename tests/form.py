@@ -40,6 +40,11 @@ _BARE_PRIVATE_VERBS = _BARE_VERBS | {
     *("search", "select", "send", "serve", "share", "shorten", "sort", "split", "summarize"),
     *("train", "try", "update", "validate", "verify", "wait", "warn", "widen"),
 }
+# Verbs by which the docstring of a function begins, but not that of a class: "Reads the parts".
+_IMPERATIVES = _BARE_PRIVATE_VERBS | {
+    *("add", "append", "average", "contain", "decode", "define", "fill", "follow", "hold", "make"),
+    *("map", "name", "receive", "remember", "remove", "return", "store", "sum", "walk", "yield"),
+}
 # Pronouns and participles that name no value. Not `found`, which is a field of errors.
 _NO_NOUNS = {
     *("asked", "each", "given", "how", "kept", "made", "own", "said", "there", "told", "wanted"),
@@ -168,6 +173,14 @@ def bare_verbs(nodes: Sequence[ast.AST]) -> Iterator[int]:
                 yield node.lineno
 
 
+def imperative_classes(nodes: Sequence[ast.AST]) -> Iterator[int]:
+    """Yield the lines of classes whose docstring begins in the imperative, as a function's does."""
+    for node in nodes:
+        text = ast.get_docstring(node) if isinstance(node, ast.ClassDef) else None
+        if text and text.split()[0].lower() in _IMPERATIVES:
+            yield node.lineno
+
+
 def names_without_noun(nodes: Sequence[ast.AST]) -> Iterator[int]:
     """Yield the lines that name a value by a pronoun or participle; fields may have such a name."""
     fields: set[ast.expr] = set()
@@ -211,6 +224,7 @@ RULES: dict[str, Callable[[Sequence[ast.AST]], Iterator[int]]] = {
     "products with truth values": products_with_flags,
     "lambdas with effects": lambdas_with_effects,
     "functions with a bare verb": bare_verbs,
+    "classes with an imperative": imperative_classes,
     "values without a noun": names_without_noun,
 }
 BACKSLASHES = "backslashes"

@@ -66,7 +66,7 @@ def answer_discovery(known: Sequence[Type], path: str) -> Object | None:
 
 
 def _openapi_paths(types: Sequence[Type]) -> Object:
-    """Return the part of OpenAPI that tells kubectl that the server validates fields."""
+    """Return the part of OpenAPI by which kubectl sees that the server validates fields."""
     paths = {}
     for type_ in types:
         group, _, version = type_.group_version.rpartition("/")

@@ -48,7 +48,7 @@ def node(kube: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 class Node:
-    """Run the pods of a cluster. calls: settings of the next calls of `kubectl exec`, in order.
+    """Runs the pods of a cluster. calls: settings of the next calls of `kubectl exec`, in order.
 
     A setting is a mapping of attributes of `Call`. processes: by the name of the pod.
     """

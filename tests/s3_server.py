@@ -31,7 +31,7 @@ _PAGE = 3  # names in an answer, so that listings have several pages
 
 @dataclass
 class S3Store:
-    """Contain the objects of one bucket by name, and the faults of the server.
+    """Contains the objects of one bucket by name, and the faults of the server.
 
     checksums: by name, as S3 reports them. uploads: the parts of each upload, by number.
     keeps_checksums: whether to report checksums. corrupts: pattern of the names of objects in which

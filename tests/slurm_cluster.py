@@ -205,7 +205,7 @@ class SlurmCluster:
                 )
         return facts
 
-    def ended(self, job: str) -> dict[str, str]:
+    def wait_for_end(self, job: str) -> dict[str, str]:
         """Wait until a job has ended for good, also if it is requeued, and return its facts."""
         final = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"}
         wait_until(lambda: self.hurry(job)["JobState"] in final, f"job {job} ends", 600)

@@ -1,5 +1,5 @@
 # covers: lib/core/aliases.py, lib/train/config.py, lib/train/command_line.py
-"""What people who come from other systems type: it is taken, or they are told what to type."""
+"""Options of other systems: the stage accepts them, or its error says what to type instead."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
             assert named <= (of_stages if "stage 0" in row.text else known), row
             for name in " ".join(row.names.values()).split():
                 flag = parser.to_our_name(f"--{name}")
-                assert flag not in known, f"{name} is taken, so that nobody is told: {row}"
+                assert flag not in known, f"{name} is an option, so its row is never shown: {row}"
                 assert aliases.suggest_option(flag, known)[1], row
 
 
@@ -145,7 +145,7 @@ def test_a_trainer_from_scratch_runs_and_goes_on_as_it_is_typed(project: Path) -
         assert line in first, first
     shutil.rmtree(project / ".cache")  # what is derived of the data is in the run
     again = train(2, ranks=1)
-    assert "the 2 samples of a step that the run was begun with are kept" in again
+    assert "the 2 samples of a step that the run was started with are kept" in again
     assert "step 2 of 4" in again and "step 4/4" in again
     assert (project / "ckpt/exp/checkpoints/step_00000004/COMMIT.json").is_file()
 

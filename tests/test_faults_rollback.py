@@ -43,7 +43,7 @@ class Rollback:
 
     def __init__(self, project: Path) -> None:
         tokens_by_step = list_step_tokens(read_windows(project))
-        token, (self.told, _, _) = next(
+        token, (self.reported, _, _) = next(
             (t, rollbacks)
             for t in sorted(set.union(*tokens_by_step))
             if t not in tokens_by_step[0]
@@ -63,14 +63,14 @@ class Rollback:
         self.expected = run_undisturbed(
             self.server, self._options(project / "outputs"), project / "outputs", STEPS
         )
-        assert self._rollbacks(project / "outputs") == self.told
+        assert self._rollbacks(project / "outputs") == self.reported
 
     def _options(self, outputs: Path) -> tuple[object, ...]:
         return (*ROLLBACK, "--ckpt-freq", 1, "--save-dir", outputs)
 
     def _rollbacks(self, outputs: Path) -> list[dict[str, int]]:
         return [
-            {key: event[key] for key in self.told[0]}
+            {key: event[key] for key in self.reported[0]}
             for event in read_events(outputs)
             if event["event"] == "rollback"
         ]
@@ -107,13 +107,13 @@ class Rollback:
             faults={0: Fault(str(outputs), number, act)},
         )
         assert (
-            max(find_valid_steps(outputs)) >= self.told[0]["step"]
+            max(find_valid_steps(outputs)) >= self.reported[0]["step"]
         )  # the target of the rollback exists
         self.server.run(*options)
         Undisturbed.require_same(self.expected, outputs)
         assert find_valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
         printed = self._rollbacks(outputs)
-        assert printed and all(one == self.told[0] for one in printed)
+        assert printed and all(one == self.reported[0] for one in printed)
         shutil.rmtree(outputs)
 
 

@@ -1,5 +1,5 @@
 # covers: lib/core/records.py, lib/core/run_records.py, lib/core/manifest.py
-"""Records of others with values of any type: told in words, and never by a traceback."""
+"""Records of others with values of any type cause an error message and never a traceback."""
 
 from __future__ import annotations
 

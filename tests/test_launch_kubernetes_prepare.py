@@ -1,5 +1,5 @@
 # covers: launch/kube/preparation.py, launch/kubernetes.py
-"""Test that `deploy` prepares a run first if nothing shows that it is prepared on the volume."""
+"""Test that `deploy` prepares a run first if no finished job has prepared it on the volume."""
 
 from __future__ import annotations
 

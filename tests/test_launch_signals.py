@@ -194,5 +194,5 @@ def test_signals_of_slurm_save_once(place: Path, monkeypatch: pytest.MonkeyPatch
             cluster.run("scancel", *options, job)
             time.sleep(0.5)
         wait_until((place / "saved").exists, "the rank has saved")
-        assert cluster.ended(job)["ExitCode"] == "75:0"
+        assert cluster.wait_for_end(job)["ExitCode"] == "75:0"
         assert "stopped and saved" in (place / f"slurm-{job}.out").read_text()

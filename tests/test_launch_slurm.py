@@ -166,7 +166,7 @@ def test_each_node_gets_its_rank_and_the_options(
         "x*",
         cwd=cwd,
     )
-    facts = cluster.ended(job)
+    facts = cluster.wait_for_end(job)
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0")
     port = str(20000 + int(job) % 10000)
     for rank in ("0", "1"):
@@ -214,7 +214,7 @@ def test_a_run_that_fails_fails_the_job_with_its_code(
     codes = 1, 2, 3, 4, 75
     jobs = [cluster.submit(faked / BATCH.name, "-e", code, cwd=tmp_path) for code in codes]
     for code, job in zip(codes, jobs, strict=True):
-        facts = cluster.ended(job)
+        facts = cluster.wait_for_end(job)
         assert (facts["JobState"], facts["ExitCode"]) == ("FAILED", f"{code}:0")
         assert facts["Restarts"] == "0"
         printed = (tmp_path / f"slurm-{job}.out").read_text()
@@ -227,7 +227,7 @@ def test_scancel_saves_and_ends(cluster: SlurmCluster, faked: Path, tmp_path: Pa
     wait_until((tmp_path / "ready_1_0").exists, "node 1 is at work")
     wait_until((tmp_path / "ready_0_0").exists, "node 0 is at work")
     cluster.run("scancel", job)
-    facts = cluster.ended(job)
+    facts = cluster.wait_for_end(job)
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
@@ -240,7 +240,7 @@ def test_the_warning_before_the_time_limit_saves_and_requeues(
     wait_until((tmp_path / "ready_1_0").exists, "node 1 is at work")
     wait_until((tmp_path / "ready_0_0").exists, "node 0 is at work")
     cluster.run("scancel", "--batch", "--signal=USR1", job)
-    facts = cluster.ended(job)
+    facts = cluster.wait_for_end(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
     assert (tmp_path / "saved_0").exists() and (tmp_path / "saved_1").exists()
 
@@ -253,7 +253,7 @@ def test_a_warning_that_slurm_does_not_send_is_replaced_by_the_clock(
     job = cluster.submit(
         "--time=2", "--signal=B:CONT@1", faked / BATCH.name, "-e", "exp", cwd=tmp_path
     )
-    facts = cluster.ended(job)
+    facts = cluster.wait_for_end(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
     assert (tmp_path / "saved_0").exists()
 
@@ -282,7 +282,7 @@ def test_a_job_with_a_lost_node_is_requeued(
         wait_until(lambda: cluster.facts(job)["Restarts"] == "1", "the job is queued again")
     finally:
         cluster.start_node("n2")
-    assert cluster.ended(job)["JobState"] == "COMPLETED"
+    assert cluster.wait_for_end(job)["JobState"] == "COMPLETED"
     assert "a node is lost" in (tmp_path / f"slurm-{job}.out").read_text()
 
 
@@ -298,14 +298,14 @@ def test_an_array_builds_the_dataset_of_one_machine(cluster: SlurmCluster, proje
     )
     job = cluster.submit("--array=0-2", ARRAY, *options, cwd=project)
     merge = cluster.submit(f"--dependency=afterok:{job}", ARRAY, *options, "--merge", cwd=project)
-    assert cluster.ended(merge)["JobState"] == "COMPLETED"
+    assert cluster.wait_for_end(merge)["JobState"] == "COMPLETED"
     built, expected = (
         {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.arrow")}
         for folder in (project / "hf_datasets" / "array", project / "hf_datasets" / "corpus")
     )
     assert built and built == expected
     refused = cluster.submit(ARRAY, *options, cwd=project)
-    assert cluster.ended(refused)["ExitCode"] == "2:0"
+    assert cluster.wait_for_end(refused)["ExitCode"] == "2:0"
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 600)""")
     wait_until(lambda: printed.exists() and printed.read_text(), "the task is at work")
     assert printed.read_text() == "--num-workers 1 --fields a --only-splits 3"
     cluster.run("scancel", "--batch", "--signal=USR1", f"{job}_3")
-    facts = cluster.ended(f"{job}_3")
+    facts = cluster.wait_for_end(f"{job}_3")
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
 
 
@@ -402,8 +402,8 @@ def test_a_preempted_job_is_requeued_and_resumes(
         )
     finally:
         send_signal(ranks, signal.SIGCONT)
-    assert cluster.ended(other)["JobState"] == "COMPLETED"
-    facts = cluster.ended(job)
+    assert cluster.wait_for_end(other)["JobState"] == "COMPLETED"
+    facts = cluster.wait_for_end(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
     assert_as_undisturbed(project, undisturbed)
 
@@ -428,7 +428,7 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes(
         send_signal(ranks, signal.SIGCONT)
     wait_until(lambda: cluster.facts(job)["Restarts"] == "1", "the job is queued again")
     limit(60)
-    facts = cluster.ended(job)
+    facts = cluster.wait_for_end(job)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
     assert_as_undisturbed(project, undisturbed)
 
@@ -447,7 +447,7 @@ def test_a_job_with_a_dead_node_is_requeued_and_resumes(
         assert cluster.facts(job)["NodeList"] == "n[1-2]"
         cluster.kill_node(lost)
         send_signal(ranks, signal.SIGCONT)
-        facts = cluster.ended(job)
+        facts = cluster.wait_for_end(job)
     finally:
         cluster.start_node(lost)
     assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1")
@@ -462,17 +462,17 @@ def test_a_cancelled_job_continues_when_submitted_again(
     job = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
     wait_until(lambda: metrics_of(project), "the run logs steps")
     cluster.run("scancel", job)
-    assert cluster.ended(job)["JobState"] == "CANCELLED"
+    assert cluster.wait_for_end(job)["JobState"] == "CANCELLED"
     state = json.loads((project / "outputs" / "exp" / "state.json").read_text())
     assert state["status"] == "preempted"
     second = cluster.submit("-N", 2, BATCH, *RUN, cwd=project)
-    assert cluster.ended(second)["JobState"] == "COMPLETED"
+    assert cluster.wait_for_end(second)["JobState"] == "COMPLETED"
     assert_as_undisturbed(project, undisturbed)
 
 
 @pytest.mark.long
 def test_a_job_whose_run_fails_is_failed(cluster: SlurmCluster, project: Path) -> None:
     job = cluster.submit("-N", 2, BATCH, *RUN[:2], "-d", "nowhere", *RUN[4:], cwd=project)
-    facts = cluster.ended(job)
+    facts = cluster.wait_for_end(job)
     assert facts["JobState"] == "FAILED" and facts["ExitCode"] in ("2:0", "3:0")
     assert "nowhere" in (project / f"slurm-{job}.out").read_text()

@@ -131,7 +131,7 @@ def noted(
 
 
 class Terminal:
-    """A person in a directory: types commands of this project, and what errors tell to type."""
+    """A person in a directory: types commands of this project, and those that errors print."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
@@ -567,7 +567,7 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
         )
         trained.fails(*longer, "--resume-with-changes")
     error = trained.fails(*longer)
-    assert "step_00000004 was begun with other settings" in error.problem
+    assert "step_00000004 was started with other settings" in error.problem
     trained.follow(error)
     assert Path("outputs/run/checkpoints/step_00000006").exists()
 

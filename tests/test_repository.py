@@ -260,6 +260,7 @@ def test_no_code_breaks_a_rule_of_form() -> None:
         ("functions with a bare verb", "def _run(): 1", "def run_it():\n  def run(): 1"),
         ("functions with a bare verb", "def _copy(): 1", "class A:\n  def _copy(self): 1"),
         ("functions with a bare verb", "def read(): 1", "@pytest.fixture\ndef read(): 1"),
+        ("classes with an imperative", "class A:\n  'Read b.'", "class A:\n  'Reads b.'"),
         ("values without a noun", "[each for each in a]", "[part for part in each]"),
         ("values without a noun", "def f(how): 1", "f(how=1)"),
         ("values without a noun", "class A: x = [made for made in a]", "class A:\n  made: int"),

@@ -123,7 +123,7 @@ def test_another_world_size_resumes_the_run(experiment: Path, trained: Path):
         "04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2, cwd=experiment
     )
     assert (
-        "the 8 samples of a step that the run was begun with are kept: 2 per process × 4 "
+        "the 8 samples of a step that the run was started with are kept: 2 per process × 4 "
         "accumulation × 1 rank; the options alone would make it 2" in done.stdout
     )
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
@@ -281,7 +281,7 @@ def test_checkpoints_of_another_model_are_refused(experiment: Path):
         experiment / "outputs" / "new" / "checkpoints",
     )
     assert_refused(
-        experiment, *arguments, "--max-steps", 20, code=2, says="begun with other settings"
+        experiment, *arguments, "--max-steps", 20, code=2, says="started with other settings"
     )
 
 
@@ -565,7 +565,7 @@ def test_a_second_launch_is_refused(project: Path):
 def test_cheap_checks_come_before_tokenising(experiment: Path):
     shutil.rmtree(experiment / ".cache")
     one = ("-e", "two", *COMMON, "-b", 2, "--global-batch-size", 8, "--max-steps", 20)
-    assert_refused(experiment, *one, "--seed", 7, code=2, says="begun with other settings")
+    assert_refused(experiment, *one, "--seed", 7, code=2, says="started with other settings")
     assert_refused(
         experiment, *one, "--save-dir", "raw_text/document_000.txt", code=2, says="is a file"
     )

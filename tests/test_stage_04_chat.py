@@ -222,7 +222,7 @@ def test_options_that_decide_labels_are_part_of_a_run(project: Path) -> None:
         "other.jinja",
     )
     done = run_stage(*RUN, *changes, "--max-steps", 9, cwd=project, expect=2)
-    assert "was begun with other settings" in done.stderr
+    assert "was started with other settings" in done.stderr
     assert all(change in done.stderr for change in (*changes[:6:2], "chat template"))
     assert len(list((project / ".cache/tokens").iterdir())) == 2, "nothing was prepared for it"
     done = run_stage(
@@ -251,7 +251,7 @@ def test_a_run_keeps_the_chat_template_it_started_with(project: Path) -> None:
     for becomes in (lambda: template.write_text("{# changed #}" + chats.CHATML), template.unlink):
         becomes()
         done = run_stage(*more, "--dry-run", cwd=project)
-        assert "with which the run was begun" in done.stdout
+        assert "with which the run was started" in done.stdout
     done = run_stage(*more, cwd=project)
     assert "resumed from" in done.stdout and len(losses(project)) == 9
     done = run_stage(*more, "--overwrite", cwd=project, expect=2)  # which begins anew, without it

@@ -199,15 +199,15 @@ def test_an_open_batch_is_chosen_once_per_run(project: Path) -> None:
     first = run_stage(
         "04_train_fsdp.py", "-e", "open", *command, "--max-steps", 1, cwd=project, ranks=2
     )
-    assert "--batch-size auto: 64 per process, 2,048 tokens in a pass" in first.stdout
+    assert "--batch-size auto: 64 per process, 2,048 tokens in a micro-batch" in first.stdout
     commit = json.loads(
         (project / "outputs/open/checkpoints/step_00000001/COMMIT.json").read_text()
     )
     assert commit["identity"]["options"]["global_batch_size"] == 128
     second = run_stage("04_train_fsdp.py", "-e", "open", *command, "--max-steps", 2, cwd=project)
     assert (
-        "64 per process, 2,048 tokens in a pass, the largest that divides the 128 samples of "
-        "a step over 1 rank"
+        "64 per process, 2,048 tokens in a micro-batch, the largest that divides the 128 samples "
+        "of a step over 1 rank"
         in second.stdout
         and "step 1 of 2" in second.stdout
     )

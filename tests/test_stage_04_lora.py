@@ -99,7 +99,7 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     # The same bytes elsewhere are the same model.
     shutil.move(root / "base", root / "moved")
     gone = train_adapter(root, "run", "--max-steps", 6, expect=3)
-    assert "with which outputs/run was begun, is gone" in gone
+    assert "with which outputs/run was started, is gone" in gone
     assert "resumed from" in train_adapter(root, "run", "-m", "moved", "--max-steps", 6)
 
     flip_bit(root / "moved/model.safetensors")
@@ -131,7 +131,7 @@ def test_a_base_model_with_other_bytes_or_another_model_is_refused(
     content = json.loads((root / "moved/config.json").read_text())
     (root / "moved/config.json").write_text(json.dumps(content | {"rms_norm_eps": 1e-3}))
     printed = train_adapter(root, "run", "-m", "moved", "--max-steps", 8, expect=2)
-    assert "was begun with other settings" in printed and "model" in printed
+    assert "was started with other settings" in printed and "model" in printed
     assert "--experiment-name run-2" in printed, "the adapters are of another base"
     for rank in (0, 8):
         printed = train_adapter(
@@ -277,7 +277,7 @@ def test_a_run_starts_from_an_existing_adapter(root: Path) -> None:
     assert refused.stderr.count("is not that of adapter") == 2
     flip_bit(root / "adapter/adapter_model.safetensors")
     refused = run_stage(*from_adapter, "--max-steps", 6, cwd=root, expect=2).stderr
-    assert "was begun with other settings" in refused and "adapter" in refused
+    assert "was started with other settings" in refused and "adapter" in refused
     move, again = refused.partition("run:")[2].strip().splitlines()[:2]
     assert shlex.split(move) == ["mv", "adapter", "adapter.aside"]
     assert "--lora-from adapter" in again and "--config" not in again

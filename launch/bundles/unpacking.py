@@ -67,6 +67,7 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
     verify = actions.add_parser("verify", help="hash a bundle and name all damaged files")
     unpack = actions.add_parser("unpack", help="verify a bundle, then unpack it into a project")
     for action in (verify, unpack):
+        action.description = description.partition("\n")[0]
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
     unpack.add_argument(
         "--to", type=Path, required=True, metavar="DIR", help="the project's directory (required)"

@@ -144,7 +144,7 @@ def prepare_wheelhouse(
                 log.warn(f"{error.problem}; trying an older build")
             else:
                 raise UsageError(
-                    error.problem + (", nor another build that suits" if choices[1:] else ""),
+                    error.problem + (", and no other suitable build" if choices[1:] else ""),
                     expected=f"torch {' or '.join(map(str, choices))}",
                     hint=error.hint,
                 ) from None
@@ -187,7 +187,7 @@ def _build_wheelhouse(
             raise UsageError(
                 f"pip takes torch {downloaded_torch} for {build.requirement}",
                 expected=f"torch {build}",
-                hint="its settings name other wheels first (`pip config list`); remove them",
+                hint="remove the settings that name other wheels first (`pip config list`)",
             )
         files = [manifest.file_entry(building.dir, path, "sha256") for path in building.files()]
         building.publish(

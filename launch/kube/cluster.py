@@ -4,9 +4,10 @@
   python launch/check.py cluster --kind hyperpod --cluster-name my-eks --pvc fsx-claim
   python launch/check.py cluster describe             # nodes, devices, storage, quotas, operators
 
-The check calls kubectl, in its current context or that of --cluster-name, and changes nothing. If
-the AWS command line is installed, it also checks EKS and HyperPod. Every finding has a severity and
-a remedy. Exit codes: 0 ready, 5 a warning (with --fail-on warning), 6 an error, 2 without kubectl.
+The check calls kubectl, in its current context or that of --cluster-name. It changes nothing,
+except that --auto-fix creates a missing namespace. If the AWS command line is installed, it also
+checks EKS and HyperPod. Every finding has a severity and a remedy. Exit codes: 0 ready, 5 a warning
+(with --fail-on warning), 6 an error, 2 without kubectl.
 """
 
 from __future__ import annotations

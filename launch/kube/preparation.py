@@ -124,8 +124,9 @@ def is_needed(prepare: str, preparation: Preparation, job: Job, kubectl: Kubectl
         log.info(f"job {record} has prepared this run on {job.pvc}; --prepare always repeats it")
         return False
     log.info(
-        f"nothing shows that this run is prepared on {job.pvc}: preparing it first, in job "
-        f"{preparation.job_name}, which keeps what exists (--prepare never trains at once)"
+        f"no finished job has prepared this run on {job.pvc}: preparing it first, in job "
+        f"{preparation.job_name}, which keeps what exists (with --prepare never, the training job "
+        "starts at once)"
     )
     return True
 

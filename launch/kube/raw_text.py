@@ -27,7 +27,7 @@ class RawText:
 
     data: str = option(
         "",
-        group="prepare, deploy: the raw text of a dataset that does not exist yet",
+        group="raw text of a dataset that does not exist yet",
         metavar="ORG/NAME|DIR",
         help="dataset on the Hub, or a directory of files, such as /bucket/raw "
         f"(default: the first file of allenai/c4 for {command_line.DATASET}; required for others)",

@@ -368,7 +368,7 @@ def prune_checkpoints(
 def delete_checkpoints(paths: Iterable[Path]) -> None:
     """Delete checkpoints, which must all be in one directory.
 
-    If the process is killed meanwhile, each is still complete or recognisable as half-deleted.
+    If the process is killed meanwhile, each checkpoint is complete or recognisable as half-deleted.
     """
     trashed = []
     for path in paths:

@@ -4,7 +4,7 @@ A thread of rank 0 decides what to copy, and a child process with the lowest pri
 training waits neither for the disk nor for the network. A failed copy is tried again after a pause,
 by a new process with fresh credentials, and no failure ends the run. If copying takes longer than
 the time between checkpoints, checkpoints are skipped: the newest checkpoint is always copied next,
-and after it the older checkpoints of --ckpt-keep-every and of the lowest validation loss.
+and after it the older checkpoints of --ckpt-keep-every and the best one by --best-by.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _ALIGNMENT = 512  # bytes
 
 
 class HostCopies:
-    """Copy tensors during the next forward and backward pass, which only read them.
+    """Copies tensors during the next forward and backward pass, which only read them.
 
     The optimizer's next step waits for the copies by itself. Anything else that changes the tensors
     (loading a checkpoint, for example) must call `wait` first. The memory is kept for the next

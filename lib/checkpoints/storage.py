@@ -94,7 +94,7 @@ def unwrap_dcp_errors() -> Iterator[None]:
 
 
 class _ShardStream(hashing.HashedFile):
-    """Remember the error of a write, because torch's zip writer replaces it with its own."""
+    """Remembers the error of a write, because torch's zip writer replaces it with its own."""
 
     error: OSError | None = None
 
@@ -107,7 +107,7 @@ class _ShardStream(hashing.HashedFile):
 
 
 class _HashingFileSystem(FileSystem):
-    """Record the size and digest of every file that is written."""
+    """Records the size and digest of every file that is written."""
 
     def __init__(self) -> None:
         self.entries: dict[str, tuple[int, str]] = {}
@@ -133,7 +133,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """Write two fsynced files per rank, with their digests.
+    """Writes two fsynced files per rank, with their digests.
 
     The optimizer state has its own file, so that an export need neither read nor verify it.
 
@@ -202,7 +202,7 @@ def load_metadata(directory: Path, allowed: Allowlist = ALLOWED) -> Any:
 
 
 class ShardFile:
-    """Read shards from a file of DCP without extra copies. Verify the file's digest first.
+    """Reads shards from a file of DCP without extra copies. Verify the file's digest first.
 
     Several threads may read at the same time.
     """
@@ -270,7 +270,7 @@ class ShardFile:
 
 
 class StrictReader(FileSystemReader):
-    """Read `.metadata` once, with an allowlist of classes, and shards without extra copies.
+    """Reads `.metadata` once, with an allowlist of classes, and shards without extra copies.
 
     Verify the digests of the files first.
     """

@@ -15,9 +15,10 @@ from lib.core.errors import UsageError
 
 
 class FileIdentity(NamedTuple):
-    """Changes with a file's content: a replacement has another inode, a write changes the times.
+    """Identifies the content of a file without reading it.
 
-    For a symbolic link it identifies the target. bytes: size of the file. ctime_ns: no program can
+    A replacement has another inode, and a write changes the times. For a symbolic link, the values
+    are those of its target. bytes: size of the file. ctime_ns: no program can
     set it, but it also changes if only permissions, the name or hard links change.
     """
 
@@ -62,7 +63,7 @@ def require_same(before: Identities, subject: str, doing: str) -> None:
     if changes:
         more = f" (and {len(changes) - 1} more)" if changes[1:] else ""
         raise UsageError(
-            f"{subject} was replaced or changed while {doing}; nothing was made of it",
+            f"{subject} was replaced or changed while {doing}; no artifact was written from it",
             found=changes[0] + more,
             hint="once nothing writes to it:",
             run=commands.as_typed(),

@@ -16,7 +16,7 @@ _LONGEST_LINE = 16 << 20  # bytes
 
 
 class CheckedLines:
-    """Yield the JSON objects of a file with their line numbers, and collect its problems.
+    """Yields the JSON objects of a file with their line numbers, and collects its problems.
 
     path: may end with `.gz`. kind: what the file should be, such as `task`. item: what it contains.
     most: problems that the error shows.

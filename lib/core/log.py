@@ -49,7 +49,7 @@ def _before_lines(prefix: str, text: str) -> str:
 
 
 class _RankFile(logging.Handler):
-    """Append each line to a file. If the file fails, the console shows one warning."""
+    """Appends each line to a file. If the file fails, the console shows one warning."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

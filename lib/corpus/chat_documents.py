@@ -22,7 +22,7 @@ from lib.corpus.row_options import TRAIN, RowOptions
 
 
 class ChatDocuments(Documents):
-    """Write one row per conversation."""
+    """Writes one row per conversation."""
 
     as_data = True
     columns = conversations.KEYS

@@ -38,7 +38,7 @@ def make_schema() -> pa.Schema:
 
 
 class ChatPartWriter(parts.Part):
-    """Write conversations, and count the conversations that are written."""
+    """Writes conversations, and counts the conversations that are written."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ def encode_chat(chat: Conversation) -> EncodedChat:
 
 
 class _Rows:
-    """Collect conversations column by column, which creates few Python objects.
+    """Collects conversations column by column, which creates few Python objects.
 
     size: estimated memory in bytes. contents: the contents of all turns.
     """

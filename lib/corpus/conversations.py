@@ -172,7 +172,7 @@ def _list_alpaca(record: Record) -> list[Any]:
 
 
 class _Format(NamedTuple):
-    """Describe a format: the keys of its records, and the function that lists a record's turns."""
+    """Describes a format: the keys of its records, and the function that lists a record's turns."""
 
     keys: tuple[str, ...]
     turns: Callable[[Record], list[Any]]

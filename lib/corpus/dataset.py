@@ -48,7 +48,7 @@ _VERSION = 4  # the format of the progress record; after a change, a build start
 
 
 class DatasetWriter:
-    """Write a dataset: a single split into the directory itself, two splits into subdirectories.
+    """Writes a dataset: a single split into the directory itself, two splits into subdirectories.
 
     units: number of units added so far. dropped: number of dropped rows, by name of the decision.
     masks: counts of the masked matches. deletes_parts: in a build in two passes, delete the parts

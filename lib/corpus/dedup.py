@@ -15,7 +15,7 @@ _FIRST_SLOTS = 1 << 16
 
 
 class DigestSet:
-    """Store digests in a numpy hash table with open addressing: 25 to 31 bytes per digest.
+    """Stores digests in a numpy hash table with open addressing: 25 to 31 bytes per digest.
 
     The digests are cryptographic, so their first half serves as the hash. The table stores each
     digest with its number in the order of arrival. file: the digests so far, from which a resumed

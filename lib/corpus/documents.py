@@ -38,7 +38,7 @@ TOO_LARGE = (
 
 
 class RowValues(NamedTuple):
-    """Contain the values of a row that workers compute: one for each sidecar and extra column."""
+    """Contains the values of a row that workers compute: one for each sidecar and extra column."""
 
     sidecars: Mapping[str, bytes]
     columns: Sequence[Any]
@@ -48,7 +48,7 @@ NO_VALUES = RowValues({}, ())
 
 
 class _QueuedRow(NamedTuple):
-    """Describe a row that waits for its batch. write: writes the row, given its values."""
+    """Describes a row that waits for its batch. write: writes the row, given its values."""
 
     text: RowText
     sha256: bytes
@@ -56,7 +56,7 @@ class _QueuedRow(NamedTuple):
 
 
 class Documents(ABC):
-    """Collect the documents of several files.
+    """Collects the documents of several files.
 
     parts: one writer per split. errors, dropped: files for the lines of errors.jsonl and
     dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows in the

@@ -77,7 +77,7 @@ def drop_cut_character(data: bytes) -> bytes:
 
 
 class DecodedText:
-    """Decode chunks of bytes to chunks of text.
+    """Decodes chunks of bytes to chunks of text.
 
     head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8, or
     for all bytes if is_fallback is true. replaced: number of replacements so far; a text that is
@@ -121,7 +121,7 @@ class DecodedText:
 
 
 class Locator:
-    """Convert positions in a text to byte offsets and line numbers in its file.
+    """Converts positions in a text to byte offsets and line numbers in its file.
 
     The positions must be passed in increasing order. head: the first bytes of the file.
     """

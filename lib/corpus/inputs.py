@@ -31,7 +31,7 @@ _LEFT_BY_A_STAGE = re.compile(rf"{re.escape(paths.PARTIAL)}|\.errors\.jsonl$")
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """Describe a file to read.
+    """Describes a file to read.
 
     path: relative to the data folder. source: the path relative to the source directory of stage 01
     (in a plain directory, the same as `path`). mtime_ns: modification time in nanoseconds. split:

@@ -117,7 +117,7 @@ def _describe_error(error: Exception) -> tuple[str, str]:
 
 
 class _Values:
-    """Read the values of a text one by one, and report the values that are not valid.
+    """Reads the values of a text one by one, and reports the values that are not valid.
 
     texts: chunks of the text. Only the chunks of the current value are in memory.
     """

@@ -50,7 +50,7 @@ def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
 
 
 class Part(ABC):
-    """Write rows as batch messages of about 16 MB (a single row may be larger).
+    """Writes rows as batch messages of about 16 MB (a single row may be larger).
 
     sidecars: by name, the file that receives one value per row (see selection.py). columns: kinds
     of the columns of selection.py, by name. text_bytes: bytes of text written.
@@ -102,7 +102,7 @@ class Part(ABC):
 
 
 class PartWriter(Part):
-    """Write the rows of a text dataset."""
+    """Writes the rows of a text dataset."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ def _split_message(batch: pa.RecordBatch, size: int) -> list[bytes | None]:
 
 
 class _Pieces(io.RawIOBase):
-    """Collect an Arrow stream, with None in place of its one huge buffer.
+    """Collects an Arrow stream, with None in place of its one huge buffer.
 
     skip: number of bytes of the stream to omit before collecting continues.
     """

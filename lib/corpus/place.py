@@ -36,7 +36,7 @@ _NO_HARDLINKS = {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno
 
 
 class Workers:
-    """Process lists in chunks in worker processes, or in this process if a list is short.
+    """Processes lists in chunks in worker processes, or in this process if a list is short.
 
     The workers are forked at the first long list. Stage 01 loads no library that makes forking
     unsafe, and starting new interpreters would take as long as placing thousands of files.

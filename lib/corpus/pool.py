@@ -24,7 +24,7 @@ _RECURSION_LIMIT = 10_000
 
 
 class UnitPool:
-    """Process units in worker processes and yield the results in order.
+    """Processes units in worker processes and yields the results in order.
 
     process: the function that a worker calls with a unit.
 

@@ -31,7 +31,7 @@ Stream = io.BufferedReader | io.BytesIO
 
 
 class RawFile:
-    """Read an input file, or the span [start, stop) of it.
+    """Reads an input file, or the span [start, stop) of it.
 
     kind: format of the decompressed content. document: `html`, `pdf`, `docx` or `epub`, "" for
     other files. head: the first bytes of the decompressed content. start, stop: byte offsets in

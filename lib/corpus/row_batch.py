@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class RowText:
-    """Contain the text of a row as rules and sidecars see it.
+    """Contains the text of a row as rules and sidecars see it.
 
     strings: the text, or the contents of all turns of a conversation. If a text is larger than
     memory, this is only its beginning. path: the file, relative to the data folder. source: the
@@ -72,7 +72,7 @@ class RowText:
 
 
 class RowBatch:
-    """Contain consecutive rows of a work unit, which may come from several files.
+    """Contains consecutive rows of a work unit, which may come from several files.
 
     A batch has at most words.BATCH_CHARACTERS characters; a longer row is a batch of its own.
 
@@ -98,7 +98,7 @@ class RowBatch:
 
 
 class RowVerdict(NamedTuple):
-    """Contain which rows of a batch a rule drops, and why.
+    """Contains which rows of a batch a rule drops, and why.
 
     dropped: bool [rows]. values: the measurement of the rule for each row, or empty. reasons: why
     each row is dropped; empty if the reason is the same for all.
@@ -110,7 +110,7 @@ class RowVerdict(NamedTuple):
 
 
 class BatchRule(NamedTuple):
-    """Describe a rule that checks a batch of rows.
+    """Describes a rule that checks a batch of rows.
 
     kind: name of the rule in errors.jsonl, dropped.jsonl and the manifest. reason: a text that
     completes the sentences "3 rows are …" and "1 row is …". finish: called after the last row, to

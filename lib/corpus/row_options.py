@@ -44,7 +44,7 @@ def parse_field_names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Declare the options that determine how documents become rows, and which rows are kept."""
+    """Declares the options that determine how documents become rows, and which rows are kept."""
 
     format: str = option(
         TEXT,

@@ -41,7 +41,7 @@ _DROPPED = "dropped: "
 
 
 class DroppedSample(NamedTuple):
-    """Describe a dropped row.
+    """Describes a dropped row.
 
     key: see `make_key`. value: the measurement of the rule, as text. kept: the place of the kept
     row that this row duplicates, "" if there is none.
@@ -57,7 +57,7 @@ class DroppedSample(NamedTuple):
 
 @dataclass
 class RowTally:
-    """Count rows.
+    """Counts rows.
 
     rows, bytes: size of the input, including dropped rows. lengths, dropped_lengths: number of rows
     by the bin of their length. dropped_bytes: bytes by rule. sources: counts of each top-level

@@ -25,7 +25,7 @@ _SHOWN_CHARACTERS = 100
 
 
 class ScannedFile(Protocol):
-    """Describe a file of a scan, and why it is skipped."""
+    """Describes a file of a scan, and why it is skipped."""
 
     path: str
     skipped: str

@@ -48,7 +48,7 @@ _ARTIFACT_NAMES = {
 
 @dataclass(slots=True)
 class TreeEntry:
-    """Describe a file of the source tree, or a directory that is not entered.
+    """Describes a file of the source tree, or a directory that is not entered.
 
     path: relative to the source, with `/` between parts and at the end of a directory. Bytes that
     are not UTF-8 are surrogates, which os.fsencode converts back. mtime_ns: modification time in
@@ -65,7 +65,7 @@ class TreeEntry:
 
 @dataclass(frozen=True)
 class Rules:
-    """Define which files a scan takes. A glob matches the relative path or the basename."""
+    """Defines which files a scan takes. A glob matches the relative path or the basename."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ _Identity = tuple[int, int]  # device and inode of a directory
 
 
 class Scan:
-    """Walk through a source tree once; `entries()` yields the entries in arbitrary order.
+    """Walks through a source tree once; `entries()` yields the entries in arbitrary order.
 
     output: a directory that the walk must not enter.
     """

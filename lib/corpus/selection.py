@@ -46,7 +46,7 @@ MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near dupli
 
 
 class Rule(NamedTuple):
-    """Describe a reason to drop a row that depends on this row alone.
+    """Describes a reason to drop a row that depends on this row alone.
 
     option: the field of RowOptions that switches the rule on. find_reason: called with the text of
     a row and the value of the option; returns why the row is dropped, or "" to keep it. The reason
@@ -60,7 +60,7 @@ class Rule(NamedTuple):
 
 
 class RuleGroup(NamedTuple):
-    """Describe rules that one option of RowOptions switches on together.
+    """Describes rules that one option of RowOptions switches on together.
 
     list_kinds: returns the kinds of the rules that are on, in their order. start: returns these
     rules; each work unit calls it.
@@ -72,7 +72,7 @@ class RuleGroup(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Describe a column of the dataset with a value that a worker computes for each row.
+    """Describes a column of the dataset with a value that a worker computes for each row.
 
     option: the field of RowOptions that switches the column on. kind: `string`, `int` or `float`.
     start: returns the function that computes the values of a batch; each work unit calls it.
@@ -84,7 +84,7 @@ class Column(NamedTuple):
 
 
 class Sidecar(NamedTuple):
-    """Describe a value that workers compute for each row and store beside the rows.
+    """Describes a value that workers compute for each row and store beside the rows.
 
     width: bytes per row (0: it depends on the options). measure: called with the text of a row and
     the SHA-256 of its content; returns the value of the row as `width` bytes. measure_batch: if
@@ -121,7 +121,7 @@ class Decider(Protocol):
 
 
 class Decision(NamedTuple):
-    """Describe a choice among all rows of a dataset, made from their sidecars in order.
+    """Describes a choice among all rows of a dataset, made from their sidecars in order.
 
     option: the field of RowOptions that switches the decision on. sidecars: names of the sidecars
     that the decision reads. start: returns the decider of a dataset, given the path of the
@@ -137,7 +137,7 @@ class Decision(NamedTuple):
 
 
 class TwoPassDecision(NamedTuple):
-    """Describe a choice that needs the sidecars of all rows, after the first pass over the input.
+    """Describes a choice that needs the sidecars of all rows, after the first pass over the input.
 
     The choice is on if `option` has `value`. If `value` is empty, it is on if the option does not
     have its default. Other fields: see Decision.

@@ -31,7 +31,7 @@ _UNFINISHED = "data-{:05d}.unfinished"
 
 
 class Flusher:
-    """Sync files and run other work in one thread, in the order of the calls.
+    """Syncs files and runs other work in one thread, in the order of the calls.
 
     An error in the thread, such as a full disk, is raised by a later call.
     """
@@ -70,7 +70,7 @@ class Flusher:
 
 @dataclass
 class Shard:
-    """Describe a shard. rows, text_bytes: written so far. digest: "" until it is finished."""
+    """Describes a shard. rows, text_bytes: written so far. digest: "" until it is finished."""
 
     name: str
     rows: int = 0
@@ -80,7 +80,7 @@ class Shard:
 
 
 class ShardWriter:
-    """Write one split of a dataset: shards of about 500 MB, in the order of the parts.
+    """Writes one split of a dataset: shards of about 500 MB, in the order of the parts.
 
     directory: directory of the split. shards: to continue a stopped run, the result of its `state`.
     `finish` renames the shards and writes the JSON files.

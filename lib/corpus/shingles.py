@@ -19,7 +19,7 @@ VERSION = 1  # version of the hashes; signatures of different versions cannot be
 
 
 class Shingles(NamedTuple):
-    """Contain the shingles of several texts.
+    """Contains the shingles of several texts.
 
     hashes: uint64, text after text, with repetitions. ends: int64 [texts], where the hashes of each
     text end.

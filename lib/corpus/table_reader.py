@@ -23,7 +23,7 @@ _Line = tuple[int | None, int, str]  # offset in bytes if known, number from 1, 
 
 
 class _Lines:
-    """Decode the lines of a file for csv.reader.
+    """Decodes the lines of a file for csv.reader.
 
     row: lines of the current row. last: the last line read. repeated: lines to yield again before
     the next line of the file.

@@ -40,7 +40,7 @@ FirstUse = tuple[str, "int | None"]  # a format, and the line of its first conve
 
 @dataclass
 class ChatTotals:
-    """Count conversations.
+    """Counts conversations.
 
     turns: number of turns per role. characters: length of all contents.
     """
@@ -64,7 +64,7 @@ class ChatTotals:
 
 @dataclass
 class ChatTally:
-    """Record the counts and formats of the conversations in some input.
+    """Records the counts and formats of the conversations in some input.
 
     formats: the format of each file, by path. mixed: for a file with two formats, the first use of
     both, by path. others: descriptions of the first records that are not conversations.
@@ -183,7 +183,7 @@ class ChatTally:
 
 @dataclass
 class Tally:
-    """Count the documents and problems of some input.
+    """Counts the documents and problems of some input.
 
     documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
     alone: rows that a rule would drop if it were the only one, by the kind of the rule. replaced:

@@ -21,7 +21,7 @@ _BEGINNING = 1 << 20  # bytes of a large text that rules and sidecars see
 
 
 class TextDocuments(Documents):
-    """Write one row per document, or one per string in it."""
+    """Writes one row per document, or one per string in it."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ def _read_beginning(text: BinaryIO) -> str:
 
 
 class Fields:
-    """Select the values under the dotted keys in `--fields`; keys also apply inside lists.
+    """Selects the values under the dotted keys in `--fields`; keys also apply inside lists.
 
     seen: the keys that occurred in a document.
     """

@@ -27,11 +27,12 @@ _TEXT_BYTES = 4 * row_tally.READ_CHARACTERS
 
 
 class UnitRows:
-    """Contain the rows of one split of a unit.
+    """The rows of one split of a unit.
 
-    positions: in their files, from 1 (uint64 [rows]). sizes: bytes of text (int64 [rows]). Both are
-    empty if no decision is on, or if an earlier version has written the part without them.
-    rows_before: rows of the file before this unit.
+    positions: of the rows in their files, counted from 1 (uint64 [rows]). sizes: bytes of text
+    (int64 [rows]). Both are empty if no option needs a decision (see selection.py), or if an
+    earlier version has written the part without them. rows_before: rows of the file before this
+    unit.
     """
 
     def __init__(self, result: UnitResult, split: str, rows_before: int) -> None:
@@ -131,7 +132,7 @@ def _decode_beginning(texts: Any, row: int) -> str:
 
 
 class DroppedRows:
-    """Record the rows of one split of a unit that decisions drop.
+    """Records the rows of one split of a unit that decisions drop.
 
     tally: receives their counts and samples. errors: file for the lines of errors.jsonl.
     """

@@ -50,7 +50,7 @@ _FLAGS = {
 
 
 class Words(NamedTuple):
-    """Contain the words of several texts.
+    """Contains the words of several texts.
 
     starts, ends: int64, positions in the joined texts. hashes: uint64. is_unit: bool. text_ends:
     int64 [texts], where the words of each text end. edges: int64 [texts + 1], where the characters
@@ -73,7 +73,7 @@ class Words(NamedTuple):
 
 
 class WordGroup(NamedTuple):
-    """Contain the words of all ASCII texts of a batch, or of all other texts.
+    """Contains the words of all ASCII texts of a batch, or of all other texts.
 
     members: numbers of the texts in the batch.
     """
@@ -83,7 +83,7 @@ class WordGroup(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Contain a piece of joined texts: whole lines, unless a line is longer than a piece.
+    """Contains a piece of joined texts: whole lines, unless a line is longer than a piece.
 
     first: position of the piece in the joined texts. codes: code points of the characters in lower
     case. marks: uint8, the marks of the characters. starts, ends: positions of the words in the
@@ -149,7 +149,7 @@ def find_words(
 
 
 class _PieceReader:
-    """Read texts in pieces: texts that are all ASCII, or texts that are processed as Unicode."""
+    """Reads texts in pieces: texts that are all ASCII, or texts that are processed as Unicode."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         import numpy as np

@@ -45,7 +45,7 @@ _IN_FLIGHT = 64_000_000  # bytes in parts that are not yet added
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Describe a file to read, or the span [start, stop) of a large file (see RawFile).
+    """Describes a file to read, or the span [start, stop) of a large file (see RawFile).
 
     bytes: estimated size of the span.
     """
@@ -63,7 +63,7 @@ class FileSpan:
 
 @dataclass(frozen=True)
 class WorkUnit:
-    """Describe the input that a worker reads in one task.
+    """Describes the input that a worker reads in one task.
 
     number: index of the unit in its split of the data folder. folder: the data folder. out:
     directory for the parts of the unit. avoid: files that have crashed a worker process. samples:
@@ -112,7 +112,7 @@ class WorkUnit:
 
 @dataclass
 class UnitResult:
-    """Describe the result of a unit.
+    """Describes the result of a unit.
 
     rows, text_bytes: numbers by split. lines: see Documents. rows_read: number of rows of the last
     span, including dropped rows (if anything can drop rows). rows_of: by split, the number of rows

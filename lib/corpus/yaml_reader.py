@@ -27,7 +27,7 @@ class _UnexpandableDocument(Exception):
 
 
 class _Merge:
-    """Stand for the merge key `<<`."""
+    """Stands for the merge key `<<`."""
 
 
 def read_yaml(raw: RawFile, documents: Documents) -> None:
@@ -127,7 +127,7 @@ def _describe_error(error: Exception) -> str:
 
 
 class _AliasExpander:
-    """Copy a loaded value to nested dicts and lists without aliases and merge keys."""
+    """Copies a loaded value to nested dicts and lists without aliases and merge keys."""
 
     def __init__(self, limit: int) -> None:
         self._left = limit

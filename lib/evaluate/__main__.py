@@ -56,19 +56,19 @@ def main(argv: list[str]) -> None:
 
     gpus.hide_gpus(opts.device)
     with ParallelLayout.start() as layout:
-        evaluated, precision, window = _evaluate_model(opts, source, tasks, layout)
+        evaluated, precision, context_length = _evaluate_model(opts, source, tasks, layout)
         rank = layout.rank
     if rank == 0:
         for line in results.format_table(evaluated):
             log.info(line)
-        _report_cut(evaluated, window)
+        _report_cut(evaluated, context_length)
         if opts.json:
             content = {
                 "model": str(source.path),
                 "suite": str(suite_dir),
                 "limit": opts.limit,
                 "precision": precision,
-                "window": window,
+                "context_length": context_length,
                 "tasks": {result.task: result.as_json() for result in evaluated},
             }
             manifest.write_json(opts.json, content)
@@ -119,7 +119,7 @@ def parse(argv: Sequence[str]) -> Options:
         "--max-length",
         type=options.positive_int,
         metavar="N",
-        help="context length in tokens; a longer context is cut at the left (default: the "
+        help="context length in tokens; a longer prompt is cut at the left (default: the "
         "model's maximum)",
     )
     parser.add_argument(
@@ -162,7 +162,7 @@ def _require_writable(path: Path) -> None:
 def _evaluate_model(
     opts: Options, source: EvaluatedModel, tasks: Sequence[Task], layout: ParallelLayout
 ) -> tuple[list[TaskResult], str, int]:
-    """Return the results, the precision and the window in tokens. All ranks must call this."""
+    """Return the results, the precision and the context length. All ranks must call this."""
     from lib.evaluate import open_model, passes, scoring
     from lib.models.architecture import read_config
     from lib.tokens.build import require_vocabulary
@@ -173,8 +173,8 @@ def _evaluate_model(
     config = read_config(source.directory, opts.trust_remote_code).get_text_config()
     encoder = Encoder(source.directory, 1)
     require_vocabulary(encoder.vocab_size, config.vocab_size, source.directory)
-    window = open_model.choose_window(config, opts.max_length)
-    suite = passes.encode_suite(tasks, encoder, window)
+    context_length = open_model.choose_context_length(config, opts.max_length)
+    suite = passes.encode_suite(tasks, encoder, context_length)
     precision = opts.precision or open_model.choose_precision(layout)
     model = open_model.load_model(source, precision, layout, opts.trust_remote_code)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
@@ -182,16 +182,16 @@ def _evaluate_model(
     with Progress("evaluating", count, "batches", not opts.no_progress) as bar:
         evaluated = scoring.evaluate_tasks(model, layout, tasks, suite, plan, bar.advance)
     log.info(f"{precision}, {units.duration(time.monotonic() - began)}")
-    return evaluated, precision, window
+    return evaluated, precision, context_length
 
 
-def _report_cut(evaluated: Sequence[TaskResult], window: int) -> None:
-    """Log how many contexts did not fit the window."""
+def _report_cut(evaluated: Sequence[TaskResult], context_length: int) -> None:
+    """Log how many prompts did not fit the context length."""
     for result in evaluated:
         if result.cut:
             log.info(
-                f"{result.task}: {units.counted(result.cut, 'context')} cut at the left to the "
-                f"window of {window:,} tokens"
+                f"{result.task}: {units.counted(result.cut, 'prompt')} cut at the left to the "
+                f"context length of {context_length:,} tokens"
             )
 
 

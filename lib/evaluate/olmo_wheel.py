@@ -121,7 +121,7 @@ _SHOWN = 12
 
 
 class Wheel:
-    """Read the tasks in a wheel. Raises ArtifactError if the file is damaged or another package."""
+    """Reads the tasks in a wheel. Raises ArtifactError for a damaged file or another package."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

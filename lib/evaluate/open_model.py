@@ -23,12 +23,12 @@ from lib.models.weights import load_pretrained, restore_buffers
 from lib.parallel import loss, parallelize
 from lib.parallel.layout import ParallelLayout, on_all_ranks, on_rank_0
 
-_LONGEST = 4096  # tokens of the window if neither the config nor an option limits it
+_LONGEST = 4096  # tokens that the model reads if neither the config nor an option limits it
 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """Describe the model to evaluate.
+    """Describes the model to evaluate.
 
     directory: contains the config and the tokenizer, and the weights if `checkpoint` is None. base:
     the base model if the checkpoint belongs to a LoRA run.
@@ -113,11 +113,11 @@ def load_model(
     return model
 
 
-def choose_window(config: PretrainedConfig, max_length: int | None) -> int:
+def choose_context_length(config: PretrainedConfig, max_length: int | None) -> int:
     """Return the most tokens that a model reads at once.
 
     config: the config of the language model. max_length: the value of --max-length, None for the
-    longest window that the config allows. Raises UsageError if the config allows less than
+    longest input that the config allows. Raises UsageError if the config allows less than
     `max_length`.
     """
     longest = getattr(config, "max_position_embeddings", None)

@@ -22,7 +22,7 @@ _MOST_ROWS = 256  # the most rows of a batch
 
 
 class ScoredRow(NamedTuple):
-    """Contain tokens to pass through the model; only the last `scored` tokens count.
+    """Contains tokens to pass through the model; only the last `scored` tokens count.
 
     number: index of the row in its suite. request: index of the request. ids: int64 [n + 1]; the
     model reads the first n.
@@ -36,11 +36,11 @@ class ScoredRow(NamedTuple):
 
 @dataclass(frozen=True)
 class EncodedSuite:
-    """Contain the distinct requests of a suite as rows, and the sizes that the figures need.
+    """Contains the distinct requests of a suite as rows, and the sizes that the figures need.
 
     requests: for each request of the tasks, in their order, the index of the equal distinct
     request. By distinct request: tokens, bytes (sizes of the scored text), is_cut (whether the
-    context was cut at the left to fit the window). window: the most tokens that the model reads.
+    prompt was cut at the left). context_length: the most tokens that the model reads at once.
     """
 
     rows: list[ScoredRow]
@@ -48,11 +48,11 @@ class EncodedSuite:
     tokens: list[int]
     bytes: list[int]
     is_cut: list[bool]
-    window: int
+    context_length: int
 
 
 class BatchPlan(NamedTuple):
-    """Contain the batches of a suite: padded length, number of rows with padding, and rows."""
+    """Contains the batches of a suite: padded length, number of rows with padding, and rows."""
 
     batches: list[tuple[int, int, list[ScoredRow]]]
 
@@ -75,12 +75,12 @@ class BatchPlan(NamedTuple):
             yield _make_batch(length, count, rows), rows
 
 
-def encode_suite(tasks: Sequence[Task], encoder: Encoder, window: int) -> EncodedSuite:
+def encode_suite(tasks: Sequence[Task], encoder: Encoder, context_length: int) -> EncodedSuite:
     """Encode the requests of tasks. Raises UsageError if a text cannot be scored.
 
     The tokens are those of lm-eval: space at the end of a context belongs to the text after it, and
     both are encoded together. BOS precedes a context if the tokenizer adds it, as in training.
-    window: the most tokens that the model reads at once.
+    context_length: the most tokens that the model reads at once.
     """
     numbers: dict[Request, int] = {}
     requests = [
@@ -104,12 +104,12 @@ def encode_suite(tasks: Sequence[Task], encoder: Encoder, window: int) -> Encode
         if not scored:
             raise UsageError(f"the tokenizer gives no token for {request.continuation!r}")
         ids = _add_prefix(encoder, ids, not len(context))
-        for part, count in _cut_rows(ids, scored, window):
+        for part, count in _cut_rows(ids, scored, context_length):
             rows.append(ScoredRow(len(rows), index, part, count))
         tokens.append(scored)
-        is_cut.append(len(ids) - 1 > window)
+        is_cut.append(len(ids) - 1 > context_length)
     sizes = [len(request.continuation.encode()) for request in distinct]
-    return EncodedSuite(rows, requests, tokens, sizes, is_cut, window)
+    return EncodedSuite(rows, requests, tokens, sizes, is_cut, context_length)
 
 
 def plan_batches(suite: EncodedSuite, rows_of: Callable[[int], int]) -> BatchPlan:
@@ -120,7 +120,7 @@ def plan_batches(suite: EncodedSuite, rows_of: Callable[[int], int]) -> BatchPla
     """
     by_length: dict[int, list[ScoredRow]] = {}
     for row in suite.rows:
-        by_length.setdefault(round_length(len(row.ids) - 1, suite.window), []).append(row)
+        by_length.setdefault(round_length(len(row.ids) - 1, suite.context_length), []).append(row)
     batches = []
     for length, rows in sorted(by_length.items(), reverse=True):
         count = min(_MOST_ROWS, max(1, rows_of(length)))
@@ -130,18 +130,18 @@ def plan_batches(suite: EncodedSuite, rows_of: Callable[[int], int]) -> BatchPla
     return BatchPlan(batches)
 
 
-def round_length(length: int, window: int) -> int:
-    """Return the padded length of a row: 16, 32, 48, 64, 96, 128, 192, 256, … or the window."""
+def round_length(length: int, most: int) -> int:
+    """Return the padded length of a row: 16, 32, 48, 64, 96, 128, 192, 256, …, at most `most`."""
     power = _SHORTEST
     while power < length:
         if power > _SHORTEST and length <= power + power // 2:
-            return min(power + power // 2, window)
+            return min(power + power // 2, most)
         power *= 2
-    return min(power, window)
+    return min(power, most)
 
 
 class _Encodings:
-    """Contain the token IDs of distinct texts, without BOS and EOS."""
+    """Contains the token IDs of distinct texts, without BOS and EOS."""
 
     def __init__(self, encoder: Encoder, texts: Sequence[str]) -> None:
         self._numbers = {text: number for number, text in enumerate(dict.fromkeys(texts))}
@@ -177,19 +177,21 @@ def _add_prefix(encoder: Encoder, ids: np.ndarray, is_bare: bool) -> np.ndarray:
     return ids if prefix is None else np.insert(ids, 0, prefix)
 
 
-def _cut_rows(ids: np.ndarray, scored: int, window: int) -> Iterator[tuple[np.ndarray, int]]:
+def _cut_rows(
+    ids: np.ndarray, scored: int, context_length: int
+) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the rows of a request and how many of their last tokens count, cut at the left.
 
-    Scored tokens are never cut off. If there are more than the window holds, several rows score
-    parts of them, each after at least half a window of earlier tokens.
+    Scored tokens are never cut off. If there are more than `context_length`, several rows score
+    parts of them, each after at least half as many earlier tokens.
     """
-    if scored <= window:
-        yield ids[-(window + 1) :], scored
+    if scored <= context_length:
+        yield ids[-(context_length + 1) :], scored
         return
-    step = max(1, window // 2)
+    step = max(1, context_length // 2)
     for begin in range(len(ids) - scored, len(ids), step):
         end = min(begin + step, len(ids))
-        yield ids[max(0, end - 1 - window) : end], end - begin
+        yield ids[max(0, end - 1 - context_length) : end], end - begin
 
 
 def _make_batch(length: int, count: int, rows: Sequence[ScoredRow]) -> MicroBatch:

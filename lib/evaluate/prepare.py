@@ -23,7 +23,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class SuiteOptions:
-    """Declare the options of stage 03 about tasks."""
+    """Declares the options of stage 03 about tasks."""
 
     eval_suite: list[str] = option(
         [],

@@ -17,11 +17,11 @@ _COLUMNS = ("task", "items", "metric", "value", "chance", "licence")
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Contain the figures of a task.
+    """Contains the figures of a task.
 
     metric: the metric that the table shows. values: figures by metric. errors: standard errors of
     the accuracies, by metric. chance: accuracy of random choices, None without choices. cut: number
-    of requests whose context did not fit the window.
+    of requests whose prompt did not fit the context length.
     """
 
     task: str

@@ -49,14 +49,14 @@ _SHOWN = 10  # bad lines of a file
 
 
 class Request(NamedTuple):
-    """Contain a text to score and its context."""
+    """Contains a text to score and its context."""
 
     context: str
     continuation: str
 
 
 class Item(NamedTuple):
-    """Contain a question: one request for each choice, and the index of the right choice.
+    """Contains a question: one request for each choice, and the index of the right choice.
 
     An item with one request has an answer without alternatives.
     """
@@ -67,7 +67,7 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """Contain a task of a suite.
+    """Contains a task of a suite.
 
     metric: one of METRICS, the figure that the table shows. licence: name of the data's licence.
     """

@@ -228,7 +228,7 @@ def _report_differences(pairs: list[tuple[str, float, float]], effect: float) ->
         lines[-1] += ", below the rounding limit: the check says little about the adapter"
     if any(not difference <= limit for _, difference, limit in pairs):
         raise ArtifactError(
-            "the exported files do not compute what was trained",
+            "the logits of the exported files differ from those of training",
             found="\n".join(lines),
             expected="differences below the rounding limits",
         )

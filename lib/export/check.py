@@ -10,6 +10,7 @@ the programs. The exit code is 3 if one of the programs will refuse the director
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -420,4 +421,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sys.argv[0] = "lib.export.check"
     stage.run_main(main, only_shows=True)

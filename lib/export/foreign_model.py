@@ -24,7 +24,7 @@ OPTION = "--from-dcp"
 
 @dataclass(frozen=True)
 class ForeignSource:
-    """What is exported.
+    """The checkpoint of another trainer, and the model directory that its export needs.
 
     run: the checkpoint. model_dir: the directory with the config and the tokenizer. identities: of
     the files of that directory, before any of them was read.

@@ -35,7 +35,7 @@ class OpenTensors(StoredTensors, Protocol):
 
 
 class StoredModel:
-    """Read one tensor of a model at a time, by module name. Tied tensors have several names.
+    """Reads one tensor of a model at a time, by module name. Tied tensors have several names.
 
     model: on meta. The files do not contain parameters that a model change has added.
     """

@@ -14,7 +14,7 @@ from lib.core import units
 
 
 class FullTensorReader:
-    """Read full tensors from the shards of all ranks, whose digests the caller has verified.
+    """Reads full tensors from the shards of all ranks, whose digests the caller has verified.
 
     `dcp.load` would hold a shard, its copy in the full tensor and the buffers of unpickling in
     memory at the same time. This class reads each shard directly into the full tensor, in reused

@@ -41,7 +41,7 @@ class HubUnreachableError(UsageError):
 
 
 class Hub:
-    """Download from the public Hub, or from the one that `HF_ENDPOINT` names.
+    """Downloads from the public Hub, or from the one that `HF_ENDPOINT` names.
 
     When the Hub asks for a delay, all threads wait, because the Hub limits users and not
     connections. token: a user's access token; "" uses `HF_TOKEN` or the login stored on this

@@ -27,7 +27,7 @@ _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 class HubDataset:
-    """Download files of a dataset at one commit, in a child process.
+    """Downloads files of a dataset at one commit, in a child process.
 
     sizes: (bytes, digest) by path. Raises UsageError if the Hub is unreachable, the dataset does
     not exist, or no file matches `include`.

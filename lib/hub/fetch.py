@@ -32,7 +32,7 @@ _SHOWN = 10
 
 @dataclass
 class RemoteFiles:
-    """Download files of a repository, and count the bytes by source."""
+    """Downloads files of a repository, and counts the bytes by source."""
 
     hub: Hub
     repository: Repository
@@ -119,7 +119,7 @@ def find_raw_files(name: str, revision: str, include: Sequence[str], *, token: s
 
 @dataclass
 class RemoteModel(RemoteFiles):
-    """Download a model.
+    """Downloads a model.
 
     pickles: files to convert. code: code files by repository ("" is the model's own). preview: the
     directory with the small files that were downloaded for the checks.

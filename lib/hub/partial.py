@@ -17,7 +17,7 @@ _COUNT = struct.Struct("<Q")
 
 
 class PartialFile:
-    """Keep a partially downloaded file, and beside it a file `….at` of byte counts per piece.
+    """Keeps a partially downloaded file, and beside it a file `….at` of byte counts per piece.
 
     Data is written before its count, so a kill never leaves a count that is too high. A power cut
     can; then the digest does not match.

@@ -29,7 +29,7 @@ Job = Callable[[], list["Job"]]  # returns the jobs that can start now
 
 
 class Transfer:
-    """Download files of a repository, reusing partial files of an earlier run in the directory.
+    """Downloads files of a repository, reusing partial files of an earlier run in the directory.
 
     reuse_from: directories that may already contain some of the files (the artifact to be replaced,
     a preview). They and the Hugging Face cache are searched before the Hub is asked; every copied

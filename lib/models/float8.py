@@ -46,7 +46,7 @@ def require_package() -> None:
 
 @dataclass(frozen=True)
 class Float8:
-    """Compute linear layers in 8-bit floats.
+    """Computes linear layers in 8-bit floats.
 
     recipe: `tensorwise` for one scale per tensor, `rowwise` for one per row.
     """

@@ -32,7 +32,7 @@ from lib.models.sharded import own_classes, without_padding
 from lib.models.tensors import FLOATING, Shape
 
 
-class Added(torch.nn.Module):
+class AddedModule(torch.nn.Module):
     """Base class of modules that a model change adds. Hub checkpoints lack their parameters."""
 
     def draw(self, full: Tensor) -> None:
@@ -150,7 +150,7 @@ def _list_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     ignored = set(model._keys_to_ignore_on_save or ()) | {
         name
         for path, module in model.named_modules()
-        if isinstance(module, Added)
+        if isinstance(module, AddedModule)
         for name, _ in module.named_parameters(prefix=path)
     }
     return {

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import peft_adapter
-from lib.models.keys import Added
+from lib.models.keys import AddedModule
 from lib.models.lora_targets import (
     ALL,
     choose_experts,
@@ -51,7 +51,7 @@ _EXPERTS_PREFIX = "lora_"  # of the submodule that contains the adapter of an ex
 _SHOWN = 8
 
 
-class Factor(Added, nn.Linear):
+class Factor(AddedModule, nn.Linear):
     """A or B of an adapter. is_random: initialise it randomly, otherwise with zeros."""
 
     def __init__(self, inputs: int, outputs: int, is_random: bool) -> None:
@@ -85,7 +85,7 @@ class Factor(Added, nn.Linear):
         )
 
 
-class ExpertFactor(Added):
+class ExpertFactor(AddedModule):
     """A or B of all experts of a layer. is_random: initialise it randomly, otherwise with zeros."""
 
     def __init__(self, *shape: int, is_random: bool) -> None:
@@ -117,7 +117,7 @@ class ExpertAdapter(nn.Module):
 
 @dataclass(frozen=True)
 class Lora:
-    """Add LoRA adapters to linear layers and freeze the rest of the model.
+    """Adds LoRA adapters to linear layers and freezes the rest of the model.
 
     targets: all-linear, attention, mlp, or a regular expression that matches the whole name of a
     linear layer or the last part of its name. precision: compute dtype, also of frozen parameters.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import ROUTERS
-from lib.models.keys import Added
+from lib.models.keys import AddedModule
 from lib.models.sharded import own_class
 
 ALL = "all-linear"
@@ -95,7 +95,7 @@ def list_expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
         for block_name, block in decoder_layers(model).items()
         for path, module in block.named_modules(prefix=block_name)
         if "expert" in own_class(module).__name__.lower()
-        and not isinstance(module, nn.Linear | Added)
+        and not isinstance(module, nn.Linear | AddedModule)
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == 3
     }

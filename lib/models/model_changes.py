@@ -20,7 +20,7 @@ from lib.models.sharded import Placement
 
 
 class ModelChange(Protocol):
-    """Change a model before training, and undo the change in an export.
+    """Changes a model before training, and undoes the change in an export.
 
     changes_memory_plan: whether the memory estimate includes this change.
     """

@@ -14,7 +14,7 @@ from lib.models.tensors import StoredTensors, TensorPart
 
 
 class Recipe(Protocol):
-    """Build a parameter, or this rank's part of it, from the checkpoint's tensors in `keys`."""
+    """Builds a parameter, or this rank's part of it, from the checkpoint's tensors in `keys`."""
 
     @property
     def keys(self) -> tuple[str, ...]: ...
@@ -23,7 +23,7 @@ class Recipe(Protocol):
 
 @dataclass(frozen=True)
 class Renamed:
-    """Read one tensor unchanged, possibly under another name."""
+    """Reads one tensor unchanged, possibly under another name."""
 
     keys: tuple[str]
 
@@ -34,7 +34,7 @@ class Renamed:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Stack the tensors of all experts for each kind, and concatenate the kinds along `dim`.
+    """Stacks the tensors of all experts for each kind, and concatenates the kinds along `dim`.
 
     kinds: the tensors' names, [kind][expert], where kinds are w1 and w3, for example. dim:
     dimension of the stacked tensor, at least 1. Only the experts and rows of a part are read.
@@ -72,7 +72,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Converted:
-    """Read all tensors completely and convert them with transformers' operations.
+    """Reads all tensors completely and converts them with transformers' operations.
 
     For a short time this needs the memory of the full tensor. convert: takes the checkpoint's
     tensors by name, and returns parameters by name. name: the parameter to keep.

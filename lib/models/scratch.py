@@ -346,8 +346,8 @@ class Design:
         counts = {key: getattr(config.get_text_config(), key, None) for key in _COUNTS}
         if invalid := [f"{key}: {n}" for key, n in counts.items() if isinstance(n, int) and n < 1]:
             raise UsageError(
-                f"--config-json: {self.config_json} does not describe a model",
-                expected="1 or more",
+                f"--config-json: {self.config_json} contains counts below 1",
+                expected="1 or more for each",
                 found=", ".join(invalid),
             )
         return config

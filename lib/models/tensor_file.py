@@ -87,7 +87,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class TensorFile:
-    """Write one safetensors file, which is durable after a `with` block without an error.
+    """Writes one safetensors file, which is durable after a `with` block without an error.
 
     While the caller fills a piece, threads hash and write the previous ones.
     """

@@ -139,7 +139,7 @@ class Headers:
 
 
 class HubTensors(Headers):
-    """Read the tensors in a model directory by their names in the checkpoint.
+    """Reads the tensors in a model directory by their names in the checkpoint.
 
     `pread` is used instead of mmap: mapped pages would count as memory of this rank in addition to
     its shard, and some parallel file systems map slowly. Several threads may read at the same time.

@@ -20,7 +20,7 @@ from lib.core import units, workers
 from lib.core.errors import ArtifactError
 from lib.models import keys, lookup
 from lib.models.architecture import decoder_layers
-from lib.models.keys import Added, LoadPlan
+from lib.models.keys import AddedModule, LoadPlan
 from lib.models.recipes import Recipe
 from lib.models.sharded import (
     local_slice,
@@ -154,7 +154,7 @@ def draw_added(model: PreTrainedModel, seed: int) -> None:
     only on the seed and the names.
     """
     for name, module in model.named_modules():
-        if isinstance(module, Added):
+        if isinstance(module, AddedModule):
             with _own_random_stream(f"{seed}/{name}"):
                 for parameter in module.parameters(recurse=False):
                     full = torch.zeros(plain(parameter).shape)

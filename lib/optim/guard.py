@@ -39,7 +39,7 @@ class LossScale(NamedTuple):
 
 
 class StepGuard:
-    """Unscale and clip gradients, and make the optimizer skip harmful steps.
+    """Unscales and clips gradients, and makes the optimizer skip harmful steps.
 
     A step is harmful if its gradient norm is NaN or infinite, or more than `spike_factor` times the
     running mean (0: no limit). The norm is global, and the decision is made on the device: with

@@ -26,7 +26,7 @@ class Value(NamedTuple):
 
 
 class Series:
-    """Contain the values of a key by column.
+    """Contains the values of a key by column.
 
     first, last, least, most: values, NaN if there are none. low, high: least and largest value of
     each column, infinite without values. gaps: which columns contain NaN or an infinite value (bool

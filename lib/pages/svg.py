@@ -26,7 +26,7 @@ Labels = Sequence[tuple[str, Callable[[float], str]]]
 
 
 class Line(NamedTuple):
-    """Describe a curve by the least and the largest value in each column.
+    """Describes a curve by the least and the largest value in each column.
 
     low, high: [columns], not finite in a column without values. gaps: columns after which the curve
     is interrupted (bool [columns]). facts: texts about the values, by name. form: any of the words

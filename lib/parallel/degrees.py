@@ -39,7 +39,7 @@ class Degrees(NamedTuple):
         product = f"ranks = replicas × {shard} (--shard-size)"
         if max(self.context, self.experts) > 1:
             raise UsageError(
-                "neither a sequence nor the experts of a layer can be divided yet",
+                "context parallelism and expert parallelism are not supported",
                 found=f"{product}, sequences over {self.context} and experts over "
                 f"{self.experts} of these",
                 expected="both over 1 rank",

@@ -237,7 +237,7 @@ def list_experts_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def use_own_function(model: PreTrainedModel) -> None:
-    """Let a model compute its experts with `NAME`, if its family allows a choice."""
+    """Let a model compute its experts with `experts_forward`, if its family allows a choice."""
     if list_experts_modules(model):
         model.set_experts_implementation(NAME)
 

@@ -182,7 +182,10 @@ def shard(
     """
     blocks = list(decoder_layers(model).values())
     if not blocks:
-        raise UsageError(f"{type(model).__name__} names no blocks to shard (_no_split_modules)")
+        raise UsageError(
+            f"{type(model).__name__} has no blocks to shard",
+            expected="classes in _no_split_modules, or a ModuleList",
+        )
     compute = COMPUTE_DTYPES[precision]
     ranks = mesh.size(-1)
     placements = _place_parameters(model, ranks)

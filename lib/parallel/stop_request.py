@@ -64,7 +64,7 @@ class StopRequest:
             self._largest_reason, dist.ReduceOp.MAX, self._layout.control, async_op=True
         )
 
-    def agree(self) -> str:
+    def agree_on_reason(self) -> str:
         """Return the reason to stop, the same on all ranks, or "". Call `begin_agreement` first."""
         assert self._pending is not None, "`begin_agreement` was not called"
         self._pending.wait()

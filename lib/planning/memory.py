@@ -155,7 +155,7 @@ def print_memory_table(
     log.info(
         f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
         f"{first.precision}{traced_as}; tensors may "
-        f"take {usable_gib:.4g} of {gpu_gib:g} GiB, the rest is for CUDA, NCCL, fragmentation"
+        f"take {usable_gib:.4g} of {gpu_gib:g} GiB. The rest is for CUDA, NCCL and fragmentation"
     )
     log.info("  columns: the maximum of each kind; peak: the maximum of their sum")
     # In a log file the rows themselves show the progress.

@@ -88,8 +88,8 @@ class MemoryCheck:
     def in_child(self, method: Callable[..., Result], *arguments: Any) -> Result:
         """Run a tracing method of this class in a child process and return its result.
 
-        Raises NoAnswer if the child process fails, and from then on at once, since the first
-        attempt may have taken minutes.
+        Raises NoAnswer if the child process fails. Later calls raise it immediately, since the
+        first attempt may have taken minutes.
         """
         if self.unanswered:
             raise NoAnswer(self.unanswered)

@@ -34,7 +34,7 @@ _CHARTS = (
 
 
 class ReportLimits(NamedTuple):
-    """Limit the prompts of each run, the charts, and the rows of a table on a page."""
+    """Limits the prompts of each run, the charts, and the rows of a table on a page."""
 
     samples: int
     charts: int
@@ -42,7 +42,7 @@ class ReportLimits(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Describe a chart. id: ID of its element. curves: the run and the key of each curve."""
+    """Describes a chart. id: ID of its element. curves: the run and the key of each curve."""
 
     title: str
     unit: str

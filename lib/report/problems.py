@@ -23,7 +23,7 @@ _WORSE = 1.01  # last validation loss, as a multiple of the lowest one
 
 
 class Problem(NamedTuple):
-    """Describe a problem of a run.
+    """Describes a problem of a run.
 
     text: one or two sentences. events: numbers of the events that show the problem, from 1. chart:
     the key of the chart that shows it, empty if there is none.

@@ -34,7 +34,7 @@ _STEADY = 10  # step from which the remaining time is well estimated
 
 
 class RunData:
-    """Contain the files of a run.
+    """Contains the files of a run.
 
     axis: key of the horizontal axis. end: the largest value on the axis. series: values by key.
     first, last: the first and the last row. timed: the first row with a good estimate of the

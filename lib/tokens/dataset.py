@@ -30,7 +30,7 @@ _CHAT_ROWS = 2000
 
 @dataclass(frozen=True)
 class Dataset:
-    """Read a dataset on disk that contains a `text` column, or the columns of conversations.
+    """Reads a dataset on disk that contains a `text` column, or the columns of conversations.
 
     fingerprint: identifies the content, independent of the path. splits: split name → its Arrow
     shards, always with `train`. is_of_stage_02: whether stage 02 wrote the dataset. identities: the

@@ -167,7 +167,7 @@ def list_validation_splits(
 
 
 class Mixture(Samples):
-    """Index the samples of several corpora consecutively, and mix them in the stream.
+    """Indexes the samples of several corpora consecutively, and mixes them in the stream.
 
     parts: the samples of each corpus. weights: integers, the relative shares of the corpora.
     """

@@ -26,7 +26,7 @@ _EXPECTED = 'a text file with a prompt per line, or JSON Lines with "prompt" or 
 
 
 class RawPrompt(NamedTuple):
-    """Contain a prompt of the file.
+    """Contains a prompt of the file.
 
     place: names the prompt in errors. messages: None for a prompt of plain text. tools: the tools
     of the messages.

@@ -37,7 +37,7 @@ class MissingColumn(ValueError):
 
 
 class Block(NamedTuple):
-    """Contain some documents: whole raw lines, or the texts of rows.
+    """Contains some documents: whole raw lines, or the texts of rows.
 
     start: the place of the first document, in bytes of the (decompressed) file or rows of the span.
     """

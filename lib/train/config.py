@@ -248,7 +248,7 @@ class Config:
         help="load the initial weights from another trainer's checkpoint, in the format of "
         "torch.distributed.checkpoint. DIR is the checkpoint, or an experiment directory with "
         "checkpoint/. Config and tokenizer are those of -m. Step, optimizer state and "
-        "learning-rate schedule start anew (default: the weights of -m)",
+        "learning-rate schedule start from zero (default: the weights of -m)",
     )
     resume_with_changes: bool = option(
         False,

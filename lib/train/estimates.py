@@ -72,7 +72,7 @@ def describe_cost(plan: Plan, cost: ModelCost, hardware: Hardware) -> dict[str, 
         return table
     tokens = Pass(plan.division.micro_batch, plan.config.seq_length).tokens_per_device
     small_pass = (
-        f", longer with only {tokens:,} tokens in a pass"
+        f", longer with only {tokens:,} tokens in a micro-batch"
         if tokens < _FULL_PASS_TOKENS[hardware.kind]
         else ""
     )

@@ -246,7 +246,7 @@ def _find_model(
     if config.from_scratch and name is None:
         checks.require_model_shape(config)
     return lookup.find_model(
-        name, config.cache_dir, f", with which {experiment.root} was begun" if name else ""
+        name, config.cache_dir, f", with which {experiment.root} was started" if name else ""
     )
 
 
@@ -290,8 +290,8 @@ def _find_chat_template(config: Config, model_dir: Path, kept_template: KeptTemp
         has_changed = True
     if has_changed:
         log.info(
-            f"chat template: {kept_template.path}, with which the run was begun; {model_dir} has "
-            "another one now, or none"
+            f"chat template: {kept_template.path}, with which the run was started; {model_dir} now "
+            "contains another one or none"
         )
     return kept_template.source
 

@@ -234,8 +234,8 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
             f"{global_batch}"
         )
         log.warn(
-            f"{tokens:,} tokens in a pass leave a GPU waiting for its memory: --batch-size "
-            f"{batch} fits by the memory estimate ({suggested:,} tokens){step}; "
+            f"a micro-batch of {tokens:,} tokens is too small: the GPU waits for its memory. "
+            f"--batch-size {batch} fits by the memory estimate ({suggested:,} tokens){step}; "
             "--batch-size auto takes what fits"
         )
 
@@ -365,7 +365,7 @@ def _explain_batch(
             f"the largest that {divides_step}has at most {ENOUGH[check.on_gpu]:,} tokens "
             "(larger ones are hardly faster)"
         )
-    tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a pass"
+    tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a micro-batch"
     return f"--batch-size auto: {batch} per process, {tokens}, {reason}"
 
 

@@ -132,8 +132,9 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
         if block > 1 and cut:
             raise UsageError(
                 f"--optimizer {config.optimizer} cannot be sharded over {shard_size} ranks",
-                found=f"parameters of {' × '.join(map(str, cut[0]))}, of which ranks share the "
-                f"rows of each expert: blocks of {block} numbers would be cut",
+                found=f"ranks would share the rows of an expert (shape "
+                f"{' × '.join(map(str, cut[0]))}), and so cut blocks of {block} values of the "
+                "optimizer state",
                 hint="--shard-size N with no more ranks than experts, or --optimizer "
                 + list_without_blocks(),
             )
@@ -235,7 +236,7 @@ def load_first_weights(
     elif inputs.foreign:
         foreign_weights.load_foreign(model, inputs.foreign, inputs.model_dir)
         inputs.require_unchanged()
-        log.info(f"not taken over, so they start anew: {inputs.foreign.describe_omissions()}")
+        log.info(f"not loaded; they start from zero: {inputs.foreign.describe_omissions()}")
     else:
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()

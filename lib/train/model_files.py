@@ -24,7 +24,7 @@ _CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
 def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
-    """Verify the model's files; return the inputs, with LoRA including the base's digests.
+    """Verify the model's files; for a LoRA run, return the inputs with the base model's digests.
 
     Hashes the files of the model, unless they have not changed since they were last hashed. Call
     this before any process group exists; one process of each machine hashes, and the others return

@@ -132,7 +132,7 @@ class Plan:
             return rows if self.samples is None else rows | {"epoch": "no sample"}
         epochs = count_epochs(self.config)
         passes = total_samples / self.samples
-        left_out = epochs * self.samples - total_samples if epochs else 0
+        omitted_samples = epochs * self.samples - total_samples if epochs else 0
         one_pass = (
             f"{self.samples:,} samples = {self.samples / global_batch:,.1f} steps of {global_batch}"
         )
@@ -146,8 +146,10 @@ class Plan:
                 f"{one_pass}",
                 "steps": f"{self.total_steps:,} ({passes:.2f} passes over the data, {tokens})",
             }
-        if 0 < left_out < global_batch:
-            rows["left out"] = f"{units.counted(left_out, 'sample')} at the end, too few for a step"
+        if 0 < omitted_samples < global_batch:
+            rows["left out"] = (
+                f"{units.counted(omitted_samples, 'sample')} at the end, too few for a step"
+            )
         return rows
 
 

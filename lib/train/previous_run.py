@@ -106,7 +106,7 @@ def find_previous_model(
     model_dir = lookup.find_recorded_model(path, fingerprint, cache_dir)
     if model_dir is None and path:
         raise ArtifactError(
-            f"the model {path}, with which {experiment.root} was begun, is gone",
+            f"the model {path}, with which {experiment.root} was started, is gone",
             hint="copy it there; -m NAME names it elsewhere, or another model",
         )
     return model_dir
@@ -182,7 +182,7 @@ def _other_settings(
     ways = [way for way in ways if way != last] + ([last] if last else [])
     listed = ", or ".join(filter(None, (", ".join(ways[:-1]), ways[-1])))
     return UsageError(
-        f"{where} was begun with other settings",
+        f"{where} was started with other settings",
         found=list_differences(changed),
         hint=f"use {listed}{':' if run else ''}",
         run=run,
@@ -277,13 +277,13 @@ def _other_template(changed: list[Difference], template_path: Path, where: Path)
     if any(change.name != TEMPLATE for change in changed):
         run = commands.with_options("--config", _run_of(where) / "config.yaml", *template_option)
         return UsageError(
-            f"{where} was begun with other settings",
+            f"{where} was started with other settings",
             found=list_differences(changed),
             hint=f"{ways}, or the settings that it was started with:",
             run=run,
         )
     return UsageError(
-        f"{where} was begun with other settings",
+        f"{where} was started with other settings",
         found=list_differences(changed),
         hint=f"{ways}, or the template that it was started with:",
         run=commands.as_typed(*template_option, drop=template_option[:1]),

@@ -108,7 +108,8 @@ def _find_newest(checkpointer: Checkpointer, config: Config) -> Checkpoint | Non
     try:
         return checkpointer.find_newest()
     except ArtifactError as error:
-        if config.ckpt_copy_to:  # now that they are in quarantine
+        # The damaged checkpoints are in quarantine now, so the next start restores a copy.
+        if config.ckpt_copy_to:
             error.hint = (
                 "run the same command again: it restores the newest copy from --ckpt-copy-to. "
                 f"Or {error.hint}"

@@ -167,7 +167,7 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
     typed = plan.divide_batch(config, 0, plan.get_world_size())
     if typed.global_batch == batch:
         return config
-    samples = f"the {units.counted(batch, 'sample')} of a step that the run was begun with"
+    samples = f"the {units.counted(batch, 'sample')} of a step that the run was started with"
     try:
         divided = plan.divide_batch(new_config, 0, plan.get_world_size())
     except UsageError as error:
@@ -175,7 +175,7 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
             f"{samples} cannot be divided",
             expected=error.expected,
             hint="use another number of ranks or another --batch-size; --resume-with-changes with "
-            "--max-steps resumes with the step that the options make",
+            "--max-steps resumes with the global batch of the options that you typed",
         ) from error
     if config.batch_size is not None:  # else a GPU may divide it otherwise: see _fill_batch_size
         facts.notes.append(
@@ -262,7 +262,7 @@ def _fill_batch_size(config: Config, facts: Facts) -> Config:
         divided = plan.divide_batch(config, 0, plan.get_world_size())
         facts.notes.append(
             f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
-            f"begun with are kept: {plan.describe_batch(divided, config.seq_length or 1)}"
+            f"started with are kept: {plan.describe_batch(divided, config.seq_length or 1)}"
         )
     return replace(config, batch_size=1)
 

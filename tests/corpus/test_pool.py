@@ -20,7 +20,7 @@ FATAL = "b.txt"
 
 
 class CrashingPool:
-    """Process units in this process; a unit that reads FATAL crashes its worker."""
+    """Processes units in this process; a unit that reads FATAL crashes its worker."""
 
     def __init__(self, count: int, name: str, prepare: Any, process: ProcessUnit, **_: Any) -> None:
         self._process = process

@@ -35,7 +35,7 @@ CHOICES = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory with model/ (vocabulary 512, window 128) and suite/."""
+    """Return a directory with model/ (vocabulary 512, context length 128) and suite/."""
     root = tmp_path_factory.mktemp("evaluate")
     write_corpus(root / "text", 4)
     save_tokenizer(root / "model", root / "text")
@@ -95,7 +95,7 @@ def test_results_are_those_of_transformers(place: Path) -> None:
     values = read_values(place)
     lines = done.stdout.splitlines()
     (cut,) = [line for line in lines if "cut at the left" in line]
-    assert cut == "answers: 2 contexts cut at the left to the window of 128 tokens"
+    assert cut == "answers: 2 prompts cut at the left to the context length of 128 tokens"
     assert any(line.startswith("choices      5  accuracy") for line in lines)
     nats = {}
     for item in CHOICES:
@@ -111,7 +111,8 @@ def test_results_are_those_of_transformers(place: Path) -> None:
     size = sum(len(f" {choice}".encode()) for _, choice in gold)
     expected = sum(nats[pair] for pair in gold) / math.log(2) / size
     assert values["choices"]["bits_per_byte"] == pytest.approx(expected, rel=1e-6)
-    # The last answer is longer than the window; its parts see less than a sliding window would.
+    # The last answer is longer than the context length. Its parts see fewer tokens than those of a
+    # sliding window would.
     (place / "short").mkdir()
     text = "".join(f"{json.dumps(line)}\n" for line in ANSWERS[:3])
     (place / "short" / "answers.jsonl").write_text(text)

@@ -1,5 +1,5 @@
 # covers: lib/evaluate/passes.py, lib/evaluate/results.py
-"""Requests become rows that fit the window, and log-likelihoods become figures."""
+"""Requests become rows that fit the context length, and log-likelihoods become figures."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ def make_task(*items: Item, metric: str = "accuracy") -> Task:
     return Task("task", items, metric)
 
 
-def encode_requests(requests: list[Request], window: int = 8, **tokens: int | None) -> EncodedSuite:
+def encode_requests(
+    requests: list[Request], context_length: int = 8, **tokens: int | None
+) -> EncodedSuite:
     items = [Item((request,)) for request in requests]
-    return passes.encode_suite([make_task(*items)], Letters(**tokens), window)
+    return passes.encode_suite([make_task(*items)], Letters(**tokens), context_length)
 
 
 def test_space_before_the_answer_belongs_to_it_and_equal_requests_are_one() -> None:
@@ -70,7 +72,9 @@ def test_batches_have_few_shapes_and_all_ranks_as_many() -> None:
     lengths = [passes.round_length(length, 200) for length in range(1, 201)]
     assert sorted(set(lengths)) == [16, 32, 48, 64, 96, 128, 192, 200]
     assert all(length <= padded for length, padded in enumerate(lengths, 1))
-    suite = encode_requests([Request("".ljust(n, "c"), "ab") for n in range(1, 40)], window=40)
+    suite = encode_requests(
+        [Request("".ljust(n, "c"), "ab") for n in range(1, 40)], context_length=40
+    )
     plan = passes.plan_batches(suite, lambda length: 96 // length)
     shapes = {}
     for ranks in (1, 2, 5):

@@ -85,7 +85,7 @@ def test_the_probe_uses_the_rope_frequencies_of_the_run(
     save_lora_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
     export_adapter(tmp_path, "--adapter")
     monkeypatch.setattr(adapter_checks.attention, "fix_rope_frequencies", lambda *arguments: None)
-    with pytest.raises(ArtifactError, match="do not compute what was trained"):
+    with pytest.raises(ArtifactError, match="differ from those of training"):
         export_adapter(tmp_path, "--adapter", "--overwrite")
 
 
@@ -113,7 +113,7 @@ def test_a_wrong_merge_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[fault]))
-    with pytest.raises(ArtifactError, match="do not compute what was trained") as caught:
+    with pytest.raises(ArtifactError, match="differ from those of training") as caught:
         export_adapter(run)
     assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
 
@@ -230,7 +230,7 @@ LOST = {
     "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows"),
     "all of it": (slice(0, 0), ("model.", "optimizer."), "base + adapters − the trainer"),
 }
-_REFUSED = r"lacks a part of its adapter|do not compute what was trained"
+_REFUSED = r"lacks a part of its adapter|differ from those of training"
 
 
 @pytest.mark.parametrize("fault", LOST)
@@ -303,10 +303,10 @@ BROKEN_ADAPTERS = {
         lambda t: t.update({f"x.{LAYER}B.weight": t.pop(f"{LAYER}B.weight")}),
         "other tensors than PEFT",
     ),
-    "B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"].zero_(), "do not compute"),
-    "half of B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"][16:].zero_(), "do not compute"),
-    "alpha": (CONFIG, lambda c: c.update(lora_alpha=c["r"]), "do not compute"),
-    "rsLoRA": (CONFIG, lambda c: c.update(use_rslora=True), "do not compute"),
+    "B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"].zero_(), "differ from"),
+    "half of B zero": (TENSORS, lambda t: t[f"{LAYER}B.weight"][16:].zero_(), "differ from"),
+    "alpha": (CONFIG, lambda c: c.update(lora_alpha=c["r"]), "differ from"),
+    "rsLoRA": (CONFIG, lambda c: c.update(use_rslora=True), "differ from"),
     "a target missing": (
         CONFIG,
         lambda c: c["target_modules"].remove("down_proj"),
@@ -322,7 +322,7 @@ def test_a_wrong_adapter_file_is_not_published(
     name, change, says = BROKEN_ADAPTERS[fault]
     monkeypatch.setattr(adapter_files, "write_adapter", rewritten(name, change))
     with pytest.raises(ArtifactError, match=says):
-        export_adapter(run, "--adapter", *(["--dtype", "bf16"] if says == "do not compute" else []))
+        export_adapter(run, "--adapter", *(["--dtype", "bf16"] if says == "differ from" else []))
     assert not list(run.glob("out*"))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Norm(nn.Module):
-    """Normalise by the root mean square."""
+    """Normalises by the root mean square."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Loaded by every Python process of a launch: the network guard, and the fault that FAULT tells."""
+"""Loaded by every Python process of a launch: the network guard, and the fault in FAULT."""
 
 import json
 import os

@@ -84,7 +84,7 @@ def adapters_resume(place: Place) -> None:
     uninterrupted = place.train("whole", *options, model=model, scratch=False)
     stopped = place.begin("stopped", *options, model=model, scratch=False, hook="slow_steps")
     stopped.wait_for(3)
-    stopped.signal(signal.SIGTERM).ended(75)
+    stopped.signal(signal.SIGTERM).wait_for_end(75)
     last_step = stopped.rows[-1]["step"]
     resumed = place.train("stopped", *options, model=model, scratch=False)
     place.note(

@@ -67,7 +67,7 @@ def fp8_states(place: Place) -> None:
             f"{packing}-stopped", *options, *fp8, "--deterministic", "on", hook="slow_steps"
         )
         stopped.wait_for(3)
-        stopped.signal(signal.SIGTERM).ended(75)
+        stopped.signal(signal.SIGTERM).wait_for_end(75)
         resumed = place.train(f"{packing}-stopped", *options, *fp8, "--deterministic", "on")
         place.note(**{f"{packing}, stopped after step": stopped.rows[-1]["step"]})
         assert index_losses(resumed) == index_losses(uninterrupted), (

@@ -98,8 +98,8 @@ def forbid_host_syncs() -> None:
 def print_graphs() -> None:
     """Print a line for each compiled graph, with the number of its symbolic sizes.
 
-    A function that reaches torch's limit of graphs becomes an error; without this hook torch would
-    go on without compiling it.
+    If a function reaches torch's limit of graphs, torch raises an error. Without this hook it would
+    run the function uncompiled.
     """
     import torch
     from torch._dynamo.backends.debugging import aot_eager

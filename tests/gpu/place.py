@@ -110,7 +110,7 @@ class Place:
 
     def train(self, name: str, *options: object, expect: int = 0, **launch_options: Any) -> Stage:
         """Run stage 04 to its end; see `begin`."""
-        return self.begin(name, *options, **launch_options).ended(expect)
+        return self.begin(name, *options, **launch_options).wait_for_end(expect)
 
     def begin(
         self,
@@ -276,7 +276,7 @@ class Stage:
             )
             time.sleep(_POLL_S)
 
-    def ended(self, expect: int | None = 0) -> Stage:
+    def wait_for_end(self, expect: int | None = 0) -> Stage:
         """Wait for the end and check the exit code.
 
         Raises NotHere if this version lacks an option, if the GPU is too small, or if the machine

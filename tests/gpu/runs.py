@@ -79,7 +79,7 @@ def resume(place: Place) -> None:
         uninterrupted = place.train(f"{packing}-whole", *options)
         stopped = place.begin(f"{packing}-stopped", *options, hook="slow_steps")
         stopped.wait_for(3)
-        stopped.signal(signal.SIGTERM).ended(75)
+        stopped.signal(signal.SIGTERM).wait_for_end(75)
         last_step = stopped.rows[-1]["step"]
         resumed = place.train(f"{packing}-stopped", *options)
         place.note(
@@ -297,7 +297,7 @@ def export(place: Place) -> None:
         target,
         "--dtype",
         "float32",
-    ).ended()
+    ).wait_for_end()
 
     import torch
     from transformers import AutoModelForCausalLM
@@ -391,7 +391,7 @@ def launcher(place: Place) -> None:
         env={"PYTHON": sys.executable},
     )
     run.wait_for(3)
-    run.signal(signal.SIGTERM).ended(75)
+    run.signal(signal.SIGTERM).wait_for_end(75)
     assert list((run.experiment / "checkpoints").glob("step_*"))
     place.note(stopped_after=run.rows[-1]["step"])
 

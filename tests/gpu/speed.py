@@ -176,7 +176,7 @@ def run_bench(
     compiled = ("--compile", place.size("on", "off"))
     run = place.launch(
         "04_train_fsdp.py", "-e", name, *options, *recompute, *compiled, **launch_options
-    ).ended()
+    ).wait_for_end()
     result = json.loads(next(line for line in run.printed.splitlines() if line.startswith("{")))
     place.note(**{name: result})
     assert not run.experiment.exists(), "a bench has left files"
@@ -257,7 +257,7 @@ def first_step(place: Place) -> None:
         )
         run.wait_for(1)
         place.note(**{f"{name}, compile {compiled}": time.monotonic() - began})
-        run.ended()
+        run.wait_for_end()
 
 
 def profile(place: Place) -> None:

@@ -199,7 +199,7 @@ def test_a_run_that_fails_without_a_compiler_is_not_here(
     )
     (tmp_path / "log").write_text("error: the model cannot be compiled here\n  found: …")
     with pytest.raises(NotHere if lacks else AssertionError, match=r"no Python\.h|exit code 2"):
-        Stage(Ended(), tmp_path, tmp_path / "log").ended()
+        Stage(Ended(), tmp_path, tmp_path / "log").wait_for_end()
 
 
 def test_an_item_ended_by_the_deadline_counts_as_not_run(

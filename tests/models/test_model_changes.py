@@ -31,7 +31,7 @@ class ScaledLinear(nn.Linear):
 
 @dataclass(frozen=True)
 class Scaled:
-    """Scale the linear layers whose names end in `ends`."""
+    """Scales the linear layers whose names end in `ends`."""
 
     ends: str
     changes_memory_plan = True

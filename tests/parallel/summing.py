@@ -90,7 +90,7 @@ def train_case(
 
 
 def main() -> None:
-    """Train every case both ways."""
+    """Train every case with summed and with averaged gradients."""
     layout = ParallelLayout.start()
     results = {}
     ranks = layout.ranks

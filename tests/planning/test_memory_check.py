@@ -110,7 +110,7 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
     assert on_disk.usable == pytest.approx(0.9 * need * MIB)
     assert refused(monkeypatch, need / 0.95) is None
     assert "memory will be short: a rank needs about" in warned.pop()
-    assert refused(monkeypatch, need - 1, compile=True) is None  # of which no trace tells
+    assert refused(monkeypatch, need - 1, compile=True) is None  # the trace does not show it
     assert "memory will be short" in warned.pop()
 
     assert refused(monkeypatch, states + 3, compile=True, activation_checkpointing="full")

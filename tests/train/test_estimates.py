@@ -38,7 +38,7 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
     text = estimates.describe_cost(planned(), SEVEN_B, H100)["time"]
     assert (
         text == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of "
-        "the H100), longer with only 1,024 tokens in a pass; measured after 20 steps"
+        "the H100), longer with only 1,024 tokens in a micro-batch; measured after 20 steps"
     )
     small = replace(SEVEN_B, parameters=3_000_000)
     assert "time" not in estimates.describe_cost(planned(), small, H100)

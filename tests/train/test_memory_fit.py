@@ -75,7 +75,9 @@ def test_the_largest_batch_that_fits_is_used(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     set_memory(monkeypatch, 12, gpu=True)
-    assert choose_batch() == 8 and "8,192 tokens in a pass, the largest that fits" in logged[-1]
+    assert (
+        choose_batch() == 8 and "8,192 tokens in a micro-batch, the largest that fits" in logged[-1]
+    )
     assert choose_batch(batch_size=3) == 3
     set_memory(monkeypatch, 0, gpu=True)
     assert choose_batch() == 1  # require_memory refuses the run
@@ -125,7 +127,7 @@ def test_no_more_is_recomputed_than_needed(
         and not logged
     )
     assert fill_options(2.9, "none") == ("full", 4) and len(logged) == 1
-    auto = {"batch_size": "auto"}  # enough for 8,192 tokens in a pass
+    auto = {"batch_size": "auto"}  # enough for 8,192 tokens in a micro-batch
     assert fill_options(8, **auto) == ("none", 8) and fill_options(7.9, **auto) == ("selective", 8)
     assert fill_options(5.9, **auto) == ("full", 16) and fill_options(1, **auto) == ("full", 4)
     assert fill_options(7.9, **auto, global_batch_size=4) == ("none", 4)
@@ -428,7 +430,7 @@ def test_too_few_tokens_cause_a_warning_with_a_batch_that_fits(
         return "".join(logged)
 
     set_memory(monkeypatch, 12, gpu=True)
-    assert "1,024 tokens in a pass" in advised() and "--batch-size 8 fits" in advised()
+    assert "a micro-batch of 1,024 tokens" in advised() and "--batch-size 8 fits" in advised()
     assert "makes a step of 8 samples instead of 1" in advised()
     assert "--batch-size 6 fits" in advised(global_batch_size=6)
     assert "(6,144 tokens) with --global-batch-size 6" in advised(grad_accum_steps=6)

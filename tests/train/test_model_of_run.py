@@ -70,7 +70,7 @@ def test_a_run_asks_for_logs_and_keeps_its_model(project: Path) -> None:
     first_line(project, "-e", "x", *TRAIN, 1, "-m", "org/larger")
     log = (project / "outputs/x/logs/rank_00000.log").read_text().partition("\n")[0]
     assert log.endswith("experiment outputs/x: .cache/models/org--larger, 115K parameters")
-    line = "model: .cache/models/org--larger, 115K parameters, with which outputs/x was begun"
+    line = "model: .cache/models/org--larger, 115K parameters, with which outputs/x was started"
     assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == line
     assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run", "--overwrite") == line
     shutil.rmtree(project / "outputs/x/checkpoints")  # as if it had ended before its first save
@@ -81,7 +81,7 @@ def test_a_run_asks_for_logs_and_keeps_its_model(project: Path) -> None:
     )
     (project / ".cache/models/moved").rename(project / "elsewhere")
     gone = first_line(project, "-e", "x", *TRAIN, 2, expect=3)
-    assert "org--larger, with which outputs/x was begun, is gone" in gone
+    assert "org--larger, with which outputs/x was started, is gone" in gone
     assert (
         first_line(project, "-e", "y", *TRAIN, 2, "--dry-run")
         == f"model: {small.relative_to(project)}, 51.4K parameters, the only one prepared"

@@ -189,7 +189,7 @@ def test_a_resume_may_change_these_options(changes: dict) -> None:
     ],
 )
 def test_a_resume_must_share_these_options(changes: dict, expected_text: str) -> None:
-    with pytest.raises(UsageError, match="was begun with other settings") as caught:
+    with pytest.raises(UsageError, match="was started with other settings") as caught:
         previous_run.require_same_run(
             make_plan().identity(), make_plan(**changes).identity(), Path("outputs/exp")
         )
@@ -239,7 +239,7 @@ def test_another_optimizer_cannot_resume_even_with_changes() -> None:
     before = make_plan().identity()
     now = make_plan(optimizer="adamw8bit").identity()
     where = Path("o/exp")
-    with pytest.raises(UsageError, match="begun with other settings"):
+    with pytest.raises(UsageError, match="started with other settings"):
         previous_run.require_same_run(before, now, where)
     with pytest.raises(UsageError, match="states of another optimizer"):
         previous_run.require_same_run(before, now, where, with_changes=True)

@@ -50,7 +50,7 @@ class ModelSettings(NamedTuple):
 
 
 class Quantiser(NamedTuple):
-    """Describe the vectors that replace each part of a row.
+    """Describes the vectors that replace each part of a row.
 
     start: position of the centroids in the file, float32 [parts, 256, width], except that the last
     part may be narrower.
@@ -62,7 +62,7 @@ class Quantiser(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """Describe a matrix. Positions are in the file.
+    """Describes a matrix. Positions are in the file.
 
     start: position of the values (float32 [rows, dim]), or of the codes (uint8 [rows, parts]) of a
     quantised matrix. norms: position of the codes of the norms (uint8 [rows]) by which the rows are
@@ -78,7 +78,7 @@ class Matrix(NamedTuple):
 
 
 class ModelFile(NamedTuple):
-    """Describe a model. Positions are in the file.
+    """Describes a model. Positions are in the file.
 
     labels: without their prefix. label_counts: occurrences of each label in the training data.
     dictionary: position of the first word. words: number of words. pruned: number of n-grams that
@@ -98,7 +98,7 @@ class ModelFile(NamedTuple):
 
 
 class _Reader:
-    """Read numbers from the bytes of a file, and raise InvalidModel at its end."""
+    """Reads numbers from the bytes of a file, and raises InvalidModel at its end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data

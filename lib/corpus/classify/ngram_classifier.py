@@ -34,7 +34,7 @@ _STEPS = 1 << 30
 
 
 class NgramClassifier:
-    """Compute the scores of all labels for lines of text. labels: sorted."""
+    """Computes the scores of all labels for lines of text. labels: sorted."""
 
     def __init__(self, data: mmap.mmap, model: ModelFile) -> None:
         import numpy as np
@@ -110,7 +110,7 @@ def _read_matrix(data: mmap.mmap, matrix: Matrix) -> np.ndarray:
 
 
 class _Subwords:
-    """Sum the rows of words and of their n-grams. dim: numbers in a row."""
+    """Sums the rows of words and of their n-grams. dim: numbers in a row."""
 
     def __init__(self, data: mmap.mmap, model: ModelFile) -> None:
         import numpy as np
@@ -228,7 +228,7 @@ class _Characters:
 
 
 class _LabelTree:
-    """Compute probabilities with a Huffman tree whose leaves are the labels.
+    """Computes probabilities with a Huffman tree whose leaves are the labels.
 
     weights: float32 [labels, dim]; each inner node uses one row. counts: occurrences by label.
     """

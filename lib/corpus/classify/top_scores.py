@@ -16,7 +16,7 @@ _HALF = 16  # bits of a score that are counted in one pass
 
 
 class ScoreThreshold(NamedTuple):
-    """Separate the rows to keep: all rows above a score, and the first `ties` rows with that score.
+    """Finds the rows to keep: all rows above a score, and the first `ties` rows with that score.
 
     bits: the score as the bits of a float32 that is not negative.
     """
@@ -103,7 +103,7 @@ def count_bins(scores: np.ndarray) -> np.ndarray:
 
 
 class Selector:
-    """Select rows by a threshold, block by block in their order."""
+    """Selects rows by a threshold, block by block in their order."""
 
     def __init__(self, threshold: ScoreThreshold) -> None:
         self._threshold = threshold

@@ -42,7 +42,7 @@ class RowSummer(Protocol):
 
 
 class WordSums:
-    """Average the rows of the words in lines, and keep the sum of each word."""
+    """Averages the rows of the words in lines, and keeps the sum of each word."""
 
     def __init__(self, subwords: RowSummer) -> None:
         import numpy as np
@@ -105,7 +105,7 @@ class WordSums:
 
 
 class _LineWords(NamedTuple):
-    """Contain the words of lines.
+    """Contains the words of lines.
 
     data: the lines, each with END and a newline, and zeros after the last one. starts, ends: where
     each word starts and ends in it. firsts: the number of the first word of each line.
@@ -168,7 +168,7 @@ def _read_halves(words: _LineWords) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _WordTable:
-    """Find the numbers of short words from their halves.
+    """Finds the numbers of short words from their halves.
 
     words: words with higher numbers are not kept. A hash of a word names its slot, which contains
     the number of the word, or -1 if it is free. If the slot is taken, the word is in the next one

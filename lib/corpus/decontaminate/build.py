@@ -59,7 +59,7 @@ def add_frequent(identity: dict[str, Any], row_options: RowOptions) -> dict[str,
 
 
 class IndexBuilder(NamedTuple):
-    """Build the index of the test sets for a build of stage 02.
+    """Builds the index of the test sets for a build of stage 02.
 
     files: the whole input in `folder`, including the files that other machines read.
     """

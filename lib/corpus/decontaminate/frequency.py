@@ -38,7 +38,7 @@ MOST_CHARACTERS = 1 << 26  # characters of the sample, for all units together
 
 
 class UnitSample(NamedTuple):
-    """Contain the number of rows of a unit with each n-gram of test questions.
+    """Contains the number of rows of a unit with each n-gram of test questions.
 
     rows: number of rows read. members: the n-grams that occur, by their numbers in the index.
     counts: the number of rows with each of them.
@@ -54,7 +54,7 @@ class _Enough(Exception):
 
 
 class _Counter:
-    """Count in how many rows each n-gram of an index occurs."""
+    """Counts in how many rows each n-gram of an index occurs."""
 
     def __init__(self, test_index: Index, characters: int) -> None:
         import numpy as np
@@ -135,7 +135,7 @@ def _make_reading_options(row_options: RowOptions) -> RowOptions:
 
 
 class _SampleUnit:
-    """Read the first rows of a unit. units: number of units that are sampled."""
+    """Reads the first rows of a unit. units: number of units that are sampled."""
 
     def __init__(self, units: int) -> None:
         self._characters = MOST_CHARACTERS // units

@@ -26,7 +26,7 @@ class HitSample(NamedTuple):
 
 @dataclass
 class SetHits:
-    """Count the hits of a test set.
+    """Counts the hits of a test set.
 
     documents: number of documents with any question of the set. questions: number of documents with
     a question, by the number of the question. samples: the first hits.
@@ -39,7 +39,7 @@ class SetHits:
 
 @dataclass
 class TestHits:
-    """Count the hits of all test sets.
+    """Counts the hits of all test sets.
 
     compared: number of compared documents. documents: number of documents with any question.
     beginnings: number of documents that are larger than memory, so that only their beginning was

@@ -43,7 +43,7 @@ _NOTHING = 1 << 62  # size of an unprotected question: no row contains so many o
 
 @dataclass
 class TestSet:
-    """Describe a test set.
+    """Describes a test set.
 
     unprotected: the increasing numbers of the unprotected questions, by reason. digest: the digest
     of the set's file.
@@ -63,7 +63,7 @@ class TestSet:
 
 
 class Frequent(NamedTuple):
-    """Describe the n-grams that are ignored because they are frequent in the corpus.
+    """Describes the n-grams that are ignored because they are frequent in the corpus.
 
     rows: number of sampled rows. least: an n-gram is frequent if more rows than this contain it.
     ignored: number of frequent n-grams. digest: the digest of these n-grams.
@@ -79,7 +79,7 @@ NO_FREQUENT = Frequent()
 
 
 class Index(NamedTuple):
-    """Contain the n-grams of all questions of all sets.
+    """Contains the n-grams of all questions of all sets.
 
     hashes: uint64, sorted and distinct. ends: int64 [hashes], where the postings of each hash end.
     postings: int32, the questions that contain a hash, hash after hash. sizes: int64 [questions],
@@ -100,7 +100,7 @@ class Index(NamedTuple):
 
 
 class _SetGrams(NamedTuple):
-    """Contain the distinct n-grams of each question of a set, and the number of each question."""
+    """Contains the distinct n-grams of each question of a set, and the number of each question."""
 
     hashes: list[np.ndarray]
     numbers: list[int]

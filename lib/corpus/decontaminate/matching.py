@@ -28,7 +28,7 @@ _DIGITS = 2  # decimals of a share in texts
 
 
 class Hits(NamedTuple):
-    """Contain the pairs of a row and a question with a sufficient share, sorted by both.
+    """Contains the pairs of a row and a question with a sufficient share, sorted by both.
 
     All arrays are [pairs]. rows: number of the row in the batch. questions: number of the question
     in the index. shares: the part of the question's n-grams that the row contains. positions: the
@@ -74,7 +74,7 @@ def find_hits(test_index: Index, grams: Shingles, least: float) -> Hits:
 
 
 class TestSetRule:
-    """Find test questions in batches of rows, and count them.
+    """Finds test questions in batches of rows, and count them.
 
     least: see find_hits. report_only: drop nothing.
     """

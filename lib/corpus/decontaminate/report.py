@@ -21,7 +21,7 @@ _DIGITS = 4
 
 
 class SetReport(NamedTuple):
-    """Join a test set with its hits."""
+    """Joins a test set with its hits."""
 
     test_set: TestSet
     hits: SetHits
@@ -53,7 +53,10 @@ class SetReport(NamedTuple):
 
 
 class TestSetReport:
-    """Report the hits of all test sets. row_options: the options with the index of a build."""
+    """Reports the hits of all test sets.
+
+    row_options: the options of the build, with the directory of its index.
+    """
 
     __test__ = False  # pytest collects classes with this name otherwise
 

@@ -18,7 +18,7 @@ _ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError, Va
 
 
 class Archive:
-    """Read the members of a zip archive by name.
+    """Reads the members of a zip archive by name.
 
     Raises Refusal for a damaged archive, and beyond the limits. Only the members that a caller
     reads count towards the limits on bytes, so the images of a document cost nothing.

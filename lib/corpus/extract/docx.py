@@ -56,7 +56,7 @@ def extract_docx(data: bytes, fallback: str) -> Extracted:
 
 
 class _Relationships(XmlHandler):
-    """Find the main document in the relationships of a package."""
+    """Finds the main document in the relationships of a package."""
 
     target = ""
 
@@ -79,21 +79,21 @@ def _find_document(archive: Archive) -> str:
 
 
 class _Mark(NamedTuple):
-    """Describe a reference to a note. kind: `footnotes` or `endnotes`."""
+    """Describes a reference to a note. kind: `footnotes` or `endnotes`."""
 
     kind: str
     id: str
 
 
 class _Block(NamedTuple):
-    """Describe a paragraph or a table. is_item: whether it is an item of a list."""
+    """Describes a paragraph or a table. is_item: whether it is an item of a list."""
 
     text: str
     is_item: bool = False
 
 
 class _Body(XmlHandler):
-    """Collect the blocks of a document or of its notes.
+    """Collects the blocks of a document or of its notes.
 
     marks: references to notes in the order of the text, which gives them their numbers. notes:
     texts of notes by ID, if this is the part with the notes.

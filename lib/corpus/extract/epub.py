@@ -66,7 +66,7 @@ def extract_epub(data: bytes, fallback: str) -> Extracted:
 
 
 class _Item(NamedTuple):
-    """Describe a file of the book. name: its path in the archive."""
+    """Describes a file of the book. name: its path in the archive."""
 
     name: str
     media_type: str
@@ -74,7 +74,7 @@ class _Item(NamedTuple):
 
 
 class _Container(XmlHandler):
-    """Find the package document, which lists the files of the book."""
+    """Finds the package document, which lists the files of the book."""
 
     package = ""
 
@@ -85,7 +85,7 @@ class _Container(XmlHandler):
 
 
 class _Package(XmlHandler):
-    """Collect the files of a book by their IDs, and the IDs in reading order."""
+    """Collects the files of a book by their IDs, and the IDs in reading order."""
 
     def __init__(self, directory: str) -> None:
         self.items: dict[str, _Item] = {}
@@ -106,7 +106,7 @@ class _Package(XmlHandler):
 
 
 class _Encryption(XmlHandler):
-    """Collect the names of encrypted files, which may be only the fonts of a readable book."""
+    """Collects the names of encrypted files, which may be only the fonts of a readable book."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()

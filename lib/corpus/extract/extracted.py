@@ -18,7 +18,7 @@ _LINE_ENDS = re.compile(r"\r\n?")
 
 
 class Extracted(NamedTuple):
-    """Contain the text of a file.
+    """Contains the text of a file.
 
     replaced: number of invalid bytes that were replaced or decoded by the fallback encoding. lost:
     a description of the parts of the file that could not be read, "" if all of it was read.

@@ -31,7 +31,7 @@ def strip_tags(page: str) -> str:
 
 
 class _ChapterReader(HTMLParser):
-    """Collect the text between tags. Damaged markup is read as browsers do."""
+    """Collects the text between tags. Damaged markup is read as browsers do."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

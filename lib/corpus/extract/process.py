@@ -24,7 +24,7 @@ _MOST_KEPT_BYTES = child.LARGE_BYTES // 2
 
 
 class Extraction:
-    """Extract the text of files in a child process, which is replaced when it has died.
+    """Extracts the text of files in a child process, which is replaced when it has died.
 
     One object serves all files of a worker process; starting a child takes 0.1 s.
     """

@@ -14,7 +14,7 @@ Extract = Callable[[bytes, str], Extracted]
 
 
 class Extractor(NamedTuple):
-    """Describe how files of a kind become text.
+    """Describes how files of a kind become text.
 
     label: name of the kind in messages. function: `module:function` below lib/corpus/extract; it
     takes the bytes of a file and the fallback encoding, and returns the text or raises Refusal.

@@ -12,7 +12,7 @@ DEEPEST = 1_000  # the deepest nesting of elements; Word nests about twenty
 
 
 class XmlHandler:
-    """Receive the events of `parse_xml`. Subclasses override the methods that they need.
+    """Receives the events of `parse_xml`. Subclasses override the methods that they need.
 
     Names are without their namespace: documents use various prefixes, and Office has two sets of
     namespaces for the same elements.

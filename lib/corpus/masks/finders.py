@@ -29,7 +29,7 @@ _LONGEST_CHARACTER = 4  # bytes
 
 
 class Finder(NamedTuple):
-    """Describe one way to find a kind of match.
+    """Describes one way to find a kind of match.
 
     anchor: pattern of the places to examine. It begins with a rare byte and consumes only this
     byte, so no place is skipped. uses_shape: whether to search the shape of the text instead of the

@@ -22,7 +22,7 @@ _SEPARATORS = re.compile(rb"[^A-Za-z0-9]+")
 
 
 class Masker:
-    """Replace the matches of some kinds.
+    """Replaces the matches of some kinds.
 
     kinds: some of choices.KINDS. countries: the countries whose national telephone numbers are
     replaced. key: the secret for hashes; without it, all matches of a kind become the same

@@ -20,7 +20,7 @@ _SPELT_AT = re.compile(r"\s?[\[(]\s?at\s?[\])]\s?", re.IGNORECASE)
 
 @dataclass
 class MaskedMatches:
-    """List the matches in some rows.
+    """Lists the matches in some rows.
 
     rows: for each kind, the increasing row numbers of the matches. shapes: for each kind, the row
     and the shape (see `describe_shape`) of the first matches.
@@ -58,7 +58,7 @@ class MaskedMatches:
 
 @dataclass
 class MaskTally:
-    """Count the matches in the rows that a dataset contains.
+    """Counts the matches in the rows that a dataset contains.
 
     sources: for each source, the number of matches by kind. shapes: for each kind, the shapes of
     the first matches.

@@ -31,7 +31,7 @@ _TEXT_FIELDS = (chat_rows.CONTENT, "reasoning_content", "name")  # masked fields
 
 @dataclass
 class MaskedPart:
-    """Describe a masked part.
+    """Describes a masked part.
 
     path: the new file, None if the part has no match. text_bytes: number of bytes that the masks
     add.

@@ -23,7 +23,7 @@ MaskedUnit = tuple[UnitResult, Mapping[str, MaskedPart]]
 
 
 class _MaskTask(NamedTuple):
-    """Describe the parts of a unit that a worker masks.
+    """Describes the parts of a unit that a worker masks.
 
     parts: by split, the path of the part, its digest, and which rows to mask (bool [rows]). out:
     the common beginning of the paths of the masked parts.

@@ -50,7 +50,7 @@ _DOCUMENTS_AT_ONCE = 1 << 13  # documents with a shared key in one step of the w
 
 
 class Planner:
-    """Make the plan of a build in two passes.
+    """Makes the plan of a build in two passes.
 
     directory: working directory, deleted after the second pass. files: the input files in order.
 

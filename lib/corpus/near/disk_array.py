@@ -15,7 +15,7 @@ BLOCK = 1 << 18  # entries to process at once
 
 
 class DiskArray:
-    """Map a file as an array; `release` removes its pages from the memory of this process.
+    """Maps a file as an array; `release` removes its pages from the memory of this process.
 
     shape: create a new file with this shape, filled with zeros (default: open an existing file).
     width: number of columns in an existing file, 0 for an array of one dimension. is_fixed: open

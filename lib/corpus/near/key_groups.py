@@ -90,7 +90,7 @@ def _find_groups(records: np.ndarray, first_new: int) -> np.ndarray:
 
 
 class _Buckets:
-    """Distribute records to buckets: to files, or to memory if there is only one bucket."""
+    """Distributes records to buckets: to files, or to memory if there is only one bucket."""
 
     def __init__(self, path: Path, count: int, stack: ExitStack) -> None:
         self._memory: list[np.ndarray] = []

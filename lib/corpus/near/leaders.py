@@ -27,7 +27,7 @@ _SAMPLED_LEADERS = 16  # leaders of one document that the sample for the recall 
 
 @dataclass
 class WalkCounts:
-    """Count the documents and comparisons of a walk.
+    """Counts the documents and comparisons of a walk.
 
     documents: number of documents that share a key with another one. compared: number of pairs
     whose exact similarity was computed. candidates_reached: number of documents with more leaders
@@ -43,7 +43,7 @@ class WalkCounts:
 
 @dataclass(frozen=True)
 class Limits:
-    """Contain the settings of a walk.
+    """Contains the settings of a walk.
 
     threshold: Jaccard similarity from which a document is dropped. candidates: the most leaders
     that a document is compared with. members: the most leaders of a key. first_new: number of the
@@ -58,7 +58,7 @@ class Limits:
 
 
 class SetStore:
-    """Read sets of shingles from a file, with the recently used ones in memory.
+    """Reads sets of shingles from a file, with the recently used ones in memory.
 
     documents: the documents with a set, increasing. ends: the end of each set, in hashes.
     """
@@ -95,7 +95,7 @@ class SetStore:
 
 
 class Walk:
-    """Walk documents in order and find the leader of each near duplicate.
+    """Walks documents in order and finds the leader of each near duplicate.
 
     members: by band, the pairs `(document, group)` of key_groups.py. remembered: int64, one entry
     per pair of all bands; the leaders of a group are stored from its index on. counts: int32, the

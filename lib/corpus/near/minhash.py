@@ -23,7 +23,7 @@ CURVE = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
 
 
 class Bands(NamedTuple):
-    """Describe the signatures: `number` bands of `size` minima each."""
+    """Describes the signatures: `number` bands of `size` minima each."""
 
     number: int
     size: int

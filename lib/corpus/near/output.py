@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class PlanOutput:
-    """Follow a plan, row by row.
+    """Follows a plan, row by row.
 
     directory: the dataset; signatures are appended to its files. rows: number of rows so far.
     """

@@ -45,7 +45,7 @@ def create_arrays(directory: Path, rows: int) -> None:
 
 
 class PlanArrays:
-    """Fill the arrays of a plan."""
+    """Fills the arrays of a plan."""
 
     def __init__(self, directory: Path) -> None:
         import numpy as np
@@ -95,7 +95,7 @@ class PlanArrays:
 
 
 class PlannedRows(NamedTuple):
-    """Contain the plan of some rows, one entry per row in each array.
+    """Contains the plan of some rows, one entry per row in each array.
 
     copies: how many times the row is written. sizes: rows in its cluster. rules: why it is dropped,
     see RULE_NAMES. leaders: see LEADERS. similarities: to the leader. places: number of the file,
@@ -123,7 +123,7 @@ class PlannedRows(NamedTuple):
 
 
 class RowPlan:
-    """Read a plan that build.py has made."""
+    """Reads a plan that build.py has made."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ ENOUGH = 30  # the fewest pairs from which a recall is estimated
 
 
 class Recall(NamedTuple):
-    """Describe the pairs of one bin, which begins at `similarity`.
+    """Describes the pairs of one bin, which begins at `similarity`.
 
     pairs: number of sampled pairs. expected: the recall that the formula predicts for their
     similarities. measured: the estimated recall, None if there are too few pairs.
@@ -45,7 +45,7 @@ class Recall(NamedTuple):
 
 
 class RecallSample:
-    """Collect pairs of documents.
+    """Collects pairs of documents.
 
     documents: number of documents that share a key with another one. threshold: the similarity from
     which a document is dropped; pairs at or above it are also counted together.

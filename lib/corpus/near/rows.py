@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RowRange(NamedTuple):
-    """Describe consecutive rows in one file: a part, or a shard of an earlier dataset.
+    """Describes consecutive rows in one file: a part, or a shard of an earlier dataset.
 
     first: number of the first row in the build. shard: which rows of a shard are numbered; None for
     a part, in which every row has a number. digest: of a part.
@@ -51,7 +51,7 @@ def read_sidecar(path: Path, rows: int, dtype: Any) -> np.ndarray:
 
 
 class Collector:
-    """Collect the sidecars of all rows: places, and if needed scores, digests and keys by band.
+    """Collects the sidecars of all rows: places, and if needed scores, digests and keys by band.
 
     rows: number of rows so far. not_compared: number of rows without a key. ranges: the files with
     the rows. is_writing: whether to write the sidecars; otherwise only the ranges are collected.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SetsTask(NamedTuple):
-    """Describe the sets that a worker computes.
+    """Describes the sets that a worker computes.
 
     path: a part, or a shard if is_shard is true. digest: of a part. rows: increasing row numbers in
     that file (int64). out: file for the sets. masks: whether to mask the rows first, as the rows of

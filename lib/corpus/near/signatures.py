@@ -45,7 +45,7 @@ def describe_parameters(row_options: RowOptions) -> dict[str, int]:
 
 
 class SignatureWriter:
-    """Write the signatures of the kept rows of a dataset. directory: the dataset."""
+    """Writes the signatures of the kept rows of a dataset. directory: the dataset."""
 
     def __init__(self, directory: Path, splits: Sequence[str]) -> None:
         self._root = directory
@@ -93,7 +93,7 @@ class SignatureWriter:
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Describe the entries of one shard.
+    """Describes the entries of one shard.
 
     entries: the row number in the split of each entry of the split. start, count: the range of the
     entries of this shard. first: number of the shard's first row in the split.
@@ -115,7 +115,7 @@ class ShardRows:
 
 
 class EarlierDataset:
-    """Read the signatures of a dataset that was built with --dedup near.
+    """Reads the signatures of a dataset that was built with --dedup near.
 
     is_verified: whether the files were already compared with their digests. Raises ArtifactError if
     the dataset is damaged.

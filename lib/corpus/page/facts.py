@@ -19,7 +19,7 @@ HALF = 0.5  # a source that loses at least this share of its rows is reported
 
 @dataclass(frozen=True)
 class RuleFacts:
-    """Describe what one rule or decision dropped.
+    """Describes what one rule or decision dropped.
 
     option: the option as typed. rows, bytes: size of the rows that it dropped, after the rules
     before it. alone: number of rows that it would drop if it were the only rule, None if unknown.
@@ -37,7 +37,7 @@ class RuleFacts:
 
 @dataclass(frozen=True)
 class SourceFacts:
-    """Describe a top-level directory. dropped: number of dropped rows by rule."""
+    """Describes a top-level directory. dropped: number of dropped rows by rule."""
 
     name: str
     rows: int
@@ -53,7 +53,7 @@ class SourceFacts:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Describe a cluster of near duplicates: its size, and the kept row."""
+    """Describes a cluster of near duplicates: its size, and the kept row."""
 
     size: int
     place: str
@@ -62,7 +62,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class NearFacts:
-    """Describe the search for near duplicates.
+    """Describes the search for near duplicates.
 
     recall: recall of each bin with pairs. above: recall of all pairs from the threshold on. counts:
     further counts as texts, by label.
@@ -78,7 +78,7 @@ class NearFacts:
 
 @dataclass(frozen=True)
 class Section:
-    """Describe a table about one option, such as the masked matches by kind.
+    """Describes a table about one option, such as the masked matches by kind.
 
     problems: sentences for the head of the page.
     """
@@ -92,7 +92,7 @@ class Section:
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Describe a dataset.
+    """Describes a dataset.
 
     unit: the name of a row, `document` or `conversation`. rows, text_bytes: size of the input,
     including dropped rows. written: number of rows by split. lengths, lengths_kept: number of rows

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Judge:
-    """Measure texts for the quality rules that are on.
+    """Measures texts for the quality rules that are on.
 
     limits: see find_limits. lists: word lists by the language of a text. rules: the names of the
     rules that are on.

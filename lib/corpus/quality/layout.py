@@ -22,7 +22,7 @@ BULLET, END_MARK, ELLIPSIS = (1 << bit for bit in range(3))
 
 
 class Layout(NamedTuple):
-    """Contain the words, lines and tokens of several texts.
+    """Contains the words, lines and tokens of several texts.
 
     Positions are indices in the joined texts, int64. Arrays with an entry for each line: starts,
     ends, hashes (uint64), flags (uint8), numbers (newlines before the line, so a blank line leaves
@@ -83,7 +83,7 @@ def find_layouts(texts: Sequence[str]) -> list[tuple[list[int], Layout]]:
 
 
 class _LayoutFinder:
-    """Collect the lines and tokens of the pieces of a group of texts."""
+    """Collects the lines and tokens of the pieces of a group of texts."""
 
     def __init__(self) -> None:
         self._found: list[tuple[np.ndarray, ...]] = []

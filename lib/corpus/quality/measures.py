@@ -23,7 +23,7 @@ _LOREM_IPSUM = PhraseList(["lorem ipsum"])
 
 
 class Texts:
-    """Compute the figures of several texts that the families share.
+    """Computes the figures of several texts that the families share.
 
     languages: the language of each text, None if it is unknown. Figures are arrays [texts] unless
     stated otherwise.

@@ -15,14 +15,14 @@ _PREFIX_BITS = 12  # a table of all prefixes fits the fastest cache
 
 
 class Matches(NamedTuple):
-    """Contain the matches of a list, each as the number of its first word and of its phrase."""
+    """Contains the matches of a list, each as the number of its first word and of its phrase."""
 
     words: np.ndarray
     phrases: np.ndarray
 
 
 class PhraseList:
-    """Find the words and phrases of a list in texts. lib/corpus/words.py defines their words."""
+    """Finds the words and phrases of a list in texts. lib/corpus/words.py defines their words."""
 
     def __init__(self, phrases: Sequence[str]) -> None:
         self._phrases = tuple(dict.fromkeys(phrases))

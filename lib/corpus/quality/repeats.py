@@ -21,7 +21,7 @@ _LONGEST = 10
 
 
 class _Repeats(NamedTuple):
-    """Contain the items that repeat an item, sorted so that repeats of one item are consecutive.
+    """Contains the items that repeat an item, sorted so that repeats of one item are consecutive.
 
     ranks: increasing; consecutive for repeats of one item. numbers: of the items. previous: numbers
     of the equal items before them.

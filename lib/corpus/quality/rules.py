@@ -146,13 +146,13 @@ def _require_lists(row_options: RowOptions, problems: Problems) -> None:
         (thresholds.STOP_WORDS, word_lists.STOP_WORDS),
         (thresholds.PHRASES, word_lists.PHRASES),
     ):
-        lacking = [
+        missing = [
             name for name in named if not getattr(lists.get(name, word_lists.WordLists()), key)
         ]
-        if limits.get(threshold) and lacking:
+        if limits.get(threshold) and missing:
             problems.add(
                 f"{threshold} needs a list of {key.replace('_', ' ')}"
-                + (f" for {', '.join(lacking)}" if any(lacking) else ""),
+                + (f" for {', '.join(missing)}" if any(missing) else ""),
                 expected=f"--quality-words FILE, with lines such as {word_lists.EXAMPLE}",
                 hint=f"--quality-set {threshold}=off switches the rule off",
             )

@@ -28,7 +28,7 @@ _MOST_REPEATED = {2: 0.20, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12,
 
 
 class QualityThreshold(NamedTuple):
-    """Describe a threshold.
+    """Describes a threshold.
 
     default: the published value. meaning: a description of the figure, or of the threshold of
     lines. is_rule: whether the threshold alone can drop a row. off: value of a threshold of lines

@@ -17,7 +17,7 @@ EXAMPLE = 'de: {stop_words: [der, die, und], phrases: ["verwendet Cookies"]}'
 
 
 class WordLists(NamedTuple):
-    """Contain the lists of a language: stop words, and phrases of lines that C4 removes."""
+    """Contains the lists of a language: stop words, and phrases of lines that C4 removes."""
 
     stop_words: tuple[str, ...] = ()
     phrases: tuple[str, ...] = ()

@@ -84,6 +84,7 @@ class AnswerFinder:
         if bos and any(text.startswith(bos * 2) for text in trials):
             raise UsageError(
                 "the chat template writes two BOS tokens at the start",
+                expected="at most one",
                 found=repr(trials[0][: len(bos) * 2 + 20]),
             )
         control = {*special, *written} - {""}

@@ -45,7 +45,7 @@ _OPTIONS = (
 
 
 class NoCheckpoints(Checkpointer):
-    """Replace the checkpointer of a bench: save nothing, and find nothing."""
+    """Replaces the checkpointer of a bench: saves nothing, and finds nothing."""
 
     def __init__(self) -> None:
         pass
@@ -74,7 +74,7 @@ class NoCheckpoints(Checkpointer):
 
 
 class BenchReport(Report):
-    """Report a row after the warm-up and one after the measured steps, and then the result."""
+    """Reports a row after the warm-up and one after the measured steps, and then the result."""
 
     def __init__(
         self,

@@ -21,14 +21,14 @@ _MOST_SHOWN = 6  # sources that a line of the console shows
 
 
 class TextLoss(NamedTuple):
-    """Contain the loss of some text: nats, summed over labels, and bytes of the labels' text."""
+    """Contains the loss of some text: nats, summed over labels, and bytes of the labels' text."""
 
     nats: float
     bytes: float
 
 
 class SourceLosses:
-    """Sum nats and bytes by source; the nats stay on the device until the end."""
+    """Sums nats and bytes by source; the nats stay on the device until the end."""
 
     def __init__(self, sources: int, device: torch.device) -> None:
         self._nats = torch.zeros(sources, dtype=torch.float64, device=device)

@@ -28,7 +28,7 @@ _OPERATOR = "aten::"
 
 
 class Communication(NamedTuple):
-    """Contain the share of communication in the time of a step, as a mean over all ranks.
+    """Contains the share of communication in the time of a step, as a mean over all ranks.
 
     total: share of the time with a running collective. exposed: share of the time with a running
     collective and no computation.
@@ -39,7 +39,7 @@ class Communication(NamedTuple):
 
 
 class CommunicationProfiler:
-    """Profile the steps after `after`, up to `last`, and compute the share of communication.
+    """Profiles the steps after `after`, up to `last`, and computes the share of communication.
 
     This replaces the `Profiler` of a run. All ranks must use it in the same way. result: None if
     nothing was measured. problem: why not. source: a text about the measured events.

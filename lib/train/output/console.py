@@ -29,7 +29,7 @@ _STRAGGLER = 1.5  # ratio to the median rank from which a line names the slowest
 
 
 class ConsoleLines:
-    """Format rows as lines for people. A column is as wide as its widest value so far."""
+    """Formats rows as lines for people. A column is as wide as its widest value so far."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = f"{total_steps:,}"

@@ -67,7 +67,7 @@ def make_launch_ending(code: int, error: BaseException | None) -> Ending | None:
 
 
 class Watcher:
-    """Control the watcher of this process, in a session that no signal to a rank reaches."""
+    """Controls the watcher of this process, in a session that no signal to a rank reaches."""
 
     def __init__(self, config: Config, experiment: Experiment) -> None:
         self._seconds = config.on_end_seconds

@@ -39,7 +39,7 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class Journal:
-    """Write config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks.
+    """Writes config.yaml, state.json and events.jsonl on rank 0, and nothing on other ranks.
 
     is_kept: False for a bench, which writes nothing on any rank. is_restart: whether a launcher has
     started this launch again. has_started: whether this launch has written state.json, so that it
@@ -209,7 +209,7 @@ def parse_time(text: object) -> float:
 
 @dataclass(frozen=True)
 class Launch:
-    """Describe the launch of all ranks. marks: its IDs. has_begun: whether this is a restart."""
+    """Describes the launch of all ranks. marks: its IDs. has_begun: whether this is a restart."""
 
     marks: list[str]
     has_begun: bool

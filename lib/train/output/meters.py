@@ -28,7 +28,7 @@ _TABLE_ROWS = 40
 
 
 class Pace:
-    """Time the steps of a launch, including the evaluations and saves between them.
+    """Times the steps of a launch, including the evaluations and saves between them.
 
     The first step is left out, because it compiles, allocates and warms up.
     """
@@ -50,7 +50,7 @@ class Pace:
 
 
 class TimedSteps(NamedTuple):
-    """Contain start and end of each phase of some steps, which the GPU may not have reached yet.
+    """Contains start and end of each phase of some steps, which the GPU may not have reached yet.
 
     spans: name, start and end of each phase. A time is an event of the stream on CUDA, and the
     seconds of `time.perf_counter` on a CPU. steps: number of steps.
@@ -80,7 +80,7 @@ def _measure_milliseconds(began: Any, ended: Any) -> float:
 
 
 class Timers:
-    """Time the phases of the steps since the last `capture`: `with timers("forward"): ...`.
+    """Times the phases of the steps since the last `capture`: `with timers("forward"): ...`.
 
     On CUDA this records events on the stream, so neither timing nor capturing waits for the device.
     """
@@ -123,7 +123,7 @@ class Timers:
 
 
 class StepProfiler(Protocol):
-    """Profile some steps of a run. step: from 1."""
+    """Profiles some steps of a run. step: from 1."""
 
     def begin_step(self, step: int) -> None: ...
 
@@ -131,7 +131,7 @@ class StepProfiler(Protocol):
 
 
 class Profiler:
-    """Profile the time and memory of every operation from one step to another.
+    """Profiles the time and memory of every operation from one step to another.
 
     span: first and last step, None for no profile. Each rank writes
     rank_00000.steps_10-12.json.gz (open it in Perfetto or chrome://tracing), a .txt with a table of
@@ -201,7 +201,7 @@ def write_snapshot(path: Path) -> None:
 
 
 class Meters:
-    """Measure the steps of a rank with its timers, profiler, memory figures and watchdog.
+    """Measures the steps of a rank with its timers, profiler, memory figures and watchdog.
 
     As a context manager, it makes Python collect garbage every 100 steps, on all ranks in the same
     steps.

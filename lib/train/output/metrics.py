@@ -28,7 +28,7 @@ _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}
 
 
 class Metrics:
-    """Write rows to all outputs with unrounded figures. curve: the curve of loss.png."""
+    """Writes rows to all outputs with unrounded figures. curve: the curve of loss.png."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Metrics:
 
 
 class Board:
-    """Append to an event file of TensorBoard. Raises ImportError without that package.
+    """Appends to an event file of TensorBoard. Raises ImportError without that package.
 
     TensorBoard's own writer has a thread, whose errors appear only at a later call. This class
     writes at once instead.
@@ -292,7 +292,7 @@ def _start_wandb(experiment: Experiment) -> Any:
 
 
 class Point(NamedTuple):
-    """Contain a point of loss.png: the last figures of adjacent rows, and their mean loss."""
+    """Contains a point of loss.png: the last figures of adjacent rows, and their mean loss."""
 
     tokens: int
     learning_rate: float
@@ -301,7 +301,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """Contain the points of loss.png, at most 4,000 for any number of rows.
+    """Contains the points of loss.png, at most 4,000 for any number of rows.
 
     If there are more, adjacent points are merged. Later points then cover as many rows as merged
     points.

@@ -37,7 +37,7 @@ _LAUNCH_VARIABLES = re.compile(
 
 
 class Ending(NamedTuple):
-    """Describe how a launch ended. status: as in state.json. reason: one line, "" if complete."""
+    """Describes how a launch ended. status: as in state.json. reason: one line, "" if complete."""
 
     status: str
     exit_code: int

@@ -31,7 +31,7 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THR
 
 
 class PageWriter:
-    """Start the child processes that write report.html. Any thread may use it.
+    """Starts the child processes that write report.html. Any thread may use it.
 
     is_active: False on all ranks except 0 and for a bench; then no page is written.
     """

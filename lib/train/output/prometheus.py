@@ -25,7 +25,7 @@ _STICKY = "eval/"  # prefix of the figures that stay until they are measured aga
 
 
 class GaugeValue(NamedTuple):
-    """Contain a value of a gauge, with its labels besides `exp`."""
+    """Contains a value of a gauge, with its labels besides `exp`."""
 
     name: str
     help: str
@@ -34,7 +34,7 @@ class GaugeValue(NamedTuple):
 
 
 class PrometheusFile:
-    """Replace metrics.prom at each change of state.json and after rows, at most once per second.
+    """Replaces metrics.prom at each change of state.json and after rows, at most once per second.
 
     Any thread may call it.
     """

@@ -45,7 +45,7 @@ _ON_BAR = ("loss", "validation", "eta")
 
 
 class Report:
-    """Report the steps of a run. Rank 0 reports for all ranks; each rank logs its own figures.
+    """Reports the steps of a run. Rank 0 reports for all ranks; each rank logs its own figures.
 
     A row is captured at the end of its step and written after the next step has been launched, so
     neither the host nor the device waits for the figures.

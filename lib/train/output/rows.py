@@ -50,7 +50,7 @@ def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
 
 
 class CapturedLoss(NamedTuple):
-    """Contain summed losses of this rank, and numbers of label tokens of all ranks.
+    """Contains summed losses of this rank, and numbers of label tokens of all ranks.
 
     sums: [2], the losses of the last step and of the window in nats, see `copy_to_host`. steps:
     number of steps in the window.
@@ -75,7 +75,7 @@ class CapturedLoss(NamedTuple):
 
 
 class LossWindow:
-    """Sum the training loss of a step, and of the steps since the last row, on the device."""
+    """Sums the training loss of a step, and of the steps since the last row, on the device."""
 
     def __init__(self, layout: ParallelLayout) -> None:
         self._layout = layout
@@ -110,7 +110,7 @@ class LossWindow:
 
 
 class CapturedRow(NamedTuple):
-    """Contain the figures of a step, captured when the host ended the step, for a later row.
+    """Contains the figures of a step, captured when the host ended the step, for a later row.
 
     position: position in the data after the step. norm_and_skipped: the gradient norm and the
     values of a SkippedSteps, see `copy_to_host`. load: load of the experts. validation: figures
@@ -135,7 +135,7 @@ class CapturedRow(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """Describe the last of too many consecutive bad steps, and the position in the data after it.
+    """Describes the last of too many consecutive bad steps, and the position in the data after it.
 
     The run may have taken another step since. A rollback undoes that step as well.
     """
@@ -247,7 +247,7 @@ def _compare_ranks(local_ms: list[float], peaks: list[float]) -> dict[str, float
 
 
 class Evaluation:
-    """Measure the loss over the first --eval-batches global batches of each validation split.
+    """Measures the loss over the first --eval-batches global batches of each validation split.
 
     suite: evaluates the model on tasks as well, at the steps that it defines.
     """
