@@ -71,7 +71,7 @@ def drop_cut_character(data: bytes) -> bytes:
     for size in range(1, min(3, len(data)) + 1):
         byte = data[-size]
         if byte & 0xC0 != 0x80:  # not a continuation
-            length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
+            length = 8 - (byte ^ 0xFF).bit_length()  # the leading ones; 0 for ASCII
             return data[:-size] if length > size else data
     return data
 
