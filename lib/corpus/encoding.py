@@ -134,7 +134,10 @@ class Locator:
         self._has_offsets = not kinds.is_utf16(head)
 
     def at(self, position: int) -> tuple[int | None, int]:
-        """Return the offset in bytes (None in UTF-16) and the line (from 1) of a position."""
+        """Return the offset in bytes (None in UTF-16) and the line (from 1) of a position.
+
+        position: not below that of the previous call.
+        """
         passed = self._text[self._position : position]
         self._offset += len(passed.encode("utf-8", "surrogatepass"))
         self._line += passed.count("\n")
