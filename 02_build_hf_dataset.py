@@ -136,6 +136,11 @@ def check_options(opts: BuildOptions) -> None:
     problems.collect(partial(mask_options.require_masks, opts))
     problems.collect(partial(language.require_language, opts))
     problems.collect(partial(scores.require_scores, opts))
+    if save_dir.resolve() in [directory.resolve() for directory in opts.near_against]:
+        problems.add(
+            f"--near-against {save_dir} is the --save-dir as well",
+            expected="an earlier dataset, which this build does not replace",
+        )
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",

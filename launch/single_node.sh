@@ -10,7 +10,7 @@
 #
 # The options after `--` are those of 04_train_fsdp.py. Relative paths start from the current
 # directory. After SIGTERM, SIGINT or SIGUSR1 the run saves and ends with exit code 75; a second
-# SIGINT kills it (130). The other exit codes are those of stage 04.
+# SIGINT kills the ranks without a save (130). The other exit codes are those of stage 04.
 #
 # Environment variables: PYTHON, NPROC_PER_NODE, SAVE_SECONDS, BACKOFF_SECONDS.
 

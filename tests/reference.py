@@ -104,8 +104,9 @@ def events_page() -> str:
         "lib/core/events.py",
         _paragraph(
             "For anyone who watches runs with a program. `outputs/<exp>/events.jsonl` has one JSON "
-            "object per line, written by rank 0: `time` (UTC), `event`, `step` and the fields "
-            "below. `launch/monitor.py` shows the events that are marked as warnings."
+            "object per line, written by rank 0, or for `--on-end` by the launcher or a process "
+            "beside rank 0: `time` (UTC), `event`, `step` and the fields below. "
+            "`launch/monitor.py` shows the events that are marked as warnings."
         ),
         _table(("event", "what has happened", "fields", "warning", "written by"), rows),
     )
@@ -145,7 +146,7 @@ def metrics_page() -> str:
         "## state.json",
         _paragraph(
             "Stage 04 rewrites this file at each save and at the end, for people and launchers. A "
-            "resumed run does not read it, but its checkpoints. Unknown fields are `null` or "
+            "resumed run reads its checkpoints, not this file. Unknown fields are `null` or "
             "absent."
         ),
         _figures(STATE),

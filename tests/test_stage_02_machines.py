@@ -104,6 +104,7 @@ def test_stale_and_damaged_parts_are_named_and_refused(stage, splits, tmp_path):
         (["--only-splits", "a"], "numbers such as"),
         (["--only-splits", ""], "numbers such as"),
         (["--only-splits", "0", "--data-folder", "raw_text"], "needs the splits"),
+        (["--merge", "--data-folder", "raw_text"], "--merge needs the splits"),
         (["--dedup", "fuzzy"], "invalid choice"),
     ],
 )

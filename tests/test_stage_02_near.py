@@ -371,6 +371,8 @@ def test_signatures_of_other_parameters_are_refused_by_name(tmp_path, stage):
     assert not (tmp_path / "new").exists()
     done = stage(SCRIPT, *common, "--save-dir", "new", "--near-against", "plain", expect=3)
     assert "has no signatures" in done.stderr
+    done = stage(SCRIPT, *common, "--save-dir", "old", "--near-against", "./old", expect=2)
+    assert "--near-against old is the --save-dir" in done.stderr
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "x", "--near-bands", 7, expect=2)
     assert "--near-bands needs --dedup near" in done.stderr
 

@@ -218,7 +218,10 @@ def resolve_registry(push: str, region: str, queries_aws: bool = True) -> str:
 
 
 def log_in(registry: str) -> None:
-    """Log in to an Amazon registry with the credentials of the AWS command line."""
+    """Log in to an Amazon registry with the credentials of the AWS command line.
+
+    Raises UsageError if the registry refuses the login.
+    """
     region = find_region(registry)
     password = aws.run_aws("ecr", "get-login-password", region=region)
     try:

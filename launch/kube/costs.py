@@ -1,4 +1,4 @@
-"""Estimate the hours and the money of a job before it starts.
+"""Estimate the hours and the cost of a job before it starts.
 
 The time of a step is the estimate of stage 04 (lib/train/estimates.py) for the GPUs and the network
 in launch/kube/templates/instances.yaml, which also contains the prices.
@@ -53,11 +53,11 @@ def describe_cost(job: Job) -> dict[str, str]:
         )
     except NoEstimate as reason:
         rows["time"] = f"unknown: {reason}"
-    rows["money"] = _describe_money(job, hours)
+    rows["money"] = _describe_price(job, hours)
     return rows
 
 
-def _describe_money(job: Job, hours: float) -> str:
+def _describe_price(job: Job, hours: float) -> str:
     """Return the costs of all nodes as text. hours: of the job; 0 gives the costs per hour."""
     name = job.instance_type or "this instance type"
     file = commands.path_of("launch/kube/templates/instances.yaml")

@@ -183,7 +183,10 @@ class Copy:
         self._printed = time.monotonic()
 
     def run(self, overwrite: bool) -> None:
-        """Copy all files, continuing after lost connections, and publish the copy."""
+        """Copy all files, continuing after lost connections, and publish the copy.
+
+        Raises UsageError if another process copies there, or if the target exists.
+        """
         began = time.monotonic()
         files = self._source.list_files()
         total = sum(size for size, _ in files.values())

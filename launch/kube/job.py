@@ -200,7 +200,10 @@ _ManifestDumper.add_representer(str, _represent_text)
 
 
 def fill_template(template: str, settings: dict[str, Any]) -> list[Document]:
-    """Return the documents of a template with its settings filled in."""
+    """Return the documents of a template with its settings filled in.
+
+    Raises UsageError if the template names an unknown setting.
+    """
     path = TEMPLATES / template
 
     def get_setting(name: str) -> Any:

@@ -75,7 +75,10 @@ def print_part(part: str, cluster: ClusterOptions, out: Path | None) -> None:
 
 
 def write_files(cluster: ClusterOptions, folder: Path, steps: str) -> None:
-    """Write the files that need no facts of an existing cluster, and the steps."""
+    """Write the files that need no facts of an existing cluster, and the steps.
+
+    Raises UsageError if --out is a file.
+    """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder} is a file", expected="a directory")
     folder.mkdir(parents=True, exist_ok=True)

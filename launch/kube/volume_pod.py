@@ -50,7 +50,7 @@ class PodOptions(JobOptions):
 
 @dataclass(frozen=True)
 class VolumePod(Job):
-    """A pod with the volume. command: its words; it runs in the directory of the runs."""
+    """A pod with the volume. command: its words; the command runs in the directory of the runs."""
 
     pod_name: str = field(kw_only=True)
     command: tuple[str, ...] = field(kw_only=True)

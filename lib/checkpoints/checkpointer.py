@@ -157,7 +157,7 @@ class Checkpointer:
     def finish_copying(
         self, patience: float, is_stopped: Callable[[], bool], beat: Callable[[], None]
     ) -> None:
-        """Wait until the newest checkpoint is copied, for at most `patience` seconds.
+        """Wait at most `patience` seconds for the copy of the newest checkpoint, then stop copying.
 
         is_stopped: returns on rank 0 whether to stop waiting. beat: called now and then on all
         ranks, to show a watchdog that they wait. All ranks must call this, and none waits longer

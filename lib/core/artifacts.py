@@ -295,7 +295,7 @@ def _list_datasets(directory: Path) -> list[Path]:
 
 
 def _require_plain_splits(path: Path) -> dict[str, list[Path]]:
-    """Return the Arrow files of each split. Raise UsageError if there is no split `train`."""
+    """Return the Arrow files of each split. Raises UsageError if there is no split `train`."""
     files = find_plain_splits(path)
     if "train" not in files:
         raise UsageError(
@@ -310,7 +310,7 @@ def _make_damage_error(path: Path) -> ArtifactError:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise ArtifactError if there is none."""
+    """Return the JSON object in a file. Raises ArtifactError if there is none."""
     try:
         content = reading.with_retries(lambda: records.read_json(path), path)
     except (OSError, ValueError) as error:

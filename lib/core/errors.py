@@ -1,12 +1,12 @@
 """Errors that a person caused or can fix, and their exit codes.
 
-StageError
+StageError          1   a disk, network or service fails
 ├── UsageError      2   bad usage or bad input
 ├── ArtifactError   3   an artifact is missing, unfinished or corrupt
 ├── DiskFullError   4   no room to write
 └── Preempted      75   stopped by a signal after saving; the same command continues the run
 
-Any other exception that leaves a stage is a bug: the traceback is kept and the exit code is 1.
+Any other exception that leaves a stage is a bug: the traceback is printed, and the code is 1.
 """
 
 from __future__ import annotations

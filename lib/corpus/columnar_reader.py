@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -67,7 +68,8 @@ def read_arrow(raw: RawFile, documents: Documents) -> None:
             else:
                 reader = pa.ipc.open_stream(source)
                 batches = reader
-            _add_batches(batches, reader.schema, rows, documents)
+            checked = (_check_batch(batch, documents) for batch in batches)
+            _add_batches(checked, reader.schema, rows, documents)
         except (pa.ArrowException, OSError) as error:
             _note_error(documents, error, "Arrow", DROPPED_REST)
     if raw.damage:
@@ -128,6 +130,29 @@ def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Docume
         before += batch.num_rows
 
 
+def _check_batch(batch: Any, documents: Documents) -> Any:
+    """Return a batch if its offsets and indices are valid; otherwise raise ArrowInvalid.
+
+    Arrow does not check them when it reads a file. Damaged ones would crash the process, or give
+    text from any place in memory. Invalid UTF-8 is not an error, because it is repaired later.
+    """
+    import pyarrow as pa
+
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if not _is_wanted(field, documents):
+            continue
+        try:
+            column.validate(full=True)
+        except pa.ArrowInvalid as error:
+            if "UTF8" not in str(error):
+                raise
+            if pa.types.is_string(column.type):
+                column.view(pa.binary()).validate(full=True)
+            elif pa.types.is_large_string(column.type):
+                column.view(pa.large_binary()).validate(full=True)
+    return batch
+
+
 def _read_rows(
     batch: Any, schema: pa.Schema, start: int, count: int, documents: Documents
 ) -> Iterator[tuple | None]:
@@ -136,13 +161,15 @@ def _read_rows(
     Values of columns that are not needed are None; such columns are not converted.
     """
     columns: list[Callable[[int], Any]] = []
+    seen: Counter[str] = Counter()
     for field in schema:
+        seen[field.name] += 1
         if not _is_wanted(field, documents):
             columns.append(lambda row: None)
             continue
-        is_only = len(batch.schema.get_all_field_indices(field.name)) == 1
-        column = batch.column(field.name if is_only else schema.names.index(field.name))
-        column = column.slice(start, count)
+        # A batch may lack columns of the schema, and several may have the same name.
+        index = batch.schema.get_all_field_indices(field.name)[seen[field.name] - 1]
+        column = batch.column(index).slice(start, count)
         try:
             columns.append(column.to_pylist(maps_as_pydicts="lossy").__getitem__)
         except (ValueError, OverflowError, ArithmeticError):

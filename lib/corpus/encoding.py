@@ -55,22 +55,54 @@ def encode_text(text: str) -> tuple[bytes, int]:
         return repaired.encode(), replaced
 
 
+def needs_whole_text(fallback: str) -> bool:
+    """Return whether an encoding may use several bytes for a character, such as gb18030.
+
+    Invalid bytes of UTF-8 cannot be decoded with it one by one.
+    """
+    if not fallback:
+        return False
+    decoder = codecs.getincrementaldecoder(fallback)
+    return not all(decoder("replace").decode(bytes([byte])) for byte in range(256))
+
+
+def drop_cut_character(data: bytes) -> bytes:
+    """Return bytes without a character of UTF-8 at their end that is incomplete."""
+    for size in range(1, min(3, len(data)) + 1):
+        byte = data[-size]
+        if byte & 0xC0 != 0x80:  # not a continuation
+            length = 8 - (byte ^ 0xFF).bit_length()  # the leading ones; 0 for ASCII
+            return data[:-size] if length > size else data
+    return data
+
+
 class DecodedText:
     """Decodes chunks of bytes to chunks of text.
 
-    head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8.
-    replaced: number of replacements so far.
+    head: the first bytes of the file. fallback: encoding for single bytes that are not UTF-8, or
+    for all bytes if is_fallback is true. replaced: number of replacements so far; a text that is
+    decoded with the fallback counts as one.
     """
 
-    def __init__(self, chunks: Iterable[bytes], head: bytes, fallback: str = "") -> None:
-        self.replaced = 0
+    def __init__(
+        self,
+        chunks: Iterable[bytes],
+        head: bytes,
+        fallback: str = "",
+        is_fallback: bool = False,
+    ) -> None:
+        self.replaced = int(is_fallback)
         self._chunks = chunks
         self._fallback = fallback
         self._codec = "utf-16" if kinds.is_utf16(head) else "utf-8-sig"
+        self._errors = "lib.corpus"
+        if is_fallback:
+            self._codec = fallback
+            self._errors = "replace"
 
     def __iter__(self) -> Iterator[str]:
         codecs.register_error("lib.corpus", self._repair)
-        decoder = codecs.getincrementaldecoder(self._codec)("lib.corpus")
+        decoder = codecs.getincrementaldecoder(self._codec)(self._errors)
         for data in self._chunks:
             if text := decoder.decode(data):
                 yield text
@@ -102,7 +134,10 @@ class Locator:
         self._has_offsets = not kinds.is_utf16(head)
 
     def at(self, position: int) -> tuple[int | None, int]:
-        """Return the offset in bytes (None in UTF-16) and the line (from 1) of a position."""
+        """Return the offset in bytes (None in UTF-16) and the line (from 1) of a position.
+
+        position: not below that of the previous call.
+        """
         passed = self._text[self._position : position]
         self._offset += len(passed.encode("utf-8", "surrogatepass"))
         self._line += passed.count("\n")

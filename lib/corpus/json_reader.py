@@ -17,6 +17,7 @@ from lib.corpus.raw_file import LARGE_BYTES, RawFile
 _ELEMENTS = 64  # elements of a list that are added at once
 _PARSED_AT_ONCE = 1 << 17  # characters of a large list
 _LONGEST_KEY = 200  # characters of an object's first key
+_LONGEST_CUT = 16  # characters before the end of a text in which its cut may cause an error
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 # Text datasets need no numbers, and int() refuses more than 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float, parse_float=float)
@@ -225,8 +226,9 @@ class _Values:
                 if end + 2 < len(self._text) or self._is_at_end():
                     break
             except (ValueError, RecursionError) as error:
-                is_large = len(self._text) - position > LARGE_BYTES
-                if is_large or isinstance(error, RecursionError) or self._is_at_end():
+                is_final = isinstance(error, RecursionError) or self._is_invalid(error)
+                is_large = not is_final and len(self._text) - position > LARGE_BYTES
+                if is_final or is_large or self._is_at_end():
                     problem = TOO_LARGE if is_large else _describe_error(error)
                     self._documents.note(*problem, action, *self._locator.at(position))
                     self._bad = position
@@ -235,6 +237,18 @@ class _Values:
             position = 0
         self._documents.add_value(value, *self._locator.at(position))
         return end
+
+    def _is_invalid(self, error: ValueError) -> bool:
+        """Return whether a decoder fails at text that stays invalid if the value continues.
+
+        The end of the text in memory may cut a string, whose start the error names, or a number, a
+        literal or an escape, which are short.
+        """
+        return (
+            isinstance(error, json.JSONDecodeError)
+            and not error.msg.startswith("Unterminated string")
+            and error.pos + _LONGEST_CUT < len(self._text)
+        )
 
     def _skip(self, position: int) -> int:
         """Return the position of the next character that is not white space.

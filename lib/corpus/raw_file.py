@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 import posixpath
@@ -47,6 +48,7 @@ class RawFile:
         self.scratch = scratch
         self._path = path
         self.damage = ""
+        self._lines_text: DecodedText | None = None  # the content of lines in UTF-16
         self.stream: Stream = _open_file(path)
         self._file = self.stream
         self._sniff(path)
@@ -77,17 +79,48 @@ class RawFile:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
+    @property
+    def replaced(self) -> int:
+        """Return the number of replacements in the lines so far."""
+        return self._lines_text.replaced if self._lines_text else 0
+
     def read(self, limit: int = LARGE_BYTES) -> bytes | None:
-        """Return the content, or None if it is larger than the limit; then use `decode`."""
+        """Return the content, or None if it is larger than the limit; then use `decode`.
+
+        A character that damage cuts is left out; it would make all of the content look like text
+        in another encoding.
+        """
         data = self.stream.read(limit + 1)
         if len(data) <= limit:
-            return data
+            is_cut = self.damage and not kinds.is_utf16(self.head)
+            return encoding.drop_cut_character(data) if is_cut else data
         self._prefix = io.BytesIO(data)
         return None
 
     def decode(self, fallback: str) -> DecodedText:
-        """Return the text of large content, including the bytes that `read` has consumed."""
-        return DecodedText(_read_chunks(self._prefix, self.stream), self.head, fallback)
+        """Return the text of large content, including the bytes that `read` has consumed.
+
+        As for small content, all of it is decoded with a fallback of several bytes per character
+        if it is not UTF-8. So such content is read twice.
+        """
+        is_fallback = (
+            encoding.needs_whole_text(fallback)
+            and not kinds.is_utf16(self.head)
+            and not self._is_utf8()
+        )
+        chunks = _read_chunks(self._prefix, self.stream)
+        return DecodedText(chunks, self.head, fallback, is_fallback)
+
+    def _is_utf8(self) -> bool:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        with RawFile(self._path) as again:
+            try:
+                for data in _read_chunks(again.stream):
+                    decoder.decode(data)
+                decoder.decode(b"", not again.damage)
+            except UnicodeDecodeError:
+                return False
+        return True
 
     @contextmanager
     def open_seekable(self) -> Iterator[BinaryIO]:
@@ -142,8 +175,8 @@ class RawFile:
         stream = self.stream
         position = 0
         if kinds.is_utf16(self.head):
-            texts = DecodedText(_read_chunks(stream), self.head)
-            stream = _make_stream(encoding.encode_text(text)[0] for text in texts)
+            self._lines_text = DecodedText(_read_chunks(stream), self.head)
+            stream = _make_stream(encoding.encode_text(text)[0] for text in self._lines_text)
         elif self.start:
             stream.seek(self.start - 1)
             room = None if self.stop is None else self.stop - self.start + 1

@@ -126,6 +126,7 @@ def read_documents(raw: RawFile, documents: Documents) -> None:
         documents.add_text(b"")  # plain text is skipped without reading it
     elif reader:
         reader(raw, documents)
+        documents.tally.replaced += raw.replaced
     elif raw.kind == "binary":
         documents.note("binary", "a binary file, not text", SKIPPED_FILE)
     elif raw.kind in kinds.BINARY_DOCUMENTS:

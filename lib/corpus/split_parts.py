@@ -65,12 +65,7 @@ def parse_numbers(text: str) -> list[int]:
 
 def select_splits(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
     """Return the names of the splits with these numbers; UsageError if one does not exist."""
-    if list(splits) == [""]:
-        raise UsageError(
-            "--only-splits needs the splits of stage 01",
-            found="a plain directory",
-            hint="run stage 01 on it first",
-        )
+    _require_splits(splits, "--only-splits")
     by_number = {int(name.rpartition("_")[2]): name for name in splits}
     if absent := sorted(set(numbers) - by_number.keys()):
         raise UsageError(
@@ -78,6 +73,16 @@ def select_splits(splits: Sequence[str], numbers: Sequence[int]) -> list[str]:
             expected=f"numbers from 0 to {max(by_number)}",
         )
     return [by_number[number] for number in sorted(set(numbers))]
+
+
+def _require_splits(splits: Iterable[str], option: str) -> None:
+    """Raise UsageError if the input is not divided into splits. option: the one that needs them."""
+    if list(splits) == [""]:
+        raise UsageError(
+            f"{option} needs the splits of stage 01",
+            found="a plain directory",
+            hint="run stage 01 on it first",
+        )
 
 
 def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
@@ -142,8 +147,9 @@ def check_parts(
     """Check the parts of all splits before a merge and return their size in bytes.
 
     Raises ArtifactError with the splits whose parts are missing, damaged, or built from other
-    inputs or options.
+    inputs or options, and UsageError if the input has no splits.
     """
+    _require_splits(splits, "--merge")
     problems = []
     numbers = []
     stale = []

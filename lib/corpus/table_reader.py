@@ -129,12 +129,15 @@ def _are_rows(lines: list[_Line], header: list[str] | None, dialect: Dialect) ->
 def _make_document(header: list[str], row: list[str], as_data: bool) -> dict[str, Any]:
     """Return a row as a dict by column name; empty cells and numbers become None.
 
-    Surplus cells are kept under the name "". as_data: keep numbers, as strings.
+    Cells of several columns without a name, and surplus cells, are kept as a list under the name
+    "". as_data: keep numbers, as strings.
     """
     cells = [
         None if not cell or (not as_data and _NUMBER.fullmatch(cell)) else cell for cell in row
     ]
     document: dict[str, Any] = dict(zip(header, cells, strict=False))
-    if surplus := cells[len(header) :]:
-        document[""] = surplus
+    surplus = cells[len(header) :]
+    if surplus or header.count("") > 1:
+        named = zip(header, cells, strict=False)
+        document[""] = [*(cell for name, cell in named if not name), *surplus]
     return document

@@ -71,7 +71,7 @@ class UnitRows:
     def read_beginning(self, row: int) -> str:
         """Return the first characters of a row, masked if the dataset is.
 
-        The contents of turns are joined by newlines.
+        The contents of turns are joined by newlines. Raises IndexError if there is no such row.
         """
         masker = make_masker(self._result.unit.row_options)
         for batch, first in self._read_batches():

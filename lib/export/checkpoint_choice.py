@@ -38,7 +38,8 @@ def find_checkpoint(
             f"no checkpoint in {experiment.checkpoints}",
             run=commands.train("--config", experiment.config) if experiment.config.exists() else "",
         )
-    complete = ", ".join(str(step) for step, c in checkpoints.items() if not c.problems())
+    steps = ", ".join(str(step) for step, c in checkpoints.items() if not c.problems())
+    complete = f"steps {steps}" if steps else "no complete checkpoint"
     if choice == BEST:
         key = best_by or card.find_score_key(checkpoints.values())
         scores = card.read_scores(checkpoints.values(), experiment.metrics, key)
@@ -46,7 +47,7 @@ def find_checkpoint(
         if best_step is None:
             raise ArtifactError(
                 f"no checkpoint was saved right after an evaluation of {key}",
-                found=f"steps {complete or 'none'}",
+                found=complete,
                 run=commands.as_typed("--step", "latest"),
             )
         step = best_step
@@ -54,9 +55,7 @@ def find_checkpoint(
     else:
         step = max(checkpoints) if choice == LATEST else int(choice)
         if step not in checkpoints:
-            raise ArtifactError(
-                f"no checkpoint of step {step}", found=f"steps {complete or 'none'}"
-            )
+            raise ArtifactError(f"no checkpoint of step {step}", found=complete)
     require_undamaged(checkpoints[step], checkpoints[step].problems())
     return checkpoints[step]
 

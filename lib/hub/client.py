@@ -99,7 +99,10 @@ class Hub:
     def fetch_piece(
         self, repository: Repository, part: PartialFile, piece: int, advance: Callable[[int], None]
     ) -> None:
-        """Download the missing bytes of a piece, continuing where a connection broke."""
+        """Download the missing bytes of a piece, continuing where a connection broke.
+
+        Raises ArtifactError if connections keep ending early without progress.
+        """
 
         def count_missing() -> int:
             return len(range(*part.missing_range(piece)))

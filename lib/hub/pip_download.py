@@ -15,7 +15,7 @@ _SHOWN = 5  # lines of pip's errors
 def download_wheel(requirement: str, directory: Path, hint: str) -> Path:
     """Download the wheel of `NAME==VERSION`, without what it depends on, and return its path.
 
-    hint: what to do without a network. Raises UsageError if pip does not get it.
+    hint: what to do without a network. Raises UsageError if pip cannot download it.
     """
     log.info(f"downloading {requirement} (pip download, from the index in its settings)")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]

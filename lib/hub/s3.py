@@ -135,7 +135,10 @@ class Bucket:
         self._verify(name, size, checksum, digest)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, also those that do not exist."""
+        """Delete objects, also those that do not exist.
+
+        Raises StageError if the bucket refuses to delete one.
+        """
         keys = [{"Key": self._prefix + name} for name in names]
         for first in range(0, len(keys), _DELETED_AT_ONCE):
             batch = {"Objects": keys[first : first + _DELETED_AT_ONCE], "Quiet": True}

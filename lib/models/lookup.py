@@ -183,7 +183,7 @@ def log_model(model_dir: Path, why: str) -> None:
 
 
 def _check_files(directory: Path, content: dict[str, Any], remedy: Remedy) -> Path:
-    """Return a directory. Raise ArtifactError unless it contains exactly the files of its manifest.
+    """Return a directory. Raises ArtifactError unless it contains the files of its manifest intact.
 
     Additional files are allowed unless they contain weights or code.
     """

@@ -73,7 +73,10 @@ class TrainingText(NamedTuple):
 
 
 def read_texts(corpora: Sequence[Path]) -> TrainingText:
-    """Return the texts of the train splits. Raise UsageError or ArtifactError if there are none."""
+    """Return the texts of the train splits.
+
+    Raises UsageError or ArtifactError if there are none.
+    """
     from datasets import concatenate_datasets
 
     splits = [_open_train_split(corpus) for corpus in corpora]

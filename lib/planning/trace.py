@@ -220,9 +220,8 @@ def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> S
         moment["optimizer"] = tracker.largest["optimizer"]
     forward = pass_phases[:forward_phases]
     backward = pass_phases[forward_phases:]
-    # The output layer and the loss come last in the forward pass and first in the backward pass. In
-    # the phases between, which are left out, blocks run that are alike, and memory rises or falls
-    # steadily.
+    # The output layer and the loss come last in the forward pass and first in the backward pass.
+    # The phases between them are left out: identical blocks run there, so memory changes steadily.
     moments = (*forward[:2], *forward[-3:], *backward[:3], *backward[-2:], *tracker.phases)
     return StepMemory(tracker.largest, moments, case.offload)
 

@@ -50,7 +50,9 @@ def main(argv: list[str]) -> None:
     if missing := [e.root for e in experiments if not (e.config.exists() or e.metrics.exists())]:
         raise UsageError(f"there is no run {missing[0]}", expected="outputs/<exp> of stage 04")
     if len(experiments) > STYLES:
-        raise UsageError(f"{len(experiments)} runs", expected=f"at most {STYLES} in one page")
+        raise UsageError(
+            f"{len(experiments)} runs are too many for one page", expected=f"at most {STYLES}"
+        )
     if opts.out:
         manifest.require_writable(opts.out, "--out FILE")
     axis, end = find_axis(experiments)

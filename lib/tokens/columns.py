@@ -42,7 +42,7 @@ def are_chat_columns(names: Collection[str]) -> bool:
 
 
 def read_batches(shards: Sequence[Path], mapped: bool) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of Arrow files. Raise ArtifactError if a file is damaged.
+    """Yield the record batches of Arrow files. Raises ArtifactError if a file is damaged.
 
     mapped: map the files, so only the parts in use are read.
     """
@@ -60,7 +60,7 @@ def decode_texts(column: Any) -> list[bytes]:
 
 
 def list_values(column: Any) -> list[Any]:
-    """Return the values of an array. Raise ArtifactError if a string is not UTF-8."""
+    """Return the values of an array. Raises ArtifactError if a string is not UTF-8."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError as error:
@@ -191,7 +191,7 @@ def describe_text_problem(kinds: Mapping[str, str]) -> str:
 
 @contextmanager
 def _open_reader(shard: Path, mapped: bool) -> Iterator[Any]:
-    """Open an Arrow stream or file. Raise ArtifactError if its content is damaged."""
+    """Open an Arrow stream or file. Raises ArtifactError if its content is damaged."""
     import pyarrow
 
     path = str(shard)

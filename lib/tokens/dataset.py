@@ -51,7 +51,7 @@ class Dataset:
         )
 
     def check_content(self) -> None:
-        """Verify the checksums of a stage 02 dataset. Raise ArtifactError if a shard is damaged."""
+        """Verify the digests of a stage 02 dataset. Raises ArtifactError if a shard is damaged."""
         if self.is_of_stage_02:
             manifest.require_intact(
                 self.path,
@@ -211,7 +211,7 @@ def open_dataset(path: Path) -> Dataset:
 
 
 def _require_format(files: DatasetFiles) -> str:
-    """Return the format of a dataset, TEXT or CHAT. Raise UsageError if its splits differ."""
+    """Return the format of a dataset, TEXT or CHAT. Raises UsageError if its splits differ."""
     columns_by_path = {home: artifacts.read_features(home) for home in files.homes.values()} or {
         shard: columns.read_column_types(shard)
         for shards in files.splits.values()
@@ -227,7 +227,7 @@ def _require_format(files: DatasetFiles) -> str:
 
 
 def _detect_format(path: Path, kinds: dict[str, str]) -> str:
-    """Return the format of a split or a shard. Raise UsageError if it is neither text nor chat.
+    """Return the format of a split or a shard. Raises UsageError if it is neither text nor chat.
 
     kinds: column → its type.
     """

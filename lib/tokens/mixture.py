@@ -118,7 +118,7 @@ def name_corpora(corpora: Sequence[Corpus]) -> list[str]:
 
 
 def _scale_to_integers(weights: Sequence[Fraction]) -> list[int]:
-    """Return integers in the same proportions. Raise UsageError if their sum is too large."""
+    """Return integers in the same proportions. Raises UsageError if their sum is too large."""
     scale = math.lcm(*(weight.denominator for weight in weights))
     numbers = [int(weight * scale) for weight in weights]
     numbers = [number // math.gcd(*numbers) for number in numbers]

@@ -124,7 +124,8 @@ class Packs(Samples):
 def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     """Return the packs of every split; build the index if there is none.
 
-    Every process of a launch may call this function, before the process group exists.
+    Every process of a launch may call this function, before the process group exists. Raises
+    ArtifactError if the index or its manifest is damaged.
     """
     target = find_packs_dir(tokens, seq_length)
     identity = {"options": {"seq_length": seq_length}, "inputs": {"store": tokens.fingerprint}}

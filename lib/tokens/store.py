@@ -56,7 +56,7 @@ class FileNumbers:
         return self._count
 
     def __getitem__(self, index: slice | np.ndarray | int) -> Any:
-        """Return a slice, or the element at each index. Raise OSError if the file is truncated."""
+        """Return a slice, or the element at each index. Raises OSError if the file is truncated."""
         if not isinstance(index, slice):
             at_each = [self[i : i + 1][0] for i in np.ravel(index).tolist()]
             return np.array(at_each, self.dtype).reshape(np.shape(index))[()]
@@ -188,7 +188,7 @@ def summarise_store(
 
 
 def open_store(path: Path, reads: str = "mmap") -> TokenStore:
-    """Open a finished store. Raise ArtifactError if it is missing, unfinished or truncated.
+    """Open a finished store. Raises ArtifactError if it is missing, unfinished or truncated.
 
     reads: `mmap`, or `pread` for file systems that map files badly.
     """

@@ -45,8 +45,8 @@ _UNSAFE = re.compile(r"[^\w.+-]")
 class TokenBytes(NamedTuple):
     """The bytes that each token of a vocabulary stands for, int64 [V].
 
-    special: bool [V], the special tokens, which count neither way. The token for unknown text is no
-    special token here.
+    special: bool [V], the special tokens; bits per byte counts neither their nats nor their bytes.
+    The unknown token does not count as special.
     """
 
     bytes: np.ndarray

@@ -126,10 +126,9 @@ def roll_back(
 ) -> None:
     """Load the newest checkpoint before the last bad steps, and skip the data trained since.
 
-    The run continues with the data after the divergence, even if it has trained on some of that
-    data in one more step.
-    All ranks must call this. Raises UsageError if there is no such checkpoint, or after three
-    rollbacks.
+    The run continues with the data after the divergence, even if one further step has already
+    trained on some of it. All ranks must call this. Raises UsageError if there is no such
+    checkpoint, or after three rollbacks.
     """
     diverged_at, position, bad_steps = divergence
     config = state.plan.config

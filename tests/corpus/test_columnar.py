@@ -8,6 +8,7 @@ import datetime
 import gzip
 import io
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -48,6 +49,34 @@ def encoded(data: list[dict]) -> dict[str, bytes]:
         "b.arrow": ipc(table),
         "c.arrow": ipc(table, pa.ipc.new_stream, max_chunksize=70),
     }
+
+
+@pytest.mark.parametrize("write", [parquet, ipc])
+def test_the_last_column_of_a_name_counts(read, write):
+    columns = {"n": [1, 2], "m": [0.5, 1], "a": ["x", "y"], "b": ["first", "one"]}
+    table = pa.table(columns).append_column("b", pa.array(["last", "two"]))
+    outcome = read({"a.data": write(table.append_column("c", pa.array(["end", None])))})
+    assert outcome.rows == ["x\nlast\nend", "y\ntwo"] and not outcome.problems
+
+
+@pytest.mark.parametrize("name", ["a.arrow", "b.arrow"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_damaged_offsets_in_arrow_end_the_file(read, name, nested):
+    texts = [f"{10**power} é" for power in range(11)]
+    column = pa.array([{"a": text} for text in texts] if nested else texts)
+    data = ipc(
+        pa.table({"t": column}),
+        pa.ipc.new_file if name == "a.arrow" else pa.ipc.new_stream,
+        max_chunksize=4,
+    )
+    # The offsets of the second batch: its texts have 8, 9, 10 and 11 bytes.
+    offsets = np.array([0, 8, 17, 27, 38], np.int32)
+    assert data.count(offsets.tobytes()) == 1
+    damaged = offsets.copy()
+    damaged[2] = 5
+    outcome = read({name: data.replace(offsets.tobytes(), damaged.tobytes())})
+    assert outcome.rows == texts[:4] and outcome.kinds == ["syntax"]
+    assert "Offset invariant" in outcome.problems[0]["message"]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.arrow", "c.arrow"])

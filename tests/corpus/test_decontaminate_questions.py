@@ -72,7 +72,9 @@ def test_requests_of_olmo_give_a_question_once_and_without_examples(tmp_path):
 
 
 def test_bad_lines_of_all_files_are_reported_in_one_error(tmp_path):
-    write_lines(tmp_path / "a.jsonl", {"answer": "x", "id": 1}, "{broken", "[1]", {"question": 5})
+    large = {"doc_id": 1 << 63, "request": {"context": "x"}}
+    lines = {"answer": "x", "id": 1}, "{broken", "[1]", {"question": 5}, large
+    write_lines(tmp_path / "a.jsonl", *lines)
     write_lines(tmp_path / "b.jsonl", {"question": "fine"})
     write_lines(tmp_path / "c.jsonl", "")
     (tmp_path / "d.jsonl").write_bytes(b'{"text": "\xff"}\n')
@@ -85,6 +87,7 @@ def test_bad_lines_of_all_files_are_reported_in_one_error(tmp_path):
         "line 2: it is not JSON",
         "line 3: expected a JSON object",
         "line 4: expected a text",
+        "line 5: 'doc_id' must be a number of at most 63 bits",
         "c.jsonl contains no question",
         "line 1: it is not UTF-8",
     ):

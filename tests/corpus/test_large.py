@@ -9,6 +9,7 @@ import gzip
 import json
 import random
 import tracemalloc
+import zlib
 
 import pytest
 
@@ -204,3 +205,42 @@ def test_a_fallback_encoding_decodes_other_bytes(read, filler):
     )
     assert outcome.rows == [filler + "café à", filler + "café"]
     assert outcome.kinds == ["encoding"] and "cp1252" in outcome.problems[0]["message"]
+
+
+@pytest.mark.parametrize("codec", ["gb18030", "shift_jis"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_fallback_encoding_of_several_bytes_decodes_a_whole_text(read, codec, pack):
+    text = "第二 日本 文字。\n" * (LIMIT // 10)
+    outcome = read(
+        {"a.txt": pack(text.encode(codec)), "b.txt": pack(text.encode())}, fallback_encoding=codec
+    )
+    assert outcome.rows == [text, text]
+    (problem,) = outcome.problems
+    assert problem["kind"] == "encoding" and problem["path"] == "a.txt"
+    assert problem["message"].endswith("(1 times)")
+
+
+@pytest.mark.parametrize("separator", [", ", "\n"])
+def test_an_error_in_a_large_json_file_is_an_error_of_syntax(read, separator):
+    good = f'{{"a": "{"x" * 50}"}}'
+    data = separator.join([*[good] * 5, '{"a": bad}', *[good] * 100])
+    outcome = read({"a.json": f"[{data}]" if separator == ", " else f"{data}\n"})
+    (problem,) = outcome.problems
+    assert problem["kind"] == "syntax" and "Expecting value" in problem["message"]
+    assert problem["offset"] == 5 * (len(good) + len(separator)) + (separator == ", ")
+    assert len(outcome.rows) == (5 if separator == ", " else 105)
+
+
+@pytest.mark.parametrize("count", [5, 200])
+@pytest.mark.parametrize("codec", ["cp1252", "gb18030"])
+def test_a_cut_character_does_not_change_the_encoding(read, count, codec):
+    texts = [f"第二 日本 {i}" for i in range(count)]
+    data = json.dumps(texts, ensure_ascii=False).encode()
+    packed = zlib.compressobj(0, wbits=31)  # without compression, so the cut is where it seems
+    cut = data[: data.rindex("日".encode()) + 2]
+    outcome = read(
+        {"a.json.gz": packed.compress(cut) + packed.flush(zlib.Z_SYNC_FLUSH)},
+        fallback_encoding=codec,
+    )
+    assert outcome.rows == texts[:-1]
+    assert "cut" in outcome.kinds

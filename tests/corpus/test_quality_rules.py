@@ -88,6 +88,11 @@ def test_the_thresholds_in_force_are_the_identity(tmp_path):
             "",
             "--quality-set gopher.min_words=3 needs --quality gopher",
         ),
+        (
+            {"quality": ["gopher"], "quality_set": ["gopher.max_words=40"]},
+            "",
+            "no row can pass gopher.min_words=50 and gopher.max_words=40",
+        ),
         ({"quality": ["gopher"]}, "de: [der, die]", "contains no lists of words for 'de'"),
         ({"quality": ["gopher"]}, "de: {stop_words: ['!']}", "contains no lists of words for 'de'"),
         ({"quality": ["gopher"]}, "{}", "is empty"),

@@ -73,6 +73,14 @@ def test_utf16_cut_in_the_middle_of_a_character(read):
     assert outcome.rows == ["hé\ufffd"] and outcome.dataset.tally.replaced == 1
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_lone_surrogates_in_lines_of_utf16_are_counted(read, name):
+    data = 'a,b\n"x\ud800"\n"\ufffd"\n'.encode("utf-16", "surrogatepass")
+    outcome = read({name: data})
+    assert outcome.rows == ["x\ufffd", "\ufffd"] and outcome.dataset.tally.replaced == 1
+    assert outcome.kinds[-1] == "encoding"
+
+
 def test_files_without_text_are_listed(read):
     outcome = read(
         {"a.txt": b" \n\t", "b.bin": b"a\0b", "c.txt": b"", "d.parquet": b"PAR1xx", "e.txt": "kept"}
@@ -266,6 +274,12 @@ def test_the_last_column_of_a_name_counts(read):
 
 def test_fields_select_columns_of_tsv(read):
     assert read({"a.tsv": "a\tb\nx\ty,z\n"}, fields=("b",)).rows == ["y,z"]
+
+
+def test_csv_columns_without_a_name_are_all_read(read):
+    data = ",title,,\nindex,one,a,b\n,two,,c,surplus\n"
+    assert read({"a.csv": data}).rows == ["index\na\nb\none", "c\nsurplus\ntwo"]
+    assert read({"a.csv": ",title\nindex,one,surplus\n"}).rows[-1] == "index\nsurplus\none"
 
 
 def test_a_csv_row_with_an_open_quote_is_dropped(read):

@@ -115,7 +115,9 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
 
     assert refused(monkeypatch, states + 3, compile=True, activation_checkpointing="full")
     on_gpu = {"gpu_mib": need / 1.05, "ckpt_async": False}
-    assert refused(monkeypatch, need, **on_gpu) is None and warned.pop()  # within the error
+    assert (
+        refused(monkeypatch, need, **on_gpu) is None and warned.pop()
+    )  # within the error of an estimate
     assert refused(monkeypatch, need, **on_gpu | {"gpu_mib": need / 1.15})
 
     error = refused(monkeypatch, need - 1)
@@ -218,7 +220,7 @@ def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.Monk
     lines: list[str] = []
     monkeypatch.setattr(memory_check.log, "info", lines.append)
     monkeypatch.setattr(memory_fit, "make_local_step_config", lambda config, model: case(ranks=1))
-    for copies in (11.9, 13.5):  # of which a tenth stays free
+    for copies in (11.9, 13.5):  # a tenth of host memory stays free
         fitted.host = copies * trained
         memory_fit._report_copies(ASKED, fitted)
     assert len(lines) == 1 and "host memory: the copy of a checkpoint" in lines[0]
@@ -233,7 +235,7 @@ def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyP
     assert "it fits on 32 GPUs like this" in error.hint
     full = {"cpu_offload": True, "activation_checkpointing": "full"}
     assert refused(monkeypatch, 2 * states, **tight, **full) is None
-    error = refused(monkeypatch, states / 2, **tight, **full)  # nor does the host
+    error = refused(monkeypatch, states / 2, **tight, **full)  # the host has no room either
     assert error and "of host memory" in error.problem and not error.run
 
 

@@ -31,7 +31,7 @@ STATES_MIB = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
 
 @pytest.fixture(autouse=True)
 def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the lines that are logged, and fix what the machine would decide."""
+    """Return the lines that are logged, and replace the values of this machine by constants."""
     lines: list[str] = []
     monkeypatch.setattr(memory_fit.log, "info", lines.append)
     monkeypatch.setattr(memory_fit.log, "warn", lines.append)

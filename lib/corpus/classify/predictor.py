@@ -85,7 +85,10 @@ def require_package(option: str) -> None:
 
 @cache
 def load_classifier(path: Path) -> Classifier:
-    """Return a classifier. Its file must have passed `model_file.read_labels` before."""
+    """Return a classifier. Its file must have passed `model_file.read_labels` before.
+
+    Raises ArtifactError if fastText cannot open the file.
+    """
     import fasttext
 
     try:
@@ -130,7 +133,8 @@ def list_scores(classifier: Classifier, text: str, least: float = 0.0) -> list[t
     """Return the labels of a text, without their prefix, with their probabilities.
 
     The text counts as one line; lone surrogates in it are replaced. Labels with a probability below
-    `least` are omitted. A text without words may have no label.
+    `least` are omitted. A text without words may have no label. Raises ArtifactError if the model
+    contains NaN.
     """
     try:
         labels, scores = classifier.predict(encode_line(text).decode(), -1, least)

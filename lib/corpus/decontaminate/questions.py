@@ -24,6 +24,7 @@ _INNER_KEYS = ("text", "stem")  # keys of the text, if a question is an object
 _REQUESTS = "requests.jsonl.gz"
 _CONFIG = "config.json"
 _SUFFIXES = (".jsonl", ".jsonl.gz")
+_LARGEST_NUMBER = (1 << 63) - 1  # of a question in the index
 _SHOWN = 5  # bad lines of a file, or keys of a line, that an error shows
 
 
@@ -106,8 +107,8 @@ def read_questions(path: Path) -> list[Question]:
     for number, content in lines:
         is_request = isinstance(content.get("request"), dict)
         key = content.get("doc_id") if is_request else number
-        if type(key) is not int:
-            lines.add(number, "'doc_id' must be a number")
+        if type(key) is not int or abs(key) > _LARGEST_NUMBER:
+            lines.add(number, "'doc_id' must be a number of at most 63 bits")
         elif key in questions_by_key or (
             first_unconditioned is not None and key >= first_unconditioned
         ):

@@ -42,7 +42,10 @@ class Archive:
         return name in self._members
 
     def read(self, name: str) -> bytes:
-        """Return the content of a member; raises Refusal if it is damaged or too large."""
+        """Return the content of a member.
+
+        Raises Refusal if the member is missing, encrypted, damaged or too large.
+        """
         member = self._members.get(name)
         if member is None:
             raise Refusal(DAMAGED, f"the zip archive has no member {name!r}")

@@ -225,7 +225,10 @@ def are_masked(row_options: RowOptions) -> bool:
 
 
 def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return the identities of earlier datasets, which do not contain their paths."""
+    """Return the identity of each dataset, by its name and content and not by its path.
+
+    Raises UsageError if two have the same name.
+    """
     identities: list[dict[str, Any]] = []
     for directory in directories:
         if directory.name in {identity["name"] for identity in identities}:

@@ -131,6 +131,15 @@ def require_quality(row_options: RowOptions) -> None:
     for name, values in thresholds.group_settings(row_options.quality_set).items():
         if len(values) > 1:
             problems.add(f"--quality-set gives {name} several values", found=", ".join(values))
+    limits = thresholds.find_limits(families, row_options.quality_set)
+    for name, least in limits.items():
+        opposite = name.replace(".min_", ".max_")
+        most = limits.get(opposite) if opposite != name else None
+        if least is not None and most is not None and least > most:
+            problems.add(
+                f"no row can pass {name}={least:g} and {opposite}={most:g}",
+                expected=f"--quality-set with {name} of at most {opposite}",
+            )
     if families:
         problems.collect(partial(_require_lists, row_options, problems))
     problems.raise_if_any()

@@ -78,7 +78,7 @@ def write_splits(
     num_workers: int,
     bar: Progress,
 ) -> StoreContents:
-    """Write the splits of a chat dataset. Raise UsageError if they cannot be trained on."""
+    """Write the splits of a chat dataset. Raises UsageError if they cannot be trained on."""
     contents = StoreContents({}, [], {}, [])
     chats: dict[str, ChatCounts] = {}
     # A process takes seconds to start. In that time the others prepare about this many bytes.

@@ -303,8 +303,8 @@ class Point(NamedTuple):
 class Curve:
     """Contains the points of loss.png, at most 4,000 for any number of rows.
 
-    If there are more, adjacent points are merged. Later points then cover as many rows as merged
-    points.
+    If there would be more, adjacent points are merged in pairs, and each later point covers as many
+    rows as a merged one.
     """
 
     def __init__(self) -> None:
