@@ -33,6 +33,15 @@ _PACKAGES = {
     "ckpt_hyperpod": "amzn-sagemaker-checkpointing",
     "ckpt_copy_to": "boto3",  # for a bucket
 }
+# Options that have an effect only with another one.
+_OWNED = {
+    "streaming": ("online", "include", "text_field"),
+    "sample_prompts": ("sample_freq", "sample_tokens"),
+    "eval_suite": ("suite_freq", "suite_limit"),
+    "ckpt_copy_to": ("ckpt_copy_keep", "ckpt_copy_wait"),
+    "on_end": ("on_end_seconds",),
+    "plan_gpus": ("plan_gpu_memory", "plan_gpu_tflops"),
+}
 _LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps
 LORA_LR = 10  # LoRA: times the default, "LoRA without regret" (Schulman et al. 2025)
@@ -51,6 +60,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
         _check_foreign,
         _check_synthetic,
         _check_streaming,
+        _check_owners,
         _check_samples,
         _check_batch,
         _check_checkpoints,
@@ -79,10 +89,17 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     problems.raise_if_any()
 
 
+def _check_owners(config: Config, problems: Problems) -> None:
+    """Add a problem for each option that has an effect only with another one, which is not set."""
+    for owner, names in _OWNED.items():
+        if getattr(config, owner) != getattr(DEFAULTS, owner):
+            continue
+        for name in names:
+            if getattr(config, name) != getattr(DEFAULTS, name):
+                problems.add(f"{declared.flag(name)} belongs to {declared.flag(owner)}")
+
+
 def _check_suite(config: Config, problems: Problems) -> None:
-    for name in ("suite_freq", "suite_limit"):
-        if getattr(config, name) and not config.eval_suite:
-            problems.add(f"{declared.flag(name)} belongs to --eval-suite")
     if config.eval_suite and config.is_synthetic:
         problems.add(
             "--eval-suite needs a tokenizer, and a run on synthetic tokens has none",
@@ -196,9 +213,6 @@ def _check_synthetic(config: Config, problems: Problems) -> None:
 
 def _check_samples(config: Config, problems: Problems) -> None:
     if config.sample_prompts is None:
-        for name in ("sample_freq", "sample_tokens"):
-            if getattr(config, name) != getattr(DEFAULTS, name):
-                problems.add(f"{declared.flag(name)} belongs to --sample-prompts")
         return
     if config.is_synthetic:
         problems.add("--sample-prompts needs a tokenizer, and -d synthetic uses none")
@@ -207,9 +221,6 @@ def _check_samples(config: Config, problems: Problems) -> None:
 
 def _check_streaming(config: Config, problems: Problems) -> None:
     if not config.streaming:
-        for name in ("online", "include", "text_field"):
-            if getattr(config, name):
-                problems.add(f"--{name.replace('_', '-')} belongs to --streaming")
         return
     if not config.step_limit:
         problems.add("--streaming needs --max-steps: the number of samples is unknown")
@@ -273,8 +284,6 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
 def _check_copies(config: Config, problems: Problems) -> None:
     target = config.ckpt_copy_to
     if target is None:
-        if config.ckpt_copy_keep:
-            problems.add("--ckpt-copy-keep belongs to --ckpt-copy-to")
         return
     if not target:
         problems.add(

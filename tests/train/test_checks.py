@@ -60,6 +60,8 @@ def parse_options(*argv: Any) -> Config:
         (("--ckpt-copy-to", "gs://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
         (("--ckpt-copy-keep", 3), "--ckpt-copy-keep belongs to --ckpt-copy-to"),
+        (("--on-end-seconds", 30), "--on-end-seconds belongs to --on-end"),
+        (("--dry-run", "--plan-gpu-memory", 40), "--plan-gpu-memory belongs to --plan-gpus"),
         (
             ("--max-steps", 1, "--profile", "2:2"),
             "of a run of 1 step: .*steps from 1 to 1, such as --profile 1:1",
