@@ -260,7 +260,7 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options, first: Preparation | No
         log.info(
             f"{opts.out}: {job.nodes} × {job.gpus_per_node} GPUs, {job.efa_per_node} EFA per node"
         )
-        log.info(f"next: {commands.shell('kubectl', 'apply', '-f', opts.out)}")
+        log.info(f"next: {kubectl.format('apply', '-f', str(opts.out))}")
     elif opts.command == "render" or opts.dry_run:
         if first:
             is_auto = opts.prepare == preparation.AUTO

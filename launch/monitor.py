@@ -17,12 +17,13 @@ is no such run, otherwise 0.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -145,7 +146,16 @@ def _print_comparison(first: str, second: str, width: int, as_json: bool) -> Non
 
 
 def _print_json(values: object) -> None:
-    print(json.dumps(values, indent=1, default=str))
+    print(json.dumps(_replace_non_finite(values), indent=1, default=str))
+
+
+def _replace_non_finite(value: Any) -> Any:
+    """Return a value with null for NaN and infinity, which a config.yaml may hold but not JSON."""
+    if isinstance(value, dict):
+        return {key: _replace_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replace_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show_live(run: RunFiles, every: float) -> None:

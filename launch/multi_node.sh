@@ -12,6 +12,10 @@
 #                        on the CPU)
 #   --interface IF       network interface (default: the one whose route leads to the head)
 #   --max-restarts M     maximum number of restarts in a row without a new checkpoint (default: 3)
+#   --save-seconds S     seconds that the last save may take (or SAVE_SECONDS; default: 120)
+#   --backoff S          seconds before the first restart, then doubled (or BACKOFF_SECONDS;
+#                        default: 5)
+#   --wait-seconds S     seconds to wait for a missing machine (or WAIT_SECONDS; default: 900)
 #   --dry-run            print the command and start nothing
 #
 # The options after `--` are those of 04_train_fsdp.py. Relative paths start from the current
@@ -24,7 +28,7 @@
 # PET_NODE_RANK, PET_MASTER_ADDR, PET_MASTER_PORT and PET_NPROC_PER_NODE of torchrun are read too.
 # WORLD_SIZE and RANK are not read, since they count machines on some clusters, processes on others.
 #
-# Other variables: PYTHON, SAVE_SECONDS, BACKOFF_SECONDS, WAIT_SECONDS.
+# Other variable: PYTHON.
 
 set -euo pipefail
 : "${LAUNCHED_AS:=$(printf '%q ' "$0" "$@")}"    # the command that messages of the run repeat
@@ -32,6 +36,7 @@ export LAUNCHED_AS
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 
 nnodes='' node_rank='' head='' port='' nproc=''
+save_seconds='' backoff_seconds='' wait_seconds=''
 supervise=()
 while (($#)); do
   value=${2:-} words=2 name=${1%%=*}
@@ -44,6 +49,9 @@ while (($#)); do
     --head | --master-addr) head=$value ;;
     --port | --master-port) port=$value ;;
     --nproc-per-node) nproc=$value ;;
+    --save-seconds) save_seconds=$value ;;
+    --backoff) backoff_seconds=$value ;;
+    --wait-seconds) wait_seconds=$value ;;
     *) supervise+=("$1") words=1 ;;
   esac
   shift $((words < $# ? words : $#))
@@ -91,9 +99,9 @@ python=${PYTHON:-python3}                     # EDIT: an interpreter with requir
 if [[ -z ${PYTHON:-}${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then
   python=$root/.venv/bin/python
 fi
-save_seconds=${SAVE_SECONDS:-120}             # EDIT: seconds that the last save may take
-backoff_seconds=${BACKOFF_SECONDS:-5}         # EDIT: seconds before the first restart, then doubled
-wait_seconds=${WAIT_SECONDS:-900}             # EDIT: seconds to wait for a missing machine
+: "${save_seconds:=${SAVE_SECONDS:-120}}"     # EDIT: seconds that the last save may take
+: "${backoff_seconds:=${BACKOFF_SECONDS:-5}}" # EDIT: seconds before the first restart, then doubled
+: "${wait_seconds:=${WAIT_SECONDS:-900}}"     # EDIT: seconds to wait for a missing machine
 if [[ -z $nproc ]]; then  # one process per GPU that this process may use
   if [[ " $* " =~ " --device"(" "|=)"cpu " ]]; then gpus=
   elif [[ -v CUDA_VISIBLE_DEVICES ]]; then gpus=${CUDA_VISIBLE_DEVICES//,/$'\n'}

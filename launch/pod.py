@@ -22,8 +22,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -41,6 +43,7 @@ _STAGE = str(ROOT / "04_train_fsdp.py")
 _EXIT_RETRY = 128 + signal.SIGTERM
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _POLL_S = 2.0
+Seconds = TypeVar("Seconds", int, float)
 
 
 def parse(argv: list[str]) -> Options:
@@ -113,7 +116,7 @@ def build_pod_command(
     ]
     size = str(opts.nnodes) if not opts.min_nodes else f"{opts.min_nodes}:{opts.nnodes}"
     if KINDS[opts.kind].agent:
-        program, *agent_options = KINDS[opts.kind].agent
+        program, *agent_options = [*KINDS[opts.kind].agent, *format_save_time()]
         return [program, "--nnodes", size, *workers, *agent_options, _STAGE, *train]
     if opts.nnodes == 1:
         return ["bash", str(ROOT / "launch" / "single_node.sh"), *workers, "--", *train]
@@ -153,8 +156,7 @@ def build_pod_command(
         f"is_host={is_host}",
         "--signals-to-handle",
         "SIGTERM,SIGINT,SIGUSR1",
-        "--shutdown-timeout",
-        "240",
+        *format_save_time(),
         _STAGE,
         *train,
     ]
@@ -200,13 +202,21 @@ def find_head_address(operator_variables: dict[str, str]) -> str:
     return head
 
 
-def read_wait_seconds() -> float:
-    """Return the seconds to wait for the pod of node 0. Raises UsageError for a bad variable."""
-    text = os.environ.get("WAIT_SECONDS", "900")
+def format_save_time() -> list[str]:
+    """Return torchrun's option for the seconds that the last save may take.
+
+    Raises UsageError for a bad variable.
+    """
+    seconds = _read_seconds("SAVE_SECONDS", options.positive_int, "240")
+    return ["--shutdown-timeout", str(seconds)]
+
+
+def _read_seconds(name: str, parse_value: Callable[[str], Seconds], default: str) -> Seconds:
+    """Return the value of a variable that pod.yaml sets. Raises UsageError if it is invalid."""
     try:
-        return options.positive(text)
+        return parse_value(os.environ.get(name, default))
     except argparse.ArgumentTypeError as error:
-        raise UsageError(f"WAIT_SECONDS in the environment: {error}") from None
+        raise UsageError(f"{name} in the environment: {error}") from None
 
 
 def wait_for_address(head: str) -> None:
@@ -214,7 +224,7 @@ def wait_for_address(head: str) -> None:
 
     Raises StageError if that takes too long.
     """
-    patience = read_wait_seconds()
+    patience = _read_seconds("WAIT_SECONDS", options.positive, "900")
     if has_address(head):
         return
     print(f"waiting for {head}: it has no address yet", flush=True)

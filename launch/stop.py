@@ -26,6 +26,8 @@ from launch.runs.run_files import RunFiles
 from lib.core import log, options, paths, stage
 from lib.core.errors import UsageError
 
+SQUEUE_TIMEOUT_S = 60.0
+
 
 def main(argv: list[str]) -> None:
     """Ask a run to stop, or report why there is nothing to stop."""
@@ -83,15 +85,20 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
 def list_jobs(name: str) -> list[tuple[str, str]]:
     """Return the ID and state of each Slurm job that this user has under a name.
 
-    Raises UsageError if squeue is not installed or fails.
+    Raises UsageError if squeue is not installed, fails or does not answer.
     """
     try:
         process = subprocess.run(
             ["squeue", "--me", "--noheader", "--name", name, "--format", "%i %T"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=SQUEUE_TIMEOUT_S,
         )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"squeue has not answered within {SQUEUE_TIMEOUT_S:.0f} s",
+            hint="`scontrol ping` shows whether the controller is up",
+        ) from None
     except FileNotFoundError:
         raise UsageError(
             "squeue is not installed: this machine cannot query Slurm",

@@ -142,6 +142,8 @@ def test_a_path_outside_of_the_volume_is_refused_before_a_pod_exists(
     refused = run_launcher(*words, expect=2)
     assert f"{path} is not on the volume" in refused.stderr and "below /data" in refused.stderr
     assert not [request for request in kube.requests if request.startswith("POST")]
+    empty = run_launcher("fetch", "", *words[2:], expect=2)  # an unset variable
+    assert "PATH: expected a path, got ''" in empty.stderr
     if path.startswith("/bucket"):
         run_launcher(*words, "--bucket-pvc", "b", "--dry-run")
 

@@ -27,6 +27,7 @@ from launch.kube import job
 from launch.kube.job import Job
 from launch.kube.job_options import TEMPLATES, JobOptions
 from launch.kube.kinds import KINDS
+from launch.kube.kubectl import Kubectl
 from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
@@ -663,6 +664,24 @@ def test_an_indivisible_batch_is_refused_with_all_other_problems() -> None:
     asked(*elastic, 2, *TRAIN_OPTIONS, "--global-batch-size", 96)
     with pytest.raises(UsageError, match=r"32 samples per step .* of 3 nodes"):
         asked(*elastic, 1, *TRAIN_OPTIONS)  # one sample per rank, so the run keeps its batch
+
+
+def test_printed_calls_of_kubectl_name_the_cluster_and_keep_its_words(tmp_path: Path) -> None:
+    words = (*JOB_OPTIONS, "--context", "my prod", "--namespace", "ml")
+    other = ["kubectl", "--context", "my prod", "--namespace", "ml"]
+    file = tmp_path / "job.yaml"
+    rendered = run_launcher("render", *words, "--out", file, *TRAIN_OPTIONS).stdout
+    assert shlex.split(rendered.partition("next: ")[2]) == [*other, "apply", "-f", str(file)]
+    job = ("--kind", "trainjob", "--job-name", "exp", "--context", "my prod", "--namespace", "ml")
+    deletions = run_launcher("stop", *job, "--dry-run").stdout.splitlines()
+    assert [shlex.split(line)[:8] for line in deletions] == [
+        [*other, "delete", KINDS["trainjob"].resource, "exp"],
+        [*other, "delete", KINDS["trainjob"].runtime, "ml-exp"],
+    ]
+    kubectl = Kubectl("ml", "my prod")
+    assert shlex.split(kubectl.format("get", "pvc", namespace="x")) == [
+        *(*other, "get", "pvc", "--namespace", "x")
+    ]
 
 
 @pytest.mark.parametrize("verb", ["status", "stop", "logs"])

@@ -131,19 +131,28 @@ def test_the_rank_is_the_number_in_the_name_of_the_pod(monkeypatch: pytest.Monke
 
 
 def test_hyperpod_and_single_nodes_use_their_own_commands() -> None:
-    def read_output(*arguments: str) -> str:
-        return subprocess.run(
+    def read_output(*arguments: str, expect: int = 0, **variables: str) -> str:
+        result = subprocess.run(
             [sys.executable, POD, *arguments, "--dry-run", "--", "-e", "x"],
             capture_output=True,
             text=True,
-            check=True,
-        ).stdout
+            env={**os.environ, **variables},
+        )
+        assert result.returncode == expect, result.stderr
+        return result.stdout + result.stderr
 
     hyperpod = read_output(
         "--kind", "hyperpod", "--nnodes", "4", "--min-nodes", "2", "--nproc-per-node", "8"
     )
     assert "hyperpodrun --nnodes 2:4 --nproc-per-node 8" in hyperpod
-    assert "--shutdown-signal SIGTERM" in hyperpod
+    assert "--shutdown-signal SIGTERM --shutdown-timeout 240 " in hyperpod
+    nodes = ("--nnodes", "4", "--min-nodes", "2", "--nproc-per-node", "8")
+    for kind in ("hyperpod", "pytorchjob"):  # as edited in pod.yaml
+        words = ("--kind", kind, *nodes)
+        text = read_output(*words, SAVE_SECONDS="600", PET_RDZV_ENDPOINT="head:1")
+        assert "--shutdown-timeout 600 " in text
+        bad = read_output(*words, SAVE_SECONDS="2m", PET_RDZV_ENDPOINT="head:1", expect=2)
+        assert "SAVE_SECONDS in the environment: expected" in bad
     assert "single_node.sh" in read_output(
         "--kind", "trainjob", "--nnodes", "1", "--nproc-per-node", "8"
     )

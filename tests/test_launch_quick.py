@@ -173,6 +173,20 @@ def test_without_slurm_the_check_names_a_login_node(
     assert f"--exclusive --mem=0 {job} --job-name=check" in shown.stdout
 
 
+def test_a_cluster_without_nodes_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partition = "PartitionName=gpu Default=YES State=UP"
+    script = f'case "$2" in partition) echo {partition};; *) echo No nodes in the system;; esac'
+    for name, text in {"scontrol": script, "sbatch": "exit 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    [first, nodes, *_] = slurm_check.check_controller([], 1)
+    assert "gpu is up" in first.text and nodes.severity == "error"
+    assert "0 of 0 nodes of gpu can be used" in nodes.text
+
+
 def test_the_steps_of_a_quick_preparation_need_no_network(tmp_path: Path) -> None:
     run = ("--", "-d", "hf_datasets/test-quick", "-m", "test-quick")
     shown = run_stage("launch/prepare.py", "--quick", "--dry-run", *run, cwd=tmp_path).stdout

@@ -269,6 +269,32 @@ def test_bad_usage_is_refused_at_once_without_a_traceback(
     assert "launcher:" not in text and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("path", NODES, ids=name_of)
+def test_an_option_of_the_supervisor_has_an_effect_in_each_spelling(
+    path: Path, tmp_path: Path
+) -> None:
+    nodes = ("--nnodes", 2, "--node-rank", 0, "--head", "127.0.0.1", "--interface", "lo")
+    words = (
+        *(nodes if path.name.startswith("multi") else ()),
+        *("--nproc_per_node", 4, "--save-seconds", 600, "--backoff=7", "--dry-run"),
+    )
+    stage = ("--", "-e", "x", "-d", "y")
+    text = run_command("bash", path, *words, *stage, cwd=tmp_path, SAVE_SECONDS="9")
+    assert "--nproc-per-node 4 " in text and "--shutdown-timeout 600 " in text, text
+    text = run_command("bash", path, *words, "--backoff", "-1", *stage, cwd=tmp_path, expect=2)
+    assert "--backoff: expected" in text, text
+    if path.name.startswith("multi"):
+        wrong = ("--wait_seconds", "0")
+        text = run_command("bash", path, *words, *wrong, *stage, cwd=tmp_path, expect=2)
+        assert "--wait-seconds: expected" in text, text
+
+
+def test_one_machine_takes_no_options_of_several(tmp_path: Path) -> None:
+    words = ("--nnodes", 2, "--node_rank=1", "--head", "h", "--", "-e", "x", "-d", "y")
+    text = run_command("bash", LAUNCH / "single_node.sh", *words, cwd=tmp_path, expect=2)
+    assert "--nnodes" in text and "launch/multi_node.sh" in text, text
+
+
 def test_a_secret_is_not_shown(tmp_path: Path) -> None:
     text = run_command(
         "bash",

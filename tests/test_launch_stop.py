@@ -186,6 +186,10 @@ def test_slurm_jobs_of_the_same_name_are_listed(
     squeue.chmod(0o755)
     text = run_stop(run, capsys, "--slurm")
     assert "not running (preempted)" in text and "scancel 17" in text and "pending" in text
+    squeue.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr(stop, "SQUEUE_TIMEOUT_S", 0.2)
+    with pytest.raises(UsageError, match="squeue has not answered within"):
+        stop.main([str(run), "--slurm"])
 
 
 def test_an_unknown_run_is_an_error_that_lists_the_existing_ones(run: Path) -> None:

@@ -124,6 +124,13 @@ def test_damaged_and_foreign_directories_are_named(tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "events.jsonl"):
         (pipes / name).unlink()
         os.mkfifo(pipes / name)  # nobody ever writes to it
+    piped = make_run(outputs / "piped")
+    (piped / "config.yaml").unlink()
+    (piped / "logs").mkdir(exist_ok=True)
+    for name in ("config.yaml", "logs/rank_00001.log"):
+        os.mkfifo(piped / name)
+    assert "complete" in run_monitor(tmp_path, "piped", "--once")
+    assert json.loads(run_monitor(tmp_path, "piped", "--json"))["options"] == {}
     (outputs / "foreign" / "checkpoints").mkdir(parents=True)
     (outputs / "notes.txt").write_text("mine")
     (outputs / "loop").symlink_to(outputs)
@@ -144,6 +151,9 @@ def test_runs_can_be_named_as_the_list_names_them(tmp_path: Path) -> None:
 
 
 def test_json_contains_plain_numbers(tmp_path: Path) -> None:
+    odd = make_run(tmp_path / "b", lr=math.inf)
+    values = json.loads(run_monitor(tmp_path, odd, "--json"), parse_constant=pytest.fail)
+    assert values["options"]["lr"] is None
     run = make_run(tmp_path / "outputs" / "a", age=60)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(make_row(110, **{"train/loss_mean": math.nan, "eval/loss": 2.5}))

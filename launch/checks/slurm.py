@@ -144,8 +144,8 @@ def check_controller(job: Sequence[str], nodes: int) -> list[Finding]:
     Raises UsageError without Slurm on this machine.
     """
     try:
-        partitions = [_parse_fields(line) for line in run_tool(*_list_partitions()).splitlines()]
-        cluster_nodes = [_parse_node(line) for line in run_tool(*_list_nodes()).splitlines()]
+        partitions = [*map(_parse_fields, _list_lines(_list_partitions(), "PartitionName"))]
+        cluster_nodes = [*map(_parse_node, _list_lines(_list_nodes(), "NodeName"))]
     except ToolError as error:
         if not all(map(shutil.which, _TOOLS)):
             raise UsageError(
@@ -166,6 +166,11 @@ def _list_partitions() -> list[str]:
 
 def _list_nodes() -> list[str]:
     return ["scontrol", "show", "node", "--oneliner"]
+
+
+def _list_lines(command: list[str], key: str) -> list[str]:
+    """Return the lines with a key that scontrol prints; none for `No nodes in the system`."""
+    return [line for line in run_tool(*command).splitlines() if f"{key}=" in line]
 
 
 def _parse_fields(line: str) -> dict[str, str]:

@@ -169,8 +169,12 @@ def check_operator(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
                 ERROR,
                 "operator",
                 f"{name} has no available replica",
-                f"kubectl -n {item['metadata']['namespace']} describe deployment "
-                f"{item['metadata']['name']}",
+                kube.format(
+                    "describe",
+                    "deployment",
+                    item["metadata"]["name"],
+                    namespace=item["metadata"]["namespace"],
+                ),
             )
         else:
             yield Finding(INFO, "operator", f"{crd} ({version}), run by {name}")
@@ -198,7 +202,7 @@ def check_storage(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
             ERROR,
             "storage",
             f"claim {claim} is {phase}",
-            f"kubectl -n {kube.namespace} describe pvc {claim}",
+            kube.format("describe", "pvc", claim),
         )
     elif "ReadWriteMany" not in modes:
         yield Finding(

@@ -57,7 +57,8 @@ def find_job(kubectl: Kubectl, resource: str, name: str) -> dict[str, Any]:
         f"no job {name} of type {resource} in namespace "
         f"{kubectl.namespace} of {kubectl.cluster.title}",
         found=", ".join(names) or "none of that type at all",
-        hint=f"`kubectl get {resource} --all-namespaces` shows those of other namespaces",
+        hint=f"`{kubectl.format('get', resource, '--all-namespaces')}` shows those of other "
+        "namespaces",
     )
 
 

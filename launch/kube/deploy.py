@@ -72,16 +72,17 @@ def submit_job(job: Job, kubectl: Kubectl) -> None:
 
 def stop_job(job: JobOptions, kubectl: Kubectl) -> None:
     """Delete a job, which makes its pods save and end, and delete its runtime object."""
-    kubectl.run(
-        "delete",
-        job.resource,
-        job.job_name,
-        "--ignore-not-found",
-        "--cascade=foreground",
-        timeout=_STOP_TIMEOUT_S,
-    )
-    if runtimes := KINDS[job.kind].runtime:
-        kubectl.run("delete", runtimes, job.runtime, "--ignore-not-found")
+    for arguments in list_deletions(job):
+        kubectl.run(*arguments, timeout=_STOP_TIMEOUT_S)
+
+
+def list_deletions(job: JobOptions) -> list[list[str]]:
+    """Return the arguments of the calls of kubectl that delete a job and its runtime object."""
+    runtimes = KINDS[job.kind].runtime
+    return [
+        ["delete", job.resource, job.job_name, "--ignore-not-found", "--cascade=foreground"],
+        *([["delete", runtimes, job.runtime, "--ignore-not-found"]] if runtimes else []),
+    ]
 
 
 def require_needs(job: Job, kubectl: Kubectl, has_token: bool = False) -> None:
@@ -129,7 +130,7 @@ def _check_objects(job: Job, kubectl: Kubectl, has_token: bool, problems: Proble
         if claim is None:
             problems.add(
                 f"{flag}: no claim {name} in namespace {job.namespace} of {kubectl.cluster.title}",
-                hint=f"`kubectl get pvc --namespace {job.namespace}` shows all claims",
+                hint=f"`{kubectl.format('get', 'pvc')}` shows all claims",
                 run=remedies.create_bucket_claim(kubectl.cluster, job.namespace, name)
                 if flag == "--bucket-pvc"
                 else remedies.create_claim(
@@ -274,7 +275,7 @@ def _is_active(job: Job, kubectl: Kubectl) -> bool:
 def _give_up(job: Job, kubectl: Kubectl, cause: Cause, attempt: int) -> JobFailed:
     """Return the error of a failed job, and delete it if it is active, since it occupies GPUs."""
     existing = kubectl.find(job.resource, job.job_name)
-    remains = f"kubectl describe pods --namespace {job.namespace} --selector {job.selector}"
+    remains = kubectl.format("describe", "pods", "--selector", job.selector)
     if existing and cluster_state.read_job_state(existing).state == ACTIVE:
         stop_job(job, kubectl)
         remains = "the job was deleted from the cluster"

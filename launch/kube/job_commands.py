@@ -5,7 +5,6 @@ Each function takes the options of the job, kubectl, and the options of launch/k
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 
 from launch.checks import findings
@@ -87,16 +86,16 @@ def print_logs(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None
 
 def stop_job(job_options: JobOptions, kubectl: Kubectl, opts: Options) -> None:
     """Delete the job, whose pods finish their step, save and end."""
-    delete = kubectl.command("delete", job_options.resource, job_options.job_name)
+    deletions = [kubectl.format(*words) for words in deploy.list_deletions(job_options)]
     if opts.dry_run:
-        print(*delete)
+        print("\n".join(deletions))
         return
     state = cluster_state.read_job_state(
         cluster_state.find_job(kubectl, job_options.resource, job_options.job_name)
     )
     if state.state != cluster_state.ACTIVE:
         log.info(f"nothing to stop: {job_options.job_name} is not running ({state.words})")
-        log.info(f"its pods and logs remain until you delete it: {shlex.join(delete)}")
+        log.info(f"its pods and logs remain until you delete it: {' && '.join(deletions)}")
         return
     log.info(f"{job_options.job_name}: its pods finish their step, save and end")
     deploy.stop_job(job_options, kubectl)

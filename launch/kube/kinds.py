@@ -115,8 +115,6 @@ KINDS = {
             "hyperpod",
             "--shutdown-signal",
             "SIGTERM",
-            "--shutdown-timeout",
-            "240",
         ),
     ),
 }

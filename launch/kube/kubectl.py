@@ -78,6 +78,11 @@ class Kubectl:
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, "--namespace", self.namespace, *arguments]
 
+    def format(self, *arguments: str, namespace: str = "") -> str:
+        """Return a call as a command to type. namespace: another one than that of the job."""
+        other = ["--namespace", namespace] if namespace else []
+        return commands.shell(*self.command(*arguments), *other)
+
     def run(self, *arguments: str, stdin: str = "", timeout: float = _TIMEOUT_S) -> str:
         """Return the output of a call. stdin: its input. Raises KubectlError if it fails."""
         try:

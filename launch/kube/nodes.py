@@ -11,6 +11,7 @@ from launch.kube import remedies
 from launch.kube.job_options import JobNeeds, Needs
 from launch.kube.kinds import HYPERPOD_PREFIX, KINDS
 from launch.kube.kubeconfig import ClusterName
+from launch.kube.kubectl import Kubectl
 from lib.core import log, units
 from lib.core.errors import UsageError
 
@@ -185,7 +186,7 @@ def check_capacity(
                 WARNING,
                 "nodes",
                 f"{node.name} accepts no pods: {node.unfit}",
-                f"kubectl describe node {node.name}",
+                Kubectl(needs.namespace, needs.context).format("describe", "node", node.name),
             )
     usable = [node for node in candidates if not node.unfit]
     suitable = [node for node in usable if node.gpus >= gpus and node.efa >= efa]

@@ -157,8 +157,10 @@ def open_shell(pod: VolumePod, kubectl: Kubectl, opts: Options, words: list[str]
 def find_on_volume(pod: VolumePod, path: str) -> str:
     """Return a path that a person typed as an absolute one in the pod.
 
-    Raises UsageError if it leads out of the volumes, to files of the image.
+    Raises UsageError if it is empty, or leads out of the volumes, to files of the image.
     """
+    if not path:  # an unset variable; it would mean the whole volume
+        raise UsageError("PATH: expected a path, got ''", expected="`.` for the whole directory")
     absolute = posixpath.normpath(posixpath.join(pod.project_dir or pod.mount_path, path))
     roots = [posixpath.normpath(pod.mount_path), *([BUCKET] if pod.bucket_pvc else [])]
     if not any(posixpath.commonpath([root, absolute]) == root for root in roots):

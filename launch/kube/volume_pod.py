@@ -119,7 +119,7 @@ def _delete_pod(pod: VolumePod, kubectl: Kubectl) -> None:
     try:
         retry(lambda: kubectl.run(*delete), _DELETE_PAUSES_S, _is_transient)
     except KubectlError as error:
-        command = " ".join(kubectl.command("delete", "pod", pod.pod_name))
+        command = kubectl.format("delete", "pod", pod.pod_name)
         log.warn(f"pod {pod.pod_name} was not deleted ({error.last_line}): {command}")
 
 

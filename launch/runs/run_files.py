@@ -264,7 +264,7 @@ class RunFiles:
         try:
             size = path.stat().st_size
             if self._log_warnings.get(path, (-1, []))[0] != size:
-                with path.open("rb") as file:
+                with records.open_regular(path) as file:
                     file.seek(max(0, size - _LOG_TAIL))
                     text = file.read().decode("utf-8", "replace")
                 self._log_warnings[path] = size, _parse_warnings(text)

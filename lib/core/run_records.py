@@ -66,6 +66,8 @@ def read_state(path: Path) -> dict[str, Any]:
 def read_config(experiment: Experiment) -> dict[str, Any]:
     """Return the content of config.yaml, empty if the file is missing, torn or invalid."""
     try:
+        if not experiment.config.is_file():  # a pipe would wait for a writer
+            return {}
         content = records.read_yaml(experiment.config)
     except (OSError, ValueError):
         return {}
