@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_table("", args.models or list(_MODELS), args.gpus, *setting, args.lora_rank)
     if not args.models:
         print()
-        print_table("full or adapted, ", *LORA_TABLE, *setting, rank=16)
+        print_table("full training or LoRA, ", *LORA_TABLE, *setting, rank=16)
 
 
 if __name__ == "__main__":

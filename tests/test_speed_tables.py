@@ -22,7 +22,7 @@ def table(first_cell: str) -> list[list[str]]:
 
 
 TABLE = table("1 × 4,096 tokens")
-ADAPTED = table("full or adapted, 1 × 4,096 tokens")
+ADAPTED = table("full training or LoRA, 1 × 4,096 tokens")
 
 
 @functools.cache

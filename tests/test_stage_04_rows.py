@@ -115,7 +115,7 @@ def record_loop(rank: int) -> None:
         recorder.__enter__()
         ask(request)
         around(StopRequest, "begin_agreement", silent=True)
-        around(StopRequest, "agree", silent=True)
+        around(StopRequest, "agree_on_reason", silent=True)
         around(Evaluation, "measure", "evaluating", silent=True)
         around(Checkpointer, "save", "saving", silent=True)
         around(TrainState, "advance", ends="launched")

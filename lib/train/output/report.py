@@ -341,7 +341,7 @@ class Report:
     def note_stop(self, reason: str) -> None:
         """Record that the run stops after this step, whose checkpoint has been saved.
 
-        reason: as StopRequest.agree returns it. Raises Preempted if steps remain.
+        reason: as StopRequest.agree_on_reason returns it. Raises Preempted if steps remain.
         """
         step = self._state.step
         has_ended = self._state.step == self._plan.total_steps
