@@ -296,6 +296,9 @@ class StrictReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    # torch records gradients per thread. Without this, it refuses to narrow a parameter of which
+    # another thread fills a part at the same time.
+    @torch.no_grad()
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         if records.leads_out(name):
             raise ArtifactError(

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import ReadItem
 
 from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
 from lib.core import hashing
@@ -52,6 +54,24 @@ def test_saved_tensors_are_loaded(saved: Path):
     tensors = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
     load_tensors(saved, tensors)
     assert torch.equal(tensors["model.a"], torch.arange(12.0).view(3, 4))
+
+
+def test_reader_threads_record_no_gradients(saved: Path) -> None:
+    """Otherwise threads that fill parts of one parameter disturb each other."""
+    records = []
+
+    class Planner(DefaultLoadPlanner):
+        """Notes whether the calling thread records gradients."""
+
+        def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+            records.append(torch.is_grad_enabled())
+            return super().resolve_tensor(read_item)
+
+    tensors = {"model.a": torch.zeros(3, 4), "model.b": torch.zeros(5)}
+    reader = StrictReader(saved)
+    with torch.no_grad():
+        dcp.load(tensors, storage_reader=reader, planner=Planner(), no_dist=True)
+    assert records == [False, False]
 
 
 def test_malicious_metadata_runs_nothing(saved: Path, tmp_path: Path):
