@@ -36,7 +36,7 @@ while (($#)); do
     --backoff) backoff_seconds=$value ;;
     --nnodes | --node-rank | --head | --master-addr | --port | --master-port | --interface | \
       --wait-seconds)
-      echo "error: $name is an option of several machines, and this launcher starts one" >&2
+      echo "error: $name is an option for several machines, and this launcher starts one" >&2
       echo "  hint:     launch/multi_node.sh has it" >&2
       exit 2 ;;
     *) supervise+=("$1") words=1 ;;

@@ -66,8 +66,9 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
     actions.add_parser("pack", add_help=False, help="pack a bundle in a checkout: see pack --help")
     verify = actions.add_parser("verify", help="hash a bundle and name all damaged files")
     unpack = actions.add_parser("unpack", help="verify a bundle, then unpack it into a project")
+    verify.description = "Hash a bundle, and name all damaged files."
+    unpack.description = "Verify a bundle, then unpack it into a project."
     for action in (verify, unpack):
-        action.description = description.partition("\n")[0]
         action.add_argument("bundle", type=Path, metavar="DIR", help="the bundle")
     unpack.add_argument(
         "--to", type=Path, required=True, metavar="DIR", help="the project's directory (required)"
@@ -77,9 +78,7 @@ def parse_arguments(argv: list[str], description: str) -> argparse.Namespace:
         action="store_true",
         help="create its .venv from the wheelhouse with this Python (default: off)",
     )
-    unpack.add_argument(
-        "--dry-run", action="store_true", help="print the plan and write nothing (default: off)"
-    )
+    unpack.add_argument("--dry-run", action="store_true", help="only print the plan (default: off)")
     return parser.parse_args(argv)
 
 

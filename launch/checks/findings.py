@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -106,8 +105,7 @@ def write_json(path: Path, findings: Iterable[Finding], **values: object) -> Non
         {key: value for key, value in asdict(finding).items() if key != "node"}
         for finding in sort_by_severity(findings)
     ]
-    text = json.dumps({"findings": rows, **values}, indent=1) + "\n"
-    manifest.write_output(path, text)
+    manifest.write_output(path, manifest.format_json({"findings": rows, **values}))
 
 
 def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: str) -> None:

@@ -169,11 +169,8 @@ def check_operator(kube: Kubectl, needs: JobNeeds) -> Iterable[Finding]:
                 ERROR,
                 "operator",
                 f"{name} has no available replica",
-                kube.format(
-                    "describe",
-                    "deployment",
-                    item["metadata"]["name"],
-                    namespace=item["metadata"]["namespace"],
+                Kubectl(item["metadata"]["namespace"], kube.context).format(
+                    "describe", "deployment", item["metadata"]["name"]
                 ),
             )
         else:

@@ -78,10 +78,9 @@ class Kubectl:
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, "--namespace", self.namespace, *arguments]
 
-    def format(self, *arguments: str, namespace: str = "") -> str:
-        """Return a call as a command to type. namespace: another one than that of the job."""
-        other = ["--namespace", namespace] if namespace else []
-        return commands.shell(*self.command(*arguments), *other)
+    def format(self, *arguments: str) -> str:
+        """Return a call as a command to type."""
+        return commands.shell(*self.command(*arguments))
 
     def run(self, *arguments: str, stdin: str = "", timeout: float = _TIMEOUT_S) -> str:
         """Return the output of a call. stdin: its input. Raises KubectlError if it fails."""

@@ -296,8 +296,8 @@ class StrictReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    # torch records gradients per thread. Without this, it refuses to narrow a parameter of which
-    # another thread fills a part at the same time.
+    # `no_grad` holds for one thread, so that of the caller has no effect here. If torch recorded
+    # gradients, it could refuse to narrow a parameter that another thread writes to.
     @torch.no_grad()
     def _read(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         if records.leads_out(name):

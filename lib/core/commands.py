@@ -117,8 +117,8 @@ def on_ranks(count: int) -> str:
     first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
     if first is not None:
         value = [words[first].partition("=")[0] + f"={count}"]
-        replaced = 1 if "=" in words[first] else 2
-        return _join_words([*words[:first], *value, *words[first + replaced :]])
+        word_count = 1 if "=" in words[first] else 2
+        return _join_words([*words[:first], *value, *words[first + word_count :]])
     if LAUNCHED_AS in os.environ:
         is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
         with_count = [words[0], "--nproc-per-node", str(count), *words[1:]]

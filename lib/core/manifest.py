@@ -87,7 +87,12 @@ def write_manifest(
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON atomically: through a temporary file, fsync and rename."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    write_text(path, format_json(content))
+
+
+def format_json(content: Any) -> str:
+    """Return the text of a JSON file."""
+    return json.dumps(content, indent=1) + "\n"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -110,10 +115,15 @@ def write_output(path: Path, text: str) -> None:
 
     `write_text` would put a file in the place of the link or device.
     """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if _is_link_or_device(path):
         path.write_text(text, encoding="utf-8")
     else:
         write_text(path, text)
+
+
+def _is_link_or_device(path: Path) -> bool:
+    """Return whether a path is a link, a device or a pipe, which no new file may replace."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
 
 
 def require_writable(path: Path, option: str) -> None:
@@ -126,8 +136,10 @@ def require_writable(path: Path, option: str) -> None:
         raise UsageError(f"there is no directory {path.parent}", expected=option)
     if path.is_dir():
         raise UsageError(f"{path} is a directory", expected=option)
-    if not os.access(path if path.is_symlink() else path.parent, os.W_OK):
-        raise UsageError(f"{path.parent} cannot be written to", expected=option)
+    is_kept = _is_link_or_device(path)
+    place = path if is_kept else path.parent
+    if not os.access(place, os.W_OK if is_kept else os.W_OK | os.X_OK):
+        raise UsageError(f"{place} cannot be written to", expected=option)
 
 
 def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:

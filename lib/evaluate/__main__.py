@@ -12,7 +12,6 @@ model is sharded over the ranks; the results are the same.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -73,7 +72,7 @@ def main(argv: list[str]) -> None:
                 "context_length": context_length,
                 "tasks": {result.task: result.as_json() for result in evaluated},
             }
-            manifest.write_output(opts.json, json.dumps(content, indent=1) + "\n")
+            manifest.write_output(opts.json, manifest.format_json(content))
 
 
 def parse(argv: Sequence[str]) -> Options:

@@ -135,7 +135,7 @@ class Bucket:
         self._verify(name, size, checksum, digest)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, also those that do not exist.
+        """Delete objects. A name without an object is no error.
 
         Raises StageError if the bucket refuses to delete one.
         """

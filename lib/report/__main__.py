@@ -61,7 +61,8 @@ def main(argv: list[str]) -> None:
     pages = (compose_page(runs, axis, end, limits) for limits in _LIMITS)
     text = next(text for text in pages if len(text.encode()) <= _LARGEST)
     path = opts.out or experiments[0].report
-    (manifest.write_output if opts.out else manifest.write_text)(path, text)
+    write = manifest.write_output if opts.out else manifest.write_text
+    write(path, text)
     log.info(f"report: {path}")
 
 

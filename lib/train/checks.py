@@ -33,7 +33,7 @@ _PACKAGES = {
     "ckpt_hyperpod": "amzn-sagemaker-checkpointing",
     "ckpt_copy_to": "boto3",  # for a bucket
 }
-# Options that have an effect only with another one.
+# Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
     "streaming": ("online", "include", "text_field"),
     "sample_prompts": ("sample_freq", "sample_tokens"),
@@ -90,7 +90,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
 
 
 def _check_owners(config: Config, problems: Problems) -> None:
-    """Add a problem for each option that has an effect only with another one, which is not set."""
+    """Add a problem for each option that has no effect, because its owner is not set."""
     for owner, names in _OWNED.items():
         if getattr(config, owner) != getattr(DEFAULTS, owner):
             continue

@@ -138,7 +138,7 @@ def require_quality(row_options: RowOptions) -> None:
         if least is not None and most is not None and least > most:
             problems.add(
                 f"no row can pass {name}={least:g} and {opposite}={most:g}",
-                expected=f"--quality-set with {name} of at most {opposite}",
+                expected=f"{name} of at most {most:g}, or {opposite} of at least {least:g}",
             )
     if families:
         problems.collect(partial(_require_lists, row_options, problems))

@@ -49,8 +49,7 @@ class ChatCounts:
     The names of the fields are keys in the manifest. dropped: conversations by cause. stops: token
     id → samples whose last trained token is that special token. first: cause → the message for the
     first conversation dropped. unprompted: samples trained from their second token on, so they
-    contain no prompt. left_out: how often the template omitted the system prompt or thoughts (the
-    name is that of the record).
+    contain no prompt. left_out: how often the template omitted the system prompt or thoughts.
     """
 
     conversations: int = 0
