@@ -492,7 +492,10 @@ def test_an_operator_that_is_down_or_serves_another_version_is_an_error(
         "operators",
     )
     all_findings, _ = check_cluster(tmp_path, *P5, expect=6)
-    assert "no available replica" in only(all_findings, "operator").text
+    finding = only(all_findings, "operator")
+    assert "no available replica" in finding.text
+    words = "--namespace operators describe deployment training-operator"
+    assert finding.remedy.endswith(words)
     p5_cluster.add(
         "customresourcedefinitions",
         {

@@ -27,7 +27,6 @@ from launch.kube import job
 from launch.kube.job import Job
 from launch.kube.job_options import TEMPLATES, JobOptions
 from launch.kube.kinds import KINDS
-from launch.kube.kubectl import Kubectl
 from launch.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
@@ -677,10 +676,6 @@ def test_printed_calls_of_kubectl_name_the_cluster_and_keep_its_words(tmp_path: 
     assert [shlex.split(line)[:8] for line in deletions] == [
         [*other, "delete", KINDS["trainjob"].resource, "exp"],
         [*other, "delete", KINDS["trainjob"].runtime, "ml-exp"],
-    ]
-    kubectl = Kubectl("ml", "my prod")
-    assert shlex.split(kubectl.format("get", "pvc", namespace="x")) == [
-        *(*other, "get", "pvc", "--namespace", "x")
     ]
 
 
