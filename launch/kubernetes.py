@@ -54,7 +54,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from launch.build_image import build_docker_image  # noqa: E402
-from launch.checks import findings  # noqa: E402
 from launch.images import docker as image_docker  # noqa: E402
 from launch.kube import deploy, preparation, setup, volume_commands  # noqa: E402
 from launch.kube.cluster import log_cluster, manage_eks_cluster  # noqa: E402
@@ -69,7 +68,7 @@ from launch.kube.open_options import choose_context, fill_open_options  # noqa: 
 from launch.kube.preparation import Preparation, plan_preparation  # noqa: E402
 from launch.kube.raw_text import RawText  # noqa: E402
 from launch.kube.volume_commands import VOLUME_COMMANDS  # noqa: E402
-from lib.core import commands, declared, log, options, stage  # noqa: E402
+from lib.core import commands, declared, log, options, output_file, stage  # noqa: E402
 from lib.core.errors import Problems, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 from lib.train import command_line  # noqa: E402
@@ -100,7 +99,7 @@ def build_parser() -> options.Parser:
     )
     group.add_argument(
         "--out",
-        type=findings.parse_output_file,
+        type=output_file.parse_output_file,
         metavar="FILE",
         help="render: file to write (default: print the manifest)",
     )
@@ -255,8 +254,7 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options, first: Preparation | No
     """
     manifest = render_manifests(job.manifests(), f"made by: {job.launched_as}".replace("\n", " "))
     if opts.command == "render" and opts.out and not opts.dry_run:
-        opts.out.parent.mkdir(parents=True, exist_ok=True)
-        opts.out.write_text(manifest, encoding="utf-8")
+        output_file.write_output(opts.out, manifest)
         log.info(
             f"{opts.out}: {job.nodes} × {job.gpus_per_node} GPUs, {job.efa_per_node} EFA per node"
         )

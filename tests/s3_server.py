@@ -1,8 +1,4 @@
-"""A local stand-in for S3: an HTTP server with the requests that lib/hub/s3.py makes, and faults.
-
-If S3_TEST_ENDPOINT is the address of another server, such as that of moto, the tests that need no
-faults use it instead.
-"""
+"""A local stand-in for S3: an HTTP server with the requests of lib/hub/s3.py, and with faults."""
 
 from __future__ import annotations
 
@@ -22,7 +18,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-OTHER_SERVER = os.environ.get("S3_TEST_ENDPOINT", "")
 BUCKET = "bucket"
 _KEY_ID = "test-key"
 _SECRET = "the-secret-of-the-tests"
@@ -227,7 +222,7 @@ class S3Server:
     def environment(self, key_id: str = _KEY_ID) -> dict[str, str]:
         """Return the environment variables of a client, with an address and credentials."""
         return {
-            "AWS_ENDPOINT_URL": OTHER_SERVER or f"http://127.0.0.1:{self._port}",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
             "AWS_ACCESS_KEY_ID": key_id,
             "AWS_SECRET_ACCESS_KEY": _SECRET,
             "AWS_REGION": "us-east-1",

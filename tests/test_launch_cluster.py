@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.checks import findings
 from launch.checks.findings import Finding
 from launch.kube import cluster
 from launch.kube import nodes as cluster_nodes
@@ -658,17 +656,3 @@ def test_impossible_names_are_refused_before_the_cluster_is_queried() -> None:
         cluster.main(["--instance-type", "ml.p5.48xlrge", "--namespace", "A b", "--pvc", ""])
     assert len(caught.value.several) == 3
     assert "the nearest is p5.48xlarge" in caught.value.render()
-
-
-def test_the_output_file_is_checked_before_the_work(tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "file").touch()
-    for path in ("file", "new", "not/yet/there"):
-        assert findings.parse_output_file(str(tmp_path / path)) == tmp_path / path
-    for path, says in ((".", "is a directory"), ("file/x", "file is a file")):
-        with pytest.raises(argparse.ArgumentTypeError, match=says):
-            findings.parse_output_file(str(tmp_path / path))
-    monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(argparse.ArgumentTypeError, match="is read-only"):
-        findings.parse_output_file(str(tmp_path / "new"))
-    monkeypatch.setenv("RANK", "1")
-    assert findings.parse_output_file(str(tmp_path))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lib.core import log, manifest, units
+from lib.core import log, manifest, output_file, units
 from lib.core.errors import StageError
 
 ERROR, WARNING, INFO = SEVERITIES = ("error", "warning", "info")
@@ -74,38 +73,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json",
-        type=parse_output_file,
+        type=output_file.parse_output_file,
         metavar="FILE",
         help="also write all findings to a file (default: none)",
     )
 
 
-def parse_output_file(text: str) -> Path:
-    """Parse the path of a file that rank 0 will write.
-
-    Raises ArgumentTypeError if it is a directory or cannot be written.
-    """
-    path = Path(text)
-    if log.rank() > 0:
-        return path
-    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a directory, not a file to write")
-    if existing != path and not existing.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {existing} is a file")
-    if not os.access(existing, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {existing} is read-only")
-    return path
-
-
 def write_json(path: Path, findings: Iterable[Finding], **values: object) -> None:
     """Write findings, the most severe first, and more values under their names."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     rows = [
         {key: value for key, value in asdict(finding).items() if key != "node"}
         for finding in sort_by_severity(findings)
     ]
-    manifest.write_output(path, manifest.format_json({"findings": rows, **values}))
+    output_file.write_output(path, manifest.format_json({"findings": rows, **values}))
 
 
 def report_findings(findings: list[Finding], opts: argparse.Namespace, subject: str) -> None:

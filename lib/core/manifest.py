@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from lib.core import commands, hashing, records, units
 from lib.core.commands import REDACTED
 from lib.core.config_file import TYPED
-from lib.core.errors import ArtifactError, UsageError, is_missing
+from lib.core.errors import ArtifactError, is_missing
 from lib.core.options import VOLATILE
 from lib.core.paths import MANIFEST
 
@@ -108,38 +108,6 @@ def write_text(path: Path, text: str) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
-
-
-def write_output(path: Path, text: str) -> None:
-    """Write a text file that a person named: through a link, or into a device such as /dev/stdout.
-
-    `write_text` would put a file in the place of the link or device.
-    """
-    if _is_link_or_device(path):
-        path.write_text(text, encoding="utf-8")
-    else:
-        write_text(path, text)
-
-
-def _is_link_or_device(path: Path) -> bool:
-    """Return whether a path is a link, a device or a pipe, which no new file may replace."""
-    return path.is_symlink() or (path.exists() and not path.is_file())
-
-
-def require_writable(path: Path, option: str) -> None:
-    """Raise UsageError if the file that an option names could not be written.
-
-    option: such as `--json FILE`.
-    """
-    path = path.absolute()
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no directory {path.parent}", expected=option)
-    if path.is_dir():
-        raise UsageError(f"{path} is a directory", expected=option)
-    is_kept = _is_link_or_device(path)
-    place = path if is_kept else path.parent
-    if not os.access(place, os.W_OK if is_kept else os.W_OK | os.X_OK):
-        raise UsageError(f"{place} cannot be written to", expected=option)
 
 
 def remove_temporary(directory: Path, names: Iterable[str] = ("*",)) -> None:

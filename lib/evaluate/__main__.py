@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import log, manifest, options, stage, units
+from lib.core import log, manifest, options, output_file, stage, units
 from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.core.progress import Progress
@@ -39,8 +39,6 @@ def main(argv: list[str]) -> None:
     opts = parse(argv)
     suite_dir = task_files.find_suite(opts.suite, opts.cache_dir)
     tasks = task_files.read_suite(suite_dir, opts.limit)
-    if opts.json:
-        manifest.require_writable(opts.json, "--json FILE")
 
     from lib.evaluate import open_model
 
@@ -72,7 +70,7 @@ def main(argv: list[str]) -> None:
                 "context_length": context_length,
                 "tasks": {result.task: result.as_json() for result in evaluated},
             }
-            manifest.write_output(opts.json, manifest.format_json(content))
+            output_file.write_output(opts.json, manifest.format_json(content))
 
 
 def parse(argv: Sequence[str]) -> Options:
@@ -139,7 +137,10 @@ def parse(argv: Sequence[str]) -> Options:
         help="directory of prepared models and suites",
     )
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="also write all figures to FILE (default: none)"
+        "--json",
+        type=output_file.parse_output_file,
+        metavar="FILE",
+        help="also write all figures to FILE (default: none)",
     )
     parser.add_argument(
         "--trust-remote-code",

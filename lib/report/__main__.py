@@ -11,9 +11,8 @@ that has these files.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from lib.core import log, manifest, options, paths, stage
+from lib.core import log, manifest, options, output_file, paths, stage
 from lib.core.errors import UsageError
 from lib.pages.svg import COLUMNS, STYLES
 from lib.report.content import ReportLimits, compose_page
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=output_file.parse_output_file,
         metavar="FILE",
         help="file to write (default: report.html of the first run)",
     )
@@ -53,15 +52,13 @@ def main(argv: list[str]) -> None:
         raise UsageError(
             f"{len(experiments)} runs are too many for one page", expected=f"at most {STYLES}"
         )
-    if opts.out:
-        manifest.require_writable(opts.out, "--out FILE")
     axis, end = find_axis(experiments)
     columns = COLUMNS if len(experiments) <= _MANY else COLUMNS // 2
     runs = read_runs(experiments, axis, end, columns)
     pages = (compose_page(runs, axis, end, limits) for limits in _LIMITS)
     text = next(text for text in pages if len(text.encode()) <= _LARGEST)
     path = opts.out or experiments[0].report
-    write = manifest.write_output if opts.out else manifest.write_text
+    write = output_file.write_output if opts.out else manifest.write_text
     write(path, text)
     log.info(f"report: {path}")
 

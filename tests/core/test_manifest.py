@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from lib.core import manifest
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError
 
 
 @pytest.fixture
@@ -114,22 +112,3 @@ def test_json_is_replaced_atomically(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         manifest.write_json(path, {"step": 2, "bad": object()})
     assert path.read_text() == '{\n "step": 1\n}\n'
-
-
-def test_an_output_file_may_be_a_link_or_a_device(tmp_path: Path) -> None:
-    """A rename would replace /dev/stdout itself, and as root it could."""
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "file").write_text("long content of before")
-    (tmp_path / "link").symlink_to("file")
-    with ThreadPoolExecutor() as pool:
-        read = pool.submit((tmp_path / "pipe").read_text)
-        manifest.require_writable(tmp_path / "pipe", "--json FILE")
-        manifest.write_output(tmp_path / "pipe", "one")
-        assert read.result(10) == "one" and (tmp_path / "pipe").is_fifo()
-    manifest.write_output(tmp_path / "link", "two")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "two"
-    manifest.write_output(tmp_path / "new", "three")
-    assert (tmp_path / "new").read_text() == "three"
-    for name in ("none/file", ""):
-        with pytest.raises(UsageError, match="directory"):
-            manifest.require_writable(tmp_path / name, "--json FILE")

@@ -1,5 +1,9 @@
 # covers: lib/hub/s3.py
-"""Objects of a bucket, against a server on this machine."""
+"""Objects of a bucket, against a server on this machine.
+
+If S3_TEST_ENDPOINT is the address of another server with an empty bucket named `bucket`, such as
+that of moto, the tests that need no faults use it instead.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +20,11 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.hub import s3
 from lib.hub.s3 import Bucket
 from tests.conftest import ROOT
-from tests.s3_server import BUCKET, OTHER_SERVER, S3Server, serve_s3
+from tests.s3_server import BUCKET, S3Server, serve_s3
 
 URL = f"s3://{BUCKET}/some/prefix"
-needs_faults = pytest.mark.skipif(bool(OTHER_SERVER), reason="needs the faults of our own server")
+_OTHER_SERVER = os.environ.get("S3_TEST_ENDPOINT", "")
+needs_faults = pytest.mark.skipif(bool(_OTHER_SERVER), reason="needs the faults of our own server")
 
 
 @pytest.fixture
@@ -27,6 +32,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     with serve_s3() as server:
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
+        if _OTHER_SERVER:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", _OTHER_SERVER)
         yield server
 
 

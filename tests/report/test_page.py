@@ -211,9 +211,8 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         main([str(tmp_path)])
     with pytest.raises(UsageError, match="17 runs"):
         main([str(write_run(tmp_path / f"run{n}", [])) for n in range(17)])
-    for out in (tmp_path / "missing" / "page.html", tmp_path):
-        with pytest.raises(UsageError, match="directory"):
-            main([str(run), "--out", str(out)])
+    with pytest.raises(UsageError, match="directory"):
+        main([str(run), "--out", str(tmp_path)])
     assert not list(run.glob("report*"))
 
 

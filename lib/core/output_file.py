@@ -1,0 +1,50 @@
+"""Parse and write a file that a person names for the output of a command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from lib.core import log, manifest
+
+
+def parse_output_file(text: str) -> Path:
+    """Parse the path of a file that rank 0 will write; its directory may be missing.
+
+    Raises ArgumentTypeError if it is a directory or cannot be written.
+    """
+    path = Path(text)
+    if not text:  # an unset variable
+        raise argparse.ArgumentTypeError("expected a file to write, got ''")
+    if log.rank() > 0:
+        return path
+    target = path.absolute() if path.exists() else path.resolve()  # a link may lead nowhere yet
+    if target.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory, not a file to write")
+    place = next(place for place in (target, *target.parents) if place.exists())
+    if place == target and not _is_link_or_device(target):
+        place = target.parent
+    elif place != target and not place.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK if place.is_dir() else os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {place} is read-only")
+    return path
+
+
+def write_output(path: Path, text: str) -> None:
+    """Write a text to the file: through a link, or into a device such as /dev/stdout.
+
+    A file is replaced atomically, and its directory is made if it is missing.
+    """
+    if _is_link_or_device(path):
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        manifest.write_text(path, text)
+
+
+def _is_link_or_device(path: Path) -> bool:
+    """Return whether a path is a link, a device or a pipe, which no new file may replace."""
+    return path.is_symlink() or (path.exists() and not path.is_file())
