@@ -221,17 +221,13 @@ def log_next_command(job: Job, job_options: JobOptions) -> None:
 
 def make_deploy_words(argv: list[str]) -> list[str]:
     """Return the arguments of the `deploy` command that follows a `prepare`."""
-    own_words, train = command_line.split_at_dashes(argv)
-    # The command may follow options, one of which may have the same word as its value.
-    position = (
-        0 if own_words[0] == "prepare" else len(own_words) - 1 - own_words[::-1].index("prepare")
-    )
-    return [
-        *own_words[:position],
-        "deploy",
-        *own_words[position + 1 :],
-        *(["--", *train] if train else []),
+    replaced = [
+        [*argv[:position], "deploy", *argv[position + 1 :]]
+        for position, word in enumerate(argv)
+        if word == "prepare"
     ]
+    # The command may follow options, and the value of an option may be the same word.
+    return next(words for words in replaced if parse(words)[0].command == "deploy")
 
 
 def choose_image(job_options: JobOptions) -> JobOptions:

@@ -263,6 +263,7 @@ def test_kubectl_reads_every_word_exactly_as_typed(kind: str, tmp_path: Path) ->
         ("prepare --job-name prepare -- -d c", "deploy --job-name prepare -- -d c"),
         ("--job-name x prepare", "--job-name x deploy"),
         ("--job-name prepare prepare -- -d prepare", "--job-name prepare deploy -- -d prepare"),
+        ("--job-name x prepare -e prepare", "--job-name x deploy -e prepare"),
     ],
 )
 def test_deploy_follows_prepare_wherever_the_command_stands(words: str, follows: str) -> None:
