@@ -15,7 +15,7 @@
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
 Reads the splits of stage 01, or any directory. A plain-text file is one document. A JSON file
-gives one document per element if its top level is a list, and otherwise one document. JSON Lines
+gives one document per element if its top level is a list, and otherwise one per value. JSON Lines
 gives one per line, YAML one per YAML document, and CSV, TSV, Parquet and Arrow one per row. Files
 may be compressed (.gz .bz2 .xz .zst). The text of a structured document is all its string values,
 joined by newlines. With --format chat each record is a conversation in one of four formats:

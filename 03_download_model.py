@@ -155,7 +155,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
     """Return the options of this stage. Raises UsageError if they contradict each other."""
     parser = options.Parser(__doc__)
     declared.add_options(parser, DownloadOptions)
-    parser.add_common("train a tokenizer, or threads that hash or download (at most 8)")
+    parser.add_common("train a tokenizer, or threads that hash; downloads use at most 8")
     opts = declared.drop_repeats(declared.read_options(DownloadOptions, parser.parse(argv)))
     check_combination(opts)
     return opts

@@ -124,7 +124,7 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     assert summary["decontamination"]["sets_above_limit"] == ["quiz"]
     assert summary["rows"] == 240 - 24
     page = (tmp_path / "out/report.html").read_text()
-    assert "quiz: 60.0 % of its questions occur in documents." in page
+    assert "quiz: 60.0 % of its compared questions occur in documents." in page
     assert f"question 1: {quiz['samples'][0]['n_gram']}" in page
 
     only = stage(SCRIPT, *options, "--decontaminate-report-only", "--save-dir", "only")

@@ -46,7 +46,8 @@ class JobKind:
     def install_commands(self, cluster: str = "", region: str = "", context: str = "") -> list[str]:
         """Return the commands that install the operator, to be typed as they stand.
 
-        cluster, region: of the EKS cluster, if its name is known. context: for kubectl.
+        cluster, region: name and region of the EKS cluster, if they are known. context: the kubectl
+        context, empty for the current one.
         """
         return [
             command.format(

@@ -169,7 +169,7 @@ def check_capacity(
     """Yield whether the nodes suffice for a job.
 
     needs: the needs of the job, after `with_defaults`. has_autoscaler: whether nodes can be added.
-    cluster: whose nodes they are.
+    cluster: the cluster with these nodes.
     """
     gpus = needs.gpus_per_node or 0
     efa = needs.efa_per_node or 0

@@ -20,7 +20,7 @@ from lib.core.errors import ArtifactError
 
 
 class Hasher(Protocol):
-    """The methods that hashers of hashlib and xxhash share."""
+    """Declares the methods that hashers of hashlib and xxhash share."""
 
     def update(self, data: bytes) -> None: ...
     def hexdigest(self) -> str: ...

@@ -223,7 +223,7 @@ def imports_as_here() -> Iterator[None]:
 
 
 def _set_up_worker() -> None:
-    """Let a worker process leave signals to its parent, and end with it."""
+    """Make a worker process ignore signals, which its parent handles, and end with its parent."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -67,7 +67,7 @@ def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[Tre
         log.info(f"{folder} is a plain directory (no splits of stage 01): reading its files")
     if not files:
         raise UsageError(
-            f"no file in {folder}",
+            f"no file to read in {folder}",
             expected="files that contain text",
             found=count_reasons(skipped) or "an empty directory",
         )

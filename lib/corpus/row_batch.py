@@ -18,7 +18,7 @@ class RowText:
     """Contains the text of a row as rules and sidecars see it.
 
     strings: the text, or the contents of all turns of a conversation. If a text is larger than
-    memory, this is only its beginning. path: the file, relative to the data folder. source: the
+    64 MB, this is only its beginning. path: the file, relative to the data folder. source: the
     file, relative to the source directory. characters: number of characters of the whole text
     (default: counted in `strings`). position: number of the row in its file (or in a span of a
     large file), from 1. questions: contents of the user's turns, if the row is a conversation.

@@ -256,8 +256,9 @@ class RowOptions:
         metavar="A,B",
         quiet=True,
         help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
-        "prints all thresholds. The rules of c4 judge the lines that C4 would keep, but a row is "
-        "never cut; with fineweb, these include lines without end marks (default: no rules)",
+        "prints all thresholds. c4.min_sentences counts only the lines that C4 would keep "
+        "(together with fineweb, also lines without an end mark), but a row is never cut (default: "
+        "no rules)",
     )
     quality_set: list[str] = option(
         [],
@@ -359,7 +360,7 @@ class RowOptions:
         if not self.extract:
             needed["extract_"] = "--extract"
         if not self.language:
-            needed["language_"] = "--language all"
+            needed["language_"] = "--language"
         for field in declared.list_fields(RowOptions):
             for prefix, other in needed.items():
                 is_given = getattr(self, field.name) != declared.default_of(field)

@@ -190,8 +190,8 @@ def check_parts(
         )
     if len(versions) > 1:
         log.warn(
-            "the parts were built with different versions of Python or its packages; a dataset "
-            "built on one machine may differ"
+            "the parts were built with different versions of Python or its packages, so the "
+            "dataset may differ from one that is built on one machine"
         )
     return total
 

@@ -73,7 +73,7 @@ _ROUND_TRIP_TEXTS = (
 
 @dataclass
 class Sample:
-    """How much of the datasets a tokenizer was trained on: numbers of documents and UTF-8 bytes."""
+    """Counts the documents and UTF-8 bytes that a tokenizer was trained on, and all there were."""
 
     documents_used: int
     documents_total: int

@@ -129,7 +129,7 @@ def _list_ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _list_log_ticks(low: float, high: float) -> list[float]:
-    """Return the powers of ten between two numbers, with their double and quintuple if few."""
+    """Return the powers of ten in a range, and in a short range also 2 and 5 times each."""
     decades = math.log10(high / low)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)), 1 + int(decades / 8))
     ticks = [f * 10.0**power for power in powers for f in ((1, 2, 5) if decades < 2 else (1,))]

@@ -52,7 +52,7 @@ def experts_forward(
 
 
 def route_tokens(top_k_index: Tensor, num_experts: int) -> Routing:
-    """Return the routing of tokens by one sort of integers. top_k_index: int64 [N, k]."""
+    """Return the routing of tokens, by sorting their experts once. top_k_index: int64 [N, k]."""
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     inverse = order.scatter(0, order, torch.arange(len(order), device=order.device))
     numbers = torch.arange(num_experts, device=order.device, dtype=experts.dtype)
@@ -196,7 +196,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of rows and weights. upstream: [N, H], in the wider dtype."""
+        """Return the gradients of rows and weights. upstream: [N, H], of the wider dtype."""
         rows, weights, order, inverse, tokens = ctx.saved_tensors
         per_row = upstream.index_select(0, tokens)
         rows_gradient = None

@@ -43,9 +43,10 @@ _UNSAFE = re.compile(r"[^\w.+-]")
 
 
 class TokenBytes(NamedTuple):
-    """The bytes that each token of a vocabulary stands for, int64 [V].
+    """Contains the number of bytes that each token of a vocabulary stands for.
 
-    special: bool [V], the special tokens; bits per byte counts neither their nats nor their bytes.
+    bytes: int64 [V]. special: bool [V], the special tokens; bits per byte counts neither their nats
+    nor their bytes.
     The unknown token does not count as special.
     """
 

@@ -149,7 +149,7 @@ class Config:
         quiet=True,
         parse=positive_int,
         help="with --model-size or --config-json: tokens in the vocabulary, padded to a multiple "
-        f"of {scratch.VOCABULARY_MULTIPLE} (default: that of --tokenizer or --config-json; 1,024 "
+        f"of {scratch.VOCABULARY_MULTIPLE} (default: as in --tokenizer or --config-json; 1,024 "
         "for 1M, 4,096 for tiny, 32,000 for the other sizes)",
     )
     tokenizer: Path | None = option(
@@ -247,7 +247,7 @@ class Config:
         metavar="DIR",
         help="load the initial weights from another trainer's checkpoint, in the format of "
         "torch.distributed.checkpoint. DIR is the checkpoint, or an experiment directory with "
-        "checkpoint/. Config and tokenizer are those of -m. Step, optimizer state and "
+        "checkpoint/. Config and tokenizer come from -m. Step, optimizer state and "
         "learning-rate schedule start from zero (default: the weights of -m)",
     )
     resume_with_changes: bool = option(
@@ -333,8 +333,7 @@ class Config:
         first="micro-batch size",
         metavar="N|auto",
         help="samples per process in a micro-batch. auto: as many as fit in memory, at most "
-        "32,768 tokens (2,048 on a CPU). On a CPU or with --global-batch-size, the default is 1 "
-        "(default: auto)",
+        "32,768 tokens (2,048 on a CPU) (default: auto; on a CPU or with --global-batch-size: 1)",
     )
     global_batch_size: int | None = option(
         None,
@@ -342,7 +341,7 @@ class Config:
         parse=positive_int,
         first="samples per step",
         help="samples per optimizer step over all ranks; replaces --grad-accum-steps (default: "
-        "--batch-size × ranks)",
+        "--batch-size × --grad-accum-steps × ranks)",
     )
     grad_accum_steps: int | None = option(
         None,
@@ -384,7 +383,7 @@ class Config:
         role=RESULT,
         parse=non_negative,
         first="peak learning rate",
-        help="peak learning rate (default: 3e-5, from scratch 3e-4)",
+        help="peak learning rate (default: 3e-5; from scratch 3e-4; 10 times as much with LoRA)",
     )
     min_lr: float = option(
         None,
@@ -404,7 +403,7 @@ class Config:
         metavar="KIND",
         choices=schedule.KINDS,
         help="learning rate schedule: cosine, linear, constant or wsd (constant, then decay over "
-        "the last fifth of the steps)",
+        "the last fifth of the steps after warm-up)",
     )
     grad_clip: float = option(
         1.0,

@@ -175,7 +175,7 @@ def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
     for least in (0.0, 0.2):
         expected = np.zeros((len(lines), 6))
         for row, line in zip(expected, lines, strict=True):
-            for label, score in predictor.list_scores(predictor.load_classifier(path), line, least):
+            for label, score in predictor.list_scores(path, line, least):
                 row[classifier.labels.index(label)] = score
         line_scores = classifier.score_lines(encoded, least)
         assert np.abs(line_scores - expected).max() < 1e-5

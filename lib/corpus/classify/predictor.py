@@ -60,7 +60,7 @@ class _LibraryClassifier:
     """Computes the scores of lines with fasttext-predict, one line after the other."""
 
     def __init__(self, path: Path) -> None:
-        self._classifier = load_classifier(path)
+        self._path = path
         self.labels = sorted(model_file.read_labels(path, "--language-model"))
         self._numbers = {label: number for number, label in enumerate(self.labels)}
 
@@ -69,7 +69,7 @@ class _LibraryClassifier:
 
         scores = np.zeros((len(lines), len(self.labels)), np.float32)
         for row, line in zip(scores, lines, strict=True):
-            for label, score in list_scores(self._classifier, line.decode(), least):
+            for label, score in list_scores(self._path, line.decode(), least):
                 row[self._numbers[label]] = score
         return scores
 
@@ -129,16 +129,18 @@ def encode_line(text: str) -> bytes:
         return line.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
 
 
-def list_scores(classifier: Classifier, text: str, least: float = 0.0) -> list[tuple[str, float]]:
+def list_scores(path: Path, text: str, least: float = 0.0) -> list[tuple[str, float]]:
     """Return the labels of a text, without their prefix, with their probabilities.
 
-    The text counts as one line; lone surrogates in it are replaced. Labels with a probability below
-    `least` are omitted. A text without words may have no label. Raises ArtifactError if the model
-    contains NaN.
+    path: the model, as for `load_classifier`. The text counts as one line; lone surrogates in it
+    are replaced. Labels with a probability below `least` are omitted. A text without words may have
+    no label. Raises ArtifactError if the model contains NaN.
     """
     try:
-        labels, scores = classifier.predict(encode_line(text).decode(), -1, least)
+        labels, scores = load_classifier(path).predict(encode_line(text).decode(), -1, least)
     except RuntimeError as error:  # fastText found NaN in the model
-        raise ArtifactError("the model of a classifier is damaged", found=str(error)) from None
+        raise ArtifactError(
+            f"{path} is damaged", expected="a fastText model", found=str(error)
+        ) from None
     names = (label.removeprefix(model_file.PREFIX) for label in labels)
     return list(zip(names, scores, strict=True))

@@ -26,9 +26,11 @@ _NEEDING_MODEL = ("quality_label", "quality_score", "keep_top")
 def score_batch(row_options: RowOptions, batch: RowBatch) -> list[float]:
     """Return the probability of the quality label for each row, 0 for a text without words."""
     assert row_options.quality_model
-    classifier = predictor.load_classifier(row_options.quality_model)
     label = (row_options.quality_label or DEFAULT_LABEL).removeprefix(model_file.PREFIX)
-    return [dict(predictor.list_scores(classifier, text)).get(label, 0.0) for text in batch.texts]
+    return [
+        dict(predictor.list_scores(row_options.quality_model, text)).get(label, 0.0)
+        for text in batch.texts
+    ]
 
 
 def collect_scores(batch: RowBatch, row_options: RowOptions) -> np.ndarray:

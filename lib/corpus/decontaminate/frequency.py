@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FREQUENT = 0.001  # share of the rows from which an n-gram is frequent
-# The fewest rows with a frequent n-gram. With less, copies in a tiny corpus would be frequent.
+# An n-gram in at most this many rows is never frequent; otherwise copies in a tiny corpus would be.
 FEWEST_ROWS = 10
 MOST_UNITS = 64
 MOST_CHARACTERS = 1 << 26  # characters of the sample, for all units together

@@ -42,8 +42,8 @@ class TestHits:
     """Counts the hits of all test sets.
 
     compared: number of compared documents. documents: number of documents with any question.
-    beginnings: number of documents that are larger than memory, so that only their beginning was
-    compared. sets: the test sets with hits, by name.
+    beginnings: number of documents of more than 64 MB, of which only the beginning was compared.
+    sets: the test sets with hits, by name.
     """
 
     __test__ = False  # pytest collects classes with this name otherwise

@@ -74,7 +74,7 @@ def find_hits(test_index: Index, grams: Shingles, least: float) -> Hits:
 
 
 class TestSetRule:
-    """Finds test questions in batches of rows, and count them.
+    """Finds test questions in batches of rows, and counts them.
 
     least: see find_hits. report_only: drop nothing.
     """

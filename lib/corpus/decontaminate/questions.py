@@ -71,7 +71,8 @@ def list_files(directories: Sequence[Path]) -> list[SetFile]:
         problems.add(
             f"--decontaminate: two test sets are named {name}",
             found=", ".join(str(file.path) for file in files if file.name == name),
-            expected="different names, such as those of one directory above both",
+            expected="different names: give one directory that contains both files, so that their "
+            "names begin with their subdirectories",
         )
     problems.raise_if_any()
     return sorted(files)

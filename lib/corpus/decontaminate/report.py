@@ -140,8 +140,8 @@ class TestSetReport:
         )
         head = ["test set", "questions", "not compared", "found", "share", "documents", "sample"]
         problems = [
-            f"{report.test_set.name}: {100 * report.share:.1f} % of its questions occur in "
-            "documents."
+            f"{report.test_set.name}: {100 * report.share:.1f} % of its compared questions "
+            "occur in documents."
             for report in reports
             if report.share > MOST_HIT
         ]

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 _CACHED_BYTES = 32_000_000
-_SAMPLED_LEADERS = 16  # leaders of one document that the sample for the recall contains
+# Leaders of one document that the sample for the recall contains; of fewer than twice as many, all.
+_SAMPLED_LEADERS = 16
 
 
 @dataclass

@@ -270,9 +270,10 @@ class RowPlan:
             "compared": f"{units.counted(summary['compared_pairs'], 'pair')} exactly; "
             f"{units.counted(summary['sharing_a_band'], 'row')} share a band with another row, "
             f"{summary['not_compared']:,} have no words or are too long",
-            "caps": f"{units.counted(summary['candidates_reached'], 'row')} had more than "
-            f"--near-candidates {options.near_candidates}; --near-members {options.near_members} "
-            f"was reached {units.counted(summary['members_reached'], 'time')}",
+            "caps": f"{units.counted(summary['candidates_reached'], 'row')} had more candidates "
+            f"than --near-candidates {options.near_candidates}; a band value reached "
+            f"--near-members {options.near_members} "
+            f"{units.counted(summary['members_reached'], 'time')}",
         }
 
 

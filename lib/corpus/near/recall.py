@@ -7,9 +7,10 @@ is (b − 1) ÷ b · once² ÷ (2 · twice). This is Chao's estimate of unseen s
 formula of the probability curve, so it checks that formula. If the pairs of a bin differ in their
 probability, the estimate is too low.
 
-The sample contains every pair of some documents with the earlier kept documents that share a key
-with them, including pairs that the walk need not compare. Otherwise, pairs that share few bands
-would be too rare in the sample.
+The sample contains, for some documents, the pairs with at most 31 of the earlier kept documents
+that share a key with them, including pairs that the walk need not compare. Otherwise, pairs that
+share few bands would be too rare in the sample. Documents with a key that has its largest number of
+leaders are left out.
 """
 
 from __future__ import annotations

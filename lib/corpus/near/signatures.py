@@ -200,10 +200,10 @@ def require_parameters(directory: Path, row_options: RowOptions) -> None:
     if changed := [name for name, value in ours.items() if theirs.get(name) != value]:
         options = [name for name in changed if name.startswith("--")]
         raise UsageError(
-            f"--near-against {directory} was built with other signatures",
+            f"--near-against {directory} was built with other options of signatures",
             expected=", ".join(f"{name} {ours[name]}" for name in changed),
             found=", ".join(f"{name} {theirs.get(name)}" for name in changed),
-            hint="use its parameters, or build that dataset again",
+            hint=f"use the options of {directory.name}, or build it again with these",
             run=commands.as_typed(*(word for name in options for word in (name, theirs[name])))
             if options == changed
             else "",
@@ -232,7 +232,11 @@ def identify_datasets(directories: Sequence[Path]) -> list[dict[str, Any]]:
     identities: list[dict[str, Any]] = []
     for directory in directories:
         if directory.name in {identity["name"] for identity in identities}:
-            raise UsageError(f"--near-against: two datasets are named {directory.name}")
+            raise UsageError(
+                f"--near-against: two datasets are named {directory.name}",
+                found=", ".join(str(path) for path in directories if path.name == directory.name),
+                expected="different names of the directories: rename one of them",
+            )
         files = manifest.read_manifest(directory, _KIND, "the dataset")["files"]
         digests = {entry["path"]: entry["digest"] for entry in files}
         identities.append({"name": directory.name, "content": hashing.fingerprint(digests)})

@@ -31,8 +31,8 @@ class QualityThreshold(NamedTuple):
     """Describes a threshold.
 
     default: the published value. meaning: a description of the figure, or of the threshold of
-    lines. is_rule: whether the threshold alone can drop a row. off: value of a threshold of lines
-    that is switched off.
+    lines. is_rule: whether the threshold alone can drop a row. off: the value that switches off a
+    threshold of lines.
     """
 
     default: float

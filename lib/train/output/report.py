@@ -273,7 +273,8 @@ class Report:
     def _speeds(self) -> dict[str, float]:
         """Return the speed of the launch as figures of a row: tokens/s and the remaining seconds.
 
-        Empty after the first step, which is not timed. The last row has no remaining seconds.
+        The result is empty after the first step, which is not timed. The last row has no remaining
+        seconds.
         """
         if (seconds := self._pace.seconds_per_step) is None:
             return {}
