@@ -31,12 +31,12 @@ logs      prints the log of a node
 stop      deletes the job, whose pods save and end
 run       runs any command in a pod with the volume; `run --help` lists its options
 shell     opens a shell in such a pod
-fetch     copies a directory from the volume to this machine
+fetch     copies a directory or a file from the volume to this machine
 
 The options after `--` are options of 04_train_fsdp.py. The default of -e is the job's name, and a
 --config file is read on this machine. The default run trains a 1B model from scratch on c4
-(recipes/scratch-1b-g5.yaml). The default image is the last one that was built on this machine, and
-the default instance type is that of the cluster's nodes.
+(recipes/scratch-1b-g5.yaml). The default image is the last one that was built in this directory,
+and the default instance type is that of the cluster's nodes.
 """
 
 from __future__ import annotations

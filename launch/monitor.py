@@ -10,8 +10,8 @@
 The page of a run shows progress, loss curve, speed, memory, checkpoints and warnings. While the
 run is active, it also shows the GPUs of this machine, if nvidia-smi is installed. For a directory
 of runs, the command lists the runs. It reads state.json, metrics.jsonl, events.jsonl, config.yaml,
-logs/ and lock.json, on any machine that sees them, and changes nothing. The exit code is 2 if there
-is no such run, otherwise 0.
+logs/ and lock.json, on any machine that sees them, and changes nothing. The exit code is 2 for bad
+options, and with --once, --log, --json or --compare if there is no such run, otherwise 0.
 """
 
 from __future__ import annotations

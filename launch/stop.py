@@ -2,9 +2,10 @@
 """Make a run save a checkpoint and end; the command that started it resumes from there.
 
   python launch/stop.py outputs/exp
-  python launch/stop.py outputs/exp --slurm    also list the Slurm jobs that would start it again
+  python launch/stop.py outputs/exp --slurm    also list Slurm jobs with the name of the run
 
 This creates the file outputs/exp/stop, which the run obeys after its current step, on any machine.
+On Kubernetes the operator would start it again: use `launch/kubernetes.py stop` there.
 If no process runs, the command reports that and creates no file, since the file would stop the next
 launch. If a launcher on this machine prepares the run or is about to restart it, the launcher
 receives SIGTERM. If a process prepares the run without a launcher, the command names it. Exit

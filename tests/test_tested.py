@@ -1,5 +1,5 @@
 # covers: docs/explanation/tested.md
-"""Pages about hardware that no run has been seen on say so, and link to what was tested."""
+"""Pages about hardware on which nothing has run say so, and link to what was tested."""
 
 from __future__ import annotations
 

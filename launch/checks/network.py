@@ -7,9 +7,10 @@
   python launch/check.py machine                                           # this machine alone
 
 Start the check as you will start the run: the same nodes, ranks per node, image and directory. It
-takes less than a minute, writes only a probe file that it deletes, and opens connections only
-between its ranks. Checks whose tools a node lacks are listed as not checked. Exit codes: 0 ready,
-5 a warning (with --fail-on warning), 6 an error. torchrun itself returns 1 for either.
+takes a minute or two, writes only probe files that it deletes (up to 512 MiB per node), and opens
+connections only between its ranks. Checks whose tools a node lacks are listed as not checked. Exit
+codes: 0 ready, 5 a warning (with --fail-on warning), 6 an error. torchrun itself returns 1 for
+either.
 """
 
 from __future__ import annotations

@@ -44,22 +44,25 @@ class Patience:
     """How often and how long a job is tried."""
 
     attempts: int = option(
-        5, group="the run", parse=options.positive_int, help="deploy: maximum number of submissions"
+        5,
+        group="the run",
+        parse=options.positive_int,
+        help="deploy, prepare: maximum number of submissions",
     )
     poll_seconds: float = option(
-        10.0, parse=options.positive, metavar="S", help="deploy: seconds between two polls"
+        10.0, parse=options.positive, metavar="S", help="deploy, prepare: seconds between two polls"
     )
     backoff_seconds: float = option(
         30.0,
         parse=options.non_negative,
         metavar="S",
-        help="deploy: seconds before the second attempt, doubled each time",
+        help="deploy, prepare: seconds before the second attempt, doubled each time",
     )
     pending_minutes: float = option(
         30.0,
         parse=options.positive,
         metavar="MIN",
-        help="deploy: minutes that pods may wait for nodes, image and volume",
+        help="deploy, prepare: minutes that pods may wait for nodes, image and volume",
     )
 
 

@@ -15,7 +15,7 @@ fetch  copies a directory or a file from the volume to a new directory on this m
        the SHA-256 of each file. After an interruption, the same command continues.
 
 The pod is deleted when the command ends, even after Ctrl-C. The default image is the last one
-that was built on this machine.
+that was built in this directory.
 """
 
 from __future__ import annotations

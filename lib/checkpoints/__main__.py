@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "action",
         choices=("list", "verify"),
-        help="list: check sizes only; verify: also hash all files",
+        help="list: check COMMIT.json, manifest and sizes; verify: also hash all files",
     )
     parser.add_argument(
         "experiment",

@@ -3,9 +3,9 @@
   python -m lib.report outputs/exp                    write outputs/exp/report.html
   python -m lib.report outputs/exp outputs/other --out both.html
 
-Reads metrics.jsonl, events.jsonl, samples.jsonl, state.json and config.yaml. The page is one file
-that needs no network. You can write it at any time, even while the run trains, and on any machine
-that has these files.
+The command reads metrics.jsonl, events.jsonl, samples.jsonl, state.json and config.yaml. The page
+is one file that needs no network. You can write it at any time, even while the run trains, and on
+any machine that has these files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MANY = 4  # with more runs than this, the curves have fewer columns
 
 def main(argv: list[str]) -> None:
     """Write the page. Raises UsageError for a directory without a run, or too many runs."""
-    parser = options.Parser(__doc__)
+    parser = options.Parser(__doc__, "NAME|DIR [NAME|DIR …] [options]")
     parser.add_argument(
         "runs", nargs="+", metavar="NAME|DIR", help="names of runs, or their directories"
     )

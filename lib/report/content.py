@@ -106,7 +106,7 @@ def _describe_problem(run: RunData, number: int, problem: Problem, places: Conta
 
 
 def _list_events(run: RunData, run_number: int, most: int) -> Html:
-    """Return the events of a run except saves, the newest first."""
+    """Return a run's starts, resumes, end and problems, the newest first."""
     rows = []
     for number, event in enumerate(run.events, 1):
         if event.get("event") in SHOWN:

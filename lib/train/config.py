@@ -285,8 +285,8 @@ class Config:
         role=RESULT,
         quiet=True,
         metavar="all-linear|attention|mlp|REGEX",
-        help="linear layers of the blocks that get an adapter (routers never do); REGEX matches "
-        "the full name of a layer or its last part: 'q_proj|v_proj'",
+        help="linear layers of the blocks that get an adapter (routers only by REGEX); REGEX "
+        "matches the full name of a layer or its last part: 'q_proj|v_proj'",
     )
     lora_rslora: bool = option(
         False,
