@@ -333,15 +333,16 @@ class Config:
         first="micro-batch size",
         metavar="N|auto",
         help="samples per process in a micro-batch. auto: as many as fit in memory, at most "
-        "32,768 tokens (2,048 on a CPU) (default: auto; on a CPU or with --global-batch-size: 1)",
+        "32,768 tokens (2,048 on a CPU). With --global-batch-size, the default is 1 everywhere "
+        "(default: auto, on a CPU 1)",
     )
     global_batch_size: int | None = option(
         None,
         role=RESULT,
         parse=positive_int,
         first="samples per step",
-        help="samples per optimizer step over all ranks; replaces --grad-accum-steps (default: "
-        "--batch-size × --grad-accum-steps × ranks)",
+        help="samples per optimizer step over all ranks; replaces --grad-accum-steps, which "
+        "otherwise multiplies the default (default: --batch-size × ranks)",
     )
     grad_accum_steps: int | None = option(
         None,
@@ -383,7 +384,8 @@ class Config:
         role=RESULT,
         parse=non_negative,
         first="peak learning rate",
-        help="peak learning rate (default: 3e-5; from scratch 3e-4; 10 times as much with LoRA)",
+        help="peak learning rate; with LoRA the default is 10 times as much (default: 3e-5, from "
+        "scratch 3e-4)",
     )
     min_lr: float = option(
         None,
