@@ -71,12 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"least severity that fails the command; it then exits with "
         f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning",
     )
-    parser.add_argument(
-        "--json",
-        type=output_file.parse_output_file,
-        metavar="FILE",
-        help="also write all findings to a file (default: none)",
-    )
+    output_file.add_json_option(parser, "findings")
 
 
 def write_json(path: Path, findings: Iterable[Finding], **values: object) -> None:

@@ -61,8 +61,8 @@ class JobNeeds:
     instance_type: str = option(
         "",
         metavar="T",
-        help="for example p5.48xlarge; for HyperPod, ml. is added (default: that of "
-        "the cluster's nodes with GPUs)",
+        help="for example p5.48xlarge; for HyperPod, ml. is added (default: any node; for a job "
+        "that trains on GPUs, the type of the cluster's nodes with GPUs)",
     )
     gpus_per_node: int | None = option(
         None,
@@ -204,8 +204,8 @@ class JobOptions(JobNeeds):
         group="the run",
         parse=options.count,
         metavar="M",
-        help="maximum number of restarts; the launchers count those without progress, the operator "
-        "counts all",
+        help="maximum number of restarts without progress; also the operator's own limit, which "
+        "does not know checkpoints",
     )
     slow_below: int = option(
         0,

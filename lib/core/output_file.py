@@ -9,14 +9,24 @@ from pathlib import Path
 from lib.core import log, manifest
 
 
+def add_json_option(parser: argparse.ArgumentParser, subject: str) -> None:
+    """Add --json to a command that prints a result. subject: what the file contains."""
+    parser.add_argument(
+        "--json",
+        type=parse_output_file,
+        metavar="FILE",
+        help=f"also write all {subject} to FILE (default: none)",
+    )
+
+
 def parse_output_file(text: str) -> Path:
     """Parse the path of a file that rank 0 will write; its directory may be missing.
 
     Raises ArgumentTypeError if it is a directory or cannot be written.
     """
-    path = Path(text)
     if not text:  # an unset variable
         raise argparse.ArgumentTypeError("expected a file to write, got ''")
+    path = Path(text)
     if log.rank() > 0:
         return path
     target = path.absolute() if path.exists() else path.resolve()  # a link may lead nowhere yet

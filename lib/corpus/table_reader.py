@@ -117,7 +117,7 @@ def _drop_row(
 
 
 def _are_rows(lines: list[_Line], header: list[str] | None, dialect: Dialect) -> bool:
-    """Return whether lines are rows, not the text of one cell: 90 % have the cells of `header`."""
+    """Return whether lines are rows, not the text of one cell: 90 % are as long as `header`."""
     if header is None or len(header) < 2:
         return False
     counts: list[int] = []

@@ -136,12 +136,7 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="DIR",
         help="directory of prepared models and suites",
     )
-    parser.add_argument(
-        "--json",
-        type=output_file.parse_output_file,
-        metavar="FILE",
-        help="also write all figures to FILE (default: none)",
-    )
+    output_file.add_json_option(parser, "figures")
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

@@ -44,7 +44,7 @@ class Compiler:
     """
 
     def __init__(self, required: bool, part: str = BLOCKS) -> None:
-        """required: whether a failure raises UsageError. part: the functions in messages."""
+        """required: whether a failure raises UsageError. part: names the functions in messages."""
         self._required = required
         self._part = part
         self._works = True

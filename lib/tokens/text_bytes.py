@@ -46,8 +46,7 @@ class TokenBytes(NamedTuple):
     """Contains the number of bytes that each token of a vocabulary stands for.
 
     bytes: int64 [V]. special: bool [V], the special tokens; bits per byte counts neither their nats
-    nor their bytes.
-    The unknown token does not count as special.
+    nor their bytes. The unknown token does not count as special.
     """
 
     bytes: np.ndarray

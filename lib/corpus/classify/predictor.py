@@ -60,6 +60,7 @@ class _LibraryClassifier:
     """Computes the scores of lines with fasttext-predict, one line after the other."""
 
     def __init__(self, path: Path) -> None:
+        load_classifier(path)  # an error comes before the first line
         self._path = path
         self.labels = sorted(model_file.read_labels(path, "--language-model"))
         self._numbers = {label: number for number, label in enumerate(self.labels)}
@@ -140,7 +141,7 @@ def list_scores(path: Path, text: str, least: float = 0.0) -> list[tuple[str, fl
         labels, scores = load_classifier(path).predict(encode_line(text).decode(), -1, least)
     except RuntimeError as error:  # fastText found NaN in the model
         raise ArtifactError(
-            f"{path} is damaged", expected="a fastText model", found=str(error)
+            f"{path} is damaged", expected="an intact fastText model", found=str(error)
         ) from None
     names = (label.removeprefix(model_file.PREFIX) for label in labels)
     return list(zip(names, scores, strict=True))

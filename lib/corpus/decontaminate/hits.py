@@ -42,7 +42,7 @@ class TestHits:
     """Counts the hits of all test sets.
 
     compared: number of compared documents. documents: number of documents with any question.
-    beginnings: number of documents of more than 64 MB, of which only the beginning was compared.
+    beginnings: number of documents above 64 MB; only their beginnings were compared.
     sets: the test sets with hits, by name.
     """
 

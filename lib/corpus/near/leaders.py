@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 _CACHED_BYTES = 32_000_000
-# Leaders of one document that the sample for the recall contains; of fewer than twice as many, all.
+# The sample for the recall contains so many leaders of a document, and up to almost twice as many.
 _SAMPLED_LEADERS = 16
 
 

@@ -200,10 +200,10 @@ def require_parameters(directory: Path, row_options: RowOptions) -> None:
     if changed := [name for name, value in ours.items() if theirs.get(name) != value]:
         options = [name for name in changed if name.startswith("--")]
         raise UsageError(
-            f"--near-against {directory} was built with other options of signatures",
+            f"--near-against {directory} was built with other options for its signatures",
             expected=", ".join(f"{name} {ours[name]}" for name in changed),
             found=", ".join(f"{name} {theirs.get(name)}" for name in changed),
-            hint=f"use the options of {directory.name}, or build it again with these",
+            hint=f"use the options of {directory.name}, or build it again with those of this build",
             run=commands.as_typed(*(word for name in options for word in (name, theirs[name])))
             if options == changed
             else "",

@@ -79,7 +79,8 @@ def select_lists(path: Path | None, languages: Sequence[str]) -> Mapping[str, Wo
     """Return the lists by the language of a row; the key "" is for rows of unknown language.
 
     path: value of --quality-words. languages: value of --language. Without it, all rows are in the
-    one language of the file, or in English. Raises UsageError if the file has several then.
+    one language of the file, or in English. Raises UsageError if `languages` is empty and the file
+    has several.
     """
     lists = read_word_lists(path) if path else {}
     if languages:
