@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
     build_and_push(declared.read_options(ImageOptions, opts), opts.dry_run)
 
 
+@commands.repeatable_call
 def build_docker_image(*, dry_run: bool = False, **values: Any) -> str:
     """Build the image as the command line does, and return its name.
 
@@ -92,7 +93,8 @@ def build_and_push(image_options: ImageOptions, dry_run: bool) -> str:
     if target:
         prepare_push(target, build.create_repository)
     else:
-        log.info(f"the image stays on this machine; to push it as well: {_format_push_command()}")
+        push = commands.as_typed("--push", "REGISTRY/llm-training")
+        log.info(f"the image stays on this machine; to push it as well: {push}")
     build = _build_once(build)
     if target:
         _push_image(build.tag, target)
@@ -158,10 +160,6 @@ def _check_result(build: ImageBuild, output: str) -> None:
             found=printed[0] if printed else output.strip()[-300:],
             hint="check the contents of the index or the wheelhouse: --pip-conf, --context",
         )
-
-
-def _format_push_command() -> str:
-    return commands.as_typed("--push", "REGISTRY/llm-training")
 
 
 def _push_image(tag: str, target: str) -> None:

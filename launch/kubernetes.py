@@ -23,9 +23,8 @@ validate  checks whether the cluster is ready for the job, as `launch/check.py c
           code 6 if it is not
 render    prints the manifest, or writes it to a file
 apply     submits the job
-deploy    checks the cluster, creates the secret for HF_TOKEN, prepares the run if needed (see
-          --prepare), submits the job and shows its log; after a failure, it finds the cause,
-          applies or prints the remedy, and retries
+deploy    checks the cluster, prepares the run if needed (see --prepare), submits the job and shows
+          its log; after a failure, it finds the cause, applies or prints the remedy, and retries
 status    prints the state of the job and its pods, and the cause of a failure
 logs      prints the log of a node
 stop      deletes the job, whose pods save and end
@@ -36,7 +35,8 @@ fetch     copies a directory or a file from the volume to this machine
 The options after `--` are options of 04_train_fsdp.py. The default of -e is the job's name, and a
 --config file is read on this machine. The default run trains a 1B model from scratch on c4
 (recipes/scratch-1b-g5.yaml). The default image is the last one that was built in this directory,
-and the default instance type is that of the cluster's nodes.
+and the default instance type is that of the cluster's nodes. HF_TOKEN is stored in a secret, for
+pods that read from the Hub: those of `prepare`, and with --streaming --online those of the run.
 """
 
 from __future__ import annotations
@@ -308,6 +308,7 @@ def _format_stop_command(job: Job, kubectl: Kubectl) -> str:
     )
 
 
+@commands.repeatable_call
 def deploy_training_job(
     *,
     cluster_name: str = "",
@@ -322,10 +323,10 @@ def deploy_training_job(
     """Run a job to its end as `deploy` does. Raises launch.kube.deploy.JobFailed if it fails.
 
     cluster_name: an EKS cluster, or a context of the kubeconfig (default: the current one).
-    hf_token: stored in a secret of the cluster (default: HF_TOKEN). auto_retry: submit again after
-    failures that may pass. prepare: auto, always or never, as --prepare. train: options of stage
-    04, such as --config recipes/llama-3.1-8b.yaml. patience: how often and how long to try. values:
-    options of `deploy` or of stage 04 by their names, such as job_name="exp", num_nodes=4,
+    hf_token: stored in a secret for pods that need it (default: HF_TOKEN). auto_retry: submit again
+    after failures that may pass. prepare: auto, always or never, as --prepare. train: options of
+    stage 04, such as --config recipes/llama-3.1-8b.yaml. patience: how often and how long to try.
+    values: options of `deploy` or of stage 04 by their names, such as job_name="exp", num_nodes=4,
     max_steps=1000; defaults are those of the command line.
     """
     log.ensure_setup()
@@ -335,8 +336,9 @@ def deploy_training_job(
         )
     job_fields = declared.fields_by_spelling(JobOptions)
     text_fields = declared.fields_by_spelling(RawText)
+    known = (JobOptions, RawText, Config, ClusterChoice)
     declared.require_known(
-        values, [*job_fields, *text_fields, *declared.fields_by_spelling(Config)]
+        values, [name for one in known for name in declared.fields_by_spelling(one)]
     )
     job_options = declared.from_values(
         JobOptions, **{name: values[name] for name in values if name in job_fields}

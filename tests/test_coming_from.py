@@ -301,6 +301,79 @@ def test_what_the_sample_is_given_is_told_all_at_once() -> None:
     assert (str(taken.save_dir), taken.experiment_name) == (".", "checkpoints")
 
 
+# All arguments of the sample's parser, with a value that it accepts.
+SAMPLE_ARGUMENTS = [
+    "--train_batch_size=2",
+    "--val_batch_size=4",
+    "--max_steps=5000",
+    "--max_training_steps=5000",
+    "--seed=12345",
+    "--same_seed=0",
+    "--bf16=1",
+    "--grad_clip=1.0",
+    "--weight_decay=0.2",
+    "--beta1=0.9",
+    "--beta2=0.95",
+    "--activation_checkpointing=1",
+    "--intermediate_size=11008",
+    "--num_key_value_heads=8",
+    "--logging_freq=1",
+    "--tensorboard_dir=tb",
+    "--max_context_width=2048",
+    "--vocab_size=50432",
+    "--hidden_width=768",
+    "--num_layers=12",
+    "--num_heads=12",
+    "--resid_pdrop=0.1",
+    "--embd_pdrop=0.1",
+    "--attn_pdrop=0.1",
+    "--summary_first_pdrop=0.1",
+    "--initializer_range=0.02",
+    "--model_type=llama_v3",
+    "--rotary_pct=0.25",
+    "--rotary_emb_base=10000",
+    "--offload_activations=0",
+    "--activation_loading_horizon=2",
+    "--limit_all_gathers=1",
+    "--sharding_strategy=full",
+    "--cpu_offload=0",
+    "--lr=0.0001",
+    "--lr_decay_style=cosine",
+    "--lr_decay_iters=100",
+    "--min_lr=1e-05",
+    "--warmup=0.0032",
+    "--plateau=0.0",
+    "--dataset=allenai/c4",
+    "--dataset_config_name=en",
+    "--tokenizer=org/name",
+    "--resume_from_checkpoint=DIR",
+    "--checkpoint_dir=checkpoints",
+    "--epochs=3",
+    "--checkpoint_freq=1000",
+    "--validation_freq=100",
+    "--validation_batches=10",
+    "--train_split=train",
+    "--val_split=validation",
+]
+
+
+@pytest.mark.parametrize("argument", SAMPLE_ARGUMENTS)
+def test_each_argument_of_the_sample_means_something_or_has_a_hint(argument: str) -> None:
+    others = ["-e", "x", "-d", "y", "--from-scratch", "--model-size", "1M"]
+    try:
+        asked(*others, argument)
+    except UsageError as error:
+        [problem] = error.several or (error,)
+        assert problem.problem.startswith("unknown option") and problem.hint, problem
+
+
+def test_steps_have_two_names_in_the_sample() -> None:
+    assert asked("-d", "y", "--max_training_steps", 100).max_steps == 100
+    with pytest.raises(UsageError) as caught:
+        asked("-d", "y", "--lr_decay_iters", 100)
+    assert "--max-steps" in caught.value.hint
+
+
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
     keys = {
         "base_model": "org/name",

@@ -119,6 +119,7 @@ def test_an_image_is_built_and_a_job_of_defaults_is_deployed(
         base_image=None,
     ).startswith("llm-training:")
     image = build_docker_image(auto_fix=True)
+    assert "build_docker_image(auto_fix=True, push='REGISTRY/llm-training')" in caplog.text
     deploy_training_job(cluster_name="c", num_nodes=4, job_name="j")
     assert ("jobs", "default", "j-prepare") in eks.objects
     item, container = worker(eks)
@@ -193,9 +194,10 @@ def test_a_token_is_only_in_a_secret_and_the_prepared_tokenizer_is_used(
     assert item["template"]["spec"]["nodeSelector"] == {  # HyperPod's nodes have this label
         "node.kubernetes.io/instance-type": "ml.g5.8xlarge"
     }
-    for name in ("j-hub-token", "j-prepare-hub-token"):
-        secret = eks.objects.pop(("secrets", "default", name))
-        assert secret["stringData"] == {"token": TOKEN}
+    secret = eks.objects.pop(("secrets", "default", "j-prepare-hub-token"))
+    assert secret["stringData"] == {"token": TOKEN}
+    assert not [key for key in eks.objects if key[0] == "secrets"]
+    assert "HF_TOKEN" not in {variable["name"] for variable in container["env"]}
     assert TOKEN not in json.dumps([*eks.objects.values()]) + caplog.text + "".join(
         capfd.readouterr()
     )
@@ -223,6 +225,15 @@ def test_a_cluster_is_managed(eks: Cluster) -> None:
     assert "4 ml.g5.8xlarge are free" in " ".join(finding.text for finding in findings)
     assert "eks update-kubeconfig --name c " in Path("aws-calls").read_text()
     assert manage_eks_cluster(validate_components=False)
+    with pytest.raises(UsageError, match="create_if_missing") as caught:
+        deploy_training_job(cluster_name="c", job_name="j", create_if_missing=True)
+    assert "no cluster is created" in caught.value.hint
+    for words in (
+        ["launch/kubernetes.py", "deploy", "--job-name", "j"],
+        ["launch/check.py", "cluster"],
+    ):
+        refused = run_stage(*words, "--create_if_missing", cwd=Path.cwd(), expect=2)
+        assert "no cluster is created" in refused.stderr
     with pytest.raises(UsageError, match="there is no EKS cluster other") as caught:
         manage_eks_cluster(cluster_name="other", create_if_missing=True)
     assert "costs money" in caught.value.hint and "creates nothing" in caught.value.hint
@@ -263,7 +274,7 @@ def test_the_command_lines_of_the_deployer_run(line: str, eks: Cluster, tmp_path
     )
     if "max_steps" in line:
         assert command_line.parse_options(worker(eks)[1]["args"]).max_steps == 1000
-        assert ("secrets", "default", "j-hub-token") in eks.objects
+        assert ("secrets", "default", "j-prepare-hub-token") in eks.objects
 
 
 def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:

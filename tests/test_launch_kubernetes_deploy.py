@@ -420,9 +420,12 @@ def test_a_job_without_an_operator_is_explained(kube: Cluster) -> None:
 
 def test_the_token_goes_into_a_secret_and_nowhere_else(kube: Cluster) -> None:
     kube.on_create = complete_job
-    result = run_launcher(
-        "deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, env={"HF_TOKEN": "hf_verysecret"}
-    )
+    token = {"HF_TOKEN": "hf_verysecret"}
+    run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, env=token)
+    assert "HF_TOKEN" not in json.dumps(jobs(kube))
+    assert not [key for key in kube.objects if key[0] == "secrets"]
+    from_hub = ("--streaming", "--online")
+    result = run_launcher("deploy", *JOB_OPTIONS, *QUICK, *TRAIN_OPTIONS, *from_hub, env=token)
     secret = kube.objects["secrets", "default", "exp-hub-token"]
     assert secret["stringData"] == {"token": "hf_verysecret"}
     assert "hf_verysecret" not in result.stdout + result.stderr
@@ -547,11 +550,13 @@ def test_deploying_works_as_a_function(
         "patience": Patience(poll_seconds=0.2, backoff_seconds=0.1),
     }
     kube.on_create = complete_job
-    kubernetes.deploy_training_job(cluster_name="big", hf_token="hf_x", monitor=True, **options)
+    kubernetes.deploy_training_job(
+        cluster_name="big", hf_token="hf_x", prepare="never", monitor=True, **options
+    )
     [item] = jobs(kube)
     worker = item["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     assert command_line.parse_options(worker["containers"][0]["args"]).max_steps == 5
-    assert ("secrets", "default", "exp-hub-token") in kube.objects
+    assert not [key for key in kube.objects if key[0] == "secrets"]
     kube.on_create = lambda cluster, item: fail_job(cluster, item, 3, "error: c4 is not finished")
     with pytest.raises(JobFailed, match="damaged artifact") as caught:
         kubernetes.deploy_training_job(cluster_name="big", monitor=False, **options)

@@ -400,14 +400,10 @@ def test_only_a_job_that_overwrites_is_marked() -> None:
 
 
 def test_the_token_is_never_a_value() -> None:
-    result = run_launcher(
-        "render",
-        *JOB_OPTIONS,
-        "--token-secret",
-        "hub",
-        *TRAIN_OPTIONS,
-        env={"HF_TOKEN": "hf_secret"},
-    )
+    words = ("render", *JOB_OPTIONS, "--token-secret", "hub", *TRAIN_OPTIONS)
+    token = {"HF_TOKEN": "hf_secret"}
+    assert "HF_TOKEN" not in run_launcher(*words, env=token).stdout
+    result = run_launcher(*words, "--streaming", "--online", env=token)
     assert "hf_secret" not in result.stdout
     container = pod_of(list(yaml.safe_load_all(result.stdout)))["spec"]["containers"][0]
     assert {

@@ -82,7 +82,7 @@ def find_missing(job_options: JobOptions) -> list[StageError]:
     """Return what `deploy` would refuse."""
     kubectl = Kubectl(job_options.namespace, job_options.context)
     try:
-        deploy.require_needs(plan_job(job_options, TRAIN), kubectl)
+        deploy.require_needs(plan_job(job_options, [*TRAIN, "--streaming", "--online"]), kubectl)
     except StageError as error:
         return error.several or [error]
     return []

@@ -25,7 +25,7 @@ from launch.kube.job_options import ClusterChoice, JobNeeds
 from launch.kube.kinds import KINDS
 from launch.kube.kubectl import Kubectl, KubectlError
 from launch.kube.nodes import EFA, GPU, ClusterNode
-from lib.core import declared, log, options
+from lib.core import commands, declared, log, options
 from lib.core.errors import Problems
 from lib.core.options import Options
 
@@ -200,6 +200,7 @@ def print_cluster(kube: Kubectl, needs: JobNeeds, eks: tuple[str, str], fail_on:
     findings.print_findings([*unchecked, *aws.check_eks(*eks, KINDS[needs.kind].on_hyperpod)])
 
 
+@commands.repeatable_call
 def manage_eks_cluster(
     cluster_name: str | None = None,
     region: str = "",

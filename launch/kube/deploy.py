@@ -91,7 +91,7 @@ def list_deletions(job: JobOptions) -> list[list[str]]:
 def require_needs(job: Job, kubectl: Kubectl, has_token: bool = False) -> None:
     """Raise UsageError with everything that the job needs and the cluster lacks.
 
-    has_token: whether the secret of the Hub's token will be created.
+    has_token: whether the Hub's token is known, so that its secret will be created.
     """
     kubectl.run("get", "--raw", "/version")  # report an unreachable cluster only once
     problems = Problems()
@@ -163,7 +163,7 @@ def _check_accounts(job: Job, kubectl: Kubectl, has_token: bool, problems: Probl
             hint="launch/kube/templates/service-account.yaml gives it a role of AWS as well",
             run=remedies.create_service_account(kubectl.cluster, job.namespace, account),
         )
-    secret = job.token_secret
+    secret = job.token_secret if job.needs_token else ""
     if secret and not has_token and _find_object(kubectl, "secret", secret) is None:
         problems.add(
             f"--token-secret: no secret {secret} {place}",
@@ -227,10 +227,11 @@ def deploy_job(
 ) -> None:
     """Run a job to its end. Raises JobFailed if that is impossible.
 
-    token: for the Hub, stored in a secret. monitor: whether to print the first node's log.
-    is_checked: `require_needs` has just succeeded.
+    token: for the Hub, stored in a secret if the pods need it. monitor: whether to print the first
+    node's log. is_checked: `require_needs` has just succeeded.
     """
     patience = patience or Patience()
+    token = token if job.needs_token else ""
     if not is_checked:
         require_needs(job, kubectl, has_token=bool(token))
     if token:

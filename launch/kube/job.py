@@ -49,6 +49,12 @@ class Job(JobOptions):
     interfaces: str = field(default=NOT_THE_NETWORK, kw_only=True)
     launched_as: str = field(default="", kw_only=True)
 
+    @property
+    def needs_token(self) -> bool:
+        """Return whether the pods read from the Hub, so that they need its token."""
+        config = command_line.parse_options(self.train)
+        return config.streaming and config.online
+
     def manifests(self) -> list[Document]:
         """Return the manifests of the job; ${POD} in its template is the pod of pod.yaml."""
         settings = self._settings()
@@ -72,6 +78,7 @@ class Job(JobOptions):
             "HUGE_PAGES": self.huge_pages and self.efa_per_node,
             "IMAGE_URI": self.image,
             "PULL_SECRET": self.image_pull_secret,
+            "TOKEN_SECRET": self.token_secret if self.needs_token else "",
             "PROJECT_DIR": self.project_dir or self.mount_path,
             "POD_RESTARTS": self.max_restarts * self.nodes,
             "POD_RESTART": kind.pod_restart,

@@ -196,8 +196,9 @@ class JobOptions(JobNeeds):
     token_secret: str = option(
         "",
         metavar="NAME",
-        help="secret whose key `token` becomes HF_TOKEN (default: none; "
-        "deploy creates one if HF_TOKEN is set)",
+        help="secret whose key `token` becomes HF_TOKEN in pods that read from the Hub; those of "
+        "a run do so only with --streaming --online (default: none; prepare and deploy create one "
+        "if HF_TOKEN is set)",
     )
     max_restarts: int = option(
         5,

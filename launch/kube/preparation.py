@@ -52,6 +52,10 @@ class Preparation(Job):
         return "jobs.batch"
 
     @property
+    def needs_token(self) -> bool:
+        return True
+
+    @property
     def digest(self) -> str:
         """Return a digest of what the job prepares, and of the directory."""
         config = command_line.parse_options(self.train)

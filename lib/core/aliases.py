@@ -86,6 +86,13 @@ ROWS = (
         aws="hidden_width num_layers num_heads num_key_value_heads intermediate_size",
     ),
     _advise(
+        "--config-json",
+        "--config-json FILE: the config of the model names its dropout, initial weights and "
+        "rotary embedding",
+        aws="resid_pdrop embd_pdrop attn_pdrop summary_first_pdrop initializer_range rotary_pct "
+        "rotary_emb_base",
+    ),
+    _advise(
         "--tokenizer",
         "the model's directory contains the tokenizer; --tokenizer DIR needs "
         "--model-size or --config-json",
@@ -101,6 +108,7 @@ ROWS = (
         axolotl="datasets dataset_prepared_path",
         titan="training.dataset training.dataset_path",
         aws="dataset dataset_config_name dataset_path",
+        hyperpod="local_dataset_path",
     ),
     _advise("--fields", "--fields NAME", trainer=_OF_TEXT, axolotl="field"),
     _advise(
@@ -117,6 +125,7 @@ ROWS = (
         trainer="validation_split_percentage validation_file",
         axolotl="val_set_size test_datasets",
         titan="validation.dataset",
+        aws="train_split val_split",
     ),
     _alias("--experiment-name", offline="experiment_name"),
     _alias("--save-dir", offline="save_dir"),
@@ -137,8 +146,9 @@ ROWS = (
     ),
     _advise(
         "--experiment-name",
-        "--save-dir DIR and -e NAME: a run lies in DIR/NAME",
+        "--save-dir DIR and -e NAME: a run lies in DIR/NAME, its TensorBoard files in DIR/NAME/tb",
         trainer="logging_dir run_name",
+        aws="tensorboard_dir",
         axolotl="wandb_name",
         titan="job.dump_folder",
     ),
@@ -157,7 +167,7 @@ ROWS = (
         trainer="max_steps",
         axolotl="max_steps",
         titan="training.steps",
-        aws="max_steps",
+        aws="max_steps max_training_steps",
         eks="max_steps",
     ),
     _alias(
@@ -255,7 +265,12 @@ ROWS = (
         "--lr-scheduler cosine|linear|constant|wsd, down to --min-lr X",
         trainer="lr_scheduler_type",
         titan="lr_scheduler.decay_type lr_scheduler.decay_ratio",
-        aws="lr_decay_style lr_decay_iters plateau",
+        aws="lr_decay_style plateau",
+    ),
+    _advise(
+        "--max-steps",
+        "leave it out: the learning rate falls until the last step, which --max-steps N sets",
+        aws="lr_decay_iters",
     ),
     _alias(
         "--warmup-steps",
@@ -300,6 +315,7 @@ ROWS = (
         titan="training.seed debug.seed",
     ),
     _advise("--seed", "--seed N, which also decides the order of samples", trainer="data_seed"),
+    _advise("--seed", "leave it out: --seed N holds for all ranks", aws="same_seed"),
     _advise(
         "--router-aux-loss",
         "--router-aux-loss X; auto follows output_router_logits in the model's config.json",
@@ -327,7 +343,7 @@ ROWS = (
         "--activation-checkpointing",
         "--activation-checkpointing selective, or full",
         titan="activation_checkpoint.mode activation_checkpoint.selective_ac_option",
-        aws="offload_activations",
+        aws="offload_activations activation_loading_horizon",
     ),
     _alias("--attention", scratch="use_flash_attn"),
     _advise(
@@ -359,6 +375,11 @@ ROWS = (
         axolotl="fsdp fsdp_config deepspeed",
         titan="parallelism.data_parallel_shard_degree parallelism.data_parallel_replicate_degree",
         aws="sharding_strategy",
+    ),
+    _advise(
+        "--keep-gathered",
+        "leave it out: FSDP2 always limits all-gathers; --keep-gathered off saves memory",
+        aws="limit_all_gathers",
     ),
     _advise(
         "--keep-gathered",
@@ -472,9 +493,9 @@ ROWS = (
     _alias("--validate-components", eks="validate_components"),
     _alias("--auto-fix", eks="auto_fix"),
     _advise(
-        "--validate-components",
-        "this project creates no cluster: use eksctl create cluster; in "
-        "Python create_if_missing=True only checks that it exists",
+        "--cluster-name",
+        "no cluster is created, since it costs money: launch/kubernetes.py setup prints the "
+        "commands that create one, with their costs",
         eks="create_if_missing infrastructure_type",
     ),
     _alias("--dockerfile", eks="dockerfile"),

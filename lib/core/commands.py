@@ -7,14 +7,16 @@ word for the shell. Advice in words is not a command: it belongs under `hint:`.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from lib.core import aliases, launcher
 
@@ -39,6 +41,12 @@ _USER_INFO = re.compile(r"(?<=://)[^/\s]+@")
 # Control characters, and bytes of a path that are not UTF-8.
 _UNTYPABLE = re.compile(r"([\x00-\x1f\x7f-\x9f\udc80-\udcff])")
 REDACTED = "[redacted]"
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+# The function that a person called from Python, with its positional and named arguments.
+_call: ContextVar[tuple[str, Sequence[Any], dict[str, Any]] | None] = ContextVar(
+    "_call", default=None
+)
 SHELL_OPTIONS = {"on_end"}  # options whose value is a command line of the shell
 # Where a command line of the shell may contain a secret: the text before it, and the secret.
 _SHELL_SECRETS = (
@@ -56,8 +64,11 @@ def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
     """Return the command that was typed, with more words at its end.
 
     drop: options to leave out with their values, under all their names. If an option is given twice
-    the last one counts, so only flags and options that collect values need to be dropped.
+    the last one counts, so only flags and options that collect values need to be dropped. While a
+    `repeatable_call` runs, it is the call with more arguments.
     """
+    if called := _call.get():
+        return _format_call(*called, _words(more))
     return _join_words([*_drop_options(typed_words(), drop), *_words(more)])
 
 
@@ -186,6 +197,37 @@ def delete_and_rerun(directory: Path) -> str:
 def move_away(directory: Path, then: str) -> str:
     """Return the commands that rename a directory that is in the way, and then run `then`."""
     return f"{shell('mv', directory, f'{directory}.aside')}\n{then}".strip()
+
+
+def repeatable_call(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let `as_typed` return the call of a function, instead of a command, while it runs."""
+
+    @functools.wraps(function)
+    def call(*positional: Parameters.args, **named: Parameters.kwargs) -> Result:
+        outer = _call.set((function.__name__, positional, named))
+        try:
+            return function(*positional, **named)
+        finally:
+            _call.reset(outer)
+
+    return call
+
+
+def _format_call(
+    name: str, positional: Sequence[Any], named: Mapping[str, Any], more: Sequence[str]
+) -> str:
+    """Return a call as Python code. more: options, each with its value or, for flags, without."""
+    arguments = {**named}
+    flag = ""
+    for word in more:
+        if word.startswith("--"):
+            flag = word[2:].replace("-", "_")
+        arguments[flag] = True if word.startswith("--") else word
+    shown = [
+        f"{key}=os.environ['HF_TOKEN']" if value and is_secret(key) else f"{key}={value!r}"
+        for key, value in arguments.items()
+    ]
+    return f"{name}({', '.join([*map(repr, positional), *shown])})"
 
 
 def typed_words() -> list[str]:

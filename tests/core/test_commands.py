@@ -59,6 +59,18 @@ def test_as_typed_adds_and_drops_options(typed, words: list[str], expected: str)
     assert command == f"{commands._python()} {expected}"
 
 
+def test_from_python_the_call_is_repeated() -> None:
+    @commands.repeatable_call
+    def build(name: str = "", **values: object) -> str:
+        return commands.as_typed("--push", "REGISTRY/x", "--create-repository")
+
+    assert build("a", tag="t", push=None, hf_token="hf_1") == (
+        "build('a', tag='t', push='REGISTRY/x', hf_token=os.environ['HF_TOKEN'], "
+        "create_repository=True)"
+    )
+    assert "build(" not in commands.as_typed()
+
+
 @pytest.mark.parametrize(
     "option", ["-m", "--model-name", "--model_name", "--hf-model", "--model_name_or_path"]
 )
