@@ -20,7 +20,17 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii as quoted  # json.dumps of a string, twice as fast
 from pathlib import Path
 
-from lib.core import commands, declared, log, manifest, options, publish, stage, units
+from lib.core import (
+    commands,
+    declared,
+    log,
+    manifest,
+    options,
+    publish,
+    split_names,
+    stage,
+    units,
+)
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import ArtifactError, UsageError
 from lib.corpus import inputs, place, saved
@@ -164,6 +174,8 @@ def print_plan(
             f"{units.counted(len(counts), 'split')} of --num-dirs {opts.num_dirs}"
         )
     kinds = Counter(entry.kind for entry, _ in files)
+    roles = inputs.name_roles(split_names.assign_roles([entry.path for entry, _ in files]))
+    named = "; ".join(f"{role}: {names}" for role, names in roles.items())
     log.info(f"organize {opts.src_dir} → {opts.dst_root}")
     log.table(
         {
@@ -174,6 +186,7 @@ def print_plan(
             f"{_format_range(min(counts.values()), max(counts.values()))}, "
             f"{units.size(min(sizes.values()))} to {units.size(max(sizes.values()))}",
             "mode": opts.mode,
+            **({"named as": f"{named}. Stage 02 keeps them apart"} if named else {}),
         }
     )
     return counts, sizes

@@ -52,7 +52,6 @@ from lib.corpus.page import collect
 from lib.corpus.pool import UnitPool
 from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
-from lib.corpus.scan import identify_files
 from lib.corpus.tally import ERRORS, ChatTally
 
 STAGE = "02_build_hf_dataset.py"
@@ -71,6 +70,14 @@ class BuildOptions(RowOptions, CommonOptions):
     )
     save_dir: Path = option(
         Path("hf_datasets/corpus"), parse=Path, help="dataset directory to create"
+    )
+    splits_by_name: str = option(
+        "on",
+        choices=("on", "off"),
+        quiet=True,
+        help="on: files that are named as validation data (`valid.jsonl`, `dev/`) beside training "
+        "or test data become the validation split, and test data is left out; off: every file is "
+        "for training",
     )
     max_error_rate: float = option(
         1.0,
@@ -170,9 +177,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             f"{units.counted(min(opts.num_workers, count), 'worker')}",
             "rows": rows,
             **fields,
-            "splits": f"train, validation ({opts.validation_percent:g} % of the rows)"
-            if opts.validation_percent
-            else "train",
+            **inputs.describe_splits(files, opts.validation_percent),
             **extraction.describe_extraction(opts),
             **language.describe_language(opts),
             **quality.describe_quality(opts),
@@ -196,7 +201,7 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
     chosen |= language.identify_language(opts) | quality.identify_quality(opts)
     chosen |= scores.identify_scores(opts) | test_sets.identify_test_sets(opts)
     chosen |= signatures.identify_earlier(opts)
-    return {"options": chosen, "inputs": identify_files(files)}
+    return {"options": chosen, "inputs": inputs.identify_inputs(files)}
 
 
 def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: RowOptions) -> None:
@@ -208,6 +213,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     needed = work_units.estimate_room([file for name in names for file in by_split[name]])
     extraction.warn_about_documents(opts, opts.data_folder, files)
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
+    log.table(inputs.describe_splits(files, opts.validation_percent))
     publish.require_space(root, needed, "the parts")
     full_identity = test_sets.add_frequent(make_identity(opts, files), row_options)
     for name in names:
@@ -375,8 +381,8 @@ def main(argv: list[str]) -> None:
     check_options(opts)
     if not (opts.dry_run or opts.merge or opts.save_dir.exists()):
         pool.start_server()  # it starts while this process scans the input
-    files, skipped = inputs.find_inputs(opts.data_folder, progress)
-    row_options = declared.read_options(RowOptions, opts)
+    files, skipped = inputs.find_inputs(opts.data_folder, progress, opts.splits_by_name == "on")
+    row_options: RowOptions = inputs.add_validation(declared.read_options(RowOptions, opts), files)
     quality.require_sources(row_options, files)
     prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
     if opts.sample_dropped:
@@ -436,7 +442,8 @@ def main(argv: list[str]) -> None:
 
     delete_parts(opts, files)
     seconds = time.monotonic() - began
-    report.print_summary(opts.save_dir, row_options, dataset, facts, read, seconds)
+    named = inputs.describe_left_out(files)
+    report.print_summary(opts.save_dir, row_options, dataset, facts, named, read, seconds)
 
 
 if __name__ == "__main__":

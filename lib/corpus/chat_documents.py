@@ -36,12 +36,13 @@ class ChatDocuments(Documents):
     ) -> None:
         super().__init__(row_options, parts, errors, dropped)
         self._parts = parts
-        self._train = parts[TRAIN]
+        self._part = parts[TRAIN]  # for the rows of the current file, if no hash draws their split
         self._format = ""  # format of the current file's last record
 
-    def begin(self, path: str, source: str) -> None:
+    def begin(self, path: str, source: str, role: str = "") -> None:
         """Start a file."""
-        super().begin(path, source)
+        super().begin(path, source, role)
+        self._part = self._parts[self._named_split or TRAIN]
         self._format = ""
 
     def add_text(self, data: bytes) -> None:
@@ -108,7 +109,7 @@ class ChatDocuments(Documents):
         """Add a row. Raises the errors of chat_rows.encode_chat before anything is added."""
         encoded = chat_rows.encode_chat(chat)
         if not self._queues:
-            self._train.add(chat, place, encoded, NO_VALUES.sidecars, NO_VALUES.columns)
+            self._part.add(chat, place, encoded, NO_VALUES.sidecars, NO_VALUES.columns)
             self._sizes.append(sum(map(len, encoded[0])))
         else:
             digest = b""

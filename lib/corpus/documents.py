@@ -29,6 +29,7 @@ SKIPPED_FILE = "file skipped"
 SKIPPED = "document skipped"
 DROPPED_REST = "rest of the file dropped"
 DROPPED = "document dropped"
+TEST_DATA = "test data"  # a file that its name says is for testing
 DROPPED_ROWS = "rows dropped"
 KEPT = "kept"
 TOO_LARGE = (
@@ -98,6 +99,7 @@ class Documents(ABC):
         self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
         self._hashes = bool(self._validation_below or self._sidecars)
         self._queues = bool(self._hashes or self._rules or self._new_columns)
+        self._named_split = ""  # the split that the name of the current file says
         self._path = ""
         self._raw_source = ""
         self._source = ""
@@ -110,8 +112,13 @@ class Documents(ABC):
         # Dropped rows of the current file, by kind and reason.
         self._dropped_of: Counter[tuple[str, str]] = Counter()
 
-    def begin(self, path: str, source: str) -> None:
-        """Start a file. path: its name in errors.jsonl. source: its name in the column `source`."""
+    def begin(self, path: str, source: str, role: str = "") -> None:
+        """Start a file.
+
+        path: its name in errors.jsonl. source: its name in the column `source`. role: the split
+        that its name says; the rows of a file for validation are in the split `validation`.
+        """
+        self._named_split = VALIDATION if role == VALIDATION else ""
         self._path = path
         self._raw_source = source
         self._source = escape_path(source)
@@ -312,8 +319,8 @@ class Documents(ABC):
 
         The split of a text does not change if files are added or moved, and equal texts share it.
         """
-        if not self._validation_below:
-            return TRAIN
+        if self._named_split or not self._validation_below:
+            return self._named_split or TRAIN
         draw = int.from_bytes(digest[:8], "big")
         return VALIDATION if draw < self._validation_below else TRAIN
 

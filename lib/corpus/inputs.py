@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 
-from lib.core import commands, log, manifest, paths, records, units
+from lib.core import commands, log, manifest, paths, records, split_names, units
 from lib.core.errors import ArtifactError, UsageError, is_missing
+from lib.core.split_names import TEST, VALIDATION
 from lib.corpus import saved
+from lib.corpus.row_options import InputRowOptions, RowOptions
 from lib.corpus.scan import (
     Rules,
     TreeEntry,
     count_files,
     count_reasons,
     escape_path,
+    identify_files,
     recognise_artifact,
     scan_tree,
     select_taken,
@@ -26,6 +31,7 @@ from lib.corpus.scan import (
 
 SPLITS_KIND = "splits/1"
 FILE_LIST = "files.jsonl"
+_NAMED = 3
 _LEFT_BY_A_STAGE = re.compile(rf"{re.escape(paths.PARTIAL)}|\.errors\.jsonl$")
 
 
@@ -35,7 +41,8 @@ class InputFile:
 
     path: relative to the data folder. source: the path relative to the source directory of stage 01
     (in a plain directory, the same as `path`). mtime_ns: modification time in nanoseconds. split:
-    "" in a plain directory.
+    "" in a plain directory. role: the split of a dataset that the path names (split_names.py), ""
+    if it names none. Test data is not read.
     """
 
     path: str
@@ -43,11 +50,15 @@ class InputFile:
     bytes: int
     mtime_ns: int
     split: str = ""
+    role: str = ""
 
 
-def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[TreeEntry]]:
+def find_inputs(
+    folder: Path, progress: bool, by_name: bool = True
+) -> tuple[list[InputFile], list[TreeEntry]]:
     """Return the files of a data folder in the order of their rows, and the skipped entries.
 
+    by_name: give each file the split that its name says, among training, validation and test data.
     Raises ArtifactError if the folder contains splits that are missing, unfinished or damaged, and
     UsageError if it is not a directory or contains no file to read.
     """
@@ -58,7 +69,7 @@ def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[Tre
         skipped = []
     else:
         entries = scan_tree(folder, Rules(), progress=progress)
-        saved.require_readable(folder, "--data-folder", entries)
+        saved.require_readable(folder, "--data-folder", entries, by_name)
         files = [
             InputFile(entry.path, entry.path, entry.bytes, entry.mtime_ns)
             for entry in select_taken(entries)
@@ -71,7 +82,82 @@ def find_inputs(folder: Path, progress: bool) -> tuple[list[InputFile], list[Tre
             expected="files that contain text",
             found=count_reasons(skipped) or "an empty directory",
         )
-    return files, skipped
+    return assign_roles(folder, files) if by_name else files, skipped
+
+
+def assign_roles(folder: Path, files: Sequence[InputFile]) -> list[InputFile]:
+    """Return the files with the splits of a dataset that their names say.
+
+    Raises UsageError if all of them are named as validation or test data.
+    """
+    roles = split_names.assign_roles([file.source for file in files])
+    named = [replace(file, role=roles.get(file.source, "")) for file in files]
+    if alone := split_names.find_unpaired([file.source for file in files], roles):
+        log.warn(
+            f"{units.counted_are(len(alone), 'file')} named as validation or test data and will be "
+            f"trained on, since no training data stands beside: {units.join_names(alone, _NAMED)}. "
+            f"To leave such a file out, run stage 01 with --exclude {Path(alone[0]).name}"
+        )
+    if all(file.role in (VALIDATION, TEST) for file in named):
+        raise UsageError(
+            f"the names in {folder} say that it contains no training data",
+            found="; ".join(f"{role}: {names}" for role, names in describe_roles(named).items()),
+            hint="to train on these files:",
+            run=commands.as_typed("--splits-by-name", "off"),
+        )
+    return named
+
+
+def add_validation(row_options: RowOptions, files: Sequence[InputFile]) -> InputRowOptions:
+    """Return the options of rows for these files: with a validation split if one is named so."""
+    values = {field.name: getattr(row_options, field.name) for field in fields(RowOptions)}
+    has_validation = any(file.role == VALIDATION for file in files)
+    return InputRowOptions(**values, has_validation=has_validation)
+
+
+def describe_roles(files: Sequence[InputFile]) -> dict[str, str]:
+    """Return the number and the first names of the files by the split that they name."""
+    return name_roles({file.source: file.role for file in files if file.role})
+
+
+def name_roles(roles: Mapping[str, str]) -> dict[str, str]:
+    """Return the number and the first names of files by their split. roles: the split by path."""
+    by_role: dict[str, list[str]] = {}
+    for path, role in roles.items():
+        by_role.setdefault(role, []).append(escape_path(path))
+    return {
+        role: f"{units.counted(len(names), 'file')} ({units.join_names(names, _NAMED)})"
+        for role, names in by_role.items()
+    }
+
+
+def describe_splits(files: Sequence[InputFile], validation_percent: float) -> dict[str, str]:
+    """Return the lines of the plan about the splits: where validation comes from, and test data."""
+    named = describe_roles(files).get(VALIDATION)
+    share = f"{validation_percent:g} % of the {'other ' if named else ''}rows"
+    origins = [*([named] if named else []), *([share] if validation_percent else [])]
+    splits = f"train, validation: {' and '.join(origins)}" if origins else "train"
+    return {"splits": splits} | describe_left_out(files)
+
+
+def describe_left_out(files: Sequence[InputFile]) -> dict[str, str]:
+    """Return the line of the plan about test data, with its label; {} if there is none."""
+    named = describe_roles(files).get(TEST)
+    remedy = "--splits-by-name off trains on all files"
+    return {"left out": f"test data: {named}; {remedy}"} if named else {}
+
+
+def identify_inputs(files: Sequence[InputFile]) -> dict[str, object]:
+    """Return the identity of the input files, and of the validation and test data among them."""
+    named = [file for file in files if file.role in (VALIDATION, TEST)]
+    identity = identify_files(files)
+    if named:
+        hasher = hashlib.sha256()
+        for file in named:
+            hasher.update(b"%b\0%b\0" % (file.role.encode(), os.fsencode(file.source)))
+        counts = Counter(file.role for file in named)
+        identity["named_splits"] = {**counts, "fingerprint": hasher.hexdigest()[:16]}
+    return identity
 
 
 def require_raw(folder: Path, option: str) -> None:

@@ -191,11 +191,13 @@ def list_warnings(
             warnings.append(
                 f"{option} dropped {tally.dropped[kind]:,} of {units.counted(total, 'row')}"
             )
-    if row_options.validation_percent and not all(rows_of.values()):
-        warnings.append(
-            "the validation split is empty: the corpus is too small for --validation-percent "
-            f"{row_options.validation_percent:g}"
+    if len(rows_of) > 1 and not all(rows_of.values()):
+        cause = (
+            f"the corpus is too small for --validation-percent {row_options.validation_percent:g}"
+            if row_options.validation_percent
+            else "the files that are named as validation data give no row"
         )
+        warnings.append(f"the validation split is empty: {cause}")
     elif row_options.validation_percent > _MOST_VALIDATION:
         warnings.append(
             f"--validation-percent {row_options.validation_percent:g} leaves "
@@ -216,12 +218,13 @@ def print_summary(
     row_options: RowOptions,
     dataset: DatasetWriter,
     facts: CorpusFacts,
+    named: dict[str, str],
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    read: input bytes that this launch processed in `seconds`.
+    named: the line about test data. read: input bytes that this launch processed in `seconds`.
     """
     total = facts.bytes
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
@@ -229,7 +232,7 @@ def print_summary(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
     summary = format_summary(dataset, row_options, save_dir, facts.files, total)
-    log.table(summary | collect.format_lines(facts, save_dir))
+    log.table(summary | named | collect.format_lines(facts, save_dir))
     print_next(save_dir, row_options)
 
 

@@ -7,19 +7,19 @@ add a field to it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import declared, options, paths
 from lib.core.declared import option
 from lib.core.errors import Problems
+from lib.core.split_names import TRAIN, VALIDATION
 from lib.corpus import encoding
 from lib.corpus.extract import table
 from lib.corpus.masks import choices as mask_choices
 from lib.corpus.quality import thresholds
 
-TRAIN = "train"
-VALIDATION = "validation"
 TEXT, CHAT = FORMATS = "text", "chat"  # formats of a dataset
 EXACT = "exact"
 NEAR = "near"
@@ -368,3 +368,18 @@ class RowOptions:
                     flag = declared.flag(field.name)
                     problems.add(f"{flag} needs {other}", expected=f"{other}, or no {flag}")
         problems.raise_if_any()
+
+
+@dataclass(frozen=True)
+class InputRowOptions(RowOptions):
+    """The options of rows, and what the names in the input add to them.
+
+    has_validation: some files are named as validation data, so there is a split of this name.
+    """
+
+    has_validation: bool = dataclasses.field(default=False, kw_only=True)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Return the names of the splits of the dataset."""
+        return (TRAIN, VALIDATION) if self.has_validation else super().splits

@@ -1,6 +1,7 @@
 """Recognise directories that `save_to_disk` of the library `datasets` has written.
 
-Their JSON files contain metadata and no rows, and their splits must not be mixed.
+Their JSON files contain metadata and no rows. Splits whose names do not say what they are for must
+not be mixed.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lib.core import commands, records
+from lib.core import commands, records, split_names
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.split_names import TRAIN
 
 _SPLITS = "dataset_dict.json"
 _INFO = "dataset_info.json"
@@ -18,8 +20,6 @@ _STATE = "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
 _STRINGS = ("string", "large_string")
-_TRAIN = "train"
-_HELD_OUT = {"test", "validation", "valid", "val", "dev", "eval", "evaluation", "heldout"}
 _SHOWN = 6
 _SHOWN_CHARACTERS = 100
 
@@ -47,24 +47,22 @@ def is_description(root: Path, place: str) -> bool:
     return name != _INFO or is_saved or any(path.parent.glob("*.arrow"))
 
 
-def require_readable(folder: Path, option: str, entries: Sequence[ScannedFile]) -> None:
+def require_readable(
+    folder: Path, option: str, entries: Sequence[ScannedFile], by_name: bool = True
+) -> None:
     """Raise UsageError if splits of a dataset would be mixed, or if it is already tokenised.
 
-    option: the option with the folder. entries: the scan of the folder. Raises ArtifactError if the
-    list of splits is damaged.
+    option: the option with the folder. entries: the scan of the folder. by_name: the names of files
+    decide to which split they belong; otherwise all of them are for training. Raises ArtifactError
+    if the list of splits is damaged.
     """
-    saved: dict[str, set[str]] = {}  # names of the saved datasets in a directory, by its path
     for entry in entries:
         parent, _, name = entry.path.rpartition("/")
         if name == _SPLITS and is_description(folder, entry.path):
-            _require_one_split(folder, option, parent, entries)
+            if by_name:
+                _require_named_splits(folder, option, parent, entries)
         elif name == _INFO and _is_read(parent, entries) and is_description(folder, entry.path):
             _require_text(folder / parent)
-            above, _, name = parent.rpartition("/")
-            saved.setdefault(above, set()).add(name)
-    for above, names in saved.items():
-        if _TRAIN in names and (held_out := names & _HELD_OUT):
-            raise _make_splits_error(folder / above, option, _TRAIN, {_TRAIN, *held_out})
 
 
 def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
@@ -77,12 +75,13 @@ def _is_read(parent: str, entries: Iterable[ScannedFile]) -> bool:
     )
 
 
-def _require_one_split(
+def _require_named_splits(
     folder: Path, option: str, parent: str, entries: Iterable[ScannedFile]
 ) -> None:
-    """Raise UsageError if files from several splits of a DatasetDict would be read.
+    """Raise UsageError if several splits of a DatasetDict would be read whose use is unclear.
 
-    Raises ArtifactError if its metadata does not name the splits.
+    It is clear if each name says training, validation or test, and one says training. Raises
+    ArtifactError if its metadata does not name the splits.
     """
     names = records.read_mapping(folder / parent / _SPLITS)[_KEYS[_SPLITS]]
     splits = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
@@ -93,16 +92,17 @@ def _require_one_split(
             found=str(names)[:_SHOWN_CHARACTERS],
         )
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
-    read_splits = {
-        name
-        for entry in entries
-        if not entry.skipped
+    paths = [entry.path for entry in entries if not entry.skipped]
+    roles = split_names.assign_roles(paths)
+    role_of = {
+        name: roles.get(path, "")
+        for path in paths
         for start, name in starts.items()
-        if entry.path.startswith(start)
+        if path.startswith(start)
     }
-    if len(read_splits) > 1:
-        first = next(name for name in (_TRAIN, *splits) if name in read_splits)
-        raise _make_splits_error(folder / parent, option, first, read_splits)
+    if len(role_of) > 1 and ("" in role_of.values() or TRAIN not in role_of.values()):
+        first = next(name for name in (TRAIN, *splits) if name in role_of)
+        raise _make_splits_error(folder / parent, option, first, role_of)
 
 
 def _make_splits_error(directory: Path, option: str, first: str, read: Iterable[str]) -> UsageError:

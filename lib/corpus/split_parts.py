@@ -18,9 +18,8 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import MANIFEST
 from lib.corpus import work_units
-from lib.corpus.inputs import InputFile
+from lib.corpus.inputs import InputFile, identify_inputs
 from lib.corpus.row_options import NEAR_CHOICES
-from lib.corpus.scan import identify_files
 from lib.corpus.tally import Tally
 from lib.corpus.work_units import UnitResult, WorkUnit
 
@@ -91,7 +90,8 @@ def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) ->
     options = {key: value for key, value in identity["options"].items() if key not in ignored}
     if options.get("keep_top") is not None:
         options["keep_top"] = "any"  # the parts contain the scores, from which it selects later
-    return identity | {"options": options, "inputs": identify_files(files)}
+    named = {key: value for key, value in identity["inputs"].items() if key == "named_splits"}
+    return identity | {"options": options, "inputs": identify_inputs(files) | named}
 
 
 def process_unit(unit: WorkUnit) -> UnitResult:

@@ -32,15 +32,16 @@ class TextDocuments(Documents):
     ) -> None:
         super().__init__(row_options, parts, errors, dropped)
         self._parts = parts
-        self._train = parts[TRAIN]
+        self._part = parts[TRAIN]  # for the rows of the current file, if no hash draws their split
         self._fields = Fields(row_options.fields) if row_options.fields else None
         self._joins = row_options.strings == "joined"
         self._fields_counted = 0  # documents whose other keys were counted
         self._inspected = 0  # documents of the current file that were checked
 
-    def begin(self, path: str, source: str) -> None:
+    def begin(self, path: str, source: str, role: str = "") -> None:
         """Start a file."""
-        super().begin(path, source)
+        super().begin(path, source, role)
+        self._part = self._parts[self._named_split or TRAIN]
         self._inspected = 0
 
     def end(self, is_whole: bool) -> None:
@@ -119,7 +120,7 @@ class TextDocuments(Documents):
             for text in texts:
                 self._add_row(text)
         else:
-            self._train.extend(rows, self._source)
+            self._part.extend(rows, self._source)
             self._sizes += map(len, rows)
         return True
 
@@ -145,7 +146,7 @@ class TextDocuments(Documents):
         data, replaced = encoding.encode_text(text)
         self.tally.replaced += replaced
         if not self._queues:
-            self._train.add(data, self._source)
+            self._part.add(data, self._source)
             self._sizes.append(len(data))
             return
         digest = hashlib.sha256(data).digest() if self._hashes else b""

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import commands, hashing
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
+from lib.core.split_names import TEST
 from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, row_tally, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
-from lib.corpus.documents import SKIPPED_FILE, Documents
+from lib.corpus.documents import SKIPPED_FILE, TEST_DATA, Documents
 from lib.corpus.inputs import InputFile
 from lib.corpus.masks import part_masker
 from lib.corpus.masks.mask_options import make_masker
@@ -211,7 +212,8 @@ def cut_files(
 
 def _cut_file(folder: Path, file: InputFile) -> Iterator[FileSpan]:
     """Yield a file as one span, or as spans of 16 MB if it is large and its format allows it."""
-    starts = [0] if file.bytes < 2 * UNIT_BYTES else _find_cuts(f"{folder}/{file.path}", file.bytes)
+    is_whole = file.bytes < 2 * UNIT_BYTES or file.role == TEST
+    starts = [0] if is_whole else _find_cuts(f"{folder}/{file.path}", file.bytes)
     size = file.bytes // len(starts)
     for start, stop in zip(starts, [*starts[1:], None], strict=True):
         yield FileSpan(file, size if stop else file.bytes - size * (len(starts) - 1), start, stop)
@@ -390,7 +392,11 @@ def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
     """Add the documents of one span, or report why it cannot be read."""
     from lib.corpus import readers
 
-    documents.begin(span.file.path, span.file.source)
+    documents.begin(span.file.path, span.file.source, span.file.role)
+    if span.file.role == TEST:
+        documents.note(TEST_DATA, "its name says that it is test data", SKIPPED_FILE)
+        documents.end(False)
+        return
     if span.file.path in unit.avoid:
         documents.note("crash", "the worker process that read it crashed twice", SKIPPED_FILE)
         documents.end(False)

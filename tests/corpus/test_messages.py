@@ -100,14 +100,14 @@ def test_only_splits_without_splits() -> None:
 
 
 def test_a_saved_dataset_with_two_splits(tmp_path: Path) -> None:
-    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    entries = [TreeEntry(name) for name in ("dataset_dict.json", "train/a.arrow", "test/a.arrow")]
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["en", "de"]}))
+    entries = [TreeEntry(name) for name in ("dataset_dict.json", "en/a.arrow", "de/a.arrow")]
     with pytest.raises(UsageError) as caught:
         saved.require_readable(tmp_path, "--data-folder", entries)
     assert message_lines(caught.value) == [
         f"error: {tmp_path} contains several splits of a dataset, which would all be trained on",
         "expected: a single split",
-        "found:    test, train",
+        "found:    de, en",
         "hint:     read one split:",
     ]
 

@@ -37,32 +37,49 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return Path("both")
 
 
-def test_splits_are_not_mixed(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", [BUILD, "--data-folder", "both", "--save-dir", "out"])
+@pytest.fixture
+def languages(both: Path) -> Path:
+    """Return a DatasetDict whose names do not say what the splits are for."""
+    datasets.DatasetDict({"en": texts("en", 20), "de": texts("de", 10)}).save_to_disk("dict")
+    return Path("dict")
+
+
+def test_splits_are_not_mixed(languages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [BUILD, "--data-folder", "dict", "--save-dir", "out"])
     with pytest.raises(UsageError, match="several splits") as caught:
-        run_script(BUILD, "--data-folder", both, "--save-dir", "out")
-    assert caught.value.found == "test, train"
-    assert caught.value.run.endswith("--save-dir out --data-folder both/train")
-    run_script(BUILD, "--data-folder", both / "train", "--save-dir", "out")
-    assert datasets.load_from_disk("out")["text"][:] == [f"train {n}" for n in range(20)]
+        run_script(BUILD, "--data-folder", languages, "--save-dir", "out")
+    assert caught.value.found == "de, en"
+    assert caught.value.run.endswith("--save-dir out --data-folder dict/en")
+    run_script(BUILD, "--data-folder", languages / "en", "--save-dir", "out")
+    assert datasets.load_from_disk("out")["text"][:] == [f"en {n}" for n in range(20)]
 
 
-def test_splits_in_a_source_of_stage_01_are_not_mixed(both: Path) -> None:
+@pytest.mark.parametrize("held_out", ["test", "validation", "dev"])
+@pytest.mark.parametrize("is_dict", [True, False], ids=["a dict", "one by one"])
+def test_splits_are_kept_apart_by_name(both: Path, held_out: str, is_dict: bool) -> None:
+    (both / "test").rename(both / held_out)
+    (both / "dataset_dict.json").write_text(json.dumps({"splits": ["train", held_out]}))
+    if not is_dict:
+        (both / "dataset_dict.json").unlink()
     Path("raw").mkdir()
     both.rename("raw/both")
-    with pytest.raises(UsageError, match="raw/both contains several splits"):
+    run_script(BUILD, "--data-folder", "raw", "--save-dir", "plain")
+    run_script(ORGANISE, "--src-dir", "raw", "--dst-root", "splits", "--num-dirs", 2)
+    run_script(BUILD, "--data-folder", "splits", "--save-dir", "out")
+    for name in ("plain", "out"):
+        saved_splits = datasets.load_from_disk(name)
+        train = saved_splits if held_out == "test" else saved_splits["train"]
+        assert sorted(train["text"]) == sorted(f"train {n}" for n in range(20))
+        assert held_out == "test" or len(saved_splits["validation"]) == 10
+
+
+def test_splits_in_a_source_of_stage_01_are_not_mixed(languages: Path) -> None:
+    Path("raw").mkdir()
+    languages.rename("raw/dict")
+    with pytest.raises(UsageError, match="raw/dict contains several splits"):
         run_script(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
-    run_script(
-        ORGANISE,
-        "--src-dir",
-        "raw",
-        "--dst-root",
-        "splits",
-        "--num-dirs",
-        1,
-        "--exclude",
-        "both/test",
-    )
+    words = ("--src-dir", "raw", "--dst-root", "splits", "--num-dirs", 1)
+    run_script(ORGANISE, *words, "--exclude", "dict/de")
     assert len([*Path("splits").rglob("*.arrow")]) == 1
     assert not [*Path("splits").rglob("state.json")]
     run_script(BUILD, "--data-folder", "splits", "--save-dir", "out")
@@ -140,19 +157,6 @@ def test_invalid_lists_of_splits_are_damage(both: Path, names: object) -> None:
     (both / "dataset_dict.json").write_text(json.dumps({"splits": names}))
     with pytest.raises(ArtifactError, match=r"dataset_dict\.json is damaged"):
         run_script(BUILD, "--data-folder", both, "--save-dir", "out")
-
-
-@pytest.mark.parametrize("held_out", ["test", "validation", "dev"])
-def test_splits_saved_one_by_one_are_not_mixed(both: Path, held_out: str) -> None:
-    (both / "dataset_dict.json").unlink()
-    (both / "test").rename(both / held_out)
-    with pytest.raises(UsageError, match="both contains several splits") as caught:
-        run_script(BUILD, "--data-folder", both, "--save-dir", "out")
-    assert caught.value.run.endswith("--data-folder both/train")
-    Path("raw").mkdir()
-    both.rename("raw/both")
-    with pytest.raises(UsageError, match="raw/both contains several splits"):
-        run_script(ORGANISE, "--src-dir", "raw", "--dst-root", "splits")
 
 
 def test_several_saved_corpora_are_read_together(both: Path) -> None:

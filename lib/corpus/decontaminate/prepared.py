@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lib.corpus.row_options import RowOptions
+from lib.corpus.row_options import InputRowOptions, RowOptions
 
 if TYPE_CHECKING:
     from lib.corpus.row_batch import RowBatch, RowVerdict
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedOptions(RowOptions):
+class PreparedOptions(InputRowOptions):
     """The options of rows, and the index of the test sets.
 
     test_index: directory of the index. counter: the check that replaces the rule while the corpus
@@ -27,6 +27,8 @@ class PreparedOptions(RowOptions):
 def add_index(row_options: RowOptions, test_index: str) -> PreparedOptions:
     """Return the options with the directory of an index."""
     values = {
-        field.name: getattr(row_options, field.name) for field in dataclasses.fields(RowOptions)
+        field.name: getattr(row_options, field.name)
+        for field in dataclasses.fields(InputRowOptions)
+        if hasattr(row_options, field.name)
     }
     return PreparedOptions(**values, test_index=test_index)
