@@ -47,6 +47,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,14 @@ from lib.train.config import Config  # noqa: E402
 
 __all__ = ["build_docker_image", "deploy_training_job", "manage_eks_cluster"]
 
+_HEADLINE = "# made by: "  # begins each manifest
 _STARTING = ("prepare", "render", "apply", "deploy")
 _FIRST_WORDS = ("setup", *VOLUME_COMMANDS)  # commands with options of their own
+
+
+def _is_manifest(text: str) -> bool:
+    """Return whether a text is a manifest that `render` has made."""
+    return text.startswith(_HEADLINE)
 
 
 def build_parser() -> options.Parser:
@@ -99,7 +106,7 @@ def build_parser() -> options.Parser:
     )
     group.add_argument(
         "--out",
-        type=output_file.parse_output_file,
+        type=partial(output_file.parse_output_file, is_own=_is_manifest),
         metavar="FILE",
         help="render: file to write (default: print the manifest)",
     )
@@ -248,7 +255,9 @@ def start_job(job: Job, kubectl: Kubectl, opts: Options, first: Preparation | No
 
     first: see `run_job`.
     """
-    manifest = render_manifests(job.manifests(), f"made by: {job.launched_as}".replace("\n", " "))
+    manifest = render_manifests(
+        job.manifests(), f"{_HEADLINE[2:]}{job.launched_as}".replace("\n", " ")
+    )
     if opts.command == "render" and opts.out and not opts.dry_run:
         output_file.write_output(opts.out, manifest)
         log.info(

@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"least severity that fails the command; it then exits with "
         f"{EXIT_ERROR} for an error, {EXIT_WARNING} for a warning",
     )
-    output_file.add_json_option(parser, "findings")
+    output_file.add_json_option(parser, "findings", "findings")
 
 
 def write_json(path: Path, findings: Iterable[Finding], **values: object) -> None:

@@ -136,7 +136,7 @@ def parse(argv: Sequence[str]) -> Options:
         metavar="DIR",
         help="directory of prepared models and suites",
     )
-    output_file.add_json_option(parser, "figures")
+    output_file.add_json_option(parser, "figures", "model", "suite", "tasks")
     parser.add_argument(
         "--trust-remote-code",
         action="store_true",

@@ -52,8 +52,15 @@ def table(
     for first, *others in rows[:most]:
         cells = (tag("td", cell) for cell in others)
         lines.append(tag("tr", tag("th", first, scope="row"), *cells))
-    more = f"; {len(rows) - most:,} more rows are left out" if len(rows) > most else ""
+    more = (
+        f"; the table shows the first {most:,} of {len(rows):,} lines" if len(rows) > most else ""
+    )
     return tag("div", tag("table", tag("caption", caption + more), *lines), class_="scroll")
+
+
+def is_page(text: str) -> bool:
+    """Return whether a text is a page that `page` has made."""
+    return f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">' in text
 
 
 def page(title: str, parts: Sequence[object]) -> Html:

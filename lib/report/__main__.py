@@ -11,9 +11,11 @@ any machine that has these files.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from lib.core import log, manifest, options, output_file, paths, stage
 from lib.core.errors import UsageError
+from lib.pages.page import is_page
 from lib.pages.svg import COLUMNS, STYLES
 from lib.report.content import ReportLimits, compose_page
 from lib.report.run_data import find_axis, read_runs
@@ -38,7 +40,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument(
         "--out",
-        type=output_file.parse_output_file,
+        type=partial(output_file.parse_output_file, is_own=is_page),
         metavar="FILE",
         help="file to write (default: report.html of the first run)",
     )
