@@ -10,15 +10,16 @@ Stage 02 writes these Arrow columns (lib/corpus/chat_rows.py), stage 04 reads th
     line       int64, the first line in that file, from 1 (for Parquet and Arrow, the row)
     offset     int64, the first byte in that file; null if unknown
 
-`tool_calls` is JSON too, since arguments may have any structure. Absent parts of a message are
-null.
+`tool_calls` is JSON too, since arguments may have any structure. The arguments of a call are an
+object, or the JSON text of an object as in OpenAI's format. Absent parts of a message are null.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 Message = dict[str, Any]
 
@@ -77,6 +78,43 @@ def require_text(message: Message, number: int) -> None:
             "empty answer" if role == "assistant" else "empty turn",
             f"turn {number} ({role}) has no text",
         )
+
+
+def parse_arguments(arguments: Any) -> dict[str, Any] | None:
+    """Return the object in the arguments of a call, given as an object or as JSON text.
+
+    Returns {} for a call without arguments (absent, null or blank), and None if the arguments are
+    anything but an object, such as text that is cut or was encoded twice.
+    """
+    if isinstance(arguments, str):
+        try:
+            value = (
+                json.loads(arguments, parse_constant=_refuse_constant) if arguments.strip() else {}
+            )
+            if "\\u" in arguments:  # an escape may spell half a character
+                json.dumps(value, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):
+            return None
+        arguments = value
+    if arguments is None:
+        return {}
+    return arguments if isinstance(arguments, dict) else None
+
+
+def require_arguments(arguments: Any, where: str) -> None:
+    """Raise InvalidConversation if the arguments of a call contain no object.
+
+    where: the turn, for the error message.
+    """
+    if parse_arguments(arguments) is None:
+        raise InvalidConversation(
+            "arguments",
+            f"the arguments of a function call of {where} are not a JSON object: {arguments!r:.80}",
+        )
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def require_order(roles: Sequence[str]) -> None:

@@ -55,6 +55,7 @@ KINDS = (
     "no assistant turn",
     "roles out of order",
     "content",
+    "arguments",
     "weights",
     "no conversation",
 )

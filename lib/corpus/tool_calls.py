@@ -3,14 +3,15 @@
     tools       [{"type": "function", "function": {"name": …, "parameters": …}}]
     tool_calls  [{"type": "function", "function": {"name": …, "arguments": {…}}}]
 
-Arguments given as a string of JSON, as in OpenAI's format, are parsed.
+Arguments that are JSON text, as in OpenAI's format, stay as they are, so that numbers such as 1.50
+keep their form. Stage 04 gives each template the form that it takes.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lib.core.conversation import InvalidConversation
+from lib.core.conversation import InvalidConversation, parse_arguments, require_arguments
 from lib.corpus import json_data
 
 _OUTER = ("type", "id")  # keys beside `function`, not inside it
@@ -74,33 +75,23 @@ def _normalize_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidConversation("content", f"a function call of {where} names no function")
     if isinstance(wrapped.get("id"), int):
-        wrapped["id"] = str(wrapped["id"])  # tool_call_id of the answer becomes a string, too
+        # tool_call_id of the answer becomes a string, too
+        wrapped = {**wrapped, "id": str(wrapped["id"])}
+    arguments = function.get("arguments")
+    require_arguments(arguments, where)
     return {
         **wrapped,
-        "function": {**function, "arguments": _parse_arguments(function.get("arguments"))},
+        "function": {**function, "arguments": arguments if parse_arguments(arguments) else {}},
     }
 
 
 def _wrap_function(described: dict[str, Any]) -> dict[str, Any]:
     """Return a tool or a call with a `type`, and with its other keys under `function`."""
     if "function" in described:
-        return {"type": "function", **described}
+        return described if "type" in described else {"type": "function", **described}
     outer = {key: described[key] for key in _OUTER if key in described}
     return {
         "type": "function",
         **outer,
         "function": {key: value for key, value in described.items() if key not in _OUTER},
     }
-
-
-def _parse_arguments(arguments: Any) -> Any:
-    """Return the arguments of a call, parsed if they are a string that contains an object."""
-    if not arguments:
-        return {}
-    if isinstance(arguments, str):
-        try:
-            value = json_data.load_json(arguments)
-        except (ValueError, RecursionError):
-            return arguments
-        return value if isinstance(value, dict) else arguments
-    return arguments

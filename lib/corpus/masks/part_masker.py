@@ -5,13 +5,14 @@ A text larger than memory is masked in pieces that end at a newline, with the sa
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core.conversation import CALLS
+from lib.core.conversation import CALLS, parse_arguments
 from lib.corpus import chat_rows, json_data, parts
 from lib.corpus.arrow_arrays import join_texts
 from lib.corpus.masks.masker import Masker
@@ -199,8 +200,7 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
     if isinstance(value, dict):
         keys = _separate_keys({key: _mask_value(key, masker, hits) for key in value})
         return {
-            keys[key]: item if _is_name(key, item, value) else _mask_value(item, masker, hits)
-            for key, item in value.items()
+            keys[key]: _mask_item(key, item, value, masker, hits) for key, item in value.items()
         }
     is_number = isinstance(value, int) and not isinstance(value, bool)
     if not isinstance(value, str) and not is_number:
@@ -210,6 +210,23 @@ def _mask_value(value: Any, masker: Masker, hits: MaskedMatches) -> Any:
         return value
     hits.extend(matches, 0)
     return masked.decode()
+
+
+def _mask_item(
+    key: str, item: Any, holder: dict[str, Any], masker: Masker, hits: MaskedMatches
+) -> Any:
+    """Return an item of an object with its matches replaced; JSON text stays valid JSON."""
+    if _is_name(key, item, holder):
+        return item
+    arguments = parse_arguments(item) if key == "arguments" and isinstance(item, str) else None
+    if not arguments:
+        return _mask_value(item, masker, hits)
+    matches = MaskedMatches()
+    masked = _mask_value(arguments, masker, matches)
+    if not matches.rows:
+        return item
+    hits.extend(matches, 0)
+    return json.dumps(masked, ensure_ascii=False)
 
 
 def _separate_keys(keys: dict[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from lib.core.conversation import CALLS, Conversation, Message
 from lib.core.errors import UsageError
 from lib.tokens.chat import render
+from lib.tokens.chat.calls import fit_calls
 from lib.tokens.chat.conversations import ControlTokens, compile_alternatives
 from lib.tokens.chat.policy import ALL, ASSISTANT, LAST
 from lib.tokens.chat.render import LimitError, Rendered, Span, Template, TemplateError, TokenError
@@ -120,12 +121,14 @@ class AnswerFinder:
             messages = list(map(_add_thinking, messages))
         answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if self._train_on == ALL:
+            messages = self._fit_calls(messages, tools)
             return self._train_on_all_turns(messages, tools, weights)
         chosen = answers[-1:] if self._train_on == LAST else answers
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
             return []
-        messages = messages[: trained[-1] + 1]  # later turns are no context of a trained answer
+        # Later turns are no context of a trained answer.
+        messages = self._fit_calls(messages[: trained[-1] + 1], tools)
         full = self._template.render(messages, tools)
         _require_tools(tools, full.text)
         if _is_system_prompt_missing(messages[0], full.text):
@@ -134,7 +137,7 @@ class AnswerFinder:
         for i in reversed(trained):
             answer = self._find_answer(messages, tools, full, answers, i)
             end = answer.spans[-1][1]
-            if len(messages[i]) > 2:  # role and content
+            if len(messages[i]) > 2 or CALLS in messages[i]:  # not only role and content
                 _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
                 if _are_thoughts_missing(messages[i], answer.text):
                     self.template_omissions["thoughts"] += 1
@@ -145,6 +148,12 @@ class AnswerFinder:
             else:
                 texts.append(answer)
         return texts[::-1]
+
+    def _fit_calls(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None
+    ) -> Sequence[Message]:
+        """Return the messages with their calls in the form that the template takes."""
+        return fit_calls(messages, lambda turns: self._template.render(turns, tools).text)
 
     def _train_on_all_turns(
         self,
@@ -303,9 +312,9 @@ def find_shared_length(one: str, other: str) -> int:
 
 
 def _add_thinking(message: Message) -> Message:
-    """Add the thoughts under gpt-oss's key `thinking` as well, as transformers does."""
+    """Add the thoughts under their other names as well: gpt-oss reads `thinking`."""
     thoughts = message.get("reasoning_content")
-    return message if thoughts is None else {"thinking": thoughts, **message}
+    return message if thoughts is None else {"thinking": thoughts, "reasoning": thoughts, **message}
 
 
 _PLAIN_HINT = (

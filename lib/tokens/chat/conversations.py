@@ -23,6 +23,8 @@ from lib.core.conversation import (
     InvalidConversation,
     Message,
     Place,
+    parse_arguments,
+    require_arguments,
     require_order,
     require_text,
 )
@@ -93,6 +95,7 @@ def _read_calls(message: Message, number: int) -> None:
             raise InvalidConversation(
                 "content", f"a function call of turn {number} names no function"
             )
+        require_arguments(function.get("arguments"), f"turn {number}")
     if calls:
         message[CALLS] = calls
 
@@ -193,7 +196,11 @@ def _list_strings(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):
-        value = [*value, *value.values()]
+        arguments = value.get("arguments")
+        # Escapes in JSON text may spell a token, which a template would write.
+        is_escaped = isinstance(arguments, str) and "\\u" in arguments
+        parsed = [parse_arguments(arguments)] if is_escaped else []
+        value = [*value, *value.values(), *parsed]
     return (
         [text for item in value for text in _list_strings(item)]
         if isinstance(value, (list, tuple))

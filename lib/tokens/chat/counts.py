@@ -38,6 +38,7 @@ _ROW_CAUSES = (
     "empty answer",
     "empty turn",
     "content",
+    "arguments",
     "weights",
 )
 
