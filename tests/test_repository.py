@@ -69,7 +69,11 @@ HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarr
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 CLOUD = {"boto3", "botocore"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "launch" / "skills").rglob("*.md")),
+]
 
 
 def name_of(path: Path) -> str:
