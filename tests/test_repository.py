@@ -406,8 +406,11 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
     assert not named - known
 
 
-# Of the offline pipeline that docs/how-to/coming-from.md compares with this project.
-SCRIPTS_ELSEWHERE = {"ORGANIZE_DATA.py", "DATA-HF.py", "MODEL_DOWNLOAD.py", "fsdp1.py"}
+# Of the systems that docs/how-to/coming-from.md compares with this project.
+SCRIPTS_ELSEWHERE = {
+    *("ORGANIZE_DATA.py", "DATA-HF.py", "MODEL_DOWNLOAD.py", "fsdp1.py", "tests/test_smoke.py"),
+    *("validate_test_setup.py", "test_hyperpod_cluster.py", "download_c4.py"),
+}
 
 
 @check_each(DOCUMENTS)
