@@ -29,6 +29,7 @@ from lib.core import (
     liveness,
     log,
     manifest,
+    other_files,
     partial_dirs,
     records,
     units,
@@ -90,6 +91,7 @@ def is_done(
         )
     if overwrite:
         _require_replaceable(target)
+        other_files.announce_kept(typed_target)
         return False
     changes = [*_kind_change(content, kind), *find_differences(content["identity"], identity)]
     if changes:
@@ -268,8 +270,10 @@ class Build:
         """Replace the target by the finished directory, and keep the old one in `self.partial`.
 
         Linux swaps the two names in one step. If a file system cannot, a kill between two renames
-        leaves the old directory in `replaced`, from where the next run restores it.
+        leaves the old directory in `replaced`, from where the next run restores it. Files that a
+        person put into the target are moved out first, so a kill loses none of them.
         """
+        other_files.keep_others(self.target)
         renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
         if not renameat2 or renameat2(
             _AT_FDCWD, os.fsencode(self.dir), _AT_FDCWD, os.fsencode(self.target), _RENAME_EXCHANGE

@@ -1,4 +1,5 @@
 # covers: lib/core/publish.py, lib/core/partial_dirs.py, lib/core/identity.py
+# covers: lib/core/other_files.py
 """Artifacts appear under their final name complete, or not at all."""
 
 from __future__ import annotations
@@ -68,6 +69,25 @@ def test_a_kill_just_after_publishing_leaves_a_finished_artifact(tmp_path: Path)
         assert names(tmp_path) == sorted(["corpus", *user_directories])
         shutil.rmtree(target)
     assert at > 15
+
+
+def test_files_of_a_person_in_an_artifact_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process is killed at each operation in turn; in the end nothing of a person is lost."""
+    target = tmp_path / "corpus"
+    publish_file(target)
+    (target / "notes").mkdir()
+    (target / "notes/mine.txt").write_text("mine")
+    (target / "link").symlink_to("notes")
+    with caplog.at_level("INFO"):
+        assert not publish.is_done(target, KIND, identity(), overwrite=True, dry_run=True)
+    assert "notes/mine.txt" in caplog.text and (target / "notes/mine.txt").is_file()
+    at = 0
+    while not has_survived(Fault(str(tmp_path), at := at + 1), target):
+        assert [*map(Path.read_text, tmp_path.rglob("mine.txt"))] == ["mine"]
+    assert (target / "f").read_text() == "new" and not (target / "link").is_symlink()
+    assert [*map(Path.read_text, tmp_path.rglob("mine.txt"))] == ["mine"] and at > 15
 
 
 def test_an_empty_directory_is_a_free_name(tmp_path: Path) -> None:
