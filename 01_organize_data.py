@@ -22,12 +22,12 @@ from pathlib import Path
 
 from lib.core import (
     commands,
+    data_names,
     declared,
     log,
     manifest,
     options,
     publish,
-    split_names,
     stage,
     units,
 )
@@ -174,7 +174,7 @@ def print_plan(
             f"{units.counted(len(counts), 'split')} of --num-dirs {opts.num_dirs}"
         )
     kinds = Counter(entry.kind for entry, _ in files)
-    roles = inputs.name_roles(split_names.assign_roles([entry.path for entry, _ in files]))
+    roles = inputs.name_roles(data_names.assign_roles([entry.path for entry, _ in files]))
     named = "; ".join(f"{role}: {names}" for role, names in roles.items())
     log.info(f"organize {opts.src_dir} → {opts.dst_root}")
     log.table(

@@ -1,4 +1,4 @@
-# covers: lib/core/split_names.py, lib/corpus/inputs.py, lib/corpus/row_options.py
+# covers: lib/core/data_names.py, lib/corpus/inputs.py, lib/corpus/row_options.py
 """Validation and test data beside training data, through stages 01 and 02."""
 
 from __future__ import annotations

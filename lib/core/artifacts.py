@@ -9,14 +9,14 @@ files are cached results of `Dataset.map`, and ignored.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, manifest, reading, records
+from lib.core import data_names, hashing, manifest, reading, records
+from lib.core.data_names import TRAIN, VALIDATION
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
 
@@ -79,17 +79,13 @@ def tokenizer_fingerprint(directory: Path) -> str:
     )
 
 
-SPLITS = ("train", "validation")
+SPLITS = (TRAIN, VALIDATION)
 _MARK_OF_STAGE_02 = "errors.jsonl"  # stage 02 writes it beside the shards
 _DATASET_DICT = "dataset_dict.json"
 _DATASET_INFO = "dataset_info.json"
 _STATE = "state.json"
 _ENDS_BYTES = 1 << 20
 _ARROW = ".arrow"
-_NAMED_SPLIT = re.compile(
-    r"(?:.*[-_.])?(train|validation|valid|val|dev|test)(?:-\d+-of-\d+)?\.arrow"
-)
-_VALIDATION_NAMES = ("valid", "val", "dev")
 _MAP_RESULTS = "cache-"
 _FILE_FORMAT = b"ARROW1"  # other files are streams, as `datasets` writes them
 
@@ -142,11 +138,16 @@ def list_dataset_files(path: Path) -> list[Path]:
     """Return the files that a dataset may consist of: manifest, shards and their descriptions."""
     if path.is_file():
         return [path]
-    homes = [path, *(path / name for name in SPLITS)]
+    homes = [path, *(home for home in sorted(path.iterdir()) if _names_split(home))]
     described = (_DATASET_DICT, _DATASET_INFO, _STATE, MANIFEST)
     return [home / name for home in homes for name in described] + sorted(
         shard for home in homes for shard in home.glob(f"*{_ARROW}")
     )
+
+
+def _names_split(path: Path) -> bool:
+    """Return whether the name of a directory is one of a split that stage 04 reads."""
+    return data_names.find_role(path.name) in SPLITS and path.is_dir()
 
 
 def find_dataset_files(path: Path) -> DatasetFiles:
@@ -170,9 +171,7 @@ def find_plain_splits(path: Path) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = defaultdict(list)
     for file in sorted(path.glob(f"*{_ARROW}")):
         if not file.name.startswith(_MAP_RESULTS) and file.is_file():
-            named = _NAMED_SPLIT.fullmatch(file.name)
-            name = named[1] if named else "train"
-            splits["validation" if name in _VALIDATION_NAMES else name].append(file)
+            splits[data_names.find_role(file.name) or TRAIN].append(file)
     return dict(splits)
 
 
@@ -267,7 +266,9 @@ def _find_homes(path: Path) -> dict[str, Path]:
             raise UsageError(
                 f"dataset {path} has no split `train`", found=f"splits {', '.join(names)}"
             )
-        return {name: path / name for name in SPLITS if name in names}
+        validation = [name for name in names if data_names.find_role(name) == VALIDATION]
+        first = VALIDATION if VALIDATION in names else next(iter(validation), "")
+        return {TRAIN: path / TRAIN} | ({VALIDATION: path / first} if first else {})
     if (path / _STATE).exists() and (path / _DATASET_INFO).exists():
         return {"train": path}
     if not (path / _STATE).exists() and find_plain_splits(path):

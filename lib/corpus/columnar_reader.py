@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -111,6 +112,7 @@ def find_cuts(kind: str, path: str, unit_bytes: int) -> list[int]:
 def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Documents) -> None:
     """Add every row of some batches. before: number of rows in the file before them."""
     names = schema.names
+    json_types = {field.name: field.type for field in schema if _has_json(field.type)}
     for batch in batches:
         for start in range(
             0, batch.num_rows, rows := _count_rows_at_once(batch.nbytes, batch.num_rows)
@@ -124,9 +126,10 @@ def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Docume
                     )
                 else:
                     row = dict(zip(names, values, strict=True))
-                    documents.add_value(
-                        _drop_nulls(row) if documents.as_data else row, number=place
-                    )
+                    row = _drop_nulls(row) if documents.as_data else row
+                    for name, kind in json_types.items():
+                        row[name] = _decode_json(row[name], kind)
+                    documents.add_value(row, number=place)
         before += batch.num_rows
 
 
@@ -203,6 +206,35 @@ def _drop_nulls(row: dict[str, Any]) -> dict[str, Any]:
         return list(map(clean, value)) if isinstance(value, list) else value
 
     return {name: clean(value) for name, value in row.items()}
+
+
+def _decode_json(value: Any, kind: Any) -> Any:
+    """Return a value of an Arrow type with the JSON in it parsed: the feature Json() of `datasets`.
+
+    Text that is not valid JSON stays as it is.
+    """
+    import pyarrow as pa
+
+    if isinstance(kind, pa.JsonType):
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            return value
+    if isinstance(value, list):
+        return [_decode_json(item, kind.value_type) for item in value]
+    if isinstance(value, dict) and pa.types.is_struct(kind):
+        return {name: _decode_json(item, kind.field(name).type) for name, item in value.items()}
+    return value
+
+
+def _has_json(kind: Any) -> bool:
+    """Return whether an Arrow type contains values of the extension type `arrow.json`."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return any(_has_json(kind.field(i).type) for i in range(kind.num_fields))
+    inner = getattr(kind, "value_type", None)
+    return isinstance(kind, pa.JsonType) or (inner is not None and _has_json(inner))
 
 
 def _is_wanted(column: pa.Field, documents: Documents) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 
-from lib.core import commands, log, manifest, paths, records, split_names, units
+from lib.core import commands, data_names, log, manifest, paths, records, units
+from lib.core.data_names import TEST, VALIDATION
 from lib.core.errors import ArtifactError, UsageError, is_missing
-from lib.core.split_names import TEST, VALIDATION
 from lib.corpus import saved
 from lib.corpus.row_options import InputRowOptions, RowOptions
 from lib.corpus.scan import (
@@ -41,7 +41,7 @@ class InputFile:
 
     path: relative to the data folder. source: the path relative to the source directory of stage 01
     (in a plain directory, the same as `path`). mtime_ns: modification time in nanoseconds. split:
-    "" in a plain directory. role: the split of a dataset that the path names (split_names.py), ""
+    "" in a plain directory. role: the split of a dataset that the path names (data_names.py), ""
     if it names none. Test data is not read.
     """
 
@@ -90,9 +90,9 @@ def assign_roles(folder: Path, files: Sequence[InputFile]) -> list[InputFile]:
 
     Raises UsageError if all of them are named as validation or test data.
     """
-    roles = split_names.assign_roles([file.source for file in files])
+    roles = data_names.assign_roles([file.source for file in files])
     named = [replace(file, role=roles.get(file.source, "")) for file in files]
-    if alone := split_names.find_unpaired([file.source for file in files], roles):
+    if alone := data_names.find_unpaired([file.source for file in files], roles):
         log.warn(
             f"{units.counted_are(len(alone), 'file')} named as validation or test data and will be "
             f"trained on, since no training data stands beside: {units.join_names(alone, _NAMED)}. "

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import declared, options, paths
+from lib.core.data_names import TRAIN, VALIDATION
 from lib.core.declared import option
 from lib.core.errors import Problems
-from lib.core.split_names import TRAIN, VALIDATION
 from lib.corpus import encoding
 from lib.corpus.extract import table
 from lib.corpus.masks import choices as mask_choices

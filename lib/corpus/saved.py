@@ -10,16 +10,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lib.core import commands, records, split_names
+from lib.core import commands, data_names, records
+from lib.core.data_names import TRAIN
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.split_names import TRAIN
 
 _SPLITS = "dataset_dict.json"
 _INFO = "dataset_info.json"
 _STATE = "state.json"
 _KEYS = {_SPLITS: "splits", _INFO: "features", _STATE: "_data_files"}
 _TOKENS = "input_ids"
-_STRINGS = ("string", "large_string")
+_STRINGS = ("string", "large_string", "string_view")
 _SHOWN = 6
 _SHOWN_CHARACTERS = 100
 
@@ -42,6 +42,8 @@ def is_description(root: Path, place: str) -> bool:
         return False
     path = root / place
     is_saved = _KEYS[_STATE] in records.read_mapping(path.parent / _STATE)
+    if is_cache and not is_saved:  # beside the files that `load_dataset` has cached
+        is_saved = _KEYS[_INFO] in records.read_mapping(path.parent / _INFO)
     if is_cache or _KEYS[name] not in records.read_mapping(path):
         return is_cache and is_saved
     return name != _INFO or is_saved or any(path.parent.glob("*.arrow"))
@@ -93,7 +95,7 @@ def _require_named_splits(
         )
     starts = {f"{parent}/{name}/" if parent else f"{name}/": name for name in splits}
     paths = [entry.path for entry in entries if not entry.skipped]
-    roles = split_names.assign_roles(paths)
+    roles = data_names.assign_roles(paths)
     role_of = {
         name: roles.get(path, "")
         for path in paths
@@ -136,5 +138,6 @@ def _require_text(directory: Path) -> None:
 def _has_strings(features: Any) -> bool:
     """Return whether features contain a string at any depth, such as in a list of messages."""
     if isinstance(features, dict):
-        return features.get("dtype") in _STRINGS or _has_strings([*features.values()])
+        is_text = features.get("dtype") in _STRINGS or features.get("_type") == "Json"
+        return is_text or _has_strings([*features.values()])
     return isinstance(features, list) and any(map(_has_strings, features))

@@ -9,13 +9,14 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import manifest, partial_dirs
-from lib.core.errors import is_of_disk
+from lib.core import data_names, log, manifest, partial_dirs, units
+from lib.core.errors import UsageError, is_of_disk
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.corpus import saved
@@ -32,6 +33,15 @@ PATTERN = "pattern"
 OWN_OUTPUT = "output of this stage"
 ARTIFACT = "made by a stage"
 DESCRIPTION = "describes a dataset"
+HUB_CACHE = "in the Hub's cache, not in the snapshot"
+_NAMED = 5
+_CARD_BYTES = 1 << 16
+# The front matter of a data card of the Hub; other Markdown may have front matter with other keys.
+_DATA_CARD = re.compile(
+    rb"\s*---\s*\n(?:(?!---).*\n)*?"
+    rb"(?:dataset_info|configs|task_categories|task_ids|size_categories|"
+    rb"annotations_creators|language_creators|source_datasets|pretty_name):"
+)
 # Artifacts in which the scan looks for no raw files, and their names in messages.
 _ARTIFACT_NAMES = {
     "dataset": "dataset",
@@ -134,7 +144,7 @@ class Scan:
 
     def _explain_skipped_link(self, item: os.DirEntry) -> str:
         target = os.path.realpath(item.path, strict=True)
-        if self.rules.follow_symlinks:
+        if self.rules.follow_symlinks or _is_hub_blob(item.path, target):
             return ""
         # The scan finds the target of a link inside the source by its own name. Taking the link
         # too would train on the same text twice.
@@ -157,6 +167,8 @@ class Scan:
     ) -> str:
         if item.name.startswith("."):
             return HIDDEN
+        if not _belongs_to_snapshot(Path(item.path)):
+            return HUB_CACHE
         if item.path == self._output or partial_dirs.is_ours(Path(item.path)):
             return OWN_OUTPUT
         if manifest.read_kind(Path(item.path)).startswith("splits/"):
@@ -175,6 +187,48 @@ def recognise_artifact(directory: Path) -> str:
         return "run"
     name, version, _ = manifest.read_kind(directory).partition("/")
     return _ARTIFACT_NAMES.get(name, "") if version else ""
+
+
+def _is_hub_blob(link: str, target: str) -> bool:
+    """Return whether a link in a snapshot of the Hub's cache leads to a file of its repository.
+
+    Layout: `datasets--org--name/snapshots/<commit>/<path>` links to `datasets--org--name/blobs/…`.
+    """
+    starts = (match.start() for match in re.finditer("/snapshots/", link))
+    return any(target.startswith(f"{link[:start]}/blobs/") for start in starts)
+
+
+def _belongs_to_snapshot(directory: Path) -> bool:
+    """Return False for the parts of a repository in the Hub's cache that contain its files again.
+
+    These are the blobs, the refs and all snapshots but that of the branch `main`. Raises UsageError
+    if there are several snapshots and none is that of `main`.
+    """
+    if _is_hub_repository(directory.parent):
+        return directory.name not in ("blobs", "refs")
+    snapshots = directory.parent
+    if snapshots.name != "snapshots" or not _is_hub_repository(snapshots.parent):
+        return True
+    revisions = sorted(path for path in snapshots.iterdir() if path.is_dir())
+    if len(revisions) == 1:
+        return True
+    with suppress(OSError):
+        main = (snapshots.parent / "refs/main").read_text(encoding="utf-8", errors="replace")
+        if snapshots / main.strip() in revisions:
+            return directory.name == main.strip()
+    raise UsageError(
+        f"{snapshots} contains several revisions of a dataset, and `main` is none of them",
+        found=", ".join(path.name for path in revisions),
+        expected=f"one of them as the input, such as {revisions[-1]}",
+    )
+
+
+def _is_hub_repository(directory: Path) -> bool:
+    return (
+        directory.name.startswith("datasets--")
+        and (directory / "blobs").is_dir()
+        and (directory / "snapshots").is_dir()
+    )
 
 
 def _get_directory_id(info: os.stat_result) -> _Identity:
@@ -220,7 +274,26 @@ def scan_tree(
             entries.append(entry)
             bar.advance()
     entries.sort(key=lambda entry: os.fsencode(entry.path))
+    _skip_descriptions(root, entries)
     return entries
+
+
+def _skip_descriptions(root: Path, entries: Sequence[TreeEntry]) -> None:
+    """Skip the files that describe the data beside them, and print their names."""
+
+    def is_card(path: str) -> bool:
+        try:
+            with (root / path).open("rb") as file:
+                return bool(_DATA_CARD.match(file.read(_CARD_BYTES)))
+        except OSError:
+            return False  # the reader reports it
+
+    taken = {entry.path: entry for entry in select_taken(entries)}
+    for path in (names := sorted(data_names.find_descriptions(taken, is_card))):
+        taken[path].skipped = DESCRIPTION
+    if names:
+        shown = units.join_names([escape_path(name) for name in names], _NAMED)
+        log.info(f"left out, since they describe the data and are no documents: {shown}")
 
 
 def count_files(directory: str) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import commands, hashing
+from lib.core.data_names import TEST
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
-from lib.core.split_names import TEST
 from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, row_tally, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter

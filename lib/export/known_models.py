@@ -10,7 +10,7 @@ from __future__ import annotations
 AS_OF = "November 2026"
 
 
-def _split_names(names: str) -> frozenset[str]:
+def _data_names(names: str) -> frozenset[str]:
     """Return the names in a text."""
     return frozenset(names.split())
 
@@ -19,13 +19,13 @@ def _split_names(names: str) -> frozenset[str]:
 OTHER_VOCABULARIES = ("tokenizer.model", "vocab.json", "tekken.json", "vocab.txt", "spiece.model")
 
 # Model types whose RoPE base is 10,000 if the config does not say, in transformers 4 and mlx-lm.
-BASE_10000 = _split_names(
+BASE_10000 = _data_names(
     "llama mistral qwen2 qwen3 gemma gemma2 phi phi3 olmo olmo2 stablelm falcon gpt_neox "
     "starcoder2 granite"
 )
 MLX_READS_ROPE_PARAMETERS = frozenset({"qwen3", "qwen3_moe"})
 
-LLAMA_CPP = _split_names(
+LLAMA_CPP = _data_names(
     "AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM ArcticForCausalLM BaichuanForCausalLM "
     "BailingMoeForCausalLM BailingMoeV2ForCausalLM BambaForCausalLM BitNetForCausalLM "
     "BloomForCausalLM ChameleonForCausalLM CodeShellForCausalLM CohereForCausalLM "
@@ -50,7 +50,7 @@ LLAMA_CPP = _split_names(
     "SeedOssForCausalLM SmolLM3ForCausalLM StableLmForCausalLM Starcoder2ForCausalLM"
 )
 
-OLLAMA = _split_names(
+OLLAMA = _data_names(
     "LlamaForCausalLM MllamaForConditionalGeneration Llama4ForConditionalGeneration "
     "Mistral3ForConditionalGeneration Ministral3ForCausalLM MixtralForCausalLM GemmaForCausalLM "
     "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration "
@@ -61,7 +61,7 @@ OLLAMA = _split_names(
 )
 
 # By model type, since mlx-lm names its modules after it.
-MLX_LM = _split_names(
+MLX_LM = _data_names(
     "afmoe apertus bailing_moe bitnet cohere cohere2 cohere2_moe dbrx deepseek deepseek_v2 "
     "deepseek_v3 deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 "
     "gemma gemma2 gemma3 gemma3_text gemma3n gemma4 gemma4_text glm glm4 glm4_moe glm4_moe_lite "
@@ -74,12 +74,12 @@ MLX_LM = _split_names(
 
 # By model type, since CTranslate2 chooses by the class of the config.
 CTRANSLATE2_LENGTH = 8192  # tokens, with which it computes the scaling of Llama 3.1
-CTRANSLATE2 = _split_names(
+CTRANSLATE2 = _data_names(
     "bloom codegen falcon gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text gpt2 gpt_bigcode "
     "gpt_neox gptj llama mistral mpt opt phi phi3 qwen2 qwen3"
 )
 
-ONNXRUNTIME_GENAI = _split_names(
+ONNXRUNTIME_GENAI = _data_names(
     "ChatGLMForConditionalGeneration ChatGLMModel Ernie4_5ForCausalLM GemmaForCausalLM "
     "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration "
     "Gemma4ForConditionalGeneration GptOssForCausalLM GraniteForCausalLM "

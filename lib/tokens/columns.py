@@ -26,7 +26,13 @@ _CHAT_FORMATS = (
     {"prompt", "completion"},
     {"instruction", "output"},
 )
-STRINGS = ("string", "large_string")
+STRINGS = ("string", "large_string", "string_view")
+_CODED_STRINGS = tuple(f"dictionary<values={kind}," for kind in STRINGS)
+
+
+def is_string(kind: str) -> bool:
+    """Return whether the name of an Arrow type is one of strings."""
+    return kind in STRINGS or kind.startswith(_CODED_STRINGS)
 
 
 def detect_format(names: Collection[str]) -> str:
@@ -145,13 +151,19 @@ def describe_chat_problem(shard: Path) -> str:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    return str(kind) in (*STRINGS, "null")
+    return is_string(str(kind)) or str(kind) == "null"
 
 
 def _is_list(kind: pa.DataType) -> bool:
     from pyarrow import types
 
-    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return (
+        types.is_list(kind)
+        or types.is_large_list(kind)
+        or types.is_fixed_size_list(kind)
+        or types.is_list_view(kind)
+        or types.is_large_list_view(kind)
+    )
 
 
 def _is_list_of_numbers(kind: pa.DataType) -> bool:
@@ -186,7 +198,7 @@ def describe_text_problem(kinds: Mapping[str, str]) -> str:
         return f"columns {', '.join(kinds) or 'none'}"
     if kinds["text"] == "null":
         return "`text` without a value in any row"
-    return "" if kinds["text"] in STRINGS else f"`text` of {kinds['text']}"
+    return "" if is_string(kinds["text"]) else f"`text` of {kinds['text']}"
 
 
 @contextmanager

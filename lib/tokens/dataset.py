@@ -114,7 +114,7 @@ class Dataset:
     def has_sources(self, split: str) -> bool:
         """Return whether all files of a split have a column `source` of strings."""
         return all(
-            columns.read_column_types(shard).get("source") in columns.STRINGS
+            columns.is_string(columns.read_column_types(shard).get("source", ""))
             for shard in self.splits[split]
         )
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
-from lib.core import commands, hashing, log, units
+from lib.core import commands, data_names, hashing, log, units
+from lib.core.data_names import TEST, VALIDATION
 from lib.core.errors import ArtifactError, UsageError
 
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
@@ -97,6 +98,9 @@ def open_directory(root: Path) -> RawShards:
         (root.parent, [root.name]) if root.is_file() else (root, sorted(_list_files(root)))
     )
     paths = [path for path in listed if is_shard(path)]
+    if not root.is_file():
+        descriptions = data_names.find_descriptions(listed, lambda path: True)
+        paths = _select_training_data(str(root), [p for p in paths if p not in descriptions])
     if not paths:
         raise UsageError(
             f"no shard in {root}",
@@ -121,7 +125,7 @@ def open_repository(
 
     sizes: path → bytes and digest. Raises UsageError if the repository contains no shard.
     """
-    paths = sorted(filter(is_shard, sizes))
+    paths = _select_training_data(name, sorted(filter(is_shard, sizes)))
     if not paths:
         raise UsageError(
             f"no shard in {name}",
@@ -140,6 +144,24 @@ def open_repository(
         commit,
         fetcher,
     )
+
+
+def _select_training_data(name: str, paths: list[str]) -> list[str]:
+    """Return the shards that are not named as validation or test data, and print the others."""
+    roles = data_names.assign_roles(paths)
+    held_out = [path for path in paths if roles.get(path) in (VALIDATION, TEST)]
+    if held_out and len(held_out) == len(paths):
+        raise UsageError(
+            f"the names in {name} say that it contains no training data",
+            found=units.join_names(held_out, _NAMED),
+            hint="a single file is read whatever its name is",
+        )
+    if held_out and log.rank() == 0:
+        log.info(
+            f"{units.counted_are(len(held_out), 'file')} named as validation or test data and not "
+            f"read: {units.join_names(held_out, _NAMED)}"
+        )
+    return [path for path in paths if roles.get(path) not in (VALIDATION, TEST)]
 
 
 def _warn_about_other_files(name: str, paths: list[str], count: int) -> None:

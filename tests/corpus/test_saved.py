@@ -164,3 +164,49 @@ def test_several_saved_corpora_are_read_together(both: Path) -> None:
     (both / "test").rename(both / "books")
     run_script(BUILD, "--data-folder", both, "--save-dir", "out")
     assert len(datasets.load_from_disk("out")) == 30
+
+
+def test_the_cache_of_datasets_is_read_without_results_of_map(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"{name} row"}) + "\n")
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    cache = tmp_path / "cache"
+    loaded = datasets.load_dataset("json", data_files=files, cache_dir=str(cache))
+    loaded.map(lambda row: {"text": f"mapped {row['text']}"})
+    assert [*cache.rglob("cache-*.arrow")]
+    run_script(BUILD, "--data-folder", cache, "--save-dir", tmp_path / "out")
+    assert datasets.load_from_disk(str(tmp_path / "out"))["text"][:] == ["train row"]
+
+
+@pytest.mark.parametrize("is_parquet", [False, True], ids=["Arrow", "Parquet"])
+def test_the_feature_json_of_datasets_is_read(tmp_path: Path, is_parquet: bool) -> None:
+    calls = [{"a": 1, "b": None}, {"items": ["x", {"y": 2}]}]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "?"},
+                {
+                    "role": "assistant",
+                    "content": "answer",
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": call}}
+                    ],
+                },
+            ]
+        }
+        for call in calls
+    ]
+    mixed = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    assert "Json" in str(mixed.features)
+    if is_parquet:
+        (tmp_path / "saved").mkdir()
+        mixed.to_parquet(str(tmp_path / "saved/rows.parquet"))
+    else:
+        mixed.save_to_disk(str(tmp_path / "saved"))
+    words = ("--data-folder", tmp_path / "saved", "--save-dir", tmp_path / "out")
+    run_script(BUILD, *words, "--format", "chat")
+    built = datasets.load_from_disk(str(tmp_path / "out"))
+    stored = [json.loads(row["messages"][1]["tool_calls"]) for row in built]
+    assert [call[0]["function"]["arguments"] for call in stored] == calls
+    run_script(BUILD, *words, "--overwrite")
+    assert "answer" in datasets.load_from_disk(str(tmp_path / "out"))["text"][0]

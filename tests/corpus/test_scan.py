@@ -17,6 +17,8 @@ from lib.core.errors import StageError, UsageError
 from lib.corpus import kinds, place
 from lib.corpus.scan import (
     ARTIFACT,
+    DESCRIPTION,
+    HUB_CACHE,
     Rules,
     Scan,
     escape_path,
@@ -260,3 +262,37 @@ def _die_in_worker(paths: list[str]) -> list[str]:
 def test_a_dead_worker_is_reported() -> None:
     with place.Workers(1) as workers, pytest.raises(StageError, match="has died"):
         list(workers.map(_die_in_worker, ["a"] * 600, 600))
+
+
+def test_a_data_card_beside_records_is_no_document(tmp_path):
+    for name in ("card", "texts"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "card/README.md").write_text("---\nlicense: mit\npretty_name: X\n---\n# X\n")
+    (tmp_path / "card/loader.py").write_text("code")
+    (tmp_path / "card/data").mkdir()
+    (tmp_path / "card/data/a.jsonl").write_text("{}")
+    (tmp_path / "texts/README.md").write_text("---\ntitle: a post\n---\n")
+    (tmp_path / "texts/other.md").write_text("text")
+    reasons = find_reasons(tmp_path)
+    assert [path for path, reason in reasons.items() if reason] == ["card/README.md"]
+    assert reasons["card/README.md"] == DESCRIPTION
+
+
+@pytest.mark.parametrize("root", ["", "datasets--o--n", "datasets--o--n/snapshots/01"])
+def test_a_repository_in_the_cache_of_the_hub_is_read_once(tmp_path, root):
+    repository = tmp_path / "datasets--o--n"
+    for name in ("blobs", "refs", "snapshots/01/data", "snapshots/02/data"):
+        (repository / name).mkdir(parents=True)
+    (repository / "refs/main").write_text("01")
+    (repository / "blobs/aa").write_text("text")
+    for revision in ("01", "02"):
+        (repository / f"snapshots/{revision}/data/a.jsonl").symlink_to("../../../blobs/aa")
+    (repository / "snapshots/01/secret").symlink_to("/etc/hostname")
+    taken = select_taken(scan_tree(tmp_path / root, Rules()))
+    assert len(taken) == 1 and taken[0].path.endswith("data/a.jsonl")
+    assert "link leads outside" in find_reasons(tmp_path / root).values()
+    if not root:
+        assert [*find_reasons(tmp_path).values()].count(HUB_CACHE) == 3
+        (repository / "refs/main").unlink()
+        with pytest.raises(UsageError, match="several revisions"):
+            scan_tree(tmp_path, Rules())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lib.tokens import raw_reader
+from lib.core.errors import UsageError
+from lib.tokens import raw_reader, raw_shards
 from lib.tokens.raw_reader import SkippedRecords
 from lib.tokens.raw_shards import Span
 
@@ -51,3 +52,15 @@ def test_skipped_records_add_up():
     skipped.add("a", "one")
     skipped.add("a", "two", 3)
     assert (skipped.counts, skipped.first) == ({"a": 4}, {"a": "one"})
+
+
+def test_validation_and_test_data_and_descriptions_are_not_streamed(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "valid.jsonl", "test/0.jsonl", "dataset_infos.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "x"}\n')
+    shards = raw_shards.open_directory(tmp_path)
+    assert {span.path for span in shards.spans} == {"train.jsonl"}
+    assert len(raw_shards.open_directory(tmp_path / "valid.jsonl").spans) == 1
+    (tmp_path / "train.jsonl").unlink()
+    with pytest.raises(UsageError, match="no training data"):
+        raw_shards.open_directory(tmp_path)

@@ -1,17 +1,20 @@
-"""Recognise files that are named as training, validation or test data.
+"""Recognise training, validation and test data, and descriptions of data, by the names of files.
 
 The library `datasets`, the Hub and most trainers name the splits of a dataset by a word in the name
 of a file or directory: `train.jsonl` beside `valid.jsonl`, `data/test-00000-of-00002.parquet`,
 `train/` beside `test/`. A word counts where the names of two splits stand side by side in one
 directory. So a lone directory `test/` of source code is no split, and neither is `latest.txt`.
+
+A data card, a licence or checksums beside files of records describe them and are no documents. In a
+folder of texts, a README is a text like the others.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 TRAIN = "train"
@@ -42,6 +45,16 @@ _CODE = re.compile(
     r"ipynb|java|jl|jsx?|kt|lua|m|mjs|mk|ml|php|pl|pm|proto|ps1|pyi?|pyx|r|rb|rs|scala|scss|sh|sql|"
     r"swift|tf|toml|tsx?|vim|vue|zig)"
 )
+_README = re.compile(r"readme(?:\.\w+)?")
+_DESCRIPTION = re.compile(
+    r"readme(?:\.\w+)?|(?:un)?licen[cs]e(?:[-_.].*)?|copying(?:\..*)?|notice(?:\.\w+)?|"
+    r"citation\..*|dataset_infos\.json|(?:.*[-_.])?(?:croissant|metadata)\.json|"
+    r"croissant.*\.json|datapackage\.json|"
+    r".*\.(?:md5|crc|crc32|asc|sig|(?:md5|sha\d+)(?:sums?)?)|(?:md5|sha\d+)sums?(?:\.txt)?|"
+    r"checksums?(?:\..*)?|_success|_metadata|_common_metadata|_(?:committed|started)_.*|"
+    r"thumbs\.db|desktop\.ini"
+)
+_RECORDS = tuple(suffix for suffix in _DATA if suffix not in (".yaml", ".yml"))
 
 
 @dataclass(frozen=True)
@@ -107,6 +120,38 @@ def find_unpaired(paths: Collection[str], roles: Collection[str]) -> list[str]:
             and (place == path or _make_member(name, True).is_bare)
         )
     ]
+
+
+def find_descriptions(paths: Iterable[str], is_card: Callable[[str], bool]) -> set[str]:
+    """Return the files that describe the records beside them: data cards, licences, checksums.
+
+    is_card: returns whether a file with the name of a README is the card of a dataset. Such a card
+    also describes records in directories below. Any other README counts only if its directory
+    contains records and neither texts nor code.
+    """
+    candidates: dict[str, list[str]] = defaultdict(list)
+    # Numbers of files by directory: directly in it, and in the whole tree below.
+    records: Counter[str] = Counter()
+    texts: Counter[str] = Counter()
+    records_below: Counter[str] = Counter()
+    texts_below: Counter[str] = Counter()
+    for path in paths:
+        directory, name = posixpath.split(path)
+        if _DESCRIPTION.fullmatch(name.lower()):
+            candidates[directory].append(path)
+            continue
+        is_record = _strip_suffix(name.lower(), _PACKED).endswith(_RECORDS)
+        (records if is_record else texts)[directory] += 1
+        (records_below if is_record else texts_below).update(["", *_list_directories(path)])
+    found: set[str] = set()
+    for directory, names in candidates.items():
+        if not records_below[directory]:
+            continue
+        is_pure = not texts[directory] and (records[directory] or not texts_below[directory])
+        cards = (path for path in names if _README.fullmatch(posixpath.basename(path).lower()))
+        if is_pure or any(map(is_card, cards)):
+            found.update(names)
+    return found
 
 
 def _lower(name: str) -> str:

@@ -1,11 +1,11 @@
-# covers: lib/core/split_names.py
+# covers: lib/core/data_names.py
 """Recognise training, validation and test data by the names of files."""
 
 from __future__ import annotations
 
 import pytest
 
-from lib.core.split_names import assign_roles, find_role, find_unpaired
+from lib.core.data_names import assign_roles, find_descriptions, find_role, find_unpaired
 
 LETTERS = {"train": "t", "validation": "v", "test": "x", "": "-"}
 
@@ -57,3 +57,24 @@ def test_data_that_is_named_as_test_and_stands_alone_is_found() -> None:
 def test_the_stricter_word_counts() -> None:
     assert find_role("train_test.jsonl") == "test" and find_role("attest.txt") == ""
     assert find_role("VALID_data") == "validation" and find_role("datensätze_train") == "train"
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        ("README.md LICENSE train.jsonl", "README.md LICENSE"),
+        ("README.md data/a.parquet data/b.csv.gz data/b.csv.gz.md5", "README.md data/b.csv.gz.md5"),
+        (
+            "_SUCCESS dataset_infos.json croissant.json part-0.json.gz",
+            "_SUCCESS dataset_infos.json",
+        ),
+        ("README.md a.md b.md", ""),
+        ("README.md setup.py data/a.csv data/README.md", "data/README.md"),
+        ("README.md notes.txt a.jsonl", ""),
+        ("CARD/README.md CARD/load.py CARD/data/a.jsonl", "CARD/README.md"),
+        ("state.json index.json other.yaml", ""),
+    ],
+)
+def test_descriptions_lie_beside_records(paths: str, found: str) -> None:
+    descriptions = find_descriptions(paths.split(), lambda path: path.startswith("CARD"))
+    assert descriptions >= set(found.split()) and bool(descriptions) == bool(found)
