@@ -33,9 +33,9 @@ def keep_others(target: Path) -> None:
         return
     place = _choose_place(target)
     for name in paths:
-        kept = place / name
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        (target / name).rename(kept)
+        new_path = place / name
+        new_path.parent.mkdir(parents=True, exist_ok=True)
+        (target / name).rename(new_path)
 
 
 def list_others(target: Path) -> list[str]:
