@@ -255,8 +255,7 @@ def set_up(
     # Resume from the newest checkpoint or the one that --resume names, or start.
     if not resume.resume_run(state, checkpointer, experiment, inputs, journal):
         load_first_weights(config, inputs, model, layout)
-        weights = {"weights": str(inputs.foreign.directory)} if inputs.foreign else {}
-        journal.add_event(Event.START, 0, ranks=layout.ranks, **weights)
+        journal.add_event(Event.START, 0, ranks=layout.ranks)
     float8.update_scales_with(optimizer, model)
     set_up_kernels(config, model, layout)
     compute_loss = build_loss(model, layout, config.packing, compiler)

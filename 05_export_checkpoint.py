@@ -103,8 +103,8 @@ class ExportOptions(CommonOptions):
         parse=Path,
         metavar="DIR",
         help="instead of a run, export the weights of a checkpoint in the format of "
-        "torch.distributed.checkpoint, as accelerate, the Hugging Face Trainer and torchtitan "
-        "write it (default: none)",
+        "torch.distributed.checkpoint, as accelerate and the Hugging Face Trainer write it "
+        "(default: none)",
     )
     cache_dir: Path = option(
         Path(".cache"), parse=Path, help="with --from-dcp: directory with the models of stage 03"
@@ -293,11 +293,12 @@ def export_foreign(opts: ExportOptions, source: Path) -> None:
         )
     problems.raise_if_any()
     from lib.export import foreign_model
+    from lib.export.foreign_source import ForeignSource
 
     out = opts.out or source.with_name(f"{source.resolve().name}-export")
     values = {"dtype": opts.dtype, "max_shard_size": opts.max_shard_size}
     foreign_model.export_checkpoint(
-        foreign_model.ForeignSource.find(source, opts.model_name or "", opts.cache_dir),
+        ForeignSource.find(source, opts.model_name or "", opts.cache_dir),
         foreign_model.ExportTarget(
             out, KIND, values, options.to_plain_values(opts), opts.overwrite
         ),

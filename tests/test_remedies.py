@@ -555,9 +555,6 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
     assert "outputs/run/config.yaml" in error.run and "changes" not in error.hint
     trained.follow(error)
     assert Path("outputs/third/checkpoints/step_00000004").exists()
-    foreign = ("--resume-from-foreign", "outputs/run/checkpoints/step_00000002")
-    trained.follow(trained.fails(TRAIN[0], "-e", "fourth", *on[:-2], *foreign))
-    assert Path("outputs/fourth/checkpoints/step_00000004").exists()
     # Of the run itself: a launch with other options has ended before it saved.
     longer = (*TRAIN, *on[len(TRAIN) - 3 :], "--max-steps", 6)
     with monkeypatch.context() as patch:

@@ -1,6 +1,6 @@
-"""Load the weights of another trainer's checkpoint into a model, by their names.
+"""Read the weights of another trainer's checkpoint, by their names in a model.
 
-Each rank reads only its part of each parameter, from the shards of all ranks that saved them.
+A tensor is put together from the shards of all ranks that saved it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers import PreTrainedModel
 
-from lib.checkpoints import torchtitan_names
-from lib.checkpoints.foreign_run import METADATA, ForeignRun
 from lib.checkpoints.storage import ALLOWED, ShardFile, load_metadata
 from lib.core import log, records, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.core.paths import DCP_METADATA
 from lib.models import keys
 from lib.models.tensors import DTYPES, Shape, TensorPart
-from lib.models.weights import load_stored, plan_stored
+from lib.models.weights import plan_stored
 
 # The state of an optimizer contains pickled numbers. Their descriptions may be loaded; the numbers
 # themselves are never read. torch up to 2.2 described tensors with the last two classes.
@@ -69,28 +68,26 @@ class ForeignTensors:
     Has the attributes of StoredTensors in lib/models/tensors.py.
     """
 
-    def __init__(self, run: ForeignRun, model: PreTrainedModel) -> None:
+    def __init__(self, directory: Path, model: PreTrainedModel) -> None:
         """Read the descriptions of all tensors, and find the ones of the model.
 
-        model: may be on the meta device. Raises ArtifactError if the checkpoint is damaged or
-        incomplete, or if `.metadata` contains other Python objects.
+        directory: contains `.metadata`. model: may be on the meta device. Raises ArtifactError
+        if the checkpoint is damaged or incomplete, or if `.metadata` contains other Python objects.
         """
-        self.directory = run.directory
+        self.directory = directory
         self.shapes: dict[str, Shape] = {}
         self.dtypes: dict[str, str] = {}
         self.problems: list[str] = []
         self._dtypes: dict[str, torch.dtype] = {}
         self._shards: dict[str, list[_Shard]] = {}
-        self._conversions: dict[str, Callable[[Tensor], Tensor]] = {}
-        self._config = model.config
         self._open = ExitStack()
         self._files: dict[str, ShardFile] = {}
         self._lock = Lock()
-        with _report_damage(run.directory / METADATA):
-            metadata = load_metadata(run.directory, _FOREIGN_ALLOWED)
+        with _report_damage(directory / DCP_METADATA):
+            metadata = load_metadata(directory, _FOREIGN_ALLOWED)
             places: Mapping[MetadataIndex, _StorageInfo] = metadata.storage_data
             self._add_tensors(metadata.state_dict_metadata, places, _list_names(model))
-            _require_complete_files(run.directory, places)
+            _require_complete_files(directory, places)
 
     def _add_tensors(
         self,
@@ -104,9 +101,6 @@ class ForeignTensors:
             if isinstance(entry, TensorStorageMetadata)
         }
         by_key = _match_names(tensors, expected)
-        self.is_torchtitan = torchtitan_names.is_torchtitan(by_key)
-        if self.is_torchtitan and torchtitan_names.can_translate(self._config):
-            by_key = self._translate(by_key)
         for key, names in by_key.items():
             name = names[0]
             if names[1:]:
@@ -116,19 +110,9 @@ class ForeignTensors:
             self.dtypes[key] = DTYPES.get(dtype, str(dtype))
             self._dtypes[key] = dtype
             self._shards[key] = list(_list_shards(name, tensors[name], places))
-            covered = sum(_count_elements(shard.part) for shard in self._shards[key])
-            if covered != math.prod(self.shapes[key]):
-                self.problems.append(f"incomplete: the shards of {name} do not cover it")
-
-    def _translate(self, by_key: Mapping[str, list[str]]) -> dict[str, list[str]]:
-        """Return the names in a checkpoint of torchtitan by the names of transformers."""
-        translated: dict[str, list[str]] = {}
-        for name, names in by_key.items():
-            if key := torchtitan_names.translate_name(name):
-                translated.setdefault(key, []).extend(names)
-                if convert := torchtitan_names.find_conversion(key, self._config):
-                    self._conversions[key] = convert
-        return translated
+            parts = [shard.part for shard in self._shards[key]]
+            if problem := _find_misplaced(parts, self.shapes[key]):
+                self.problems.append(f"incomplete: the shards of {name} {problem}")
 
     def __enter__(self) -> ForeignTensors:
         return self
@@ -137,24 +121,13 @@ class ForeignTensors:
         self._open.close()
 
     def read(self, key: str, part: TensorPart | None = None) -> Tensor:
-        """Return a tensor, or only a part of it.
-
-        Reads only the rows of the part, unless the rows of the tensor have another order here.
-        """
-        full = tuple(slice(0, size) for size in self.shapes[key])
-        if key in self._conversions:
-            converted = self._conversions[key](self._read(key, full))
-            return converted if part is None else converted[part]
-        return self._read(key, full if part is None else part)
-
-    def _read(self, key: str, part: TensorPart) -> Tensor:
+        """Return a tensor, or only a part of it; reads only the rows of the part."""
+        if part is None:
+            part = tuple(slice(0, size) for size in self.shapes[key])
         tensor = torch.empty([one.stop - one.start for one in part], dtype=self._dtypes[key])
         for shard in self._shards[key]:
-            common = tuple(
-                slice(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
-                for mine, theirs in zip(part, shard.part, strict=True)
-            )
-            if all(one.start < one.stop for one in common):
+            common = _intersect(part, shard.part)
+            if _count_elements(common):
                 name = shard.place.relative_path
                 with _report_damage(self.directory / name):
                     self._get_file(name).read(
@@ -176,6 +149,34 @@ def _shift_part(outer: TensorPart, inner: TensorPart) -> TensorPart:
     return tuple(
         slice(b.start - a.start, b.stop - a.start) for a, b in zip(outer, inner, strict=True)
     )
+
+
+def _find_misplaced(parts: Sequence[TensorPart], shape: Shape) -> str:
+    """Return what is wrong with the shards of a tensor: "" if each element is in exactly one.
+
+    If no shard leaves the tensor and none overlaps another, their sizes add up to that of the
+    tensor only if they leave no gap.
+    """
+    if any(
+        one.start < 0 or one.stop > size
+        for part in parts
+        for one, size in zip(part, shape, strict=True)
+    ):
+        return "reach beyond it"
+    neighbours: list[TensorPart] = []  # the earlier shards that reach into the rows of this one
+    for part in sorted(parts, key=lambda part: [one.start for one in part]):
+        neighbours = [other for other in neighbours if not part or other[0].stop > part[0].start]
+        if any(_count_elements(_intersect(part, other)) for other in neighbours):
+            return "overlap"
+        neighbours.append(part)
+    return "" if sum(map(_count_elements, parts)) == math.prod(shape) else "do not cover it"
+
+
+def _intersect(one: TensorPart, other: TensorPart) -> TensorPart:
+    """Return the part of a tensor that is in two parts; one of its slices is empty if none is."""
+    starts = [max(a.start, b.start) for a, b in zip(one, other, strict=True)]
+    stops = [min(a.stop, b.stop) for a, b in zip(one, other, strict=True)]
+    return tuple(slice(a, max(a, b)) for a, b in zip(starts, stops, strict=True))
 
 
 def _count_elements(part: TensorPart) -> int:
@@ -214,7 +215,7 @@ def _require_complete_files(directory: Path, places: Mapping[MetadataIndex, _Sto
     for name, end in sorted(ends.items()):
         path = directory / name
         if records.leads_out(name):
-            problems.append(f"{METADATA} names a file outside this directory: {name!r}")
+            problems.append(f"{DCP_METADATA} names a file outside this directory: {name!r}")
         elif not path.is_file():
             problems.append(f"{name} is missing")
         elif path.stat().st_size < end:
@@ -232,11 +233,11 @@ def _warn_if_mixed(directory: Path) -> None:
 
     DCP overwrites older checkpoints, so an interrupted save leaves weights of two steps.
     """
-    latest = (directory / METADATA).stat().st_mtime + _CLOCKS_DIFFER_S
+    latest = (directory / DCP_METADATA).stat().st_mtime + _CLOCKS_DIFFER_S
     newer = [path for path in directory.glob("*.distcp") if path.stat().st_mtime > latest]
-    if newer and log.rank() == 0:
+    if newer:
         log.warn(
-            f"{min(newer)} is newer than {METADATA}, which a save writes last: unless a copy "
+            f"{min(newer)} is newer than {DCP_METADATA}, which a save writes last: unless a copy "
             "changed the times, a save was interrupted and weights of two steps are mixed"
         )
 
@@ -284,46 +285,29 @@ def _list_names(model: PreTrainedModel) -> Set[str]:
     return model.state_dict().keys() | keys.list_expected(model).keys()
 
 
-def require_fits(model: PreTrainedModel, run: ForeignRun, model_dir: Path) -> None:
+def require_fits(model: PreTrainedModel, directory: Path, model_dir: Path) -> None:
     """Raise UsageError with the names of all weights that do not fit; reads no weights.
 
-    model: on the meta device. model_dir: directory of its config. Raises ArtifactError if the
-    checkpoint is damaged or incomplete.
+    model: on the meta device. directory: contains `.metadata`. model_dir: directory of its config.
+    Raises ArtifactError if the checkpoint is damaged or incomplete.
     """
-    with ForeignTensors(run, model) as stored:
+    with ForeignTensors(directory, model) as stored:
         _, problems = plan_stored(model, stored)
-        explanation = (
-            torchtitan_names.explain_mismatch(problems, model.config)
-            if stored.is_torchtitan
-            else ""
-        )
-    _raise_if_any(run, model_dir, problems, explanation)
-    _warn_if_mixed(run.directory)
+    _raise_if_any(directory, model_dir, problems)
+    _warn_if_mixed(directory)
 
 
-def load_foreign(model: PreTrainedModel, run: ForeignRun, model_dir: Path) -> None:
-    """Load the weights into a sharded model; values are cast to the dtype of the parameter.
-
-    Raises the errors of `require_fits`.
-    """
-    with ForeignTensors(run, model) as stored:
-        load_stored(model, stored, lambda problems: _raise_if_any(run, model_dir, problems))
-
-
-def _raise_if_any(
-    run: ForeignRun, model_dir: Path, problems: list[str], explanation: str = ""
-) -> None:
+def _raise_if_any(directory: Path, model_dir: Path, problems: list[str]) -> None:
     if not problems:
         return
-    hint = "-m names the model that the checkpoint was trained from"
     is_flat = any(part in problem for problem in problems for part in _FLAT)
     raise UsageError(
-        f"the weights in {run.directory} do not fit the model {model_dir} "
+        f"the weights in {directory} do not fit the model {model_dir} "
         f"({units.counted(len(problems), 'difference')})",
         found=units.join_lines(problems, _SHOWN),
         expected="the weights of that model, under the names that transformers gives them",
         hint="FSDP1 saved parts of joined parameters without their names (LOCAL_STATE_DICT); save "
         "again with SHARDED_STATE_DICT"
         if is_flat
-        else explanation or hint,
+        else "-m names the model that the checkpoint was trained from",
     )

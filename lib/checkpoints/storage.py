@@ -32,7 +32,7 @@ from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from lib.checkpoints import commit, contents
-from lib.core import commands, hashing, records, workers
+from lib.core import commands, hashing, paths, records, workers
 from lib.core.errors import ArtifactError, StageError, from_os_error
 from lib.models.tensors import read_into
 
@@ -119,7 +119,7 @@ class _HashingFileSystem(FileSystem):
                 yield stream
             return
         # `.metadata` is unpickled, so it gets a cryptographic digest.
-        algorithm = "sha256" if Path(path).name.startswith(".metadata") else hashing.FAST
+        algorithm = "sha256" if Path(path).name.startswith(paths.DCP_METADATA) else hashing.FAST
         with _ShardStream(Path(path), algorithm) as stream:
             try:
                 yield stream
@@ -197,7 +197,7 @@ def load_metadata(directory: Path, allowed: Allowlist = ALLOWED) -> Any:
 
     Raises ArtifactError if it would load a class that is not allowed.
     """
-    with (directory / ".metadata").open("rb") as file:
+    with (directory / paths.DCP_METADATA).open("rb") as file:
         return _Unpickler(file, allowed).load()
 
 

@@ -28,6 +28,7 @@ SYSTEMS = {
     "axolotl": "Axolotl",
     "titan": "torchtitan",
     "megatron": "Megatron-LM",
+    "earlier": "earlier versions",
 }
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "coming-from.md"
 BEGIN = "<!-- table: python -m lib.core.aliases -->\n"
@@ -91,6 +92,11 @@ ROWS = (
         "rotary embedding",
         aws="resid_pdrop embd_pdrop attn_pdrop summary_first_pdrop initializer_range rotary_pct "
         "rotary_emb_base",
+    ),
+    _advise(
+        "--model-name",
+        "05_export_checkpoint.py --from-dcp DIR -m MODEL --out NEW, then -m NEW",
+        earlier="resume_from_foreign",
     ),
     _advise(
         "--tokenizer",

@@ -42,10 +42,7 @@ class EventDescription(NamedTuple):
 DESCRIPTIONS = {
     Event.START: EventDescription(
         "A run begins at step 0.",
-        {
-            "ranks": "number of ranks",
-            "weights": "the directory of `--resume-from-foreign`; absent without that option",
-        },
+        {"ranks": "number of ranks"},
     ),
     Event.RESUME: EventDescription(
         "A launch continues from the checkpoint of this step.",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lib.core.options import Options
 
 MANIFEST = "manifest.json"
+DCP_METADATA = ".metadata"  # of torch.distributed.checkpoint, which writes it last
 COMMIT = "COMMIT.json"  # in a checkpoint that is complete
 PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")

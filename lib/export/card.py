@@ -116,7 +116,6 @@ def collect_facts(
             facts[label] = f"{logged[max(logged)]:.4f} (at step {max(logged):,})"
     for label, key in (
         ("trained from", "model_name"),
-        ("weights taken over from", "resume_from_foreign"),
         ("data", "dataset_name"),
     ):
         if value := run_options.get(key):

@@ -10,59 +10,14 @@ from typing import Any
 
 import torch
 
-from lib.checkpoints.foreign_run import ForeignRun, find_foreign_run
 from lib.checkpoints.foreign_weights import ForeignTensors, require_fits
-from lib.core import artifacts, file_identity, hashing, log, manifest, publish, units
+from lib.core import log, manifest, publish, units
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.export import companions, full_model
+from lib.export.foreign_source import ForeignSource
 from lib.export.stored_model import StoredModel
-from lib.models import architecture, directory, keys, lookup, weights
-
-OPTION = "--from-dcp"
-
-
-@dataclass(frozen=True)
-class ForeignSource:
-    """The checkpoint of another trainer, and the model directory that its export needs.
-
-    run: the checkpoint. model_dir: the directory with the config and the tokenizer. identities: of
-    the files of that directory, before any of them was read.
-    """
-
-    run: ForeignRun
-    model_dir: Path
-    identities: file_identity.Identities
-
-    @classmethod
-    def find(cls, checkpoint: Path, model_name: str, cache_dir: Path) -> ForeignSource:
-        """Find the checkpoint in a directory, and a model by its name or directory.
-
-        Raises the errors of `find_foreign_run` and `lookup.find_model`.
-        """
-        run = find_foreign_run(checkpoint, OPTION)
-        model_dir = lookup.find_model(model_name, cache_dir)
-        files = directory.list_model_files(model_dir)
-        return cls(run, model_dir, file_identity.read_identities(files))
-
-    def list_inputs(self) -> dict[str, str]:
-        """Return the digests of the inputs that decide the content of the export."""
-        tokenizer = {
-            path.name: hashing.file_digest(path, "sha256")
-            for path in artifacts.list_tokenizer_files(self.model_dir)
-        }
-        return {
-            "checkpoint": self.run.fingerprint,
-            "config": hashing.file_digest(self.model_dir / directory.CONFIG, "sha256"),
-            "tokenizer": hashing.fingerprint(tokenizer),
-        }
-
-    def require_unchanged(self) -> None:
-        """Raise UsageError if a file has changed since it was found."""
-        file_identity.require_same(
-            self.run.files, f"the checkpoint {self.run.directory}", "it was read"
-        )
-        file_identity.require_same(self.identities, f"the model {self.model_dir}", "it was read")
+from lib.models import architecture, keys, weights
 
 
 @dataclass(frozen=True)
@@ -95,18 +50,18 @@ def export_checkpoint(
     """
     identity = {"options": target.values, "inputs": source.list_inputs()}
     if publish.is_done(target.out, target.kind, identity, target.overwrite, dry_run=dry_run):
-        log.info(f"already done: {target.out} contains {source.run.directory}")
+        log.info(f"already done: {target.out} contains {source.checkpoint}")
         return
     began = time.monotonic()
     dtype = target.values["dtype"]
     export = ForeignExport(source, dtype, target.values["max_shard_size"], trust_code)
-    log.info(f"export of {source.run.directory}")
+    log.info(f"export of {source.checkpoint}")
     log.table({**export.describe(), "to": f"{target.out}, {dtype}, {units.size(export.bytes)}"})
     if dry_run:
         return
     publish.require_space(target.out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(target.out, target.kind, identity, target.overwrite) as build:
-        title = source.run.directory.resolve().name
+        title = source.checkpoint.resolve().name
         config_summary = companions.write_companions(
             source.model_dir,
             export.model,
@@ -144,35 +99,29 @@ class ForeignExport:
         self, source: ForeignSource, dtype: str, max_shard_bytes: int, trust_code: bool = False
     ) -> None:
         """Plan an export. Raises UsageError with all weights that do not fit the model."""
-        self._run = source.run
-        self._model_dir = source.model_dir
+        self._source = source
         self.model = architecture.build_on_meta(source.model_dir, trust_code=trust_code)
-        require_fits(self.model, source.run, source.model_dir)
+        require_fits(self.model, source.checkpoint, source.model_dir)
         self._plan = full_model.plan_export(self.model, getattr(torch, dtype), max_shard_bytes)
         self.bytes = self._plan.bytes
-        with ForeignTensors(source.run, self.model) as stored:
-            self._is_torchtitan = stored.is_torchtitan
 
     def describe(self) -> dict[str, str]:
         """Return texts that describe the export, by the name of the property."""
         config = self.model.config
-        progress = self._run.describe_progress()
+        progress = self._source.describe_progress()
         return {
             "model": f"{config.model_type}, {units.count(self.model.num_parameters())} parameters, "
-            f"config and tokenizer of {self._model_dir}",
-            "names": "those of torchtitan, with the rows of queries and keys put in order"
-            if self._is_torchtitan
-            else "those of transformers",
+            f"config and tokenizer of {self._source.model_dir}",
             **({"saved at": progress} if progress else {}),
         }
 
     def collect_facts(self) -> dict[str, Any]:
         """Return the facts about the checkpoint for the model card, by label."""
         facts: dict[str, Any] = {
-            "weights from": self._run.directory.resolve().name,
-            "config and tokenizer from": self._model_dir.resolve().name,
+            "weights from": self._source.checkpoint.resolve().name,
+            "config and tokenizer from": self._source.model_dir.resolve().name,
         }
-        return facts | {key.replace("_", " "): n for key, n in self._run.progress.items()}
+        return facts | {key.replace("_", " "): n for key, n in self._source.progress.items()}
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the weights, read them back, and return the manifest entries of the files.
@@ -180,9 +129,9 @@ class ForeignExport:
         advance: called with the bytes of each written tensor. Raises UsageError if tied weights
         have different values.
         """
-        with ForeignTensors(self._run, self.model) as tensors:
+        with ForeignTensors(self._source.checkpoint, self.model) as tensors:
             self._require_ties(tensors)
-            stored = StoredModel(self.model, self._model_dir, tensors)
+            stored = StoredModel(self.model, self._source.model_dir, tensors)
             return full_model.write_stored(self.model, stored, self._plan, out, advance)
 
     def verify(self, out: Path) -> None:
@@ -197,7 +146,7 @@ class ForeignExport:
             first, *others = keys_of_tie or [""]
             if not all(torch.equal(tensors.read(first), tensors.read(key)) for key in others):
                 raise UsageError(
-                    f"{' and '.join(keys_of_tie)} in {self._run.directory} have different values, "
-                    f"but {self._model_dir}/config.json ties them",
+                    f"{' and '.join(keys_of_tie)} in {self._source.checkpoint} have different "
+                    f"values, but {self._source.model_dir}/config.json ties them",
                     hint="set tie_word_embeddings to false there",
                 )

@@ -68,18 +68,18 @@ def _find_run_error(path: Path) -> StageError | None:
 
 
 def _sharded_error(path: Path, folder: Path) -> StageError:
-    target = path.with_name(f"{path.resolve().name}-merged")
+    target = path.with_name(f"{path.resolve().name}-model")
     return UsageError(
         f"{folder} contains a sharded checkpoint of FSDP, but only safetensors are supported",
         expected="model.safetensors beside a config.json",
         found=", ".join(sorted(file.name for file in folder.glob(_SHARDED))[:3]),
-        hint=f"`python 05_export_checkpoint.py --from-dcp {folder} -m MODEL` exports it, where "
-        "MODEL is its base model, and --resume-from-foreign of stage 04 trains it further. Or "
-        "accelerate (pip install accelerate) merges it; after the first command, copy config.json "
-        f"and the tokenizer files of the base model to {target}:",
+        hint="stage 05 makes a model of it; replace MODEL with the model that it was trained from:",
         run="\n".join(
             (
-                commands.shell("accelerate", "merge-weights", folder, target),
+                commands.script(
+                    "05_export_checkpoint.py",
+                    *("--from-dcp", folder, "-m", "MODEL", "--dtype", "float32", "--out", target),
+                ),
                 commands.replace_value(_OPTION, path, target),
             )
         ),

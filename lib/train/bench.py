@@ -26,7 +26,6 @@ _WITHOUT_EFFECT = (
     "experiment_name",
     "resume",
     "resume_with_changes",
-    "resume_from_foreign",
     "num_epochs",
     "max_steps",
     "steps_per_epoch",

@@ -57,7 +57,6 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     for check in (
         _check_model,
         _check_lora,
-        _check_foreign,
         _check_synthetic,
         _check_streaming,
         _check_owners,
@@ -176,28 +175,6 @@ def _check_lora(config: Config, problems: Problems) -> None:
             f"--lora-targets {config.lora_targets!r} is not a regular expression that can be used",
             found=problem,
             expected="'q_proj|v_proj', say",
-        )
-
-
-def _check_foreign(config: Config, problems: Problems) -> None:
-    if config.resume_from_foreign is None:
-        return
-    option = "--resume-from-foreign"
-    if config.from_scratch:
-        problems.add(
-            f"--from-scratch initialises the weights, and {option} reads them",
-            expected=f"one of them; with {option}, -m names the model",
-        )
-    if config.trains_lora:
-        problems.add(
-            f"{option} does not work with LoRA, whose base model must be a model directory",
-            hint="to make one, train a step with --lr 0, which changes no weight, and export it "
-            "with stage 05",
-        )
-    if config.resume not in ("auto", "never"):
-        problems.add(
-            f"--resume {config.resume} and {option} both name the weights to start from",
-            expected="one of them",
         )
 
 

@@ -240,16 +240,6 @@ class Config:
         help="auto: resume from the newest valid checkpoint; never: fail if the run exists; PATH: "
         "resume from this checkpoint",
     )
-    resume_from_foreign: Path | None = option(
-        None,
-        role=LOCAL,
-        parse=Path,
-        metavar="DIR",
-        help="load the initial weights from another trainer's checkpoint, in the format of "
-        "torch.distributed.checkpoint. DIR is the checkpoint, or an experiment directory with "
-        "checkpoint/. Config and tokenizer come from -m. Step, optimizer state and "
-        "learning-rate schedule start from zero (default: the weights of -m)",
-    )
     resume_with_changes: bool = option(
         False,
         role=ALIKE,

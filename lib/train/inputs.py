@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoints import commit, foreign_run
+from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.foreign_run import ForeignRun
 from lib.core import (
     artifacts,
     declared,
@@ -52,8 +51,7 @@ class Inputs:
     model_identities: identities of the model's files, read before its fingerprint. stop_request:
     identity of the stop file that existed when this launch started. template: source of the chat
     template, "" without chat datasets. base: digests of the base model's weight files by name, for
-    LoRA. adapter: the adapter of --lora-from. foreign: the checkpoint of --resume-from-foreign,
-    None if checkpoints of this run contain its weights.
+    LoRA. adapter: the adapter of --lora-from.
     """
 
     model_dir: Path
@@ -69,7 +67,6 @@ class Inputs:
     template: str = ""
     base: dict[str, str] = field(default_factory=dict)
     adapter: PeftAdapter | None = None
-    foreign: ForeignRun | None = None
 
     @property
     def datasets(self) -> str:
@@ -95,17 +92,10 @@ class Inputs:
         return next((kind for kind in values if kind in RECOMPUTATIONS), "")
 
     def require_unchanged(self) -> None:
-        """Raise UsageError if the files of the model have changed since this launch started.
-
-        The same holds for the checkpoint of --resume-from-foreign.
-        """
+        """Raise UsageError if the files of the model have changed since this launch started."""
         file_identity.require_same(
             self.model_identities, f"the model {self.model_dir}", "the run started"
         )
-        if self.foreign:
-            file_identity.require_same(
-                self.foreign.files, f"the checkpoint {self.foreign.directory}", "the run started"
-            )
 
 
 def find_inputs(
@@ -135,7 +125,6 @@ def find_inputs(
     )
     identity = _get_identity(earlier_run, named)
     adapter = problems.collect(lambda: find_adapter(config.lora_from, identity))
-    foreign = problems.collect(lambda: find_foreign(config.resume_from_foreign, identity))
     problems.raise_if_any()
     assert model_dir is not None and corpora is not None  # or a problem was raised
     model_identities = file_identity.read_identities(directory.list_model_files(model_dir))
@@ -155,12 +144,8 @@ def find_inputs(
         **_identify_data(config, model_dir, synthetic or shards or corpora),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
         **identify_adapter(config, adapter, identity),
-        **identify_foreign(foreign, identity),
     }
-    has_begun = bool(earlier_run or named)
-    scratch = previous_run.FOREIGN not in fingerprints and _is_from_scratch(
-        config, model_dir, has_begun
-    )
+    scratch = _is_from_scratch(config, model_dir, bool(earlier_run or named))
     return Inputs(
         model_dir,
         corpora,
@@ -174,13 +159,12 @@ def find_inputs(
         stop_request,
         template,
         adapter=adapter,
-        foreign=None if has_begun else foreign,
     )
 
 
-# Only the first launch loads weights of --lora-from and --resume-from-foreign; later launches load
-# the checkpoints of the run. The directory of the weights may be deleted by then, so the identity
-# of the run contains their fingerprint.
+# Only the first launch loads the adapter of --lora-from; later launches load the checkpoints of the
+# run. The directory of the adapter may be deleted by then, so the identity of the run contains its
+# fingerprint.
 def find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None:
     """Return the adapter of --lora-from, None without that option.
 
@@ -201,29 +185,6 @@ def identify_adapter(
         return {}
     name = previous_run.ADAPTER
     return {name: adapter.fingerprint if adapter else identity["inputs"][name]}
-
-
-def find_foreign(directory: Path | None, identity: dict[str, Any]) -> ForeignRun | None:
-    """Return the checkpoint of --resume-from-foreign, None without that option.
-
-    It is also None if the directory is gone but the run's own checkpoints contain the weights.
-    identity: see Inputs. Raises the errors of `foreign_run.find_foreign_run`.
-    """
-    is_kept = previous_run.FOREIGN in identity.get("inputs", {})
-    if directory is None or (is_kept and not directory.exists()):
-        return None
-    return foreign_run.find_foreign_run(directory)
-
-
-def identify_foreign(foreign: ForeignRun | None, identity: dict[str, Any]) -> dict[str, str]:
-    """Return the fingerprint of another trainer's weights as an identity's input, {} without any.
-
-    A resumed run does not need the option.
-    """
-    name = previous_run.FOREIGN
-    recorded = identity.get("inputs", {}).get(name)
-    fingerprint = foreign.fingerprint if foreign else recorded
-    return {name: fingerprint} if fingerprint else {}
 
 
 def _find_model(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lib.checkpoints import foreign_weights
 from lib.core import commands, log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
@@ -43,7 +42,7 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
     """Return the model on the meta device, with the changes that the memory estimate depends on.
 
     Raises UsageError if this model or machine does not support --seq-length or --precision, or if
-    the adapter of --lora-from or the weights of --resume-from-foreign do not fit the model.
+    the adapter of --lora-from does not fit the model.
     """
     shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
     longest = longest_sequence(shape)
@@ -68,8 +67,6 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
     experts.use_own_function(model)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)
-    if inputs.foreign:
-        foreign_weights.require_fits(model, inputs.foreign, inputs.model_dir)
     changes = _select_changes(config, changes_memory_plan=True)
     for description in model_changes.apply_changes(model, changes, Placement()).descriptions:
         log.info(description)
@@ -233,10 +230,6 @@ def load_first_weights(
         log.info(f"LoRA: adapter initialised from seed {config.seed}")
     elif inputs.scratch:
         initialise_model(model, config.seed)
-    elif inputs.foreign:
-        foreign_weights.load_foreign(model, inputs.foreign, inputs.model_dir)
-        inputs.require_unchanged()
-        log.info(f"not loaded; they start from zero: {inputs.foreign.describe_omissions()}")
     else:
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
@@ -252,9 +245,6 @@ def describe_weights(config: Config, inputs: Inputs) -> str:
     """Return a phrase that says where the initial weights come from."""
     if inputs.scratch:
         return f"initialised from seed {config.seed}"
-    if inputs.foreign:
-        progress = inputs.foreign.describe_progress()
-        return f"read from {inputs.foreign.directory}{progress and f' ({progress})'}"
     return (
         f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from "
         f"{inputs.model_dir}"

@@ -29,14 +29,14 @@ def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
     Hashes the files of the model, unless they have not changed since they were last hashed. Call
     this before any process group exists; one process of each machine hashes, and the others return
     the inputs unchanged. The weights are hashed only if the run reads them: a resumed run without
-    LoRA has them in its checkpoints, a bench needs none, and --resume-from-foreign names other
-    ones. Raises ArtifactError if a file is damaged.
+    LoRA has them in its checkpoints, and a bench needs none. Raises ArtifactError if a file
+    is damaged.
     """
     if config.bench or os.environ.get("LOCAL_RANK", "0") != "0":
         return inputs
     content = _read_digests(inputs.model_dir)
     is_resumed = bool(inputs.earlier_run or inputs.named_checkpoint)
-    reads_weights = bool(config.lora_rank) or not (inputs.scratch or is_resumed or inputs.foreign)
+    reads_weights = bool(config.lora_rank) or not (inputs.scratch or is_resumed)
     files = [
         entry
         for entry in content["files"]

@@ -26,7 +26,6 @@ from lib.train.output import journal
 # Names of inputs in the identity of a run.
 TEMPLATE = "chat template"  # only with chat datasets
 ADAPTER = "adapter"  # only with --lora-from
-FOREIGN = "foreign weights"  # only with --resume-from-foreign
 BOS_PREFIX = "{{- bos_token }}"  # what lib/train/experiment.py adds to a template
 
 _SAMPLES = "samples in an epoch"
@@ -41,7 +40,6 @@ _OPTION_OF_INPUT = {
     "text field": "text_field",
     TEMPLATE: "chat_template",
     ADAPTER: "lora_from",
-    FOREIGN: "resume_from_foreign",
 }
 # Options that decide the names and shapes of the tensors in a checkpoint, and what differs then.
 _TENSOR_OPTIONS = {
@@ -235,11 +233,6 @@ def _continue_run(
     recorded = record.get("options")
     if not isinstance(recorded, dict):
         return "", ""
-    if config.resume_from_foreign and [change.name for change in changed] == [FOREIGN]:
-        return (
-            "the weights in its checkpoints, which need no --resume-from-foreign",
-            commands.as_typed(drop=["--resume-from-foreign"]),
-        )
     options = config.to_record()
     replaced = {
         change.name
@@ -328,10 +321,7 @@ def require_usable_directory(
         and not has_checkpoints(experiment)
         and "identity" not in run_records.read_config(experiment)
     ):
-        raise UsageError(
-            f"{experiment.root} exists and is not an experiment (no config.yaml of one)",
-            hint="use another --experiment-name, or move it away",
-        )
+        raise _make_stranger_error(experiment.root, config)
     if config.overwrite:
         return
     if earlier:
@@ -408,3 +398,38 @@ def mark_complete(experiment: Experiment, step: int) -> None:
         state = {key: value for key, value in state.items() if key not in _STEP_FIELDS}
     completed = {"status": Status.COMPLETE, "step": step, "global_step": step}
     manifest.write_json(experiment.state, state | completed)
+
+
+def _make_stranger_error(root: Path, config: Config) -> UsageError:
+    """Return the error for a directory that is not an experiment of this project."""
+    checkpoints = [
+        path.parent
+        for pattern in ("", "*/", "*/*/")
+        for path in root.glob(pattern + paths.DCP_METADATA)
+    ]
+    if not checkpoints:
+        return UsageError(
+            f"{root} exists and is not an experiment (no config.yaml of one)",
+            hint="use another --experiment-name, or move it away",
+        )
+    newest = max(checkpoints, key=lambda path: (path / paths.DCP_METADATA).stat().st_mtime)
+    model = root.with_name(f"{root.name}-model")
+    return UsageError(
+        f"{root} is a run of another trainer (it contains {newest.relative_to(root)}/, a "
+        "checkpoint of torch.distributed.checkpoint)",
+        hint="take over its weights under another --experiment-name; -m of the first command "
+        "names the model that it was trained from:",
+        run="\n".join(
+            (
+                commands.script(
+                    "05_export_checkpoint.py",
+                    *("--from-dcp", newest, "-m", config.model_name or "MODEL"),
+                    *("--dtype", "float32", "--out", model),
+                ),
+                commands.as_typed(
+                    *("-e", f"{root.name}-2", "-m", model),
+                    drop=["-e", "--experiment-name", "-m", "--model-name"],
+                ),
+            )
+        ),
+    )

@@ -1,5 +1,4 @@
-# covers: lib/checkpoints/foreign_run.py, lib/checkpoints/foreign_weights.py
-# covers: lib/train/inputs.py
+# covers: lib/checkpoints/foreign_weights.py, lib/export/foreign_source.py
 """Checkpoints of other trainers: weights are found by name, and everything else is refused."""
 
 from __future__ import annotations
@@ -15,7 +14,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,12 +29,11 @@ from transformers import (
 )
 
 from lib.checkpoints import commit
-from lib.checkpoints.foreign_run import ForeignRun, find_foreign_run
-from lib.checkpoints.foreign_weights import load_foreign, require_fits
-from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.checkpoints.foreign_weights import ForeignTensors, require_fits
+from lib.core.errors import ArtifactError, UsageError
+from lib.export.foreign_source import ForeignSource, find_foreign_checkpoint
 from lib.models import keys
-from lib.train import previous_run
-from lib.train.inputs import Inputs, find_foreign, identify_foreign
+from lib.models.weights import load_stored
 from tests.checkpoint_harness import commit_checkpoint
 
 MODEL_DIR = Path("the model")
@@ -58,16 +61,16 @@ def build_empty(tied: bool = False, **options: int) -> PreTrainedModel:
     return model
 
 
-def save_foreign_run(directory: Path, tensors: Mapping[str, object]) -> ForeignRun:
+def save_foreign_run(directory: Path, tensors: Mapping[str, object]) -> Path:
     dcp.save(dict(tensors), checkpoint_id=directory, no_dist=True)
-    return find_foreign_run(directory)
+    return find_foreign_checkpoint(directory)
 
 
 def weights(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_loaded(run: ForeignRun, expected: Mapping[str, Tensor], tied: bool = False) -> None:
+def assert_loaded(run: Path, expected: Mapping[str, Tensor], tied: bool = False) -> None:
     with torch.device("meta"):
         require_fits(build_model(tied), run, MODEL_DIR)
     model = build_empty(tied)
@@ -189,26 +192,6 @@ def test_all_weights_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
     assert not commit.list_checkpoints(tmp_path)
 
 
-def test_a_checkpoint_of_another_design_is_refused_by_its_names(tmp_path: Path) -> None:
-    """torchtitan names tensors in its own way, which is known for the tensors of a Llama only."""
-    name = "layers.0.attention.wqkv.weight"
-    tensors = {"tok_embeddings.weight": torch.zeros(40, 16), name: torch.zeros(32, 16)}
-    tensors[f"optimizer.state.{name}.exp_avg"] = torch.zeros(32, 16)
-    run = save_foreign_run(tmp_path, tensors)
-    sizes = {"hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2}
-    config = MixtralConfig(
-        vocab_size=40, num_key_value_heads=1, num_hidden_layers=1, num_local_experts=2, **sizes
-    )
-    with torch.device("meta"):
-        models = {build_model(): "are one tensor", MixtralForCausalLM(config): "not for mixtral"}
-    for model, reason in models.items():
-        with pytest.raises(UsageError) as error:
-            require_fits(model, run, MODEL_DIR)
-        text = error.value.render()
-        assert f"unexpected: {name}" in text and "exp_avg" not in text
-        assert reason in text and "convert_to_hf.py" in text
-
-
 def test_other_formats_are_named(tmp_path: Path) -> None:
     for number, (name, says) in enumerate(
         {
@@ -221,7 +204,7 @@ def test_other_formats_are_named(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         (tmp_path / str(number) / name).touch()
         with pytest.raises(ArtifactError, match=r"--from-dcp: .* is not a checkpoint") as error:
-            find_foreign_run(tmp_path / str(number), "--from-dcp")
+            find_foreign_checkpoint(tmp_path / str(number))
         assert says in error.value.hint
 
 
@@ -239,6 +222,17 @@ def test_one_weight_under_two_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="do not fit") as error:
         require_fits(build_model(), save_foreign_run(tmp_path, tensors), MODEL_DIR)
     assert "ambiguous: " in error.value.found
+
+
+def load_foreign(model: PreTrainedModel, run: Path, model_dir: Path) -> None:
+    """Load the weights of a checkpoint into a model."""
+
+    def raise_if_any(problems: list[str]) -> None:
+        if problems:
+            raise UsageError("\n".join(problems))
+
+    with ForeignTensors(run, model) as stored:
+        load_stored(model, stored, raise_if_any)
 
 
 class Command:
@@ -264,7 +258,7 @@ def test_no_code_in_a_checkpoint_runs(tmp_path: Path, place: str) -> None:
         attack = metadata
     (directory / ".metadata").write_bytes(pickle.dumps(attack))
     with pytest.raises(ArtifactError, match="would load posix"):
-        require_fits(build_model(), find_foreign_run(directory), MODEL_DIR)
+        require_fits(build_model(), find_foreign_checkpoint(directory), MODEL_DIR)
     assert not (tmp_path / "ran").exists()
 
 
@@ -276,7 +270,7 @@ def test_damaged_metadata_is_reported(tmp_path: Path, content: bytes | str) -> N
     path = tmp_path / ".metadata"
     path.write_bytes(content if isinstance(content, bytes) else path.read_bytes()[:-40])
     with pytest.raises(ArtifactError, match="metadata is damaged"):
-        require_fits(build_model(), find_foreign_run(tmp_path), MODEL_DIR)
+        require_fits(build_model(), find_foreign_checkpoint(tmp_path), MODEL_DIR)
 
 
 def test_files_outside_the_directory_are_not_read(tmp_path: Path) -> None:
@@ -290,7 +284,7 @@ def test_files_outside_the_directory_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "saved/.metadata").write_bytes(pickle.dumps(metadata))
     (tmp_path / "saved/__0_0.distcp").rename(tmp_path / "__0_0.distcp")
     with pytest.raises(ArtifactError, match="is incomplete") as error:
-        require_fits(build_model(), find_foreign_run(tmp_path / "saved"), MODEL_DIR)
+        require_fits(build_model(), find_foreign_checkpoint(tmp_path / "saved"), MODEL_DIR)
     assert "names a file outside this directory" in error.value.found
 
 
@@ -316,18 +310,41 @@ def test_damaged_files_are_reported(tmp_path: Path, damage: str) -> None:
     assert file.name in error.value.found
 
 
-def test_shards_that_do_not_cover_a_tensor_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("cells", "says"),
+    [
+        ([], "do not cover"),
+        ([(0, 0, 20, 16)], "do not cover"),
+        ([(0, 0, 20, 16), (0, 0, 20, 16)], "overlap"),
+        ([(0, 0, 20, 16), (10, 0, 20, 16)], "overlap"),
+        ([(0, 0, 40, 8), (0, 8, 20, 8), (10, 8, 20, 8)], "overlap"),
+        ([(0, 0, 20, 16), (21, 0, 20, 16)], "beyond"),
+        ([(0, 0, 40, 8), (20, 8, 20, 8), (0, 8, 20, 8)], ""),
+    ],
+)
+def test_shards_must_cover_each_element_once(
+    tmp_path: Path, cells: list[tuple[int, ...]], says: str
+) -> None:
+    """cells: the first row and column of each shard, and its numbers of rows and columns."""
     save_foreign_run(
         tmp_path, {f"model.{name}": value for name, value in weights(build_model()).items()}
     )
     metadata = dcp.FileSystemReader(tmp_path).read_metadata()
-    entry = metadata.state_dict_metadata["model.lm_head.weight"]
+    name = "model.lm_head.weight"
+    entry = metadata.state_dict_metadata[name]
     assert isinstance(metadata, Metadata) and isinstance(entry, TensorStorageMetadata)
-    entry.chunks.clear()
+    place = metadata.storage_data[MetadataIndex(name, torch.Size((0, 0)))]
+    entry.chunks[:] = [
+        ChunkStorageMetadata(torch.Size(cell[:2]), torch.Size(cell[2:])) for cell in cells
+    ]
+    metadata.storage_data |= {MetadataIndex(name, chunk.offsets): place for chunk in entry.chunks}
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if not says:
+        require_fits(build_model(), tmp_path, MODEL_DIR)
+        return
     with pytest.raises(UsageError) as error:
-        require_fits(build_model(), find_foreign_run(tmp_path), MODEL_DIR)
-    assert "incomplete: the shards of model.lm_head.weight do not cover it" in error.value.found
+        require_fits(build_model(), tmp_path, MODEL_DIR)
+    assert name in error.value.found and says in error.value.found
 
 
 def test_a_file_newer_than_metadata_is_warned_about(
@@ -352,18 +369,20 @@ def test_the_layouts_of_trainers_are_found(tmp_path: Path) -> None:
     (offline / "state.json").write_text(
         json.dumps({"epoch": 2, "global_step": 1500, "epoch_step": 9, "running_loss": 1.5})
     )
-    (offline / "lr_scheduler.pt").touch()
-    run = find_foreign_run(offline)
-    assert run.directory == offline / "checkpoint"
-    assert run.describe_progress() == "step 1,500 of epoch 2"
-    assert "(lr_scheduler.pt)" in run.describe_omissions()
+    LlamaConfig().save_pretrained(tmp_path / "model")
+
+    def find(root: Path) -> ForeignSource:
+        return ForeignSource.find(root, str(tmp_path / "model"), tmp_path)
+
+    assert find(offline).checkpoint == offline / "checkpoint"
+    assert find(offline).describe_progress() == "step 1,500 of epoch 2"
     trainer = tmp_path / "checkpoint-70"
     save_foreign_run(trainer / "pytorch_model_fsdp_0", tensors)
     (trainer / "trainer_state.json").write_text(json.dumps({"epoch": 0.5, "global_step": 70}))
-    assert find_foreign_run(trainer).describe_progress() == "step 70 of epoch 0.5"
+    assert find(trainer).describe_progress() == "step 70 of epoch 0.5"
     for content in ("[]", '{"epoch": NaN, "global_step": -5}', '{"epoch": "1"}'):
         (trainer / "trainer_state.json").write_text(content)
-        assert find_foreign_run(trainer).describe_progress() == ""
+        assert find(trainer).describe_progress() == ""
 
 
 def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
@@ -371,62 +390,29 @@ def test_directories_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     for name in ("step-10", "step-20"):
         save_foreign_run(tmp_path / "checkpoints" / name, tensors)
     with pytest.raises(ArtifactError, match="is not a checkpoint") as error:
-        find_foreign_run(tmp_path)
+        find_foreign_checkpoint(tmp_path)
     assert str(tmp_path / "checkpoints/step-20") in error.value.found
     (tmp_path / "checkpoints/step-20/.metadata").unlink()
     with pytest.raises(ArtifactError, match="the save was interrupted"):
-        find_foreign_run(tmp_path / "checkpoints/step-20")
+        find_foreign_checkpoint(tmp_path / "checkpoints/step-20")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ArtifactError) as error:
-        find_foreign_run(tmp_path / "empty")
+        find_foreign_checkpoint(tmp_path / "empty")
     assert "use -m" in error.value.hint
     (tmp_path / "file").touch()
     for name in ("nothing", "file"):
         with pytest.raises(ArtifactError, match=f"there is no directory {tmp_path / name}"):
-            find_foreign_run(tmp_path / name)
+            find_foreign_checkpoint(tmp_path / name)
     (tmp_path / "own/dcp").mkdir(parents=True)
     (tmp_path / "own" / commit.COMMIT).touch()
     for path in (tmp_path / "own", tmp_path / "own/dcp"):
         with pytest.raises(UsageError, match="is a checkpoint of this project"):
-            find_foreign_run(path)
+            find_foreign_checkpoint(path)
     for step in (1, 2):
         commit_checkpoint(tmp_path / "run/checkpoints", step)
     for path in (tmp_path / "run", tmp_path / "run/checkpoints"):
         with pytest.raises(UsageError, match="step_00000002 is a checkpoint of this"):
-            find_foreign_run(path)
-
-
-def test_the_fingerprint_follows_the_content(tmp_path: Path) -> None:
-    tensors = {"model.a": torch.zeros(2)}
-    first = save_foreign_run(tmp_path / "a", tensors)
-    (tmp_path / "a").rename(tmp_path / "b")
-    assert find_foreign_run(tmp_path / "b").fingerprint == first.fingerprint
-    assert (
-        save_foreign_run(tmp_path / "c", {"model.a": torch.zeros(3)}).fingerprint
-        != first.fingerprint
-    )
-
-
-def test_a_checkpoint_that_changes_while_it_is_read_is_not_trained(tmp_path: Path) -> None:
-    """The other trainer may still run, and save over it."""
-    tensors = {f"model.{name}": value for name, value in weights(build_model()).items()}
-    run = save_foreign_run(tmp_path, tensors)
-    inputs = Inputs(tmp_path, [], {}, {}, None, False, foreign=run)
-    inputs.require_unchanged()
-    save_foreign_run(tmp_path, tensors)
-    with pytest.raises(UsageError, match="was replaced or changed while the run started"):
-        inputs.require_unchanged()
-
-
-def test_a_begun_run_needs_the_checkpoint_no_longer(tmp_path: Path) -> None:
-    identity = {"inputs": {previous_run.FOREIGN: "recorded"}}
-    gone = tmp_path / "gone"
-    assert find_foreign(gone, identity) is None
-    assert find_foreign(None, identity) is None
-    assert identify_foreign(None, identity) == identity["inputs"]
-    assert identify_foreign(None, {}) == {}
-    with pytest.raises(StageError):
-        find_foreign(gone, {})
+            find_foreign_checkpoint(path)
 
 
 def test_descriptions_of_torch_2_2_are_read(tmp_path: Path) -> None:
@@ -452,4 +438,4 @@ def test_descriptions_of_torch_2_2_are_read(tmp_path: Path) -> None:
     Pickler(stream, protocol=2).dump(dcp.FileSystemReader(tmp_path).read_metadata())
     (tmp_path / ".metadata").write_bytes(stream.getvalue())
     assert old.encode() in stream.getvalue()
-    assert_loaded(find_foreign_run(tmp_path), weights(build_model()))
+    assert_loaded(find_foreign_checkpoint(tmp_path), weights(build_model()))

@@ -55,7 +55,7 @@ def test_the_printed_command_converts_pickled_weights(model: Path) -> None:
 
 @pytest.mark.parametrize("inner", [".", "pytorch_model_fsdp_0", "a/b"])
 @pytest.mark.parametrize("has_config", [True, False])
-def test_the_error_for_shards_of_fsdp_names_the_command_that_merges_them(
+def test_the_error_for_shards_of_fsdp_names_the_command_that_exports_them(
     model: Path, inner: str, has_config: bool
 ) -> None:
     shards = model / inner
@@ -66,9 +66,10 @@ def test_the_error_for_shards_of_fsdp_names_the_command_that_merges_them(
     (model / "model.safetensors").unlink()
     if not has_config:
         (model / "config.json").unlink()
-    merge, train = find_and_fail(model).run.splitlines()
-    assert shlex.split(merge) == ["accelerate", "merge-weights", str(shards), "a model-merged"]
-    assert shlex.split(train)[-1] == "a model-merged"
+    export, train = find_and_fail(model).run.splitlines()
+    words = ["--from-dcp", str(shards), "-m", "MODEL", "--dtype", "float32"]
+    assert shlex.split(export)[-8:] == [*words, "--out", "a model-model"]
+    assert shlex.split(train)[-1] == "a model-model"
 
 
 @pytest.mark.parametrize(

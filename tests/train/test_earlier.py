@@ -67,7 +67,6 @@ def test_a_directory_that_is_no_experiment_is_neither_used_nor_moved(
         ({"lora_rank": 4}, {"model": 2}, {}, "--experiment-name exp-2"),
         ({"lora_from": Path("a")}, {"adapter": 2}, {}, "mv a a.aside\n"),
         ({"lora_from": Path("a")}, {"adapter": 2}, {"seed": 1}, "--config"),
-        ({"resume_from_foreign": Path("a")}, {"foreign weights": 2}, {}, "-e exp"),
     ],
     ids=str,
 )

@@ -66,11 +66,6 @@ def test_a_first_loss_of_nan_names_weights_or_precision() -> None:
         with pytest.raises(UsageError) as caught:
             symptoms.require_finite(float("nan"), 1, replace(PLAIN, precision=precision))
         assert keyword in caught.value.expected
-    foreign = replace(PLAIN, resume_from_foreign=Path("other"))
-    with pytest.raises(UsageError) as caught:
-        symptoms.require_finite(float("nan"), 1, foreign)
-    assert "--resume-from-foreign" in caught.value.expected
-    assert "03_download_model.py" not in caught.value.expected
 
 
 def test_a_diverged_run_gets_a_command_with_a_lower_rate(tmp_path: Path) -> None:

@@ -62,11 +62,6 @@ def require_finite(loss: float, step: int, config: Config) -> None:
         remedy = "intact weights (03_download_model.py --verify), or --from-scratch for new ones"
         if config.precision == "fp16":
             remedy = "--precision bf16 or fp32: the values overflow float16"
-        elif config.resume_from_foreign:
-            remedy = (
-                "intact weights: --resume-from-foreign cannot verify a checkpoint without "
-                "checksums; copy it again, or use an older one of that run"
-            )
         raise UsageError(
             f"the loss of the first step is {loss}",
             expected=remedy,

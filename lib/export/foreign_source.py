@@ -1,4 +1,4 @@
-"""Find the checkpoint of another trainer, from which a new run loads its initial weights.
+"""Find the checkpoint of another trainer that stage 05 exports, and the model that it belongs to.
 
 The trainer wrote it with torch.distributed.checkpoint (DCP): one file per rank, and `.metadata`.
 Such a checkpoint contains no digests, so its bytes cannot be verified.
@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lib.checkpoints import commit
-from lib.core import commands, file_identity, hashing, paths, records, units
+from lib.core import artifacts, commands, file_identity, hashing, paths, records, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.paths import Experiment
+from lib.core.paths import DCP_METADATA, Experiment
+from lib.models import directory, lookup
 
-OPTION = "--resume-from-foreign"
-METADATA = ".metadata"
+OPTION = "--from-dcp"
 # Subdirectories in which trainers keep a DCP checkpoint: `checkpoint` of an offline pipeline, and
 # `pytorch_model_fsdp_0` of accelerate, which the Hugging Face Trainer uses too.
 _FOLDERS = ("", "checkpoint", "pytorch_model_fsdp_0")
 # Files with the training progress, of the offline pipeline and of the Hugging Face Trainer.
 _PROGRESS_FILES = ("state.json", "trainer_state.json")
 _PROGRESS_FIELDS = ("epoch", "global_step")
-_SCHEDULERS = ("lr_scheduler.pt", "scheduler.pt", "scheduler.bin")
 # Files of checkpoints in other formats, and what to do with them.
 _OTHER_FORMATS = {
     "pytorch_model_fsdp*.bin": "accelerate saved one pickle (FULL_STATE_DICT). Save again with "
@@ -43,20 +43,32 @@ _OTHER_FORMATS = {
 _SHOWN = 8
 
 
-class ForeignRun(NamedTuple):
-    """A checkpoint of another trainer.
+@dataclass(frozen=True)
+class ForeignSource:
+    """The checkpoint of another trainer, and the model directory that its export needs.
 
-    directory: contains `.metadata`. files: the identities of its files, read before the
-    fingerprint, which covers `.metadata` and the sizes of the files. progress: epoch and step, if a
-    file beside the weights contains them. scheduler: name of the file with the state of the
-    learning-rate schedule, "" if there is none.
+    checkpoint: the directory with `.metadata`. model_dir: the directory with the config and the
+    tokenizer. identities: of the files of both, before any of them was read. progress: epoch and
+    step, if a file beside the weights contains them.
     """
 
-    directory: Path
-    files: file_identity.Identities
-    fingerprint: str
+    checkpoint: Path
+    model_dir: Path
+    identities: file_identity.Identities
     progress: dict[str, int | float]
-    scheduler: str
+
+    @classmethod
+    def find(cls, root: Path, model_name: str, cache_dir: Path) -> ForeignSource:
+        """Find the checkpoint in a directory, and a model by its name or directory.
+
+        Raises the errors of `find_foreign_checkpoint` and `lookup.find_model`.
+        """
+        checkpoint = find_foreign_checkpoint(root)
+        model_dir = lookup.find_model(model_name, cache_dir)
+        files = [checkpoint / DCP_METADATA, *sorted(checkpoint.glob("*.distcp"))]
+        identities = file_identity.read_identities(files + directory.list_model_files(model_dir))
+        progress = _read_progress([checkpoint, checkpoint.parent])
+        return cls(checkpoint, model_dir, identities, progress)
 
     def describe_progress(self) -> str:
         """Return the step and epoch of the other trainer as text, "" if unknown."""
@@ -66,41 +78,55 @@ class ForeignRun(NamedTuple):
             if name in self.progress
         )
 
-    def describe_omissions(self) -> str:
-        """Return a text that lists the state that a new run does not load."""
-        file = f" ({self.scheduler})" if self.scheduler else ""
-        return f"optimizer state, learning-rate schedule{file}, step and position in the data"
+    def list_inputs(self) -> dict[str, str]:
+        """Return the digests of the inputs that decide the content of the export.
+
+        Of the files with tensors, only the sizes count.
+        """
+        sizes = [
+            [path.name, file.bytes]
+            for path, file in self.identities.items()
+            if file and path.parent == self.checkpoint
+        ]
+        metadata = hashing.file_digest(self.checkpoint / DCP_METADATA, "sha256")
+        tokenizer = {
+            path.name: hashing.file_digest(path, "sha256")
+            for path in artifacts.list_tokenizer_files(self.model_dir)
+        }
+        return {
+            "checkpoint": hashing.fingerprint([metadata, sizes]),
+            "config": hashing.file_digest(self.model_dir / directory.CONFIG, "sha256"),
+            "tokenizer": hashing.fingerprint(tokenizer),
+        }
+
+    def require_unchanged(self) -> None:
+        """Raise UsageError if a file has changed since it was found."""
+        file_identity.require_same(
+            self.identities,
+            f"the checkpoint {self.checkpoint} or the model {self.model_dir}",
+            "it was read",
+        )
 
 
-def find_foreign_run(root: Path, option: str = OPTION) -> ForeignRun:
-    """Return the checkpoint in a directory, without reading its tensors.
+def find_foreign_checkpoint(root: Path) -> Path:
+    """Return the directory of the checkpoint in a directory, without reading its tensors.
 
-    option: the option that names the directory, for the errors. Raises ArtifactError if there is
-    none or if it is incomplete, and UsageError for a checkpoint of this project.
+    Raises ArtifactError if there is none or if it is incomplete, and UsageError for a checkpoint
+    of this project.
     """
     if path := _find_own_checkpoint(root):
-        export = ("-e", path.parents[1], "--step", paths.step_of(path.name))
         raise UsageError(
-            f"{path} is a checkpoint of this project, so it needs no {option}",
-            run=commands.as_typed("--resume", path, drop=[option])
-            if option == OPTION
-            else commands.script("05_export_checkpoint.py", *export),
+            f"{path} is a checkpoint of this project, so it needs no {OPTION}",
+            run=commands.script(
+                "05_export_checkpoint.py",
+                *("-e", path.parents[1], "--step", paths.step_of(path.name)),
+            ),
         )
     folders = [root / name for name in _FOLDERS]
-    directory = next((path for path in folders if (path / METADATA).is_file()), None)
-    if directory is None:
-        raise _make_missing_error(root, folders, option)
-    files = file_identity.read_identities(
-        [directory / METADATA, *sorted(directory.glob("*.distcp"))]
-    )
-    sizes = [[path.name, file.bytes] for path, file in files.items() if file]
-    return ForeignRun(
-        directory,
-        files,
-        hashing.fingerprint([hashing.file_digest(directory / METADATA, "sha256"), sizes]),
-        _read_progress([directory, directory.parent]),
-        next((name for name in _SCHEDULERS if (directory.parent / name).is_file()), ""),
-    )
+    found = next((path for path in folders if (path / DCP_METADATA).is_file()), None)
+    if found is None:
+        raise _make_missing_error(root, folders)
+    return found
 
 
 def _find_own_checkpoint(root: Path) -> Path | None:
@@ -128,21 +154,22 @@ def _read_progress(folders: list[Path]) -> dict[str, int | float]:
     return {}
 
 
-def _make_missing_error(root: Path, folders: list[Path], option: str) -> ArtifactError:
+def _make_missing_error(root: Path, folders: list[Path]) -> ArtifactError:
     """Return the error for a path that is no directory, or for a directory without `.metadata`."""
     if not root.is_dir():
-        return ArtifactError(f"{option}: there is no directory {root}")
+        return ArtifactError(f"{OPTION}: there is no directory {root}")
     interrupted = next((path for path in folders if any(path.glob("*.distcp"))), None)
     if interrupted is not None:
         return ArtifactError(
-            f"{interrupted} has no {METADATA}, which a save writes last: the save was interrupted",
+            f"{interrupted} has no {DCP_METADATA}, which a save writes last: "
+            "the save was interrupted",
             hint="use an older checkpoint of that run",
         )
     others = list(islice(_list_below(root), _SHOWN + 1))
     remedy = next((hint for name, hint in _OTHER_FORMATS.items() if any(root.glob(name))), "")
     return ArtifactError(
-        f"{option}: {root} is not a checkpoint of torch.distributed.checkpoint",
-        expected=f"a directory with {METADATA} and .distcp files, or one that contains such a "
+        f"{OPTION}: {root} is not a checkpoint of torch.distributed.checkpoint",
+        expected=f"a directory with {DCP_METADATA} and .distcp files, or one that contains such a "
         f"directory under the name {' or '.join(filter(None, _FOLDERS))}",
         found=f"several checkpoints below it; name one of them\n{units.join_lines(others, _SHOWN)}"
         if others
@@ -153,5 +180,5 @@ def _make_missing_error(root: Path, folders: list[Path], option: str) -> Artifac
 
 def _list_below(root: Path) -> Iterator[str]:
     """Yield the checkpoints in the children and grandchildren of a directory."""
-    for pattern in (f"*/{METADATA}", f"*/*/{METADATA}"):
+    for pattern in (f"*/{DCP_METADATA}", f"*/*/{DCP_METADATA}"):
         yield from (str(path.parent) for path in sorted(root.glob(pattern)))
