@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -67,4 +66,17 @@ def test_the_command_lines_of_a_skill_run(skill: Path, eks: Cluster) -> None:  #
     for script in find_blocks(read_front_matter(skill / "SKILL.md")[1], "bash"):
         here = script.replace("python launch/", f"{sys.executable} {ROOT}/launch/")
         quick = here.replace("kubernetes.py deploy", "kubernetes.py deploy --poll-seconds 0.05")
-        subprocess.run(["bash", "-ec", quick], check=True, timeout=120, env={**os.environ})
+        subprocess.run(["bash", "-ec", quick], check=True, timeout=120)
+
+
+def test_what_the_page_for_agents_shows_can_be_typed() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    [lines] = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    typed = [*lines.splitlines(), *re.findall(r"`((?:make|\.venv/bin/python) [^`]+)`", text)]
+    assert len(typed) > 5
+    for line in typed:
+        command = line.replace("make ", "make --dry-run ").replace(
+            "pytest", "pytest --collect-only"
+        )
+        command = command.replace(".venv/bin/python", sys.executable)
+        subprocess.run(["bash", "-ec", command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
