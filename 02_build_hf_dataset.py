@@ -163,9 +163,9 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
     if not opts.merge:
         extraction.warn_about_documents(opts, opts.data_folder, files)
     total = sum(file.bytes for file in files)
-    fields = {}
     if opts.format == CHAT:
         rows = "one per conversation"
+        fields = {} if opts.merge else sample_dropped.describe_unused(opts.data_folder, files)
     else:
         rows = "one per document" if opts.strings == "joined" else "one per string"
         fields = {"fields": ", ".join(opts.fields) or "every string value"}

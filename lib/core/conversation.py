@@ -6,6 +6,7 @@ Stage 02 writes these Arrow columns (lib/corpus/chat_rows.py), stage 04 reads th
     messages   list<struct<role, content, reasoning_content, name, tool_call_id, tool_calls>>
     tools      string, JSON: the list of functions that the assistant may call; null without any
     weights    list<float>, one per message, 0 for an answer that is not trained; null if not given
+    chat_template_kwargs    string, JSON: variables for the chat template; null without any
     source     string, the file, relative to the source of stage 01, or else to --data-folder
     line       int64, the first line in that file, from 1 (for Parquet and Arrow, the row)
     offset     int64, the first byte in that file; null if unknown
@@ -17,7 +18,7 @@ object, or the JSON text of an object as in OpenAI's format. Absent parts of a m
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
 
@@ -26,6 +27,9 @@ Message = dict[str, Any]
 # The text fields of a message.
 TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 CALLS = "tool_calls"
+TEMPLATE_KWARGS = "chat_template_kwargs"  # a column that older datasets lack
+# Variables of a template that the conversation itself sets.
+RESERVED_KWARGS = frozenset(("messages", "tools", "add_generation_prompt"))
 DEEPEST = 254  # levels of nested tools and calls; orjson writes no more
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Role → the roles that may precede it; "" stands for the beginning of the conversation.
@@ -47,11 +51,15 @@ class InvalidConversation(Exception):
 
 
 class Conversation(NamedTuple):
-    """Holds messages (role, content, …), tools as JSON schemas, and a weight per message."""
+    """Holds messages (role, content, …), tools as JSON schemas, and a weight per message.
+
+    template_kwargs: further variables for the chat template.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Message] | None = None
     weights: Sequence[float] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 class Place(NamedTuple):

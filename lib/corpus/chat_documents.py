@@ -25,7 +25,6 @@ class ChatDocuments(Documents):
     """Writes one row per conversation."""
 
     as_data = True
-    columns = conversations.KEYS
 
     def __init__(
         self,
@@ -44,6 +43,14 @@ class ChatDocuments(Documents):
         super().begin(path, source, role)
         self._part = self._parts[self._named_split or TRAIN]
         self._format = ""
+
+    def is_column_wanted(self, name: str) -> bool:
+        """Return whether a column of a table decides what is trained."""
+        return conversations.is_wanted(name)
+
+    def note_unread(self, name: str, count: int) -> None:
+        """Count the rows of a column that is not read."""
+        self.tally.chat.note_unused([f"record: {name}"], count)
 
     def add_text(self, data: bytes) -> None:
         """Report a plain-text file as skipped: it contains no conversation."""
@@ -69,7 +76,9 @@ class ChatDocuments(Documents):
             self._format = name
             self.tally.chat.note_format(self._path, name, line)
         try:
-            self._take(conversations.parse_record(value, name), Place(self._source, line, offset))
+            chat = conversations.parse_record(value, name)
+            self._take(chat, Place(self._source, line, offset))
+            self.tally.chat.note_unused(conversations.list_unused_keys(value, name))
         except InvalidConversation as refusal:
             self.note(refusal.kind, str(refusal), DROPPED, offset, line)
         except (json_data.UnwritableValue, RecursionError) as error:
@@ -101,8 +110,10 @@ class ChatDocuments(Documents):
         try:
             self._add_row(chat, place)
         except UnicodeEncodeError:
-            (messages, tools), replaced = json_data.repair_strings([chat.messages, chat.tools])
-            self._add_row(Conversation(messages, tools, chat.weights), place)
+            (messages, tools, kwargs), replaced = json_data.repair_strings(
+                [chat.messages, chat.tools, chat.template_kwargs]
+            )
+            self._add_row(Conversation(messages, tools, chat.weights, kwargs), place)
             self.tally.replaced += replaced
 
     def _add_row(self, chat: Conversation, place: Place) -> None:
@@ -114,7 +125,10 @@ class ChatDocuments(Documents):
         else:
             digest = b""
             if self._hashes:
-                canonical = json_data.dump_json([chat.messages, chat.tools], is_sorted=True)
+                content: list[Any] = [chat.messages, chat.tools]
+                if chat.template_kwargs:
+                    content.append(chat.template_kwargs)
+                canonical = json_data.dump_json(content, is_sorted=True)
                 digest = hashlib.sha256(canonical).digest()
             part = self._parts[self._split_of(digest)]
             contents = [message["content"] for message in chat.messages]

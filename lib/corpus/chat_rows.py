@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core.conversation import CALLS, TEXTS, Conversation, Place
+from lib.core.conversation import CALLS, TEMPLATE_KWARGS, TEXTS, Conversation, Place
 from lib.corpus import json_data, parts
 from lib.corpus.arrow_arrays import join_texts, make_column
 from lib.corpus.tally import ChatTotals
@@ -33,6 +33,7 @@ def make_schema() -> pa.Schema:
             ("source", pa.large_string()),
             ("line", pa.int64()),
             ("offset", pa.int64()),
+            (TEMPLATE_KWARGS, pa.large_string()),
         ]
     )
 
@@ -101,15 +102,15 @@ def count_characters(batch: pa.RecordBatch) -> int:
 
 
 # The contents of the turns, their optional fields (index of the turn, name of the field, text), the
-# tools, and the estimated memory of the row in bytes.
-EncodedChat = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", int]
+# tools, the variables for the template, and the estimated memory of the row in bytes.
+EncodedChat = tuple[list[bytes], list[tuple[int, str, bytes]], "bytes | None", "bytes | None", int]
 
 
 def encode_chat(chat: Conversation) -> EncodedChat:
     """Return the texts of a conversation in UTF-8, and the memory that its row needs.
 
     Raises UnicodeEncodeError if its text contains lone surrogates, and json_data.UnwritableValue if
-    its tools or their arguments cannot be stored as JSON.
+    its tools, their arguments or its variables cannot be stored as JSON.
     """
     contents = [message[CONTENT].encode() for message in chat.messages]
     size = sum(map(len, contents)) + _ROW_OVERHEAD + _TURN_OVERHEAD * len(contents)
@@ -126,9 +127,10 @@ def encode_chat(chat: Conversation) -> EncodedChat:
                 if name in message
             ]
     tools = json_data.dump_json(chat.tools) if chat.tools else None
-    if tools or others:
-        size += len(tools or b"") + sum([len(text) for *_, text in others])
-    return contents, others, tools, size
+    kwargs = json_data.dump_json(chat.template_kwargs) if chat.template_kwargs else None
+    if tools or others or kwargs:
+        size += len(tools or b"") + len(kwargs or b"") + sum([len(text) for *_, text in others])
+    return contents, others, tools, kwargs, size
 
 
 class _Rows:
@@ -146,6 +148,7 @@ class _Rows:
         # Most turns and rows lack these fields, so they are stored by the index of the turn or row.
         self._others: dict[str, dict[int, bytes]] = {name: {} for name in _OTHERS}
         self._tools: dict[int, bytes] = {}
+        self._kwargs: dict[int, bytes] = {}
         self._weights: dict[int, Sequence[float]] = {}
         self._sources: list[str] = []
         self._lines: list[int | None] = []
@@ -153,7 +156,7 @@ class _Rows:
 
     def append(self, chat: Conversation, place: Place, encoded: EncodedChat) -> None:
         """Add a row."""
-        contents, others, tools, size = encoded
+        contents, others, tools, kwargs, size = encoded
         self._roles += [message[ROLE] for message in chat.messages]
         for number, name, text in others:
             self._others[name][len(self.contents) + number] = text
@@ -161,6 +164,8 @@ class _Rows:
         self._ends.append(len(self.contents))
         if tools is not None:
             self._tools[self.rows] = tools
+        if kwargs is not None:
+            self._kwargs[self.rows] = kwargs
         if chat.weights is not None:
             self._weights[self.rows] = chat.weights
         self._sources.append(place.source)
@@ -201,9 +206,9 @@ class _Rows:
             make_column(values, kinds.field(name).type)
             for name, values in zip(Place._fields, places, strict=True)
         ]
-        return pa.record_batch(
-            [messages, _make_sparse_column(self._tools, self.rows), weights, *arrays], schema=kinds
-        )
+        tools = _make_sparse_column(self._tools, self.rows)
+        kwargs = _make_sparse_column(self._kwargs, self.rows)
+        return pa.record_batch([messages, tools, weights, *arrays, kwargs], schema=kinds)
 
 
 def _make_sparse_column(texts: dict[int, bytes], count: int) -> pa.Array:

@@ -113,7 +113,10 @@ def _add_batches(batches: Any, schema: pa.Schema, before: int, documents: Docume
     """Add every row of some batches. before: number of rows in the file before them."""
     names = schema.names
     json_types = {field.name: field.type for field in schema if _has_json(field.type)}
+    unread = [field.name for field in schema if not _is_wanted(field, documents)]
     for batch in batches:
+        for name in unread:
+            documents.note_unread(name, batch.num_rows)
         for start in range(
             0, batch.num_rows, rows := _count_rows_at_once(batch.nbytes, batch.num_rows)
         ):
@@ -238,7 +241,7 @@ def _has_json(kind: Any) -> bool:
 
 
 def _is_wanted(column: pa.Field, documents: Documents) -> bool:
-    return _has_text(column.type) if documents.columns is None else column.name in documents.columns
+    return documents.is_column_wanted(column.name) if documents.as_data else _has_text(column.type)
 
 
 def _has_text(kind: Any) -> bool:

@@ -5,7 +5,8 @@
     prompt         with `completion`: a text each, or a list of messages each
     alpaca         instruction, input, output, with `history`
 
-A record of any format may contain a `system` prompt and `tools`. Every conversation becomes a list
+A record of any format may contain a `system` prompt, `tools`, and `chat_template_kwargs` for the
+chat template. Every conversation becomes a list
 of messages with the roles that chat templates know. Other records are refused; KINDS lists the
 reasons.
 """
@@ -17,14 +18,16 @@ from typing import Any, NamedTuple
 
 from lib.core.conversation import (
     CALLS,
+    RESERVED_KWARGS,
     ROLES,
+    TEMPLATE_KWARGS,
     Conversation,
     InvalidConversation,
     Message,
     require_order,
     require_text,
 )
-from lib.corpus import tool_calls
+from lib.corpus import tool_calls, turn_keys
 from lib.corpus.tool_calls import describe_type
 
 ROLE_OF = {
@@ -46,7 +49,6 @@ ROLE_OF = {
 _PLAIN_ROLE_OF = {name: role for name, role in ROLE_OF.items() if name != "function_call"}
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 _COPIED = ("name", "tool_call_id")
-_WEIGHTS = ("weight", "train", "training")
 # Kinds of problems in errors.jsonl for refused records.
 KINDS = (
     "empty answer",
@@ -92,13 +94,35 @@ def parse_record(record: Record, name: str) -> Conversation:
             are_plain = False
         messages.append(message)
     require_order([message["role"] for message in messages])
-    weights = record.get("weights")
+    weights = _read_record_weights(record)
     tools = record.get("tools") or record.get("functions")
     return Conversation(
         messages,
         tool_calls.list_tools(tools) if tools else None,
         None if are_plain and weights is None else _list_weights(weights, turns),
+        _read_template_kwargs(record),
     )
+
+
+def list_unused_keys(record: Record, name: str) -> list[str]:
+    """Return the keys that are not used, for a valid record of the format `name`.
+
+    They are given as `record: KEY`, `turn: KEY` or `part: KEY`, once for each place.
+    """
+    used = _COMMON_KEYS.union(_FORMATS[name].keys)
+    if name == "alpaca":
+        used |= _ALPACA_KEYS
+    unused = [
+        f"record: {key}"
+        for key, value in record.items()
+        if key not in used and value not in (None, "", [], {})
+    ]
+    return unused + list(turn_keys.list_unused(_FORMATS[name].turns(record)))
+
+
+def is_wanted(key: str) -> bool:
+    """Return whether the value of a record's key decides what is trained."""
+    return key in KEYS or turn_keys.may_be_mark(key)
 
 
 def is_conversation(record: Record, name: str) -> bool:
@@ -186,15 +210,14 @@ _FORMATS = {
     "alpaca": _Format(("instruction", "output"), _list_alpaca),
 }
 _SIGNS = [(name, keys[0], keys[-1]) for name, (keys, _) in _FORMATS.items()]
+_ALPACA_KEYS = {"input", "history"}
+_COMMON_KEYS = (
+    frozenset({"system", "tools", "functions", "documents", TEMPLATE_KWARGS})
+    | turn_keys.TRAINED
+    | turn_keys.EXCLUDED
+)
 # All keys of a record that this module reads.
-KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | {
-    "input",
-    "history",
-    "system",
-    "tools",
-    "functions",
-    "weights",
-}
+KEYS = frozenset(key for keys, _ in _FORMATS.values() for key in keys) | _ALPACA_KEYS | _COMMON_KEYS
 
 
 def _parse_list(value: Any, name: str) -> list[Any]:
@@ -253,6 +276,7 @@ def _convert_turn(turn: Any, number: int) -> Message:
         raise _make_role_error(turn, number)
     content = turn.get("content", turn.get("value"))
     if not isinstance(content, str):
+        turn_keys.require_parts_trained(content, f"turn {number}")
         content = _join_parts(content, number)
     message: Message = {"role": role, "content": content}
     _add_optional_fields(message, turn, number, name == "function_call")
@@ -309,27 +333,85 @@ def _join_parts(content: Any, number: int) -> str:
     raise InvalidConversation("content", f"the content of turn {number} {problem}")
 
 
+def _read_record_weights(record: Record) -> Any:
+    """Return the weights of a record's turns as given, None without any.
+
+    Raises InvalidConversation if a mark of the record excludes it as a whole, or has an unknown
+    meaning.
+    """
+    names = [
+        key for key in record if key not in ("weights", "source") and _is_record_mark(record, key)
+    ]
+    lists = [key for key in names if key in turn_keys.TRAINED and isinstance(record[key], list)]
+    marks = {key: record[key] for key in names if key not in lists}
+    if turn_keys.read_weight(marks, "the record") == 0:
+        raise InvalidConversation(
+            "weights", f"the record must not be trained: {', '.join(marks)} excludes it"
+        )
+    values = [record[key] for key in ("weights", *lists) if record.get(key) is not None]
+    if len(values) > 1:
+        raise InvalidConversation(
+            "weights", f"there are several lists of weights: {', '.join(lists)}"
+        )
+    return next(iter(values), None)
+
+
+def _is_record_mark(record: Record, key: str) -> bool:
+    """Return whether a key of a record is a mark, and not a text about the record."""
+    value = record[key]
+    if key == "mask" and isinstance(value, str):  # NeMo: the role whose turns are not trained
+        return ROLE_OF.get(value.lower(), "user") == "assistant"
+    return not (isinstance(value, str) and key not in turn_keys.TRAINED) and turn_keys.may_be_mark(
+        key
+    )
+
+
 def _list_weights(weights: Any, turns: Sequence[Record]) -> list[float] | None:
     """Return the weight of each turn (0: not trained on, 1: trained on), None if no turn has one.
 
-    weights: the weights of the record. A separate system prompt needs no weight.
+    weights: the weights of the record. A separate system prompt needs no weight. A turn's own mark
+    against training counts beside them.
     """
+    marks = [turn_keys.read_weight(turn, f"turn {i}") for i, turn in enumerate(turns, 1)]
     if weights is None:
-        if not any(key in turn for turn in turns for key in _WEIGHTS):
+        if all(mark is None for mark in marks):
             return None
-        weights = [
-            next((turn[key] for key in _WEIGHTS if turn.get(key) is not None), 1) for turn in turns
-        ]
+        weights = [1] * len(turns)
     if isinstance(weights, str):
         weights = tool_calls.parse_json_text(weights, "weights")
-    if (
-        not isinstance(weights, list)
-        or any(weight not in (0, 1) for weight in weights if isinstance(weight, (int, float)))
-        or not all(isinstance(weight, (int, float)) for weight in weights)
+    if not isinstance(weights, list) or not all(
+        isinstance(weight, (int, float)) and weight in (0, 1) for weight in weights
     ):
         raise InvalidConversation("weights", "a weight is not 0 or 1")
     if len(weights) == len(turns) - 1 and _get_role_name(turns[0]) == "system":
         weights = [1, *weights]
     if len(weights) != len(turns):
         raise InvalidConversation("weights", f"found {len(weights)} weights for {len(turns)} turns")
-    return [float(weight) for weight in weights]
+    return [
+        float(weight) if mark is None else min(float(weight), mark)
+        for weight, mark in zip(weights, marks, strict=True)
+    ]
+
+
+def _read_template_kwargs(record: Record) -> dict[str, Any] | None:
+    """Return what a record passes to the chat template, None without anything."""
+    variables = record.get(TEMPLATE_KWARGS)
+    if isinstance(variables, str):
+        variables = (
+            tool_calls.parse_json_text(variables, TEMPLATE_KWARGS) if variables.strip() else None
+        )
+    documents = record.get("documents")
+    if variables is None and not documents:
+        return None
+    if not isinstance(variables or {}, dict):
+        raise InvalidConversation(
+            "content", f"{TEMPLATE_KWARGS} is {describe_type(variables)}, expected an object"
+        )
+    kwargs = {key: value for key, value in (variables or {}).items() if value is not None}
+    if isinstance(documents, list) and all(isinstance(one, dict) for one in documents):
+        kwargs = {"documents": documents, **kwargs}
+    if taken := sorted(RESERVED_KWARGS & kwargs.keys()):
+        raise InvalidConversation(
+            "content", f"{TEMPLATE_KWARGS} contains {', '.join(taken)}, which the conversation sets"
+        )
+    return kwargs or None

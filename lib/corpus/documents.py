@@ -67,12 +67,10 @@ class Documents(ABC):
     extraction may take.
 
     as_data: if true, readers pass each document with its position and with values of all types; if
-    false, they may omit positions and values that are not strings. columns: the columns to read
-    from a table, None for all columns with text.
+    false, they may omit positions and values that are not strings.
     """
 
     as_data = False
-    columns: frozenset[str] | None = None
 
     def __init__(
         self,
@@ -166,6 +164,13 @@ class Documents(ABC):
         This is the fast path for clean input. If it returns False, it has added nothing, and the
         caller adds the documents one by one with `add_value`.
         """
+
+    def is_column_wanted(self, name: str) -> bool:
+        """Return whether to read a column of a table, if `as_data` is true."""
+        return True
+
+    def note_unread(self, name: str, count: int) -> None:  # noqa: B027
+        """Count the rows of a column that is not read."""
 
     def finish(self) -> None:
         """Finish the parts. Call this after the last file."""

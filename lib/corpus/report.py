@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib.core import commands, log, units
 from lib.core.errors import UsageError
-from lib.corpus import selection
+from lib.corpus import conversations, selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.masks.choices import KINDS
 from lib.corpus.masks.matches import MaskTally
@@ -18,6 +18,7 @@ from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
 
 _NAMED = 5
+_MUCH = 0.1  # of the rows; if one reason drops more, that causes a warning
 _MOST_VALIDATION = 50  # percent; a larger validation split causes a warning
 
 
@@ -186,11 +187,7 @@ def list_warnings(
             f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "
             f"unclosed quote; {ERRORS} lists the files and lines"
         )
-    for kind, option in selection.describe_dropped(row_options, tally.dropped).items():
-        if tally.dropped[kind] > rows:
-            warnings.append(
-                f"{option} dropped {tally.dropped[kind]:,} of {units.counted(total, 'row')}"
-            )
+    warnings += _list_losses(tally, row_options, total, save_dir)
     if len(rows_of) > 1 and not all(rows_of.values()):
         cause = (
             f"the corpus is too small for --validation-percent {row_options.validation_percent:g}"
@@ -204,6 +201,28 @@ def list_warnings(
             f"{units.counted(rows_of[TRAIN], 'row')} for training; 0.1 to 5 is usual"
         )
     return warnings
+
+
+def _list_losses(tally: Tally, row_options: RowOptions, total: int, save_dir: Path) -> list[str]:
+    """Return a warning for each reason that dropped much of the input.
+
+    total: rows before the rules. save_dir: directory of the dataset.
+    """
+    warnings = []
+    for kind, option in selection.describe_dropped(row_options, tally.dropped).items():
+        if (count := tally.dropped[kind]) > _MUCH * total:
+            warnings.append(
+                f"{option} dropped {count:,} of {units.counted(total, 'row')} "
+                f"({100 * count / total:.0f} %)"
+            )
+    refused = {kind: tally.problems[kind] for kind in conversations.KINDS}
+    records = total + sum(refused.values()) if row_options.format == CHAT else 0
+    return warnings + [
+        f"{count:,} of {units.counted(records, 'record')} ({100 * count / records:.0f} %) were "
+        f"dropped as `{kind}`; {ERRORS} in {save_dir} lists each with its reason"
+        for kind, count in refused.items()
+        if records and count > _MUCH * records
+    ]
 
 
 def describe_other_fields(tally: Tally) -> str:

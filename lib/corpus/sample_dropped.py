@@ -1,4 +1,4 @@
-"""Print rows that the rules drop in a sample of the input, before anything is built."""
+"""Print what a build drops or does not use in a sample of the input, before it begins."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from lib.core.errors import MOVE_TEMPORARY, name_full_disk
 from lib.corpus import selection, work_units
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
-from lib.corpus.row_options import RowOptions
+from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.row_tally import RowTally
 from lib.corpus.tally import Tally
-from lib.corpus.work_units import UNIT_BYTES, WorkUnit
+from lib.corpus.work_units import UNIT_BYTES, FileSpan, WorkUnit
 
 SAMPLE_BYTES = 64_000_000
+_HEADS = 3  # files whose beginnings are read for the plan
+_HEAD_BYTES = 1_000_000
 
 
 def print_examples(
@@ -69,6 +71,41 @@ def print_examples(
         log.info("\n".join(_format_rule(kind, tally)))
     if others := len(rules) - len(dropping_rules):
         log.info(f"{units.counted(others, 'rule')} would drop no row of the sample")
+
+
+def describe_unused(folder: Path, files: Sequence[InputFile]) -> dict[str, str]:
+    """Return the line of the plan about keys of conversations that are not used, {} without any.
+
+    They are counted at the beginning of a few files.
+    """
+    spans: list[FileSpan] = []
+    for file in files:
+        is_long = file.bytes > _HEAD_BYTES
+        if len(spans) < _HEADS and not (file.role or (is_long and not _is_of_lines(file))):
+            size = min(file.bytes, _HEAD_BYTES)
+            spans.append(FileSpan(file, size, 0, _HEAD_BYTES if is_long else None))
+    if not spans:
+        return {}
+    tally = Tally()
+    options = RowOptions(format=CHAT)
+    with (
+        name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY),
+        tempfile.TemporaryDirectory() as scratch,
+        UnitPool(1) as pool,
+    ):
+        units_of = [
+            WorkUnit(number, (span,), str(folder), scratch, options)
+            for number, span in enumerate(spans)
+        ]
+        for result in pool.run(units_of):
+            tally.add(result.tally)
+    unused = tally.chat.format_unused()
+    read = units.size(sum(span.bytes for span in spans))
+    return {label: f"{text} in the first {read}" for label, text in unused.items()}
+
+
+def _is_of_lines(file: InputFile) -> bool:
+    return file.path.lower().endswith((".jsonl", ".ndjson"))
 
 
 def choose_units(tasks: Sequence[WorkUnit]) -> list[WorkUnit]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import iadd, ior
 from typing import Any
@@ -35,6 +35,10 @@ _NAMED = 3  # paths per format that an error prints
 _LISTED = 1000  # paths per format that the manifest lists
 _MOST_OTHERS = 3
 _MOST_MIXED = 20
+_MOST_KEYS = 1000
+_LONGEST_KEY = 60
+_OTHER_KEYS = "record: (others)"
+_NAMED_KEYS = 10
 FirstUse = tuple[str, "int | None"]  # a format, and the line of its first conversation
 
 
@@ -67,13 +71,21 @@ class ChatTally:
     """Records the counts and formats of the conversations in some input.
 
     formats: the format of each file, by path. mixed: for a file with two formats, the first use of
-    both, by path. others: descriptions of the first records that are not conversations.
+    both, by path. others: descriptions of the first records that are not conversations. unused:
+    number of values under each key that is not used, such as `turn: name`.
     """
 
     counts: ChatTotals = field(default_factory=ChatTotals)
     formats: dict[str, FirstUse] = field(default_factory=dict)
     mixed: dict[str, tuple[FirstUse, FirstUse]] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
+    unused: Counter[str] = field(default_factory=Counter)
+
+    def note_unused(self, keys: Iterable[str], count: int = 1) -> None:
+        """Count keys that are not used; after the first thousand, new keys count together."""
+        for key in keys:
+            is_new = key not in self.unused and len(self.unused) >= _MOST_KEYS
+            self.unused[_OTHER_KEYS if is_new else key[:_LONGEST_KEY]] += count
 
     def note_format(self, path: str, name: str, line: int | None) -> None:
         """Record the format of a conversation."""
@@ -102,6 +114,8 @@ class ChatTally:
         for path, (_, second) in other.mixed.items():
             self.note_format(path, *shift(second))
         self.others = (self.others + other.others)[:_MOST_OTHERS]
+        for key, count in other.unused.items():
+            self.note_unused([key], count)
         self.counts.add(other.counts)
 
     def to_json(self) -> dict[str, Any]:
@@ -114,6 +128,7 @@ class ChatTally:
         tally = cls(**value)
         if counts := value.get("counts"):
             tally.counts = ChatTotals(**counts | {"turns": Counter(counts["turns"])})
+        tally.unused = Counter(tally.unused)
         tally.formats = {path: (name, line) for path, (name, line) in tally.formats.items()}
         tally.mixed = {
             path: ((one[0], one[1]), (two[0], two[1])) for path, (one, two) in tally.mixed.items()
@@ -161,6 +176,7 @@ class ChatTally:
             **vars(counts),
             "turns": dict(counts.turns.most_common()),
             "mean_turns": round(counts.mean_turns, 2),
+            "unused_keys": dict(self.unused.most_common()),
             "dropped": {kind: problems[kind] for kind in conversations.KINDS if problems.get(kind)},
         }
 
@@ -178,7 +194,21 @@ class ChatTally:
             "content": f"{counts.characters:,} characters; "
             f"{units.counted(counts.with_tools, 'conversation')} with tools, "
             f"{counts.with_weights:,} with weights",
+            **self.format_unused(),
         }
+
+    def format_unused(self) -> dict[str, str]:
+        """Return the line of a printed table about the keys that are not used, {} without any."""
+        groups: dict[str, list[str]] = {}
+        for key, count in sorted(self.unused.items(), key=lambda item: (-item[1], item[0])):
+            holder, _, name = key.partition(": ")
+            groups.setdefault(holder, []).append(f"{escape_path(name)} ({count:,})")
+        texts = [
+            f"{holder}s: {units.join_names(groups[holder], _NAMED_KEYS)}"
+            for holder in ("record", "turn", "part")
+            if holder in groups
+        ]
+        return {"unused keys": "; ".join(texts)} if texts else {}
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import artifacts
-from lib.core.conversation import CALLS, TEXTS, Place
+from lib.core.conversation import CALLS, TEMPLATE_KWARGS, TEXTS, Place
 from lib.core.errors import ArtifactError, is_of_disk
 
 if TYPE_CHECKING:
@@ -85,6 +85,16 @@ def list_contents(rows: pa.RecordBatch) -> list[list[bytes]]:
     ]
 
 
+def select_chats(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Return the columns of conversations; the column that older datasets lack is null."""
+    import pyarrow
+
+    if rows.schema.get_field_index(TEMPLATE_KWARGS) < 0:
+        nulls = pyarrow.nulls(len(rows), pyarrow.large_string())
+        rows = rows.append_column(TEMPLATE_KWARGS, nulls)
+    return rows.select([*CHAT_COLUMNS, TEMPLATE_KWARGS])
+
+
 def count_content_bytes(rows: pa.RecordBatch) -> int:
     """Return the UTF-8 bytes that `list_contents` would return, from the offsets alone."""
     import pyarrow.compute
@@ -131,6 +141,7 @@ def describe_chat_problem(shard: Path) -> str:
     types = pyarrow.types
     expected_types = {
         "tools": (_is_text, "JSON as a string"),
+        TEMPLATE_KWARGS: (_is_text, "JSON as a string"),
         "source": (_is_text, "a string"),
         "line": (types.is_integer, "an integer"),
         "offset": (types.is_integer, "an integer"),
@@ -143,7 +154,9 @@ def describe_chat_problem(shard: Path) -> str:
     wrong = [
         f"`{name}` is {schema.field(name).type}, not {expected}"
         for name, (fits, expected) in expected_types.items()
-        if not types.is_null(schema.field(name).type) and not fits(schema.field(name).type)
+        if schema.get_field_index(name) >= 0
+        and not types.is_null(schema.field(name).type)
+        and not fits(schema.field(name).type)
     ]
     if types.is_null(schema.field("messages").type):
         wrong.append("`messages` is empty in all rows")

@@ -7,7 +7,7 @@ is optional.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -95,7 +95,7 @@ class Dataset:
         """Yield the texts of a split from row `first` on, as UTF-8, in lists of about 16 MB."""
         texts: list[bytes] = []
         size = 0
-        for part in self._read_parts(split, first, ["text"], _BATCH_BYTES, _BATCH_ROWS):
+        for part in self._read_parts(split, first, _select_text, _BATCH_BYTES, _BATCH_ROWS):
             if texts and (
                 size + part.nbytes > _BATCH_BYTES or len(texts) + len(part) > _BATCH_ROWS
             ):
@@ -109,7 +109,7 @@ class Dataset:
 
     def chats(self, split: str, first: int = 0) -> Iterator[pa.RecordBatch]:
         """Yield the conversations of a split from row `first` on, as rows of about 2 MB."""
-        return self._read_parts(split, first, columns.CHAT_COLUMNS, _CHAT_BYTES, _CHAT_ROWS)
+        return self._read_parts(split, first, columns.select_chats, _CHAT_BYTES, _CHAT_ROWS)
 
     def has_sources(self, split: str) -> bool:
         """Return whether all files of a split have a column `source` of strings."""
@@ -124,15 +124,20 @@ class Dataset:
             yield part.column("source")
 
     def _read_parts(
-        self, split: str, first: int, names: Iterable[str], most_bytes: int, most_rows: int
+        self,
+        split: str,
+        first: int,
+        select: Callable[[pa.RecordBatch], pa.RecordBatch],
+        most_bytes: int,
+        most_rows: int,
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the named columns of a split from row `first` on, in small batches.
+        """Yield the selected columns of a split from row `first` on, in small batches.
 
         The shards are read, not mapped. If a shard is truncated meanwhile, that raises an error
         instead of killing the process.
         """
         for batch in columns.read_batches(self.splits[split], mapped=False):
-            rest = batch.select(list(names)).slice(min(first, len(batch)))
+            rest = select(batch).slice(min(first, len(batch)))
             first -= len(batch) - len(rest)
             step = max(1, min(most_rows, len(rest) * most_bytes // max(1, rest.nbytes)))
             yield from (rest.slice(start, step) for start in range(0, len(rest), step))
@@ -160,7 +165,7 @@ class Dataset:
         """
         import pyarrow
 
-        rows = [row.select(list(columns.CHAT_COLUMNS)) for row in self.spread(count)]
+        rows = [columns.select_chats(row) for row in self.spread(count)]
         while len(rows) > 1 and sum(row.nbytes for row in rows) > most_bytes:
             rows = rows[::2]
         return pyarrow.Table.from_batches(rows).combine_chunks().to_batches()[0] if rows else None
@@ -174,6 +179,10 @@ class Dataset:
             rows = range(first, len(batch), step)
             yield from (batch.slice(row, 1) for row in rows)
             first += len(rows) * step - len(batch)
+
+
+def _select_text(rows: pa.RecordBatch) -> pa.RecordBatch:
+    return rows.select(["text"])
 
 
 def find_dataset(name: str) -> Path:

@@ -308,6 +308,24 @@ REFUSED = [
     ("weights", {"messages": [USER, {**ANSWER, "weight": 0.5}]}),
     ("weights", {"messages": [USER, {**ANSWER, "weight": "x"}]}),
     ("weights", {"messages": [USER, ANSWER], "weights": [1]}),
+    ("weights", {"messages": [USER, {**ANSWER, "train_detail": [{"begin_offset": 0}]}]}),
+    ("weights", {"messages": [USER, {**ANSWER, "loss_scale": 0.5}]}),
+    ("weights", {"messages": [USER, {**ANSWER, "mask": 1}]}),
+    ("weights", {"messages": [USER, {**ANSWER, "skipTraining": True}]}),
+    ("weights", {"messages": [USER, ANSWER], "train": False}),
+    ("weights", {"messages": [USER, ANSWER], "mask": "assistant"}),
+    ("weights", {"messages": [USER, ANSWER], "completion_mask": [0, 1, 1]}),
+    (
+        "weights",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "text", "text": "a", "train": False}]},
+            ]
+        },
+    ),
+    ("content", {"messages": [USER, ANSWER], "chat_template_kwargs": [1]}),
+    ("content", {"messages": [USER, ANSWER], "chat_template_kwargs": {"tools": []}}),
     ("no conversation", {"messages": 5}),
     ("no conversation", {"messages": [USER, "a"]}),
     ("no conversation", {"text": "t"}),
@@ -459,6 +477,81 @@ def test_refused_records_are_listed_with_their_line(read):
         kind: sum(kind == other for other, _ in REFUSED) + (kind == "no conversation")
         for kind in conversations.KINDS
     }
+
+
+MARKS = [
+    ("loss", False), ("loss", 0), ("weight", 0), ("train", "false"), ("training", False),
+    ("loss_scale", 0.0), ("trainable", False), ("train_on_turn", False), ("masked", True),
+    ("mask", True),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("decoder")
+def test_marks_of_other_trainers_against_training_are_honoured(read):
+    """In turns, in either form of them, and from tables, where every turn has the key."""
+    records = [
+        {"messages": [USER, {**ANSWER, key: mark}, USER, {**ANSWER, key: value}, USER, ANSWER]}
+        for key, mark in MARKS
+        for value in ["true" if mark == "false" else type(mark)(not mark)]
+    ]
+    answer = {"from": "gpt", "value": "a"}
+    question = {"from": "human", "value": "q", "loss": None}
+    others = [
+        {
+            "conversations": [
+                question,
+                {**answer, "loss": False},
+                question,
+                {**answer, "loss": True},
+            ]
+        },
+        {"conversations": [question, {**answer, "loss": True}], "loss_mask": [1, 0]},
+        {"conversations": [question, {**answer, "loss": None}], "mask": "User", "weights": [1, 1]},
+        {"conversations": [question, {**answer, "weight": 0}], "weights": [1, 1]},
+    ]
+    outcome = read({"a.jsonl": lines(records), "b.jsonl": lines(others)}, format="chat")
+    assert outcome.problems == []
+    weights = [chat.weights for chat, _ in outcome.chats]
+    assert weights == [[1, 0, 1, 1, 1, 1]] * len(MARKS) + [[1, 0, 1, 1], [1, 0], [1, 1], [1, 0]]
+    assert not outcome.dataset.tally.chat.unused
+    answer = [question, {**answer, "loss": False}, question, {**answer, "loss": True}]
+    table = read({"c.parquet": parquet([{"conversations": answer}])}, format="chat")
+    assert table.chats[-1][0].weights == [1, 0, 1, 1]
+
+
+def test_unused_keys_are_counted_and_variables_are_kept(read):
+    part = {"type": "text", "text": "q", "cache_control": {"type": "ephemeral"}}
+    record = {
+        "messages": [
+            {"role": "user", "content": [part], "id": 7, "weather": "sun", "none": None},
+            {**ANSWER, "reasoning": ["a", "list"], "name": "n"},
+        ],
+        "chat_template_kwargs": {"enable_thinking": False, "n": None},
+        "documents": [{"title": "t", "text": "d"}],
+        "id": 5,
+        "input": "not of this format",
+        "empty": "",
+    }
+    counts = {"record: id": 4, "record: input": 4, "turn: id": 4, "turn: weather": 4}
+    counts |= {"turn: reasoning": 4, "part: cache_control": 4}
+    dropped = {"messages": [USER], "other": 1}
+    outcome = read({"a.jsonl": lines([record] * 4 + [dropped])}, format="chat")
+    assert outcome.dataset.tally.chat.unused == counts
+    assert outcome.dataset.summary()["chat"]["unused_keys"] == counts
+    assert (
+        "turns: id (4), reasoning (4)" in outcome.dataset.tally.chat.format_lines()["unused keys"]
+    )
+    variables = {"enable_thinking": False, "documents": record["documents"]}
+    assert [chat.template_kwargs for chat, _ in outcome.chats] == [variables] * 4
+
+
+def test_unused_columns_of_tables_are_counted_without_reading_them(read):
+    variables = {"enable_thinking": False}
+    record = {"messages": [USER, ANSWER], "chat_template_kwargs": variables, "id": 5, "empty": ""}
+    table = read({"b.parquet": parquet([{**record, "input": "x"}] * 4)}, format="chat")
+    counts = {"record: id": 4, "record: empty": 4, "record: input": 4}
+    assert table.dataset.tally.chat.unused == counts
+    assert [chat.template_kwargs for chat, _ in table.chats] == [variables] * 4
 
 
 def test_line_numbers_continue_across_spans(read, monkeypatch):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core.conversation import CALLS, parse_arguments
+from lib.core.conversation import CALLS, TEMPLATE_KWARGS, parse_arguments
 from lib.corpus import chat_rows, json_data, parts
 from lib.corpus.arrow_arrays import join_texts
 from lib.corpus.masks.masker import Masker
@@ -120,7 +120,7 @@ def _mask_batch(
 def _mask_conversations(
     batch: pa.RecordBatch, is_kept: np.ndarray, masker: Masker, masked: MaskedPart
 ) -> pa.RecordBatch:
-    """Return conversations with the matches in their turns, calls and tools replaced."""
+    """Return conversations with the matches in their turns, calls, tools and variables replaced."""
     import numpy as np
     import pyarrow as pa
 
@@ -145,11 +145,12 @@ def _mask_conversations(
         batch.schema.field(number),
         pa.LargeListArray.from_arrays(messages.offsets, turns),
     )
-    number = batch.schema.get_field_index("tools")
-    tools = _mask_json_column(
-        batch.column(number), is_kept, np.arange(batch.num_rows), masker, masked
-    )
-    return batch.set_column(number, batch.schema.field(number), tools)
+    for name in ("tools", TEMPLATE_KWARGS):
+        number = batch.schema.get_field_index(name)
+        column = batch.column(number)
+        new = _mask_json_column(column, is_kept, np.arange(batch.num_rows), masker, masked)
+        batch = batch.set_column(number, batch.schema.field(number), new)
+    return batch
 
 
 def _list_texts(column: pa.Array, is_kept: np.ndarray, rows: np.ndarray) -> list[bytes | None]:

@@ -52,10 +52,27 @@ class TextWithSpans(NamedTuple):
     spans: list[Span]
 
 
+class _Writer(NamedTuple):
+    """Renders the messages of one conversation, with its tools and variables."""
+
+    template: Template
+    tools: Sequence[Message] | None
+    variables: Mapping[str, Any]
+
+    def render(self, messages: Sequence[Message], prompt: bool = False) -> Rendered:
+        """Return the text of messages. prompt: add the generation prompt at the end."""
+        return self.template.render(messages, self.tools, prompt, self.variables)
+
+    def fit_calls(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return the messages with their calls in the form that the template takes."""
+        return fit_calls(messages, lambda turns: self.render(turns).text)
+
+
 class AnswerFinder:
     """Finds the trained characters of conversations.
 
-    special, added: the texts of the tokenizer's special tokens and added tokens.
+    special, added: the texts of the tokenizer's special tokens and added tokens. variables: further
+    variables of the template; those of a conversation replace them.
 
     closing: the tokens that end an answer. template_omissions: how often the template omitted the
     system prompt or thoughts. Raises UsageError if the template does not work with this tokenizer.
@@ -68,8 +85,10 @@ class AnswerFinder:
         special: Sequence[str],
         added: Sequence[str],
         bos: str | None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self._template = template
+        self._variables = variables or {}
         self._train_on = train_on
         self.template_omissions: Counter[str] = Counter()
         trials = list(self._render_trials())
@@ -100,7 +119,7 @@ class AnswerFinder:
         """Yield the texts of the trial conversations that the template accepts."""
         for messages in _TRIALS:
             try:
-                yield self._template.render(messages).text
+                yield self._template.render(messages, variables=self._variables).text
             except TemplateError as error:
                 if isinstance(error, LimitError):
                     raise
@@ -116,26 +135,26 @@ class AnswerFinder:
         trained. Raises TemplateError if the template refuses the conversation, and NoAnswerBoundary
         if the text does not show where an answer begins or ends.
         """
-        messages, tools, weights = conversation
+        messages, tools, weights, kwargs = conversation
+        writer = _Writer(self._template, tools, {**self._variables, **(kwargs or {})})
         if any("reasoning_content" in message for message in messages):
             messages = list(map(_add_thinking, messages))
         answers = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
         if self._train_on == ALL:
-            messages = self._fit_calls(messages, tools)
-            return self._train_on_all_turns(messages, tools, weights)
+            return self._train_on_all_turns(writer.fit_calls(messages), writer, weights)
         chosen = answers[-1:] if self._train_on == LAST else answers
         trained = [i for i in chosen if weights is None or weights[i]]
         if not trained:
             return []
         # Later turns are no context of a trained answer.
-        messages = self._fit_calls(messages[: trained[-1] + 1], tools)
-        full = self._template.render(messages, tools)
+        messages = writer.fit_calls(messages[: trained[-1] + 1])
+        full = writer.render(messages)
         _require_tools(tools, full.text)
         if _is_system_prompt_missing(messages[0], full.text):
             self.template_omissions["system prompt"] += 1
         texts: list[TextWithSpans] = []
         for i in reversed(trained):
-            answer = self._find_answer(messages, tools, full, answers, i)
+            answer = self._find_answer(messages, writer, full, answers, i)
             end = answer.spans[-1][1]
             if len(messages[i]) > 2 or CALLS in messages[i]:  # not only role and content
                 _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
@@ -149,35 +168,27 @@ class AnswerFinder:
                 texts.append(answer)
         return texts[::-1]
 
-    def _fit_calls(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None
-    ) -> Sequence[Message]:
-        """Return the messages with their calls in the form that the template takes."""
-        return fit_calls(messages, lambda turns: self._template.render(turns, tools).text)
-
     def _train_on_all_turns(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Message] | None,
+        writer: _Writer,
         weights: Sequence[float] | None,
     ) -> list[TextWithSpans]:
         """Return the text of all turns, trained except for turns of weight 0."""
-        full = self._template.render(messages, tools).text
-        _require_tools(tools, full)
+        full = writer.render(messages).text
+        _require_tools(writer.tools, full)
         spans = []
         start = 0
         for i in (i for i in range(len(messages)) if weights is not None and not weights[i]):
-            spans.append((start, self._find_turns_end(messages[:i], tools, full)))
+            spans.append((start, self._find_turns_end(messages[:i], writer, full)))
             start = (
                 len(full)
                 if i == len(messages) - 1
-                else self._find_turns_end(messages[: i + 1], tools, full)
+                else self._find_turns_end(messages[: i + 1], writer, full)
             )
         return [TextWithSpans(full, [*spans, (start, len(full))])]
 
-    def _find_turns_end(
-        self, messages: Sequence[Message], tools: Sequence[Message] | None, full: str
-    ) -> int:
+    def _find_turns_end(self, messages: Sequence[Message], writer: _Writer, full: str) -> int:
         """Return where `messages`, the first ones of a conversation, end in its full text.
 
         The template's text after the last message is excluded, since it depends on
@@ -186,9 +197,7 @@ class AnswerFinder:
         """
         if not messages:
             return 0
-        text, prompted = (
-            self._template.render(messages, tools, prompt).text for prompt in (False, True)
-        )
+        text, prompted = (writer.render(messages, prompt).text for prompt in (False, True))
         end = find_shared_length(text, prompted)
         if end < min(len(text), len(prompted)):
             # The texts may differ inside a token: go back to its start.
@@ -210,7 +219,7 @@ class AnswerFinder:
     def _find_answer(
         self,
         messages: Sequence[Any],
-        tools: Sequence[Any] | None,
+        writer: _Writer,
         full: Rendered,
         answers: list[int],
         i: int,
@@ -219,13 +228,11 @@ class AnswerFinder:
 
         full: the text of all messages.
         """
-        text, marks = (
-            full if i == len(messages) - 1 else self._template.render(messages[: i + 1], tools)
-        )
+        text, marks = full if i == len(messages) - 1 else writer.render(messages[: i + 1])
         if not self._template.has_marks:
-            before = self._template.render(messages[:i], tools, prompt=True).text
+            before = writer.render(messages[:i], prompt=True).text
             return TextWithSpans(text, self._find_spans(text, marks, before))
-        earlier = self._template.render(messages[:i], tools) if i else Rendered("", [])
+        earlier = writer.render(messages[:i]) if i else Rendered("", [])
         _require_marks_after(marks, find_shared_length(earlier.text, text), text)
         marks = marks[-1:] if len(marks) == answers.index(i) + 1 else marks[len(earlier.marks) :]
         return TextWithSpans(text, self._find_spans(text, marks, ""))

@@ -17,7 +17,9 @@ from lib.core import records
 from lib.core.conversation import (
     CALLS,
     DEEPEST,
+    RESERVED_KWARGS,
     ROLES,
+    TEMPLATE_KWARGS,
     TEXTS,
     Conversation,
     InvalidConversation,
@@ -44,14 +46,16 @@ def read_rows(rows: pa.RecordBatch) -> Iterator[tuple[Conversation | InvalidConv
         {name: value for name, value in zip(names, turn, strict=True) if value is not None}
         for turn in zip(*values, strict=True)
     ]
-    tools, weights, source, line, offset = (
+    rows = columns.select_chats(rows)
+    tools, weights, source, line, offset, kwargs = (
         columns.list_values(rows.column(name))
-        for name in ("tools", "weights", "source", "line", "offset")
+        for name in ("tools", "weights", "source", "line", "offset", TEMPLATE_KWARGS)
     )
     for row, (first, end) in enumerate(pairwise(columns.find_conversation_edges(rows))):
         place = Place(source[row] or "", line[row], offset[row])
         try:
-            yield _read_conversation(turns[first:end], tools[row], weights[row]), place
+            chat = _read_conversation(turns[first:end], tools[row], weights[row])
+            yield chat._replace(template_kwargs=_read_template_kwargs(kwargs[row])), place
         except InvalidConversation as refused:
             yield refused, place
 
@@ -84,6 +88,18 @@ def _read_conversation(
         if any(weight not in (0, 1) for weight in weights):
             raise InvalidConversation("weights", "a weight is neither 0 nor 1")
     return Conversation(messages, _parse_functions(tools, "tools") if tools else None, weights)
+
+
+def _read_template_kwargs(text: str | None) -> dict[str, Any] | None:
+    """Return the variables that a row passes to the chat template, None without any."""
+    if not text:
+        return None
+    [kwargs] = _parse_functions(f"[{text}]", TEMPLATE_KWARGS)
+    if taken := sorted(RESERVED_KWARGS & kwargs.keys()):
+        raise InvalidConversation(
+            "content", f"{TEMPLATE_KWARGS} contains {', '.join(taken)}, which the row itself sets"
+        )
+    return kwargs
 
 
 def _read_calls(message: Message, number: int) -> None:
@@ -157,7 +173,11 @@ class ControlTokens:
             )
             for number, message in enumerate(conversation.messages, 1)
         ]
-        for place, is_answer, value in [*turns, ("a tool", False, conversation.tools)]:
+        others = [
+            ("a tool", False, conversation.tools),
+            (TEMPLATE_KWARGS, False, conversation.template_kwargs),
+        ]
+        for place, is_answer, value in [*turns, *others]:
             for text in _list_strings(value):
                 for pattern in self._patterns[is_answer]:
                     if match := pattern.search(text):
@@ -189,6 +209,8 @@ def _list_texts(conversation: Conversation) -> Iterator[str]:
             yield from _list_strings(message)
     if conversation.tools:
         yield from _list_strings(conversation.tools)
+    if conversation.template_kwargs:
+        yield from _list_strings(conversation.template_kwargs)
 
 
 def _list_strings(value: Any) -> list[str]:

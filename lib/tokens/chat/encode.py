@@ -340,7 +340,7 @@ class _TurnGroups:
     """
 
     def __init__(self, conversation: Conversation) -> None:
-        self._messages, self._tools, weights = conversation
+        self._messages, self._tools, weights, self._kwargs = conversation
         self._weights = weights or [1.0] * len(self._messages)
         roles = [message["role"] for message in self._messages]
         self._head = next(
@@ -372,5 +372,8 @@ class _TurnGroups:
         stop = self.starts[end] if until is None else until
         places = [*range(self._head), *range(self.starts[first], stop)]
         return Conversation(
-            [self._messages[i] for i in places], self._tools, [self._weights[i] for i in places]
+            [self._messages[i] for i in places],
+            self._tools,
+            [self._weights[i] for i in places],
+            self._kwargs,
         )

@@ -95,8 +95,11 @@ class Template:
         messages: Sequence[Message],
         tools: Sequence[Message] | None = None,
         prompt: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Return the text of messages. prompt: add the generation prompt at the end.
+        """Return the text of messages.
+
+        prompt: add the generation prompt at the end. variables: further variables of the template.
 
         Raises TemplateError if the template refuses the messages or exceeds a limit.
         """
@@ -108,9 +111,10 @@ class Template:
                 {
                     **self._compiled.globals,
                     **self._tokens,
+                    "documents": None,
+                    **(variables or {}),
                     "messages": messages,
                     "tools": tools,
-                    "documents": None,
                     "add_generation_prompt": prompt,
                 },
                 shared=True,
@@ -119,7 +123,7 @@ class Template:
                 blocks.append(block)
                 size += len(block)
                 if size > most:
-                    most = max(most, _FACTOR * _count_characters([messages, tools]))
+                    most = max(most, _FACTOR * _count_characters([messages, tools, variables]))
                     if size > most:
                         raise LimitError(f"it wrote more than {most:,} characters")
             return (

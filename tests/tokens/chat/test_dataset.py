@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from lib.core.conversation import Place
+from lib.core.conversation import Conversation, Place
 from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import columns
 from lib.tokens.chat import conversations
@@ -119,7 +119,7 @@ def test_columns_changed_by_datasets_are_read(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(COLUMNS).save_to_disk(str(tmp_path / "d"))
     dataset = open_dataset(tmp_path / "d")
     [(chat, place)] = chats.read_conversations(dataset, "train")
-    assert chat == (COLUMNS["messages"][0], None, [1, 1]) and place == ("a", 1, None)
+    assert chat == Conversation(COLUMNS["messages"][0], None, [1, 1]) and place == ("a", 1, None)
     assert dataset.extent() == (1, 2) and list(dataset.texts()) == [[b"a", b"b"]]
 
 
