@@ -121,6 +121,20 @@ def make_identity(opts: OrganizeOptions, entries: Sequence[TreeEntry]) -> dict:
     }
 
 
+def is_done(opts: OrganizeOptions, identity: dict) -> bool:
+    """Return whether these splits exist already; the error about others names both sources."""
+    try:
+        return publish.is_done(opts.dst_root, KIND, identity, opts.overwrite, dry_run=opts.dry_run)
+    except UsageError as error:
+        content = manifest.read_if_any(opts.dst_root) or {}
+        earlier = content.get("options", {}).get("src_dir")
+        if earlier and earlier != str(opts.src_dir):
+            changed = [line for line in error.found.splitlines() if line.startswith("--")]
+            sources = f"--src-dir: {earlier} there, {opts.src_dir} now"
+            error.found = "\n".join([sources, *changed])
+        raise
+
+
 def require_all_files(dst: Path) -> None:
     """Raise ArtifactError if existing splits have lost files."""
     splits = manifest.read_manifest(dst, KIND, "the splits")["summary"].get("splits")
@@ -248,7 +262,7 @@ def main(argv: list[str]) -> None:
         log.warn(f"--exclude {glob} matches nothing in {opts.src_dir}")
     identity = make_identity(opts, entries)
     next_command = commands.script("02_build_hf_dataset.py", "--data-folder", opts.dst_root)
-    if publish.is_done(opts.dst_root, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
+    if is_done(opts, identity):
         require_all_files(opts.dst_root)
         log.info(f"already done: {opts.dst_root} contains these files")
         log.info(f"next: {next_command}")

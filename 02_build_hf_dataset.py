@@ -37,7 +37,7 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, name_full_disk
 from lib.core.progress import Progress
-from lib.corpus import inputs, pool, report, sample_dropped, split_parts, work_units
+from lib.corpus import field_sample, inputs, pool, report, sample_dropped, split_parts, work_units
 from lib.corpus.classify import language, scores
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
 from lib.corpus.decontaminate import build as test_sets
@@ -162,7 +162,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
     """Print the planned dataset, and how many documents need --extract."""
     if not opts.merge:
         extraction.warn_about_documents(opts, opts.data_folder, files)
-    total = sum(file.bytes for file in files)
+        field_sample.warn_about_fields(opts, opts.data_folder, files)
     if opts.format == CHAT:
         rows = "one per conversation"
         fields = {} if opts.merge else sample_dropped.describe_unused(opts.data_folder, files)
@@ -172,8 +172,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
     log.info(f"build {opts.data_folder} → {opts.save_dir}")
     log.table(
         {
-            "read": f"{units.counted(len(files), 'file')}, {units.size(total)}, "
-            f"in {units.counted(count, 'unit')} by "
+            "read": f"{inputs.describe_size(files)}, in {units.counted(count, 'unit')} by "
             f"{units.counted(min(opts.num_workers, count), 'worker')}",
             "rows": rows,
             **fields,

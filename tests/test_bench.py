@@ -289,6 +289,17 @@ def test_a_job_of_a_bench_needs_no_dataset_and_no_name() -> None:
     assert not list(steps)
 
 
+def test_pods_get_each_option_once_with_the_value_that_counts() -> None:
+    job = JobOptions(job_name="job", gpus_per_node=8)
+    words = ["-d", "a=1", "-d", "b=1", "--tokenizer=org/name", "--max-steps=56", "--max_steps", "9"]
+    pod_words = expand_train_options(job, [*words, "--learning_rate=1", "--lr", "2"])
+    assert [word for word in pod_words if "steps" in word] == ["--max-steps"] and "9" in pod_words
+    assert pod_words.count("-d") == 2 and "--learning_rate=1" not in pod_words
+    assert sum(word.startswith("--tokenizer") for word in pod_words) == 1
+    flags = [word.partition("=")[0] for word in pod_words if word.startswith("--")]
+    assert len(flags) == len(set(flags)) and parse_options(pod_words).max_steps == 9
+
+
 def test_the_dry_run_of_a_bench_prints_its_plan(tmp_path: Path) -> None:
     done = run_stage(STAGE, *SMALL, "--dry-run", cwd=tmp_path)
     assert (

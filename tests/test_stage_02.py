@@ -291,7 +291,7 @@ def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path
 
 def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
     missing = stage(SCRIPT, expect=3)
-    assert "do not exist" in missing.stderr and "01_organize_data.py" in missing.stderr
+    assert "does not exist" in missing.stderr and "01_organize_data.py" in missing.stderr
     stage("01_organize_data.py", "--num-dirs", 2)
     for damage, words in [
         ("manifest.json", "not finished"),

@@ -1,4 +1,5 @@
 # covers: lib/core/data_names.py, lib/corpus/inputs.py, lib/corpus/row_options.py
+# covers: lib/corpus/field_sample.py
 """Validation and test data beside training data, through stages 01 and 02."""
 
 from __future__ import annotations
@@ -106,3 +107,40 @@ def test_only_held_out_data_is_refused_and_lone_test_data_is_named(stage, raw, t
     done = stage(SCRIPT, "--data-folder", raw)
     assert "test.jsonl" in done.stdout and "--exclude" in done.stdout
     assert read_rows(tmp_path / "hf_datasets/corpus") == {"train": {"valid", "test"}}
+
+
+@pytest.mark.slow
+def test_the_plan_says_which_fields_would_be_trained(stage, tmp_path):
+    crawl = {"text": "a page", "url": "https://a.b", "meta": {"dump": "CC-1"}, "score": 0.5}
+    raw = tmp_path / "raw_text"
+    raw.mkdir()
+    for name, record in (("crawl", crawl), ("plain", {"text": "a", "n": 1}), ("no", {"a": "b"})):
+        with gzip.open(raw / f"{name}.jsonl.gz", "wt") as file:
+            file.write(f"{json.dumps(record)}\n" * 30)
+    words = (SCRIPT, "--data-folder", raw, "--dry-run")
+    assert "--fields text" not in stage(*words).stdout  # a third of the records has no text
+    (raw / "no.jsonl.gz").unlink()
+    planned = stage(*words).stdout
+    assert "--fields text" in planned and "url" in planned and "meta.dump" in planned
+    assert "sampled" not in stage(*words, "--fields", "text").stdout
+    (raw / "crawl.jsonl.gz").unlink()
+    (raw / "damaged.jsonl").write_bytes(b"\xff{bad")
+    assert "sampled" not in stage(*words).stdout
+
+
+@pytest.mark.slow
+def test_messages_name_the_next_command_the_source_and_the_packages(stage, raw, tmp_path):
+    (raw / "page.html").write_text("<html><body>text</body></html>")
+    missing = stage(SCRIPT, "--data-folder", "other_splits", expect=3)
+    assert "other_splits does not exist" in missing.stderr and "01_organize" in missing.stderr
+    stage(ORGANISE, "--num-dirs", 2)
+    model = tmp_path / ".cache/models/org--name"
+    model.mkdir(parents=True)
+    (model / "manifest.json").write_text("{}")
+    done = stage(SCRIPT)
+    assert "-m org/name" in done.stdout and "03_download" not in done.stdout
+    other = tmp_path / "elsewhere"
+    write_rows(other / "a.jsonl", "other", 1)
+    refused = stage(ORGANISE, "--num-dirs", 2, "--src-dir", other, expect=2)
+    assert "raw_text there" in refused.stderr and "elsewhere now" in refused.stderr
+    assert "fingerprint" not in refused.stderr

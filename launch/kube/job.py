@@ -135,6 +135,7 @@ def expand_train_options(job_options: JobOptions, train_words: Sequence[str]) ->
         )
     if not (parsed.dataset_name or parsed.bench):
         raise UsageError("no dataset is given", expected="-d NAME after `--`")
+    words = command_line.drop_overridden(words)
     if parsed.experiment_name or parsed.bench:
         return words
     return [f"--experiment-name={job_options.job_name}", *words]

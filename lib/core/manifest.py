@@ -130,9 +130,9 @@ def read_manifest(
     ArtifactError if the directory is missing, unfinished, unreadable or of another kind.
     """
     if not directory.is_dir():
-        verb = "do" if _is(name) == "are" else "does"
         raise ArtifactError(
-            f"{name} {directory} {verb} not exist",
+            f"{directory} does not exist",
+            expected=f"{name} in this directory",
             found=describe_leftovers(directory),
             run=run,
             hint=hint,

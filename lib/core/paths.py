@@ -18,6 +18,8 @@ COMMIT = "COMMIT.json"  # in a checkpoint that is complete
 PARTIAL = ".partial-"  # in the name of a directory that is not finished
 OUTPUTS = Path("outputs")
 CHAT_TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"  # those of the project
+# The Makefile's names of models and datasets that a command without a name must not use.
+TRIAL_NAMES = ("demo", "demo-chat", "test-quick")
 RAW_RECORD = ".hub"  # in a directory of raw text: the hidden record of a download
 _PLANNED_MOUNTS = Path("/etc/fstab")
 _MOUNTS = Path("/proc/self/mounts")

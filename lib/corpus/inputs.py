@@ -120,6 +120,11 @@ def describe_roles(files: Sequence[InputFile]) -> dict[str, str]:
     return name_roles({file.source: file.role for file in files if file.role})
 
 
+def describe_size(files: Sequence[InputFile]) -> str:
+    """Return the number of files and their size."""
+    return f"{units.counted(len(files), 'file')}, {units.size(sum(file.bytes for file in files))}"
+
+
 def name_roles(roles: Mapping[str, str]) -> dict[str, str]:
     """Return the number and the first names of files by their split. roles: the split by path."""
     by_role: dict[str, list[str]] = {}
@@ -210,14 +215,20 @@ def _is_splits(folder: Path) -> bool:
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
     has_default_source = Path("raw_text").is_dir()  # the default --src-dir of stage 01
+    organise = commands.script(
+        "01_organize_data.py",
+        "--dst-root",
+        folder,
+        *([] if has_default_source else ["--src-dir", "DIR"]),
+    )
     manifest.read_manifest(
         folder,
         SPLITS_KIND,
         "the splits",
-        run=commands.script("01_organize_data.py", "--dst-root", folder)
+        run=organise if has_default_source else "",
+        hint=""
         if has_default_source
-        else "",
-        hint="" if has_default_source else "run stage 01, or pass any directory of files",
+        else f"pass any directory of files, or make splits from a directory DIR: {organise}",
     )
     return True
 

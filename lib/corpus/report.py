@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lib.core import commands, log, units
+from lib.core import commands, log, paths, units
 from lib.core.errors import UsageError
 from lib.corpus import conversations, selection
 from lib.corpus.dataset import DatasetWriter
@@ -255,8 +255,26 @@ def print_summary(
     print_next(save_dir, row_options)
 
 
+def _find_prepared_model() -> str:
+    """Return the name of the only model that stage 03 has prepared here, "" for none or several."""
+    root = paths.models_root(Path(".cache"))
+    names = [
+        path.parent.name
+        for path in root.glob(f"*/{paths.MANIFEST}")
+        if path.parent.name not in paths.TRIAL_NAMES
+    ]
+    return names[0].replace("--", "/", 1) if len(names) == 1 else ""
+
+
 def print_next(save_dir: Path, row_options: RowOptions) -> None:
-    """Print the commands after stage 02: get a model, then train."""
+    """Print the commands after stage 02: get a model unless one is prepared, then train."""
+    if model := _find_prepared_model():
+        words = ("-e", "first", "-d", save_dir, "-m", model)
+        if row_options.format == CHAT:
+            check = commands.train(*words, "--prepare-only", "--show-samples", 3)
+            log.info(f"next: check the trained tokens of some samples: {check}")
+        log.info(f"next: train the prepared model {model}: {commands.train(*words)}")
+        return
     fetch = commands.script("03_download_model.py", "--model-name", "ORG/NAME")
     if row_options.format == CHAT:
         log.info(f"next: download a model, preferably with a chat template: {fetch}")

@@ -10,7 +10,7 @@ from typing import Any
 from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.manifest import Remedy
-from lib.core.paths import MANIFEST, PARTIAL, model_dir_name, models_root
+from lib.core.paths import MANIFEST, PARTIAL, TRIAL_NAMES, model_dir_name, models_root
 from lib.models import directory, hf_cache, unread_weights
 from lib.models.directory import CONFIG, KIND, count_parameters, has_weights, list_strays
 
@@ -18,8 +18,6 @@ HINT = (
     "stage 03 downloads a model from the Hub (--model-name) or creates one (--from-scratch); with "
     "--model-size, stage 04 creates one itself"
 )
-# The Makefile's names of models that a run without -m must not use.
-TRIAL_NAMES = ("demo", "demo-chat", "test-quick")
 _ADAPTER = "adapter_config.json"  # of PEFT
 _STAGE = "03_download_model.py"
 

@@ -87,6 +87,31 @@ def expand_config(words: Sequence[str]) -> list[str]:
     return expanded
 
 
+def drop_overridden(words: Sequence[str]) -> list[str]:
+    """Return words of a command line with each option once: the last value counts.
+
+    Options that may be repeated stay as they are.
+    """
+    parser = _make_parser()
+    groups: list[tuple[str, list[str]]] = []  # an option, and the words that belong to it
+    for word in words:
+        flag = parser.to_our_name(word.partition("=")[0])
+        action = parser._option_string_actions.get(flag) if word.startswith("-") else None
+        if action:
+            is_list = isinstance(action.default, list)
+            groups.append(("" if is_list else action.dest, [word]))
+        else:
+            groups = groups or [("", [])]
+            groups[-1][1].append(word)
+    last = {dest: number for number, (dest, _) in enumerate(groups)}
+    return [
+        word
+        for number, (dest, group) in enumerate(groups)
+        if not dest or last[dest] == number
+        for word in group
+    ]
+
+
 def to_words(values: Mapping[str, Any]) -> list[str]:
     """Return options as words of a command line. values: by name of their field in `Config`."""
     words: list[str] = []

@@ -400,5 +400,7 @@ def test_documents_are_counted_before_they_are_read(tmp_path, monkeypatch):
     assert "HTML" not in options.describe_skipped(counts, ["html"])
     assert "1 DOCX file, which is skipped;" in options.describe_skipped({"docx": 1}, [])
     assert not options.describe_skipped(counts, ALL)
+    monkeypatch.setattr(options, "find_version", lambda package: "")
+    assert "pip install resiliparse" in options.describe_skipped({"html": 1}, [])
     monkeypatch.setattr(options, "_MOST_OPENED", 1)
     assert options.count_documents(tmp_path, files) == counts

@@ -112,7 +112,14 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
     command = commands.as_typed(
         "--extract", ",".join(missing), "--overwrite", drop=["--overwrite", "--dry-run"]
     )
-    return f"the input contains {', and '.join(parts)}; to extract their text, run:\n  {command}"
+    needed = [EXTRACTORS[kind].package for kind in missing if EXTRACTORS[kind].package]
+    absent = [package for package in needed if not find_version(package)]
+    steps = [*map(commands.pip_install_optional, absent), command]
+    condition = f" (needs {' and '.join(absent)}, not installed here)" if absent else ""
+    return (
+        f"the input contains {', and '.join(parts)}; to extract their text{condition}, run:\n  "
+        + "\n  ".join(steps)
+    )
 
 
 def describe_left_out(folder: Path, extracted: Sequence[str]) -> str:
