@@ -130,6 +130,6 @@ def test_warnings_about_a_dataset() -> None:
         "3 lines of CSV lost because of unclosed quotes; errors.jsonl lists the files and lines",
         "1 row of CSV may contain several rows because of an unclosed quote; errors.jsonl lists "
         "the files and lines",
-        "--min-chars 5 dropped 9 of 11 rows",
+        "--min-chars 5 dropped 9 of 11 rows (82 %)",
         "the validation split is empty: the corpus is too small for --validation-percent 1",
     ]
