@@ -8,6 +8,7 @@ Order of precedence: command line, then `--config run.yaml`, then the default. `
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NoReturn
 
 from lib.core import aliases, commands, config_file, help_text
 from lib.core.commands import REDACTED, SHELL_OPTIONS, is_secret, redact_shell
+from lib.core.conversation import RESERVED_KWARGS
 from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, combine_errors
 
 Options = argparse.Namespace
@@ -337,6 +339,21 @@ fraction = _number(float, lambda x: 0 <= x <= 1, "a fraction from 0 to 1")
 port = _number(int, lambda n: 0 < n < 1 << 16, "a port from 1 to 65535")
 percent = _number(float, lambda x: 0 <= x < 100, "a percentage from 0 to below 100")
 seed = _number(int, lambda n: 0 <= n < 1 << 63, "a whole number from 0 to 2^63 - 1")
+
+
+def parse_variables(text: str) -> str:
+    """Parse a JSON object, and return it as JSON, with sorted keys; "" stays."""
+    if not text.strip():
+        return ""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("expected a JSON object such as '{\"key\": true}'")
+    if taken := sorted(RESERVED_KWARGS & value.keys()):
+        raise argparse.ArgumentTypeError(f"the conversations themselves set {', '.join(taken)}")
+    return json.dumps(value, sort_keys=True)
 
 
 def parse_counts(text: str) -> list[int]:

@@ -34,6 +34,7 @@ from lib.tokens.samples import IGNORED, SampleArrays, Samples
 from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
+_MUCH = 0.1  # of the documents; if more are cut, that causes a warning
 _LEAST_LIMIT = 64  # documents that a pack of any length may contain
 _TOKENS_EACH = 32  # a longer pack may contain one document per this many tokens
 _PACKS_PER_ADDED = 100  # splitting may add one pack per this many
@@ -121,6 +122,16 @@ class Packs(Samples):
             yield start, abs(length), length < 0
 
 
+def _warn_about_cuts(split: Split, cut: float, seq_length: int) -> None:
+    """Warn that many documents are longer than a sample. cut: their share."""
+    longest = int(np.diff(split.ends[:], prepend=0).max())
+    log.warn(
+        f"{100 * cut:.3g} % of the documents are longer than {seq_length:,} tokens and are cut "
+        f"into windows that do not see each other. The longest has {longest:,} tokens: "
+        f"--seq-length {longest} keeps them all whole"
+    )
+
+
 def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     """Return the packs of every split; build the index if there is none.
 
@@ -146,6 +157,9 @@ def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     }
     try:
         for name, facts in summary["splits"].items():
+            is_text = tokens.splits[name].labels is None
+            if is_text and facts["cut"] > _MUCH and log.rank() == 0:
+                _warn_about_cuts(tokens.splits[name], facts["cut"], seq_length)
             log.info(
                 f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "

@@ -8,6 +8,7 @@ and end with its generation prompt.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -123,13 +124,19 @@ def _find_problem(messages: Any, tools: Any) -> str:
 
 
 def encode_prompts(
-    raw: Sequence[RawPrompt], model_dir: Path, template: str, longest: int, sampled: int
+    raw: Sequence[RawPrompt],
+    model_dir: Path,
+    template: str,
+    longest: int,
+    sampled: int,
+    variables: str = "",
 ) -> list[Prompt]:
     """Return prompts as token ids, with a BOS if the tokenizer adds one.
 
     template: the source of the run's chat template; "" for a run on text, whose messages are
     rendered with the model's template. longest, sampled: tokens of a sample in training, and tokens
-    to draw, which must fit in it. Raises UsageError with all problems.
+    to draw, which must fit in it. variables: further variables of the template, as JSON. Raises
+    UsageError with all problems.
     """
     if template:
         raw = [
@@ -145,7 +152,7 @@ def encode_prompts(
     prompts = []
     for prompt in raw:
         encoder = encoders[bool(prompt.messages)]
-        encoded = problems.collect(partial(_encode_prompt, encoder, prompt, template))
+        encoded = problems.collect(partial(_encode_prompt, encoder, prompt, template, variables))
         if encoded is None:
             continue
         prompts.append(encoded)
@@ -171,8 +178,10 @@ def _find_template_of_model(model_dir: Path) -> str:
         ) from None
 
 
-def _encode_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> Prompt:
-    text = prompt.text if prompt.messages is None else _render_prompt(encoder, prompt, template)
+def _encode_prompt(encoder: Encoder, prompt: RawPrompt, template: str, variables: str) -> Prompt:
+    text = prompt.text
+    if prompt.messages is not None:
+        text = _render_prompt(encoder, prompt, template, variables)
     ids = encoder.encode_bare([text.encode("utf-8", "replace")])[0].tolist()
     if encoder.bos is not None and ids[:1] != [encoder.bos]:
         ids = [encoder.bos, *ids]
@@ -184,7 +193,7 @@ def _encode_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> Prompt
     return Prompt(text, ids)
 
 
-def _render_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> str:
+def _render_prompt(encoder: Encoder, prompt: RawPrompt, template: str, variables: str) -> str:
     """Return messages as text that ends with the generation prompt of a chat template."""
     from lib.tokens.chat import render
 
@@ -192,7 +201,8 @@ def _render_prompt(encoder: Encoder, prompt: RawPrompt, template: str) -> str:
         with render.limit_rendering() as restart:
             restart()
             written = render.Template(template, encoder.tokenizer.special_tokens_map)
-            return written.render(prompt.messages or [], prompt.tools, prompt=True).text
+            values = json.loads(variables or "{}")
+            return written.render(prompt.messages or [], prompt.tools, True, values).text
     except (render.TemplateError, MemoryError) as error:
         raise UsageError(
             f"{prompt.place} cannot be rendered by the chat template",

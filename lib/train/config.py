@@ -208,6 +208,16 @@ class Config:
         help="chat datasets: Jinja template that renders conversations; chatml and plain are "
         "built in (default: the model's)",
     )
+    chat_template_kwargs: str = option(
+        "",
+        role=RESULT,
+        quiet=True,
+        renumbers=True,
+        parse=options.parse_variables,
+        metavar="JSON",
+        help="chat datasets: variables for the chat template, such as "
+        "'{\"enable_thinking\": false}'; those of a record come first (default: none)",
+    )
     train_on: str = option(
         "assistant",
         role=RESULT,

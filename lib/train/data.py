@@ -113,6 +113,7 @@ def prepare_prompts(config: Config, inputs: Inputs) -> list[Prompt]:
         inputs.template,
         config.seq_length,
         config.sample_tokens,
+        config.chat_template_kwargs,
     )
 
 
@@ -167,7 +168,9 @@ def make_chat_policy(config: Config, template: str, dataset: Dataset) -> ChatPol
     """
     if dataset.format != CHAT:
         return None
-    return ChatPolicy(template, config.train_on, config.too_long, config.seq_length)
+    return ChatPolicy(
+        template, config.train_on, config.too_long, config.seq_length, config.chat_template_kwargs
+    )
 
 
 def combine_stores(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:

@@ -37,7 +37,7 @@ from lib.train.config import DEFAULTS, Config
 from lib.train.plan import Plan
 from lib.train.previous_run import KeptTemplate
 
-_CHAT_OPTIONS = ("chat_template", "train_on", "too_long")
+_CHAT_OPTIONS = ("chat_template", "chat_template_kwargs", "train_on", "too_long")
 
 
 @dataclass(frozen=True)

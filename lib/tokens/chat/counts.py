@@ -19,12 +19,14 @@ ERRORS = "errors.jsonl"  # lists the dropped conversations of a store
 _MOST_STOPS = 4  # stop tokens in the report
 SPLIT_OPTION = "--too-long split"
 _TRIED = 1000  # conversations; stop if the template could render none of them
+TOO_LONG = "too long"
 _TEMPLATE_CAUSES = ("template", "no boundary")  # the template causes these
 _LEAST_TRAINED = 0.01  # of the tokens
 _MOST_REFUSED = 0.05  # of the conversations
+_MUCH = 0.1  # of the conversations, for other causes
 _LEAST_STOPPED = 0.5  # of the samples
 _HINTS = {
-    "too long": f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} splits them",
+    TOO_LONG: f"a larger --seq-length keeps them whole, and {SPLIT_OPTION} splits them",
     "nothing trained": "--train-on all trains on the turns of all roles",
 }
 _USUAL_HINT = (
@@ -50,7 +52,8 @@ class ChatCounts:
     The names of the fields are keys in the manifest. dropped: conversations by cause. stops: token
     id → samples whose last trained token is that special token. first: cause → the message for the
     first conversation dropped. unprompted: samples trained from their second token on, so they
-    contain no prompt. left_out: how often the template omitted the system prompt or thoughts.
+    contain no prompt. longest: tokens of the longest conversation that is too long for a sample, 0
+    if none is. left_out: how often the template omitted the system prompt or thoughts.
     """
 
     conversations: int = 0
@@ -63,6 +66,7 @@ class ChatCounts:
     stops: Counter[int] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
+    longest: int = 0
 
     @property
     def trained_share(self) -> float:
@@ -76,8 +80,9 @@ class ChatCounts:
 
     def add(self, other: ChatCounts) -> None:
         """Add the counts of another part of the dataset."""
-        for name in vars(self).keys() - {"first"}:
+        for name in vars(self).keys() - {"first", "longest"}:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.longest = max(self.longest, other.longest)
         self.first = {**other.first, **self.first}
 
     def describe_causes(self) -> str:
@@ -275,6 +280,23 @@ def require_trainable(
         )
 
 
+def _describe_loss(chats: ChatCounts, cause: str, count: int) -> str:
+    """Return the text of a warning about a cause that dropped many conversations."""
+    share = (
+        f"{count:,} of {units.counted(chats.conversations, 'conversation')} "
+        f"({100 * count / chats.conversations:.3g} %)"
+    )
+    if not cause.startswith(TOO_LONG):
+        return f"{share} were dropped as `{cause}`. First error: {chats.first.get(cause, '')}"
+    loss = f"were dropped; {SPLIT_OPTION} splits them" if cause == TOO_LONG else "lose answers"
+    remedy = (
+        f". The longest has {chats.longest:,} tokens: --seq-length {chats.longest} keeps them all"
+        if chats.longest
+        else ""
+    )
+    return f"{share} are too long for a sample and {loss}{remedy}"
+
+
 def warn_about_samples(name: str, chats: ChatCounts, errors: Path) -> None:
     """Warn about unusual samples of a split.
 
@@ -290,6 +312,9 @@ def warn_about_samples(name: str, chats: ChatCounts, errors: Path) -> None:
             f"{units.counted(chats.conversations, 'conversation')}; they were dropped. "
             f"First error: {chats.first.get(cause, '')}"
         )
+    for cause, count in chats.dropped.items():
+        if count > _MUCH * chats.conversations and cause not in _TEMPLATE_CAUSES:
+            log.warn(f"{name}: {_describe_loss(chats, cause, count)}")
     if chats.samples and chats.ended_share < _LEAST_STOPPED:
         log.warn(
             f"{name}: {100 * chats.ended_share:.3g} % of the samples end with a stop token, "

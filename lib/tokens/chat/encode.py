@@ -48,7 +48,8 @@ class EncodedChats(NamedTuple):
     tokens: uint32 [N]. trained: bool [N], never the first token of a sample. lengths: int64
     [samples]. owners: int64 [samples], the index of each sample's conversation. stops: special
     token → the number of samples whose last trained token it is. template_omissions: how often the
-    template omitted the system prompt or thoughts.
+    template omitted the system prompt or thoughts. longest: tokens of the longest text that is too
+    long for a sample, 0 if none is.
     """
 
     tokens: np.ndarray
@@ -58,6 +59,7 @@ class EncodedChats(NamedTuple):
     dropped: list[DroppedChat]
     stops: Counter[int]
     template_omissions: Counter[str]
+    longest: int = 0
 
 
 class ChatEncoder:
@@ -83,6 +85,7 @@ class ChatEncoder:
                     special,
                     [token.content for token in tokens],
                     encoder.tokenizer.bos_token,
+                    policy.parse_variables(),
                 )
         except (TemplateError, MemoryError) as error:
             raise UsageError(
@@ -107,6 +110,7 @@ class ChatEncoder:
         encoded, owners, dropped = self._encode_all(conversations)
         # Counted here, before parts of long conversations are rendered again.
         template_omissions = Counter(self._finder.template_omissions)
+        too_long = encoded.lengths[encoded.lengths > self._policy.longest]
         parts: dict[int, list[EncodedTexts]] = {}
         for number in np.unique(owners[encoded.lengths > self._policy.longest]).tolist():
             if number not in dropped:
@@ -126,6 +130,7 @@ class ChatEncoder:
             [dropped[number] for number in sorted(dropped)],
             self._count_stops(encoded),
             template_omissions,
+            int(too_long.max(initial=0)),
         )
 
     def _split_long(

@@ -5,6 +5,7 @@ This module does not import Jinja, so a command that only looks up a run starts 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +24,20 @@ class ChatPolicy(NamedTuple):
     """Holds the options that turn conversations into samples.
 
     template: the Jinja source. train_on: one of TRAIN_ON. too_long: one of TOO_LONG, for
-    conversations with more than `longest` tokens.
+    conversations with more than `longest` tokens. variables: JSON of further variables of the
+    template, "" for none; those of a conversation replace them.
     """
 
     template: str
     train_on: str
     too_long: str
     longest: int
+    variables: str = ""
+
+    def parse_variables(self) -> dict[str, Any]:
+        """Return the variables as values."""
+        variables: dict[str, Any] = json.loads(self.variables) if self.variables else {}
+        return variables
 
     def identity(self) -> dict[str, Any]:
         """Return the values that, besides dataset and tokenizer, decide the content of a store."""
@@ -38,6 +46,7 @@ class ChatPolicy(NamedTuple):
             "train_on": self.train_on,
             "too_long": self.too_long,
             "seq_length": self.longest,
+            **({"chat_template_kwargs": self.variables} if self.variables else {}),
         }
 
 
@@ -46,7 +55,8 @@ def find_template(model_dir: Path, chosen: Path | None) -> str:
 
     chosen: a file, or the name of a template that ships with the project, such as `chatml`. The
     model's template is looked up as transformers does: chat_template.jinja comes before
-    tokenizer_config.json, and among several templates the one named `default` is used. Raises
+    tokenizer_config.json. Among several templates, `tool_use` renders conversations with tools, and
+    `default` all others; the source contains both. Raises
     UsageError if there is no template, and ArtifactError if a file of the model cannot be read.
     """
     if chosen is not None:
@@ -66,7 +76,7 @@ def find_template(model_dir: Path, chosen: Path | None) -> str:
             raise UsageError(f"{_OPTION} {chosen} is empty")
         return source
     templates = _read_templates(model_dir)
-    if (source := templates.get("default", "")).strip():
+    if (source := _join_templates(templates)).strip():
         try:
             source.encode()
         except UnicodeEncodeError as error:  # JSON escapes can spell lone surrogates
@@ -98,6 +108,17 @@ def list_shipped_templates() -> list[str]:
     return sorted(path.stem for path in paths.CHAT_TEMPLATES.glob("*.jinja"))
 
 
+def _join_templates(templates: dict[str, str]) -> str:
+    """Return one source for a model's templates: `tool_use` if there are tools, else `default`."""
+    default = templates.get("default", "")
+    tool_use = templates.get("tool_use", "")
+    if not default.strip() or not tool_use.strip() or default == tool_use:
+        return default
+    # Jinja drops a newline at the end of each source; `+` keeps white space beside a tag.
+    sources = [source.removesuffix("\n") for source in (tool_use, default)]
+    return f"{{% if tools +%}}{sources[0]}{{%+ else +%}}{sources[1]}{{%+ endif %}}"
+
+
 def _has_turn_tokens(model_dir: Path) -> bool:
     """Return whether a tokenizer contains the tokens of ChatML."""
     files = (model_dir / name for name in (TOKENIZER, TOKENIZER_CONFIG))
@@ -125,6 +146,8 @@ def _read_templates(model_dir: Path) -> dict[str, str]:
     files = {path.stem: path for path in (model_dir / "additional_chat_templates").glob("*.jinja")}
     if (model_dir / CHAT_TEMPLATE).is_file():
         files["default"] = model_dir / CHAT_TEMPLATE
+    if files:  # they replace all templates of the config, except a missing default
+        templates = {name: text for name, text in templates.items() if name == "default"}
     for name, path in files.items():
         try:
             templates[name] = path.read_text(encoding="utf-8")

@@ -297,6 +297,7 @@ def _prepare_chats(chats: ChatEncoder, batch: pa.RecordBatch, longest: int) -> P
             encoded.stops,
             encoded.template_omissions,
             {_name_cause(one): one.message for one in reversed(dropped)},
+            encoded.longest,
         ),
         [ErrorEntry(rows[one.number][1], one.kind, one.message, one.partly) for one in dropped],
     )

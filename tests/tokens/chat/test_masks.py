@@ -474,3 +474,20 @@ def test_omissions_of_a_template_are_counted(encoders: Encoders) -> None:
         "thoughts": 2,
         "system prompt": 2,
     }
+
+
+def test_variables_of_records_and_of_the_option_reach_the_template(encoders: Encoders) -> None:
+    """Those of a record come first."""
+    encoder = encoders["bytes", False]
+    thought = "{% if enable_thinking is defined and not enable_thinking %}<none>{% endif %}"
+    source = thought + CHATML
+    policy = ChatPolicy(source, "assistant", "drop", 10_000, '{"enable_thinking": false}')
+    chat = make_chat("a", "b")
+    for values, expected in ((None, True), ({"enable_thinking": True}, False)):
+        own = chat._replace(template_kwargs=values)
+        [text] = shown(encoder, ChatEncoder(policy, encoder).encode([own]))
+        assert ("<none>" in text) == expected
+    [text] = shown(encoder, coder(encoder, source).encode([chat]))
+    assert "<none>" not in text
+    long = coder(encoder, CHATML, longest=5).encode([chat])
+    assert long.dropped[0].kind == "too long" and long.longest > 5
