@@ -484,8 +484,8 @@ def test_variables_of_records_and_of_the_option_reach_the_template(encoders: Enc
     policy = ChatPolicy(source, "assistant", "drop", 10_000, '{"enable_thinking": false}')
     chat = make_chat("a", "b")
     for values, expected in ((None, True), ({"enable_thinking": True}, False)):
-        own = chat._replace(template_kwargs=values)
-        [text] = shown(encoder, ChatEncoder(policy, encoder).encode([own]))
+        with_values = chat._replace(template_kwargs=values)
+        [text] = shown(encoder, ChatEncoder(policy, encoder).encode([with_values]))
         assert ("<none>" in text) == expected
     [text] = shown(encoder, coder(encoder, source).encode([chat]))
     assert "<none>" not in text
