@@ -237,8 +237,6 @@ def set_up(
         typed_config, experiment, inputs, model, data, meeting, stack
     )
     config = plan.config
-    # From here on signals are recorded; a run that is still loading ends at its first step.
-    stop_request = StopRequest(layout, experiment.stop_file, config.max_minutes)
     checkpointer = make_checkpointer(plan, experiment, layout, journal)
     cost = overview.measure_cost(config, inputs, model)
     hardware = overview.get_hardware(config, layout)
@@ -275,7 +273,8 @@ def set_up(
         Sampling(data, inputs.model_dir, plan, layout),
         checkpointer,
         stack.enter_context(report),
-        stop_request,
+        # Until here a signal ends the process at once, since nothing has been trained.
+        StopRequest(layout, experiment.stop_file, config.max_minutes),
     )
 
 
@@ -367,12 +366,18 @@ def make_checkpointer(
 
 
 def train(run: Run) -> Divergence | None:
-    """Train to the last step; return earlier if the run has diverged and must be rolled back."""
+    """Train to the last step; return earlier if the run has diverged and must be rolled back.
+
+    A step is saved before its evaluation, which may take long and is given up if the run must stop.
+    A stopped run raises Preempted.
+    """
     from lib.optim.registry import set_learning_rate
     from lib.parallel.parallelize import begin_pass
     from lib.train.output.rows import LossWindow
 
     state = run.state
+    if state.unevaluated and (stopping := evaluate(run)):  # the last launch ended in it
+        run.report.note_stop(stopping)
     optimizer = state.optimizer
     timers = run.meters.timers
     window = LossWindow(run.layout)
@@ -415,12 +420,44 @@ def train(run: Run) -> Divergence | None:
         divergence = log_step(run, window, grad_norm, learning_rate, bool(stopping))
         if divergence is not None:
             return divergence
-        if run.checkpointer.is_due(state.step) or stopping:
-            with run.meters.pause("save"):
-                run.checkpointer.save(state, bool(stopping), run.report.save_callback())
+        if run.checkpointer.is_due(state.step) and not stopping:
+            save(run)
+            stopping = run.stop_request.agree()  # a save may take long, too
+        stopping = stopping or evaluate(run)
         if stopping:
+            save(run, stopping=True)  # only waits if the step is saved already
             run.report.note_stop(stopping)  # raises Preempted if steps are left
     return None
+
+
+def save(run: Run, stopping: bool = False) -> None:
+    """Save the state after a step; without `stopping`, perhaps in the background."""
+    with run.meters.pause("save"):
+        run.checkpointer.save(run.state, stopping, run.report.save_callback())
+
+
+def evaluate(run: Run) -> str:
+    """Evaluate and sample if due; return "", or the reason to stop that has ended it."""
+    from lib.parallel.stop_request import StopRequested
+
+    state = run.state
+    report = run.report
+    require_none = run.stop_request.require_none
+    try:
+        if run.evaluation.is_due(state.step):
+            with run.meters.pause("evaluation"):
+                report.add_validation(run.evaluation, state.model, run.compute_loss, require_none)
+        report.write_held()
+        if run.sampling.is_due(state.step):
+            with run.meters.pause("samples"):
+                report.add_samples(run.sampling, require_none)
+    except StopRequested as stop:
+        return stop.reason
+    if state.unevaluated:
+        state.unevaluated = {}
+        facts = state.evaluation_facts()
+        run.checkpointer.record_evaluation(state.step, facts, report.save_callback())
+    return ""
 
 
 def log_step(
@@ -430,18 +467,14 @@ def log_step(
     step = run.state.step
     report = run.report
     divergence = report.write_captured()  # while the device still computes the last step
-    evaluating = run.evaluation.is_due(step) and not stopping  # a launcher waits 30 s
-    if (divergence is None or stopping) and (report.is_due(step) or evaluating or stopping):
+    evaluating = run.evaluation.is_due(step)
+    has_row = report.is_due(step) or evaluating or stopping
+    if has_row and (divergence is None or stopping):
         report.capture(window, run.routers, grad_norm, learning_rate)
-        if evaluating:
-            with run.meters.pause("evaluation"):
-                report.add_validation(run.evaluation, run.state.model, run.compute_loss)
         # A save or an evaluation waits for the device anyway, and a checkpoint follows its row.
-        if evaluating or stopping or run.checkpointer.is_due(step):
-            divergence = report.write_captured()
-    if divergence is None and not stopping and run.sampling.is_due(step):
-        with run.meters.pause("samples"):
-            report.add_samples(run.sampling)
+        follows = evaluating or run.sampling.is_due(step)
+        if follows or stopping or run.checkpointer.is_due(step):
+            divergence = report.write_captured(hold=follows)
     return None if stopping else divergence
 
 

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lib.core import commands, liveness, stage
-from lib.core.errors import StageError, UsageError
+from lib.core import commands, launcher, liveness, stage
+from lib.core.errors import EXIT_BUG, StageError, UsageError
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_TIMEOUT_S = 10.0
@@ -190,12 +190,12 @@ def report_failures(failures: dict[int, ProcessFailure]) -> int:
                 if failure.exitcode == -signal.SIGKILL
                 else ""
             )
-            print(
+            text = (
                 f"error: rank {rank} (process {failure.pid}) was ended by "
-                f"{failure.signal_name()}{hint}",
-                file=sys.stderr,
-                flush=True,
+                f"{failure.signal_name()}{hint}"
             )
+            print(text, file=sys.stderr, flush=True)
+            launcher.record_failure(launcher.KILLED, EXIT_BUG, text, rank)
         elif not isinstance(failure.error_file_data["message"], dict):
             # Such a rank has left by os._exit, or has run a script that writes no error file.
             print(

@@ -22,7 +22,6 @@ from tests.faults import (
     find_start_step,
     find_valid_steps,
     pin_to_core,
-    read_events,
     run_options,
 )
 
@@ -82,25 +81,6 @@ def test_a_signal_during_a_save_saves_the_current_step(
     server.run(*options, ranks=2)
     assert find_start_step(outputs) == stopped
     undisturbed(ranks=2).require_same(outputs)
-
-
-@pytest.mark.slow
-def test_a_signal_during_an_evaluation_waits_for_its_end(
-    server: Server, tmp_path: Path, undisturbed: Callable[..., Undisturbed]
-):
-    """The evaluation is finished first; evaluations do not change later steps."""
-    outputs = tmp_path / "outputs"
-    options = run_options(outputs, "--eval-freq", 1, "--eval-batches", 30)
-    launch = server.start(*options)
-    launch.until(lambda: "validation loss" in launch.output)
-    launch.signal(signal.SIGTERM)
-    assert launch.wait() == [75]
-    server.run(*options)
-    assert find_start_step(outputs) == max(
-        e["step"] for e in read_events(outputs) if e["event"] == "signal"
-    )
-    rows = [json.loads(line) for line in (outputs / "run" / "metrics.jsonl").open()]
-    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in undisturbed().rows]
 
 
 def start_torchrun(

@@ -160,6 +160,36 @@ def test_a_signal_is_passed_on_and_ends_with_75(tmp_path: Path, name: str) -> No
     assert process.returncode == 75 and "saved" in output, output
 
 
+@pytest.mark.parametrize(
+    ("before", "ending", "code", "keyword"),
+    [
+        ("state('running')", "os._exit(1)", 143, "before they had saved"),
+        ("state('running')", "fail('RuntimeError', 1, 'Traceback\\nbug')", 1, "the save failed"),
+        (
+            "state('running')",
+            "state('disk_full'), fail('DiskFullError', 4, 'error: no room')",
+            4,
+            "disk full",
+        ),
+        ("0", "os._exit(1)", 143, "nothing to save"),
+        ("(root / 'checkpoints/step_00000007').mkdir()", "os._exit(1)", 75, "step 7 was saved"),
+    ],
+)
+def test_a_stop_without_a_save_does_not_end_with_75(
+    tmp_path: Path, before: str, ending: str, code: int, keyword: str
+) -> None:
+    process = start_launcher(
+        tmp_path,
+        f"{before}; signal.signal(signal.SIGTERM, lambda *_: ({ending}));"
+        "print('up', flush=True); time.sleep(600)",
+    )
+    while "up" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == code and keyword in output, output
+
+
 def test_the_command_receives_sigterm_when_the_launcher_is_killed(tmp_path: Path) -> None:
     process = start_launcher(
         tmp_path,

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
 import subprocess
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -91,26 +93,133 @@ def signal_while_loading(rank: int) -> None:
     """Send SIGTERM while the weights are read, which may take minutes."""
     from lib.train import model
 
-    load = model.load_first_weights
-
     def load_after_signal(*arguments: object) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        load(*arguments)
+        time.sleep(60)
 
     model.load_first_weights = load_after_signal
 
 
-def test_a_signal_while_the_weights_load_ends_the_run_after_step_1(project: Path) -> None:
-    done = run_stage(
+def test_a_signal_while_the_weights_load_ends_the_process_at_once(project: Path) -> None:
+    began = time.monotonic()
+    run_stage(
         "04_train_fsdp.py",
         *ENDLESS,
         cwd=project,
-        expect=75,
+        expect=-signal.SIGTERM,
         before=f"{__name__}:signal_while_loading",
     )
-    assert "stopped by SIGTERM after step 1, which is saved" in done.stdout + done.stderr
-    state = json.loads((project / "outputs" / "run" / "state.json").read_text())
-    assert state["status"] == "preempted" and list_saved_steps(project, "run") == [1]
+    assert time.monotonic() - began < 50
+    assert not list_saved_steps(project, "run")
+
+
+def signal_in_evaluation(rank: int) -> None:
+    """Send SIGTERM to rank 1 (or the only one) at the second forward pass without gradients.
+
+    It acts once in a project. All further passes are counted in passes.txt.
+    """
+    import torch
+    from transformers import LlamaForCausalLM
+
+    compute = LlamaForCausalLM.forward
+    phase = Path("phase.txt").read_text()
+    is_signalled = Path("passes.txt").exists()
+
+    def forward(self: object, *arguments: object, **options: object) -> object:
+        names = {frame.name for frame in traceback.extract_stack()}
+        if phase in names and not torch.is_grad_enabled() and not is_signalled:
+            with Path("passes.txt").open("a") as file:
+                file.write(f"{rank}\n")
+            calls = Path("passes.txt").read_text().splitlines().count(str(rank))
+            if calls == 2 and rank == int(os.environ.get("WORLD_SIZE", "1")) - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, *arguments, **options)
+
+    LlamaForCausalLM.forward = forward
+
+
+EVALUATED = (
+    *SMALL_RUN,
+    *("-e", "run", "-b", 2, "--eval-freq", 2, "--eval-batches", 10, "--max-steps", 4),
+    *("--eval-suite", "small", "--suite-freq", 2, "--suite-limit", 8),
+    *("--sample-prompts", "prompts.txt", "--sample-freq", 2, "--sample-tokens", 8),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("phase", "ranks", "ckpt_freq", "asynchronous"),
+    [
+        ("measure_loss", 1, 2, "off"),
+        ("score_requests", 2, 2, "on"),
+        pytest.param("score_requests", 2, 50, "on", marks=pytest.mark.long),
+        pytest.param("measure_loss", 3, 50, "off", marks=pytest.mark.long),
+        pytest.param("make_samples", 2, 2, "off", marks=pytest.mark.long),
+        pytest.param("make_samples", 1, 50, "on", marks=pytest.mark.long),
+    ],
+)
+def test_a_signal_ends_an_evaluation_which_the_next_launch_repeats(
+    project: Path, phase: str, ranks: int, ckpt_freq: int, asynchronous: str
+) -> None:
+    (project / "prompts.txt").write_text("kalo mi\n")
+    (project / "phase.txt").write_text(phase)
+    options = ("--ckpt-freq", ckpt_freq, "--ckpt-async", asynchronous)
+    launch = functools.partial(
+        run_stage,
+        *("04_train_fsdp.py", *EVALUATED, *options),
+        cwd=project,
+        ranks=ranks,
+        before=f"{__name__}:signal_in_evaluation",
+    )
+    launch(expect=1)  # as torchrun reports any failure
+    root = project / "outputs" / "run"
+    assert json.loads((root / "state.json").read_text())["status"] == "preempted"
+    assert list_saved_steps(project, "run") == [2]
+    assert (project / "passes.txt").read_text().split().count("0") <= 3
+    assert [row["step"] for row in metrics(project, "run")] == [1, 2]
+
+    launch(expect=0)
+    rows = metrics(project, "run")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    evaluated = [row["step"] for row in rows if "eval/copying/accuracy" in row]
+    assert evaluated == [2, 4] == [row["step"] for row in rows if "eval/loss" in row]
+    samples = [json.loads(line) for line in (root / "samples.jsonl").open()]
+    assert [row["step"] for row in samples] == [2, 2, 4, 4]
+    for step in list_saved_steps(project, "run"):
+        commit = json.loads((root / f"checkpoints/step_{step:08d}/COMMIT.json").read_text())
+        assert commit["eval_loss"] == rows[step - 1]["eval/loss"] and "unevaluated" not in commit
+    twin = EVALUATED[EVALUATED.index("-e") + 2 :]
+    run_stage(
+        "04_train_fsdp.py", *SMALL_RUN, "-e", "twin", *twin, *options, cwd=project, ranks=ranks
+    )
+    for row, other in zip(rows, metrics(project, "twin"), strict=True):
+        assert all(row[key] == other[key] for key in other if key.startswith(("train/", "eval/")))
+
+
+@pytest.mark.slow
+def test_the_last_evaluation_is_repeated_after_a_kill(project: Path) -> None:
+    """A run whose last step is saved is complete only after its evaluation."""
+    (project / "prompts.txt").write_text("kalo mi\n")
+    options = (*EVALUATED, "--max-steps", 2)
+    run_stage(
+        "04_train_fsdp.py",
+        *options,
+        cwd=project,
+        expect=-signal.SIGKILL,
+        before=f"{__name__}:die_in_evaluation",
+    )
+    assert list_saved_steps(project, "run") == [2]
+    done = run_stage("04_train_fsdp.py", *options, cwd=project)
+    assert "validation loss" in done.stdout and "done: 2 steps" in done.stdout
+    assert [row["step"] for row in metrics(project, "run") if "eval/loss" in row] == [2]
+    assert "already done" in run_stage("04_train_fsdp.py", *options, cwd=project).stdout
+
+
+def die_in_evaluation(rank: int) -> None:
+    """Kill the process in its first evaluation."""
+    from lib.train.output.rows import Evaluation
+
+    Evaluation.measure = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow  # torchrun gives the stopped rank half a minute to end

@@ -13,7 +13,7 @@ from launch.supervision.end_command import EndCommand
 from launch.supervision.node import ANNOUNCE_AFTER_S, OTHERS_LEAVE_TIMEOUT_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
 from lib.core import paths, run_records, units
-from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED
+from lib.core.errors import EXIT_BUG, EXIT_DONE
 from lib.core.figures import Status
 from lib.core.paths import Experiment
 from lib.core.retry import backoff
@@ -92,7 +92,7 @@ class Head(NodeLauncher):
                 if not self.board.is_alive(node) or self.notes[node].get("phase") != "ready"
             ]
             if self.stop:
-                return Verdict(EXIT_PREEMPTED, f"stopped by {self.stop}")
+                return outcome.judge_stop(self.stop, [], False, self._newest())
             if not missing and time.monotonic() >= self._not_before:
                 return None
             if missing and waited > self.patience:
@@ -139,7 +139,9 @@ class Head(NodeLauncher):
         state = self._new_state()
         if self.gave_up and (verdict := outcome.judge_given_up(outcomes, state, self.since_save())):
             return verdict
-        return outcome.judge_round(outcomes, lost, state, self.stop, has_begun, self._history)
+        return outcome.judge_round(
+            outcomes, lost, state, self.stop, has_begun, self._history, self.since_save()
+        )
 
     def since_save(self) -> str:
         newest = self._newest()

@@ -13,7 +13,7 @@ from typing import Any
 
 from launch.supervision.attempt import Attempt, NodeCommand
 from launch.supervision.board import HEAD, NoteBoard
-from launch.supervision.outcome import EXIT_INTERRUPTED, NodeOutcome
+from launch.supervision.outcome import EXIT_INTERRUPTED, NodeOutcome, signal_code
 from lib.core import units
 from lib.core.errors import EXIT_BUG, EXIT_DONE, EXIT_PREEMPTED, UsageError, escape_controls
 from lib.core.retry import poll
@@ -205,9 +205,10 @@ class Follower(NodeLauncher):
     def _code_without_head(self) -> int:
         if self.gave_up:
             return EXIT_INTERRUPTED
+        failures = self._last.failures if self._last else []
         if self.stop:
-            return EXIT_PREEMPTED
+            has_saved = any(failure.code == EXIT_PREEMPTED for failure in failures)
+            return EXIT_PREEMPTED if has_saved else signal_code(self.stop)
         if self._is_over():
             return EXIT_DONE
-        failures = self._last.failures if self._last else []
         return min(failures, key=lambda f: f.time).code if failures else EXIT_BUG

@@ -19,7 +19,7 @@ from lib.core.errors import (
     EXIT_USAGE,
 )
 from lib.core.figures import EXIT_CODES, Status
-from lib.core.launcher import headline
+from lib.core.launcher import KILLED, headline
 from lib.core.lease import ExperimentHeld
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -69,9 +69,13 @@ class Failure:
         """
         return self.code in _FINAL_CODES and not (has_begun and self.is_held())
 
+    def is_killed(self) -> bool:
+        """Return whether a signal has ended the rank."""
+        return self.kind == KILLED
+
     def is_bug(self) -> bool:
-        return (
-            self.code == EXIT_BUG and not self.is_of_the_network() and not self.is_out_of_memory()
+        return self.code == EXIT_BUG and not (
+            self.is_of_the_network() or self.is_out_of_memory() or self.is_killed()
         )
 
     def __str__(self) -> str:
@@ -155,12 +159,13 @@ def judge_round(
     stop: str,
     has_begun: bool,
     history: History,
+    since: str,
 ) -> Verdict:
     """Return the verdict on a round: a restart, or the exit code of the run.
 
     lost: nodes that are gone or did not report. state: the content of state.json, empty if this
     round did not write it. stop: name of the signal that a launcher received, if any. has_begun:
-    whether this launch has trained before this round.
+    whether this launch has trained before this round. since: see `judge_given_up`.
     """
     failures = sorted((f for node in nodes for f in node.failures), key=lambda f: f.time)
     if not lost and all(node.code == EXIT_DONE for node in nodes):
@@ -183,9 +188,39 @@ def judge_round(
         )
     if killed:
         failures = [f for f in failures if f.code != EXIT_PREEMPTED]
-    if stop or any(f.code == EXIT_PREEMPTED for f in failures):
+    if any(f.code == EXIT_PREEMPTED for f in failures):
         return Verdict(EXIT_PREEMPTED, f"stopped by {stop}" if stop else "stopped after saving")
+    if stop:
+        return judge_stop(stop, failures, bool(state), history.newest, since)
     return _decide_restart(failures, lost, state, history, killed)
+
+
+def judge_stop(
+    stop: str, failures: list[Failure], has_trained: bool, newest: int, since: str = ""
+) -> Verdict:
+    """Return the verdict on a run that a signal stopped and whose ranks reported no save.
+
+    has_trained: whether a step may be lost. newest: step of the newest checkpoint, -1 without any.
+    since: see `judge_given_up`.
+    """
+    code = signal_code(stop)
+    known = (f for f in failures if not (f.is_of_the_network() or f.is_killed()))
+    if failure := next(known, None):
+        return Verdict(failure.code, f"stopped by {stop}, and the save failed: {failure}")
+    if has_trained:
+        return Verdict(
+            code,
+            f"stopped by {stop}, and the ranks ended before they had saved: all training {since} "
+            "is lost",
+        )
+    if newest < 0:
+        return Verdict(code, f"stopped by {stop} before the first step: there is nothing to save")
+    return Verdict(EXIT_PREEMPTED, f"stopped by {stop}; step {newest:,} was saved before")
+
+
+def signal_code(name: str) -> int:
+    """Return the exit code of a launch that a signal ended before it had saved."""
+    return 128 + signal.Signals[name]
 
 
 def judge_given_up(nodes: list[NodeOutcome], state: dict[str, Any], since: str) -> Verdict | None:
@@ -208,7 +243,8 @@ def _decide_restart(
     killed: list[int],
 ) -> Verdict:
     bug = next((f for f in failures if f.is_bug()), None)
-    first_failure = bug or next(iter(failures), None)
+    causes = [f for f in failures if not f.is_of_the_network()] or failures
+    first_failure = bug or next(iter(causes), None)
     why = "a rank ended without an error message (see the lines above)"
     if lost:
         why = f"node {lost[0]} is lost"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Lock
@@ -18,7 +18,7 @@ from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.search import find_newest_valid
 from lib.checkpoints.snapshot import Snapshot
 from lib.checkpoints.tier import LocalTier, Note, Tier, ignore_event
-from lib.core import log, units, workers
+from lib.core import log, paths, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
 from lib.core.events import Event
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
@@ -81,9 +81,11 @@ class Checkpointer:
         self._thread = workers.thread_pool(name="saving")
         self._pending: Future[tuple[Checkpoint, float]] | None = None
         self._step = 0
+        self._saved: int | None = None  # step of the last complete shared checkpoint
         self._is_shared = True
         self._failures = 0
         self._waited: float | None = None  # seconds that training waited for the save
+        self._record_may_fail = log.WarnOnce("the figures of an evaluation", OSError)
         self._prune_may_fail = log.WarnOnce("old checkpoints", OSError, StageError, done="deleted")
 
     def find_newest(self, before: int | None = None) -> Checkpoint | None:
@@ -191,13 +193,16 @@ class Checkpointer:
     ) -> None:
         """Start to save the state after a step, and wait for the save if the step is the last one.
 
-        After the call, the caller may change the state. stopping: the run ends here. after: called
+        After the call, the caller may change the state. stopping: the run ends here; if the step is
+        saved already, this only waits until that save is complete. after: called
         as `after(is_shared)` in the saving thread of rank 0 once the checkpoint is complete; it
         must not raise. Raises the error of the previous save or of this one; see `finish`.
         """
         began = time.monotonic()
         last = stopping or state.step == self._total
         self.finish(wait=True)
+        if stopping and self._saved == state.step:
+            return
         copies = None if last else self._get_copies(state)
         self._step = state.step
         self._waited = None
@@ -214,6 +219,31 @@ class Checkpointer:
                 f"step {state.step:,}: saving in the background from a copy of "
                 f"{units.size(copies.bytes)} in host memory"
             )
+
+    def record_evaluation(
+        self,
+        step: int,
+        facts: Mapping[str, Any],
+        after: Callable[[bool], None] = lambda is_shared: None,
+    ) -> None:
+        """Add the figures of an evaluation to the checkpoint of this step, if it has one.
+
+        This follows the save of the step in its thread. facts, after: see
+        `commit.record_evaluation` and `save`.
+        """
+
+        def record() -> None:
+            checkpoint = Checkpoint(self._directory / paths.step_name(step), step)
+            with self._record_may_fail:
+                if commit.record_evaluation(checkpoint, facts):
+                    after(True)
+                    if self._copier:
+                        self._copier.wake()
+
+        if self._layout.rank == 0:
+            task = self._thread.submit(record)
+            if step == self._total:
+                task.result()
 
     def poll(self, state: RunState) -> None:
         """Report the last background save, if it is done, and prepare the next one."""
@@ -238,6 +268,7 @@ class Checkpointer:
             return
         if self._is_shared:
             self._failures = 0
+            self._saved = self._step
         text = f"step {self._step:,}: saved {checkpoint.path} in {units.duration(seconds)}"
         if self._waited is not None and self._copies is not None:
             waited = units.duration(self._waited + self._copies.waited)

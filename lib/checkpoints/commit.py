@@ -237,6 +237,23 @@ def seal_attempt(
         publish.fsync(directory)
 
 
+def record_evaluation(checkpoint: Checkpoint, facts: Mapping[str, Any]) -> bool:
+    """Write the figures of an evaluation into COMMIT of a checkpoint that was saved before it.
+
+    facts: the fields of COMMIT to replace. Returns whether the checkpoint was waiting for them.
+    """
+    try:
+        content = checkpoint.commit()
+    except FileNotFoundError:  # this step was not due for a checkpoint
+        return False
+    if content.pop("unevaluated", None) is None:
+        return False
+    del content["digest"]
+    content |= facts
+    manifest.write_json(checkpoint.path / COMMIT, content | {"digest": _digest(content)})
+    return True
+
+
 def publish_attempt(attempt: Path, step: int) -> Checkpoint:
     """Rename a sealed attempt to its final name, which makes it a checkpoint."""
     final = attempt.parent / paths.step_name(step)

@@ -32,6 +32,7 @@ _FACTS = (
     "loss",
     "eval_loss",
     "score",
+    "unevaluated",
     "bad_steps",
     "samples_per_epoch",
     "resumed_from",
@@ -70,14 +71,22 @@ class Probe(TypedDict):
     logits: list[list[float]]
 
 
-class TrainRecord(_RequiredFields, total=False):
+class EvaluationFacts(TypedDict, total=False):
+    """The figures of a step's evaluation. score: see Score; only with --best-by."""
+
+    eval_loss: float | None
+    score: Score
+
+
+class TrainRecord(_RequiredFields, EvaluationFacts, total=False):
     """train_state.json: all state of a run except tensors and random states.
 
     step: steps done. tokens: tokens seen, without padding. samples: index of the next sample.
     cursors: with --streaming, the cursor of each data-parallel rank. optimizer_steps: below `step`
     if steps were skipped. samples_per_epoch: None if the length of an epoch is unknown.
     resumed_from, resumed_path: digest and path of a checkpoint that the user named. loss,
-    eval_loss: this step's values, if they were logged. score: see Score; only with --best-by.
+    eval_loss: this step's values, if they were logged. unevaluated: the row of this step, if the
+    checkpoint was saved before its evaluation or samples; COMMIT loses it when they are complete.
     bad_steps: number of consecutive bad steps up to this step. model_files: digests of the files in
     the run's model/. base: digests of the base model's weight files. probe: for a LoRA run, logits
     of the model, see lib/export/probe.py.
@@ -90,8 +99,7 @@ class TrainRecord(_RequiredFields, total=False):
     resumed_from: str | None
     resumed_path: str | None
     loss: float | None
-    eval_loss: float | None
-    score: Score
+    unevaluated: dict[str, Any]
     bad_steps: int
     model_files: dict[str, str]
     base: dict[str, str]
@@ -221,6 +229,7 @@ _VALIDATORS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     "base": _is_dict_of(str),
     "probe": _is_probe,
     "score": _is_score,
+    "unevaluated": _is_dict_of(int, float),
     "cursors": lambda value: (
         isinstance(value, list) and all(map(_is_dict_of(int, type(None)), value))
     ),

@@ -247,7 +247,10 @@ class Copier:
         began = time.monotonic()
         try:
             content = checkpoint.commit()
-            self._call_place("copy", checkpoint)
+            copied = self._copies.get(checkpoint.step, {})
+            # An evaluation that ends after the copy changes COMMIT alone.
+            is_copied = copied.get("manifest") == content["manifest"]
+            self._call_place("copy_commit" if is_copied else "copy", checkpoint)
             self._call_place("copy_run_files", self._experiment)
         except Exception:
             if checkpoint.path.exists():

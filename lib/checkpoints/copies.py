@@ -92,6 +92,11 @@ class CopyPlace(ABC):
 
         return write_checkpoint(checkpoints, step, read)
 
+    def copy_commit(self, checkpoint: Checkpoint) -> None:
+        """Replace COMMIT of a complete copy, whose other files are those of the checkpoint."""
+        folder = f"{_CHECKPOINTS}/{paths.step_name(checkpoint.step)}"
+        self.write_file(f"{folder}/{COMMIT}", (checkpoint.path / COMMIT).read_bytes())
+
     def copy_run_files(self, experiment: Experiment) -> None:
         """Write the other files of the run if they have changed since the last call."""
         for path in _list_run_files(experiment):

@@ -16,6 +16,7 @@ from lib.core import liveness, log
 
 _LAST_WORDS_S = 3.0
 _TRACEBACK = "Traceback"
+KILLED = "Killed"  # the kind of failure of a rank that a signal has ended
 MARK = "LAUNCH_MARK"  # environment variable with the same value in all processes of a launch
 # Environment variable with the record (JSON) of the launcher that runs the command of --on-end.
 ENDS_RUN = "LAUNCHER_ENDS_RUN"
@@ -66,13 +67,14 @@ def is_requeued() -> bool:
     return os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
 
 
-def record_failure(kind: str, code: int, text: str) -> None:
+def record_failure(kind: str, code: int, text: str, rank: int | None = None) -> None:
     """Write the error file that torchrun names in TORCHELASTIC_ERROR_FILE, if it names one.
 
-    kind: the class name of the error. code: the exit code of this process. torchrun ends with a
-    long report that contains the call stack from this file. So the call stack contains an error of
-    rank 0 in full, but only one line of a traceback or of another rank's error. torchrun compares
-    the timestamps (in seconds) to find the rank that failed first.
+    kind: the class name of the error, or KILLED. code: the exit code of this process. rank: the
+    rank that failed, if it is not this process. torchrun ends with a long report that contains the
+    call stack from this file. So the call stack contains an error of rank 0 in full, but only one
+    line of a traceback or of another rank's error. torchrun compares the timestamps (in seconds) to
+    find the rank that failed first.
     """
     if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
@@ -82,7 +84,7 @@ def record_failure(kind: str, code: int, text: str) -> None:
         "message": text,
         "errorCode": code,
         "kind": kind,
-        "rank": log.rank(),
+        "rank": log.rank() if rank is None else rank,
         "time": now,
         "extraInfo": {
             "timestamp": str(int(now)),

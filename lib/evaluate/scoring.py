@@ -26,7 +26,8 @@ def evaluate_tasks(
 ) -> list[TaskResult]:
     """Return the results of tasks, the same on all ranks. All ranks must call this.
 
-    The model is not changed or compiled. advance: called with 1 after each forward pass.
+    The model is not changed or compiled. advance: called with 1 after each forward pass; it may
+    raise an error, on all ranks after the same pass.
     """
     return compute_results(tasks, suite, score_requests(model, layout, suite, plan, advance))
 

@@ -37,12 +37,14 @@ def continue_prompts(
     uniforms: np.ndarray,
     length: int,
     with_positions: bool,
+    advance: Callable[[], object] = lambda: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the most likely continuation and a drawn one of each prompt, int64 [prompts, tokens].
 
     All ranks must call this. prompts: token ids. uniforms: float64 [prompts, tokens], numbers in
     [0, 1) that decide the drawn tokens. length: of a row, see `choose_length`. with_positions: the
-    run packs documents, so its batches contain positions. The state of the model and the global
+    run packs documents, so its batches contain positions. advance: called after each forward pass;
+    it may raise an error, on all ranks after the same pass. The state of the model and the global
     random state do not change.
     """
     count, tokens = uniforms.shape
@@ -61,6 +63,7 @@ def continue_prompts(
             chosen = logits[:count].argmax(-1).cpu().numpy()
             drawn = draw_tokens(logits[count:].float().cpu().numpy(), uniforms[:, number])
             rows[np.arange(2 * count), ends + number] = np.concatenate([chosen, drawn])
+            advance()
     new = rows[np.arange(2 * count)[:, None], ends[:, None] + np.arange(tokens)]
     return new[:count], new[count:]
 

@@ -26,6 +26,14 @@ _REASONS = {number.value: number.name for number in _SIGNALS} | {
 _CHECK_EVERY_S = 2.0  # for the stop file, which may be on a slow file system
 
 
+class StopRequested(Exception):
+    """Raised on all ranks between two forward passes if the run must stop. reason: a text."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
 class StopRequest:
     """Lets all ranks stop together if one of them has a reason.
 
@@ -73,3 +81,17 @@ class StopRequest:
             with suppress(OSError):
                 self._file.unlink()
         return _REASONS[number] if number else ""
+
+    def agree(self) -> str:
+        """Return the reason to stop, the same on all ranks, or "". All ranks must call this."""
+        self.begin_agreement()
+        return self.agree_on_reason()
+
+    def require_none(self) -> None:
+        """Raise StopRequested on all ranks if one has a reason to stop. All ranks must call this.
+
+        Call this between the forward passes of an evaluation, which may take longer than a launcher
+        waits.
+        """
+        if reason := self.agree():
+            raise StopRequested(reason)

@@ -278,8 +278,11 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
         return False
     facts = checkpoint.commit()
     planned = Plan.of(config, inputs.fingerprints, facts["samples_per_epoch"])
-    if checkpoint.step < planned.total_steps or find_differences(
-        facts["identity"], planned.identity()
+    is_unevaluated = checkpoint.step == planned.total_steps and "unevaluated" in facts
+    if (
+        checkpoint.step < planned.total_steps
+        or is_unevaluated
+        or find_differences(facts["identity"], planned.identity())
     ):
         return False
     previous_run.mark_complete(experiment, checkpoint.step)

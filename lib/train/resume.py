@@ -75,6 +75,8 @@ def resume_run(
         restore_ties(state.model)
         restore_buffers(state.model)
     record = checkpointer.load(checkpoint, state)
+    if not is_named:  # this run's evaluation was given up, or the run was killed during it
+        state.figures = state.unevaluated = facts.get("unevaluated", {})
     state.resumed_from = facts.get("resumed_from")
     state.resumed_path = facts.get("resumed_path")
     if previous_run.changes_samples(changes):

@@ -10,7 +10,7 @@ dropped. JSON escapes all control characters, so the file is safe to print.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,11 +98,13 @@ class Sampling:
         every = self._plan.config.sample_freq
         return step == self._plan.total_steps or bool(every and step % every == 0)
 
-    def make_samples(self, model: PreTrainedModel) -> list[PromptSample]:
+    def make_samples(
+        self, model: PreTrainedModel, advance: Callable[[], object] = lambda: None
+    ) -> list[PromptSample]:
         """Return the samples of all prompts on rank 0, [] on other ranks.
 
-        All ranks must call this. The drawn samples use the same random numbers at each step, so
-        differences between steps come from the model.
+        All ranks must call this. advance: called after each forward pass. The drawn samples use the
+        same random numbers at each step, so differences between steps come from the model.
         """
         config = self._plan.config
         uniforms = [
@@ -116,6 +118,7 @@ class Sampling:
             np.stack(uniforms),
             _choose_length(config, self._prompts),
             config.packing == "documents",
+            advance,
         )
         if self._layout.rank:
             return []

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
-from lib.checkpoints.contents import TrainRecord
+from lib.checkpoints.contents import EvaluationFacts, TrainRecord
 from lib.core import figures
 from lib.export import probe
 from lib.models.sharded import is_frozen
@@ -31,7 +31,7 @@ class TrainState:
     with frozen weights, on rank 0. step: optimizer steps done. tokens: tokens in these steps,
     without padding. rollbacks: see resume.roll_back. resumed_from, resumed_path: manifest digest
     and path of the checkpoint that --resume named in this or an earlier launch. figures: the last
-    row.
+    row. unevaluated: the row of this step while its evaluation or samples are due, else {}.
     """
 
     model: PreTrainedModel
@@ -48,6 +48,7 @@ class TrainState:
     resumed_from: str | None = None
     resumed_path: str | None = None
     figures: dict[str, Any] = field(default_factory=dict)
+    unevaluated: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, step: Step) -> None:
         """Count a completed step and its tokens."""
@@ -64,10 +65,22 @@ class TrainState:
         assert all(isinstance(p, DTensor) for p in trained), "gathered parameters"
         return contents.name_tensors(self.model, registry.named_states(self.model, self.optimizer))
 
+    def evaluation_facts(self) -> EvaluationFacts:
+        """Return the figures of this step's evaluation that a checkpoint contains."""
+        logged = self._finite_figures()
+        facts: EvaluationFacts = {"eval_loss": logged.get("eval/loss")}
+        key = self.plan.config.best_by
+        if key != figures.DEFAULT_SCORE:
+            facts["score"] = {"key": key, "value": logged.get(key)}
+        return facts
+
+    def _finite_figures(self) -> dict[str, Any]:
+        """Return the finite figures of this step's row, {} without a row."""
+        logged = self.figures if self.figures.get("step") == self.step else {}
+        return {key: value for key, value in logged.items() if math.isfinite(value)}
+
     def state_dict(self) -> TrainRecord:
         """Return all other state as a checkpoint's record. All ranks must call this."""
-        logged = self.figures if self.figures.get("step") == self.step else {}
-        logged = {key: value for key, value in logged.items() if math.isfinite(value)}
         record: TrainRecord = {
             "step": self.step,
             "tokens": self.tokens,
@@ -78,17 +91,16 @@ class TrainState:
             "resumed_from": self.resumed_from,
             "resumed_path": self.resumed_path,
             "world_size": self.layout.ranks,
-            "loss": logged.get("train/loss"),
-            "eval_loss": logged.get("eval/loss"),
+            "loss": self._finite_figures().get("train/loss"),
+            **self.evaluation_facts(),
             "bad_steps": self.guard.in_a_row,
             "rollbacks": self.rollbacks,
             "loss_scale": self.guard.state(),
             "model_files": self.model_files,
             "optimizer_steps": registry.count_steps(self.optimizer),
         }
-        key = self.plan.config.best_by
-        if key != figures.DEFAULT_SCORE:
-            record["score"] = {"key": key, "value": logged.get(key)}
+        if self.unevaluated:
+            record["unevaluated"] = self._finite_figures()
         if self.base:
             record["base"] = self.base
         if self.position.cursor:
@@ -102,6 +114,7 @@ class TrainState:
     def load_state_dict(self, record: TrainRecord) -> None:
         """Restore the state besides model and optimizer from a checkpoint's record."""
         self.step = record["step"]
+        self.unevaluated = {}
         self.tokens = record["tokens"]
         self.position = Position(record["samples"])
         if cursors := record.get("cursors"):

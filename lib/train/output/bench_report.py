@@ -63,6 +63,9 @@ class NoCheckpoints(Checkpointer):
     def save(self, state: RunState, *_: Any) -> None:
         """Do nothing."""
 
+    def record_evaluation(self, *_: Any) -> None:
+        """Do nothing."""
+
     def delete_tier_checkpoints(self, step: int) -> None:
         """Do nothing."""
 

@@ -76,9 +76,15 @@ class Report:
             f"{experiment.root.name}: {state.model.config.model_type}, "
             f"{self._layout.ranks} × {self._layout.device.type}"
         )
-        self._metrics = Metrics(experiment, rank, state.step, config.wandb, not config.bench)
+        # The row of a step whose evaluation is still due is written again, with its figures.
+        self._held: tuple[dict[str, Any], float] | None = None
+        kept_step = state.step
+        if state.unevaluated:
+            self._held = (state.unevaluated, time.time())
+            kept_step -= 1
+        self._metrics = Metrics(experiment, rank, kept_step, config.wandb, not config.bench)
         is_kept = rank == 0 and not config.bench
-        self._samples = SampleFile(experiment, state.step, is_kept)
+        self._samples = SampleFile(experiment, kept_step, is_kept)
         self._plot_may_fail = log.WarnOnce(experiment.plot.name, Exception, done="drawn")
         self._page = PageWriter(experiment, rank == 0 and not config.bench)
         self._console_lines = console.ConsoleLines(steps)
@@ -108,6 +114,7 @@ class Report:
 
         A run that is complete, or was stopped and saved, keeps that status.
         """
+        self.write_held()
         if self._captured is not None:
             self._write_after_error(self._captured)
         if error is not None and not self._is_over:
@@ -162,18 +169,32 @@ class Report:
         )
 
     def add_validation(
-        self, evaluation: Evaluation, model: nn.Module, compute_loss: LossFunction
+        self,
+        evaluation: Evaluation,
+        model: nn.Module,
+        compute_loss: LossFunction,
+        require_none: Callable[[], object],
     ) -> None:
-        """Evaluate what is due at the captured step, print the figures and add them to the row.
+        """Evaluate what is due at this step, print the figures and add them to the held row.
 
-        All ranks must call this.
+        require_none: see StopRequest, called between forward passes. All ranks must call this.
         """
-        assert self._captured is not None, "no row was captured"
-        step = self._captured.step
-        figures = self._captured.validation
+        step = self._state.step
+        figures = self._state.unevaluated
+
+        def show_batches(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+            for number, batch in enumerate(batches, 1):
+                self._bar.show(f"validation, batch {number:,}")
+                require_none()
+                yield batch
+
+        def show_pass(passes: int) -> None:
+            self._meters.watchdog.enter("evaluation")
+            require_none()
+
         if evaluation.is_loss_due(step):
             began = time.monotonic()
-            figures |= evaluation.measure(model, compute_loss, self._show_batches)
+            figures |= evaluation.measure(model, compute_loss, show_batches)
             loss = figures["eval/loss"]
             by_text = bits_per_byte.describe_figures(figures)
             log.info(
@@ -182,7 +203,7 @@ class Report:
             )
             self._show_on_bar(validation=f"{loss:.3f}")
         if evaluation.suite.is_due(step):
-            figures |= evaluation.suite.measure(step, self._show_pass)
+            figures |= evaluation.suite.measure(step, show_pass)
         key = self._plan.config.best_by
         is_missing = key not in figures and key != DEFAULT_SCORE and self._layout.rank == 0
         if step == self._plan.total_steps and is_missing:
@@ -191,15 +212,14 @@ class Report:
                 + units.join_names(list(figures), 8)
             )
 
-    def _show_pass(self, passes: int) -> None:
-        """Show the watchdog that an evaluation works. passes: forward passes just completed."""
-        self._meters.watchdog.enter("evaluation")
+    def add_samples(self, sampling: Sampling, require_none: Callable[[], object]) -> None:
+        """Continue the prompts of the run, and write the samples. All ranks must call this.
 
-    def add_samples(self, sampling: Sampling) -> None:
-        """Continue the prompts of the run, and write the samples. All ranks must call this."""
+        require_none: see StopRequest, called between forward passes.
+        """
         state = self._state
         began = time.monotonic()
-        samples = sampling.make_samples(state.model)
+        samples = sampling.make_samples(state.model, require_none)
         self._samples.write(state.step, state.tokens, samples)
         self._metrics.write_samples(state.step, format_texts(samples), list_texts(samples))
         if samples:
@@ -209,8 +229,11 @@ class Report:
                 + describe_sample(samples[0])
             )
 
-    def write_captured(self) -> Divergence | None:
+    def write_captured(self, hold: bool = False) -> Divergence | None:
         """Write the captured row, if any, once the device has finished the row's step.
+
+        hold: an evaluation follows, so the row waits for `write_held`. A checkpoint of this step
+        contains it until then.
 
         Returns the step at which the run has diverged, or None. All ranks must call this. Raises
         UsageError if the loss of the first step is NaN or infinite.
@@ -219,22 +242,32 @@ class Report:
             return None
         self._captured = None
         figures, skipped = read_row(captured, self._plan, self._layout, self._stream, self._meters)
-        self._write(figures, captured.ended, skipped)
-        if skipped.in_a_row < self._plan.config.rollback_after:
+        has_diverged = skipped.in_a_row >= self._plan.config.rollback_after
+        self._state.figures = figures
+        self._state.unevaluated = figures if hold and not has_diverged else {}
+        self._held = (figures, captured.ended)
+        if not self._state.unevaluated:
+            self.write_held()
+        self._check_row(figures, skipped)
+        if not has_diverged:
             return None
         return Divergence(captured.step, captured.position, skipped.in_a_row)
 
-    def _write(self, figures: dict[str, Any], ended: float, skipped: SkippedSteps) -> None:
-        """Write a row to all outputs, and warn about the steps that were skipped before it.
+    def write_held(self) -> None:
+        """Write the row that was held for the figures of an evaluation, if there is one."""
+        if self._held is not None:
+            figures, ended = self._held
+            self._held = None
+            self._write_row(figures, ended)
 
-        ended: end of the step, in seconds since the epoch.
+    def _check_row(self, figures: dict[str, Any], skipped: SkippedSteps) -> None:
+        """Warn about the steps that were skipped before a row.
+
+        Raises UsageError if the loss of the first step is NaN or infinite.
         """
-        state = self._state
         config = self._plan.config
         step = figures["step"]
-        state.figures = figures
         self._estimate.report()
-        self._write_row(figures, ended)
         symptoms.require_finite(figures["train/loss"], step, config)
         if skipped.steps:
             reason = (
@@ -308,12 +341,6 @@ class Report:
         log.to_console(record if in_dicts else self._console_lines.format_row(row))
         self._show_on_bar(loss=f"{row['train/loss_mean']:.3f}")
 
-    def _show_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the batches of a validation and show their number on the progress bar."""
-        for number, batch in enumerate(batches, 1):
-            self._bar.show(f"validation, batch {number:,}")
-            yield batch
-
     def rewind(self) -> None:
         """Drop the rows after the current step, because the following steps are repeated."""
         self._metrics.rewind(self._state.step)
@@ -342,17 +369,20 @@ class Report:
     def note_stop(self, reason: str) -> None:
         """Record that the run stops after this step, whose checkpoint has been saved.
 
-        reason: as StopRequest.agree_on_reason returns it. Raises Preempted if steps remain.
+        reason: as StopRequest.agree_on_reason returns it. Raises Preempted if steps remain, or an
+        evaluation.
         """
+        self.write_held()
         step = self._state.step
-        has_ended = self._state.step == self._plan.total_steps
+        has_ended = step == self._plan.total_steps and not self._state.unevaluated
         self.note_state(Status.COMPLETE if has_ended else Status.PREEMPTED)
         self.journal.add_event(Event.SIGNAL, step, signal=reason)
         if not has_ended:
             change = " without --overwrite" if self._plan.config.overwrite else ""
+            due = ", before its evaluation or samples were complete" * bool(self._state.unevaluated)
             raise Preempted(
-                f"stopped by {reason} after step {step:,}, which is saved; run the "
-                f"same command again{change} to continue"
+                f"stopped by {reason} after step {step:,}, which is saved{due}; run the same "
+                f"command again{change} to continue"
             )
 
     def note_state(self, status: str) -> None:

@@ -113,9 +113,9 @@ class CapturedRow(NamedTuple):
     """Contains the figures of a step, captured when the host ended the step, for a later row.
 
     position: position in the data after the step. norm_and_skipped: the gradient norm and the
-    values of a SkippedSteps, see `copy_to_host`. load: load of the experts. validation: figures
-    that are added later. ended: seconds since the epoch. done: an event of the device after the
-    step, None on a CPU, where the host does all work itself.
+    values of a SkippedSteps, see `copy_to_host`. load: load of the experts. ended: seconds since
+    the epoch. done: an event of the device after the step, None on a CPU, where the host does all
+    work itself.
     """
 
     step: int
@@ -129,7 +129,6 @@ class CapturedRow(NamedTuple):
     speeds: dict[str, float]
     times: TimedSteps
     memory: dict[str, float]
-    validation: dict[str, float]
     ended: float
     done: torch.cuda.Event | None
 
@@ -179,7 +178,6 @@ def capture_row(
         speeds,
         times,
         meters.memory(),
-        {},
         time.time(),
         done,
     )
@@ -225,7 +223,6 @@ def read_row(
         **stream.costs(times),
         **captured.memory,
         **_compare_ranks(table[:, 2].tolist(), table[:, 3].tolist()),
-        **captured.validation,
     }, SkippedSteps(*map(int, counts))
 
 
