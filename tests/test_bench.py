@@ -188,7 +188,7 @@ def test_prepared_data_is_measured_too(project: Path) -> None:
 def test_a_signal_ends_a_bench_without_files(tmp_path: Path, number: int) -> None:
     log = tmp_path / "log"
     launch = start_stage(STAGE, *SMALL, "-s", 256, cwd=tmp_path, output=log, ranks=2)
-    while "attention:" not in log.read_text():
+    while "  loss " not in log.read_text():
         assert not launch.poll(0.02)
     launch.signal(number)
     assert launch.wait(120) == [75, 75]

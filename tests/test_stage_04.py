@@ -161,7 +161,7 @@ def test_a_complete_run_does_nothing_and_resumes_with_more_steps(experiment: Pat
         "2:4",
         cwd=experiment,
     )
-    assert "resumed from" in done.stdout and "schedule" in done.stdout
+    assert "resumed from" in done.stdout and "the next step has" in done.stdout
     assert "--profile 2:4 records nothing: the run continues after step 12" in done.stdout
     assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
     assert list_saved_steps(experiment, "two") == [8, 12, 14]

@@ -283,7 +283,7 @@ def test_a_checkpoint_follows_the_row_of_its_step(
     rows = {row["step"]: row for row in metrics(project, "run")}
     for step in saved:
         state = json.loads(
-            (project / f"outputs/run/checkpoints/step_{step:08d}/train_state.json").read_text()
+            (project / f"outputs/run/checkpoints/step_{step:08d}/COMMIT.json").read_text()
         )
         assert state["loss"] == rows.get(step, {}).get("train/loss")
         assert state["eval_loss"] == rows.get(step, {}).get("eval/loss")

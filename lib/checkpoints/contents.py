@@ -38,6 +38,8 @@ _FACTS = (
     "resumed_from",
     "resumed_path",
 )
+# Of these, the values that only COMMIT contains: an evaluation that follows the save changes them.
+_OF_COMMIT = {"eval_loss", "score", "unevaluated"}
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _LOSS_SCALE = {"scale", "good_steps", "in_a_row", "sound_steps", "usual_norm"}  # of StepGuard
 
@@ -87,6 +89,7 @@ class TrainRecord(_RequiredFields, EvaluationFacts, total=False):
     resumed_from, resumed_path: digest and path of a checkpoint that the user named. loss,
     eval_loss: this step's values, if they were logged. unevaluated: the row of this step, if the
     checkpoint was saved before its evaluation or samples; COMMIT loses it when they are complete.
+    Only COMMIT contains eval_loss, score and unevaluated.
     bad_steps: number of consecutive bad steps up to this step. model_files: digests of the files in
     the run's model/. base: digests of the base model's weight files. probe: for a LoRA run, logits
     of the model, see lib/export/probe.py.
@@ -176,6 +179,11 @@ def select_facts(record: TrainRecord) -> dict[str, Any]:
     """Return the fields of a record that COMMIT repeats."""
     content: Mapping[str, Any] = record
     return {key: content[key] for key in _FACTS if key in content}
+
+
+def select_saved(record: TrainRecord) -> dict[str, Any]:
+    """Return the fields of a record that train_state.json contains."""
+    return {key: value for key, value in record.items() if key not in _OF_COMMIT}
 
 
 def _is_count(value: Any) -> bool:

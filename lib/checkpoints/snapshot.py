@@ -98,7 +98,7 @@ def _commit_attempt(
     ranks: int,
 ) -> Checkpoint:
     """Write the files that are not sharded, and commit, on rank 0."""
-    manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
+    manifest.write_json(attempt / commit.TRAIN_STATE, contents.select_saved(snapshot.record))
     (attempt / commit.RNG).write_bytes(encode_tensors(states, with_format=False))
     publish.fsync(attempt / commit.RNG)
     for name in (commit.TRAIN_STATE, commit.RNG):

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.contents import select_facts
+from lib.checkpoints.contents import select_facts, select_saved
 from lib.checkpoints.snapshot import (
     Snapshot,
     get_random_states,
@@ -319,7 +319,7 @@ class LocalTier(Tier):
     ) -> None:
         if not self._is_node_leader:
             return
-        manifest.write_json(attempt / commit.TRAIN_STATE, snapshot.record)
+        manifest.write_json(attempt / commit.TRAIN_STATE, select_saved(snapshot.record))
         files = [*files, manifest.file_entry(attempt, attempt / commit.TRAIN_STATE, "sha256")]
         commit.seal_attempt(
             attempt,

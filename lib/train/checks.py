@@ -11,6 +11,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from lib.checkpoints import commit
 from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
@@ -369,6 +370,11 @@ def list_unusual_options(config: Config, steps: int, has_validation: bool) -> li
         warnings.append(
             f"--ckpt-freq {config.ckpt_freq:,} is more than the run of {length}: only its "
             "last step is saved, and an earlier failure loses all"
+        )
+    if config.ckpt_keep == 1:
+        warnings.append(
+            f"--ckpt-keep 1 keeps {commit.MIN_KEPT} checkpoints, since the newest may turn out to "
+            "be damaged"
         )
     if (keep := config.ckpt_keep_every) and keep % config.ckpt_freq:
         warnings.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from lib.checkpoints import commit, search
 from lib.checkpoints.checkpointer import Checkpointer
@@ -98,9 +99,11 @@ def resume_run(
     for change in changes:
         log.warn(f"--resume-with-changes: {change}")
     if record["total_steps"] != plan.total_steps:
+        before = replace(plan, total_steps=record["total_steps"]).schedule.lr(state.step - 1)
         log.info(
             f"the end moves from step {record['total_steps']:,} to {plan.total_steps:,}: "
-            "the learning-rate schedule is stretched over the whole run"
+            "the learning-rate schedule is stretched over the whole run; the next step has "
+            f"{plan.schedule.lr(state.step):.3g}, after {before:.3g} in step {state.step:,}"
         )
     return True
 

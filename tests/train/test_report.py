@@ -36,6 +36,7 @@ def test_the_speed_of_a_launch_includes_saves_and_excludes_the_first_step(
         layout=layout,
         step=500,
         model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
+        unevaluated={},
     )
     (tmp_path / "exp").mkdir()
     reporter = Report(Experiment(tmp_path, "exp"), None, state, None, None, None)
@@ -84,6 +85,7 @@ def test_an_error_after_the_last_save_leaves_the_run_complete(tmp_path: Path) ->
             tokens=5,
             position=BEGINNING,
             model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
+            unevaluated={},
         )
         journal = SimpleNamespace(
             write_state=lambda status, written=written, **_: written.append(status),
@@ -121,6 +123,7 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
         tokens=5,
         position=BEGINNING,
         model=SimpleNamespace(config=SimpleNamespace(model_type="llama")),
+        unevaluated={},
     )
     journal = SimpleNamespace(write_state=lambda *_, **__: None, add_event=lambda *_, **__: None)
     stream = SimpleNamespace(epoch=lambda position: 0.5)
