@@ -16,6 +16,8 @@
 #   --backoff S          seconds before the first restart, then doubled (or BACKOFF_SECONDS;
 #                        default: 5)
 #   --wait-seconds S     seconds to wait for a missing machine (or WAIT_SECONDS; default: 900)
+#   --on-end COMMAND     shell command that runs once when the launch ends (--on-end-seconds S: its
+#                        limit; default: 20)
 #   --dry-run            print the command and start nothing
 #
 # The options after `--` are those of 04_train_fsdp.py. Relative paths start from the current
@@ -52,6 +54,7 @@ while (($#)); do
     --save-seconds) save_seconds=$value ;;
     --backoff) backoff_seconds=$value ;;
     --wait-seconds) wait_seconds=$value ;;
+    --on-end | --on-end-seconds) supervise+=("$name=$value") ;;
     *) supervise+=("$1") words=1 ;;
   esac
   shift $((words < $# ? words : $#))

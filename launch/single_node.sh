@@ -9,6 +9,8 @@
 #   --save-seconds S     seconds that the last save may take (or SAVE_SECONDS; default: 120)
 #   --backoff S          seconds before the first restart, then doubled (or BACKOFF_SECONDS;
 #                        default: 5)
+#   --on-end COMMAND     shell command that runs once when the launch ends (--on-end-seconds S: its
+#                        limit; default: 20)
 #   --dry-run            print the command and start nothing
 #
 # The options after `--` are those of 04_train_fsdp.py. Relative paths start from the current
@@ -39,6 +41,7 @@ while (($#)); do
       echo "error: $name is an option for several machines, and this launcher starts one" >&2
       echo "  hint:     launch/multi_node.sh has it" >&2
       exit 2 ;;
+    --on-end | --on-end-seconds) supervise+=("$name=$value") ;;
     *) supervise+=("$1") words=1 ;;
   esac
   shift $((words < $# ? words : $#))

@@ -12,7 +12,6 @@ the run, on every node.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -71,6 +70,21 @@ def build_parser() -> options.Parser:
         default=900.0,
         metavar="S",
         help="seconds to wait for missing nodes",
+    )
+    parser.add_argument(
+        "--on-end",
+        default="",
+        metavar="COMMAND",
+        help="shell command that runs once when the launch ends, with EXP, STATUS (complete, "
+        "preempted, failed or disk_full), STEP, LOSS, EXIT_CODE, REASON and SAVE_DIR in its "
+        "environment; it cannot change the exit code (default: none)",
+    )
+    parser.add_argument(
+        "--on-end-seconds",
+        type=options.positive,
+        default=20.0,
+        metavar="S",
+        help="seconds after which the command of --on-end is killed",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command and start nothing"
@@ -212,10 +226,10 @@ def main(argv: list[str]) -> None:
         print("dry run: nothing was started")
         return
     os.environ.setdefault(launcher.MARK, liveness.process_identity(os.getpid()))
-    os.environ[launcher.ENDS_RUN] = json.dumps(liveness.process_record(os.getpid()))
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
     board.require_writable()
+    trains = not (config.prepare_only or config.dry_run or config.bench)
     node: NodeLauncher = Follower(command, board, opts.wait_seconds)
     if opts.node_rank == HEAD:
         node = Head(
@@ -226,7 +240,7 @@ def main(argv: list[str]) -> None:
             experiment,
             opts.max_restarts,
             opts.backoff,
-            EndCommand(config, experiment),
+            EndCommand(opts.on_end if trains else "", opts.on_end_seconds, experiment),
         )
 
     def handle_signal(number: int, frame: FrameType | None) -> None:

@@ -104,8 +104,8 @@ def events_page() -> str:
         "lib/core/events.py",
         _paragraph(
             "For anyone who watches runs with a program. `outputs/<exp>/events.jsonl` has one JSON "
-            "object per line, written by rank 0, or for `--on-end` by the launcher or a process "
-            "beside rank 0: `time` (UTC), `event`, `step` and the fields below. "
+            "object per line, written by rank 0, or for `--on-end` by the launcher: `time` (UTC), "
+            "`event`, `step` and the fields below. "
             "`launch/monitor.py` shows the events that are marked as warnings."
         ),
         _table(("event", "what has happened", "fields", "warning", "written by"), rows),

@@ -100,7 +100,8 @@ def test_a_lost_run_is_restored_and_continues_with_the_same_losses(run: Path, lo
     else:
         for path in (run / "outputs/run/checkpoints").glob("*/train_state.json"):
             path.unlink()
-    done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, cwd=run, ranks=2)
+    asked = ("--resume", "copies") if lost == "the outputs" else ()
+    done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, *asked, cwd=run, ranks=2)
     step = int(remaining.name[5:])
     assert f"step {step} was restored from its copy" in done.stdout
     assert read_events(run, "restore")[-1]["step"] == step
@@ -127,10 +128,27 @@ def test_without_an_intact_copy_a_lost_run_does_not_start_anew(run: Path) -> Non
     for path in (run / "second").glob("*/checkpoints/*/dcp/*.distcp"):
         path.write_bytes(b"?" + path.read_bytes()[1:])
     shutil.rmtree(run / "outputs")
-    done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, cwd=run, expect=3)
+    asked = (*IN_DIRECTORY, "--resume", "copies")
+    done = run_stage("04_train_fsdp.py", *asked, cwd=run, expect=3)
     assert "none of its copies" in done.stderr and "--resume never" in done.stderr
     done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, "--resume", "never", cwd=run)
     assert "training loss" in done.stdout and len([*(run / "second").iterdir()]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_copies_of_another_run_of_the_same_name_are_not_taken_over(run: Path, ranks: int) -> None:
+    shutil.rmtree(run / "outputs")
+    code = 1 if ranks else 2
+    done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, cwd=run, ranks=ranks, expect=code)
+    printed = done.stdout + done.stderr
+    assert "--resume copies" in printed and "--resume never" in printed
+    assert not (run / "outputs/run").exists()
+    other = (*IN_DIRECTORY, "--seed", 5, "--resume", "copies")
+    done = run_stage("04_train_fsdp.py", *other, cwd=run, ranks=ranks, expect=code)
+    assert "other settings" in done.stdout + done.stderr
+    left = [p for p in (run / "outputs/run").rglob("*") if p.is_file()]
+    assert [path.name for path in left] in ([], ["lock.json"]), left
 
 
 @pytest.mark.slow
@@ -152,7 +170,8 @@ def test_a_run_killed_during_a_copy_catches_up(project: Path, server: S3Server, 
         for name in [n for n in server.store.objects if f"step_{STEPS:08d}" in n]:
             del server.store.objects[name]
     shutil.rmtree(project / "outputs")
-    run_stage("04_train_fsdp.py", *IN_BUCKET, cwd=project, env=environment, ranks=ranks)
+    asked = (*IN_BUCKET, "--resume", "copies")
+    run_stage("04_train_fsdp.py", *asked, cwd=project, env=environment, ranks=ranks)
     assert losses(project, "run") == expected
     assert read_events(project, "restore") and copied_steps(server)[-1] == STEPS
 

@@ -26,7 +26,7 @@ _MOST_SKIPPED = 10
 _RUN_FILES = ("state.json", "metrics.jsonl", "lock.json", "model")
 _HIDDEN_OPTIONS = {  # they do not describe the training
     *("experiment_name", "save_dir", "checkpoint_dir", "cache_dir", "config", "dry_run"),
-    *("overwrite", "num_workers", "no_progress", "on_end", "on_end_seconds", "resume"),
+    *("overwrite", "num_workers", "no_progress", "resume"),
     *("resume_with_changes", "log_style", "prepare_only", "plan_only_warn"),
 }
 

@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable
 from threading import Thread
 
-from lib.core import run_records
+from lib.core import offline, run_records
 from lib.core.errors import EXIT_DONE
 from lib.core.paths import Experiment
-from lib.train.config import Config
 
 
 class EndCommand:
     """The command of --on-end, which runs in a thread, so that the launcher can continue."""
 
-    def __init__(self, config: Config, experiment: Experiment) -> None:
-        trains = not (config.prepare_only or config.dry_run or config.bench)
-        self._command = config.on_end if trains else ""
-        self._seconds = config.on_end_seconds
+    def __init__(self, command: str, seconds: float, experiment: Experiment) -> None:
+        """command: for the shell; "" runs nothing. seconds: after which it is killed."""
+        self._command = command
+        self._seconds = seconds
         self._experiment = experiment
         self._state_before = run_records.read_state(experiment.state)
         self._thread: Thread | None = None
@@ -32,7 +31,7 @@ class EndCommand:
         is_new = run_records.read_state(self._experiment.state) != self._state_before
         if not self._command or (code == EXIT_DONE and not is_new):
             return
-        from lib.train.output import on_end  # a launcher keeps its memory small
+        from launch.supervision import on_end  # a launcher keeps its memory small
 
         def run() -> None:
             announce(
@@ -41,7 +40,7 @@ class EndCommand:
                     self._seconds,
                     self._experiment,
                     on_end.make_ending(code, reason),
-                    on_end.build_user_environment(),
+                    offline.build_user_environment(),
                 )
             )
 

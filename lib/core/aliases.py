@@ -508,6 +508,11 @@ ROWS = (
     _alias("--tag", eks="tag"),
     _alias("--base-image", eks="base_image"),
     _alias("--max-attempts", eks="max_attempts"),
+    _advise(
+        "--max-minutes",
+        "the launchers have it, before their `--`: launch/single_node.sh --on-end COMMAND -- …",
+        earlier="on_end on_end_seconds",
+    ),
     _advise("--dockerfile", "leave it out: docker's output is always shown", eks="verbose"),
 )
 

@@ -27,7 +27,8 @@ _LAUNCHER = "launch/single_node.sh"
 _TRAINER = "04_train_fsdp.py"
 _RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
-_SECRET = re.compile(r"token$|password|secret|api_key")
+# The command of --on-end may contain any secret.
+_SECRET = re.compile(r"token$|password|secret|api_key|^on_end$")
 # Names and paths of secrets are public, and so are special tokens and the tokens by which AWS
 # recognises a request that it has already served.
 _PUBLIC = re.compile(
@@ -47,17 +48,6 @@ Result = TypeVar("Result")
 _call: ContextVar[tuple[str, Sequence[Any], dict[str, Any]] | None] = ContextVar(
     "_call", default=None
 )
-SHELL_OPTIONS = {"on_end"}  # options whose value is a command line of the shell
-# Where a command line of the shell may contain a secret: the text before it, and the secret.
-_SHELL_SECRETS = (
-    re.compile(r"(https?://[^/\s'\"]+/)([^\s'\"]+)"),  # the paths of webhooks are secret
-    re.compile(
-        r"((?:authorization|[\w-]*(?:token|key|secret))\s*:\s*(?!\w+\s+\$))([^\s'\"$][^'\"$]*)",
-        re.I,
-    ),
-    re.compile(r"((?:^|\s)(?:-u|--user|--proxy-user)[= ]\s*['\"]?)([^\s'\"$]+)"),
-)
-_SHELL_VALUE = re.compile(r"(([A-Za-z_-][\w-]*)[= ]['\"]?)([^\s'\"$;&|-][^\s'\"$;&|]*)")
 
 
 def as_typed(*more: object, drop: Sequence[str] = ()) -> str:
@@ -249,18 +239,6 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET.search(name)) and not _PUBLIC.search(name)
 
 
-def redact_shell(line: str, instead: str = REDACTED) -> str:
-    """Return a command line of the shell with `instead` in place of what may be a secret.
-
-    These are the paths of URLs, the values of headers, options and variables whose names say so,
-    and names of users with their passwords. Variables such as $TOKEN stay.
-    """
-    line = _USER_INFO.sub(f"{instead}@", line)
-    for secret in _SHELL_SECRETS:
-        line = secret.sub(rf"\1{instead}", line)
-    return _SHELL_VALUE.sub(lambda m: m[1] + instead if is_secret(m[2]) else m[0], line)
-
-
 def redact_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
     """Return a command line with `instead` in place of its secrets.
 
@@ -269,13 +247,9 @@ def redact_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
     shown: list[str] = []
     before = ""
     for argument in argv:
-        name, equals, value = argument.partition("=")
-        if _is_shell_option(before):
-            shown.append(redact_shell(argument, instead))
-        elif before.startswith("--") and "=" not in before and is_secret(before):
+        name, equals, _ = argument.partition("=")
+        if before.startswith("--") and "=" not in before and is_secret(before):
             shown.append(instead)
-        elif equals and _is_shell_option(name):
-            shown.append(f"{name}={redact_shell(value, instead)}")
         elif equals and name.startswith("--") and is_secret(name):
             shown.append(f"{name}={instead}")
         else:
@@ -283,10 +257,6 @@ def redact_argv(argv: Sequence[str], instead: str = REDACTED) -> list[str]:
             shown.append(_USER_INFO.sub(f"{instead}@", redacted))
         before = argument
     return shown
-
-
-def _is_shell_option(word: str) -> bool:
-    return word.startswith("--") and word[2:].replace("-", "_") in SHELL_OPTIONS
 
 
 def _redact_variable(word: str, instead: str) -> str:
@@ -308,18 +278,21 @@ def _words(words: Sequence[object]) -> list[str]:
 
 def _join_words(words: Sequence[str]) -> str:
     """Return words quoted for the shell, with variables in place of secrets."""
-    return " ".join(map(_quote_word, redact_argv(words, REDACTED)))
+    redacted = redact_argv(words, REDACTED)
+    return " ".join(map(_quote_word, redacted, ["", *redacted]))
 
 
-def _quote_word(word: str) -> str:
+def _quote_word(word: str, before: str) -> str:
     """Return a word for the shell, with a variable in place of a secret."""
+    is_command = (before if word == REDACTED else word).lstrip("-")[:6] in ("on-end", "on_end")
+    variable = '"$ON_END"' if is_command else '"$HF_TOKEN"'
     if word == REDACTED:
-        return '"$HF_TOKEN"'
+        return variable
     if not word.endswith(f"={REDACTED}"):
         return _quote_bytes(word) if _UNTYPABLE.search(word) else shlex.quote(word)
     before = word.removesuffix(REDACTED)
     name = before[:-1].rpartition("=")[2]
-    return before + (f'"${name}"' if name.isidentifier() and name.isupper() else '"$HF_TOKEN"')
+    return before + (f'"${name}"' if name.isidentifier() and name.isupper() else variable)
 
 
 def _quote_bytes(word: str) -> str:

@@ -18,8 +18,6 @@ _LAST_WORDS_S = 3.0
 _TRACEBACK = "Traceback"
 KILLED = "Killed"  # the kind of failure of a rank that a signal has ended
 MARK = "LAUNCH_MARK"  # environment variable with the same value in all processes of a launch
-# Environment variable with the record (JSON) of the launcher that runs the command of --on-end.
-ENDS_RUN = "LAUNCHER_ENDS_RUN"
 
 
 def is_torchrun() -> bool:
@@ -36,15 +34,6 @@ def parent_pid() -> int:
 def is_gone() -> bool:
     """Return whether the torchrun that started this process has ended; False without torchrun."""
     return is_torchrun() and os.getppid() != parent_pid()
-
-
-def may_restart() -> bool:
-    """Return whether torchrun starts the ranks again if this one fails."""
-    count, most = (
-        int(os.environ.get(f"TORCHELASTIC_{name}", "0"))
-        for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    return is_torchrun() and count < most
 
 
 def launch_marks() -> list[str]:

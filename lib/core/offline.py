@@ -7,7 +7,11 @@ Stage 04 with --online stays offline too: a child process goes online, and only 
 from __future__ import annotations
 
 import os
+import re
 import sys
+
+from lib.core import launcher
+from lib.core.commands import LAUNCHED_AS
 
 OFFLINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -16,6 +20,11 @@ OFFLINE_ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "WANDB_MODE": "offline",
 }
+# Variables of this launch. A command of the user may itself start torchrun or another run.
+_LAUNCH_VARIABLES = re.compile(
+    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PET_.*|"
+    rf"{launcher.MARK}|{LAUNCHED_AS}"
+)
 
 
 def enable_offline_mode() -> None:
@@ -30,3 +39,15 @@ def enable_offline_mode() -> None:
             f"offline.enable_offline_mode() called after importing {', '.join(sorted(too_late))}"
         )
     os.environ.update(OFFLINE_ENVIRONMENT)
+
+
+def build_user_environment() -> dict[str, str]:
+    """Return the environment of this process without the changes of this project and of torchrun.
+
+    So a command of the user may use the network, and does not count as a rank.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if OFFLINE_ENVIRONMENT.get(name) != value and not _LAUNCH_VARIABLES.fullmatch(name)
+    }

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lib.core import aliases, commands, config_file, help_text
-from lib.core.commands import REDACTED, SHELL_OPTIONS, is_secret, redact_shell
+from lib.core.commands import REDACTED, is_secret
 from lib.core.conversation import RESERVED_KWARGS
 from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, combine_errors
 
@@ -277,17 +277,6 @@ def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
 
 
-def shell_command(text: str) -> str:
-    """Parse a command line for the shell; it may be empty."""
-    if REDACTED in text:
-        raise argparse.ArgumentTypeError(
-            f"{REDACTED} stands for a secret that was not stored: type the command again"
-        )
-    if "\0" in text:
-        raise argparse.ArgumentTypeError("a command cannot contain a null character")
-    return text
-
-
 def to_plain_values(options: Any) -> dict[str, Any]:
     """Return the options as values to store: paths as strings, secrets redacted.
 
@@ -297,8 +286,6 @@ def to_plain_values(options: Any) -> dict[str, Any]:
     def plain(key: str, value: Any) -> Any:
         if value is not None and is_secret(key):
             return REDACTED
-        if key in SHELL_OPTIONS:
-            return redact_shell(value)
         if isinstance(value, list):
             return [str(item) if isinstance(item, Path) else item for item in value]
         return str(value) if isinstance(value, Path) else value

@@ -53,8 +53,6 @@ _WITHOUT_EFFECT = (
     "best_by",
     "wandb",
     "profile",
-    "on_end",
-    "on_end_seconds",
     "overwrite",
 )
 

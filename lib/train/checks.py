@@ -40,7 +40,6 @@ _OWNED = {
     "sample_prompts": ("sample_freq", "sample_tokens"),
     "eval_suite": ("suite_freq", "suite_limit"),
     "ckpt_copy_to": ("ckpt_copy_keep", "ckpt_copy_wait"),
-    "on_end": ("on_end_seconds",),
     "plan_gpus": ("plan_gpu_memory", "plan_gpu_tflops"),
 }
 _LARGEST_RANK = 65_536

@@ -17,7 +17,6 @@ from lib.core.options import (
     on_off,
     positive,
     positive_int,
-    shell_command,
 )
 from lib.models import scratch
 from lib.optim import registry, schedule
@@ -246,9 +245,10 @@ class Config:
     resume: str = option(
         "auto",
         role=ALIKE,
-        metavar="auto|never|PATH",
-        help="auto: resume from the newest valid checkpoint; never: fail if the run exists; PATH: "
-        "resume from this checkpoint",
+        metavar="auto|never|copies|PATH",
+        help="auto: resume from the newest valid checkpoint; never: fail if the run exists; "
+        "copies: as auto, and take over a lost run of this name from --ckpt-copy-to; PATH: resume "
+        "from this checkpoint",
     )
     resume_with_changes: bool = option(
         False,
@@ -738,22 +738,6 @@ class Config:
         parse=positive,
         help="save and stop (exit code 75) after this many minutes; the same command resumes "
         "(default: no limit)",
-    )
-    on_end: str = option(
-        "",
-        role=LOCAL,
-        parse=shell_command,
-        metavar="COMMAND",
-        help="shell command that runs once when the launch ends, with EXP, STATUS (complete, "
-        "preempted, failed or disk_full), STEP, LOSS, EXIT_CODE, REASON and SAVE_DIR in its "
-        "environment; it cannot change the exit code (default: none)",
-    )
-    on_end_seconds: float = option(
-        20.0,
-        role=LOCAL,
-        parse=positive,
-        metavar="S",
-        help="seconds after which the command of --on-end is killed",
     )
     watchdog_minutes: float = option(
         30.0,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,36 +30,71 @@ if TYPE_CHECKING:  # these import torch, which a run that is complete does not w
     from lib.train.output.meters import Meters
     from lib.train.state import TrainState
 
+COPIES = "copies"  # the value of --resume that takes over a lost run
 _ROOT = Path("/")
 _WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after 30 s
 
 
-def restore_lost_run(config: Config, experiment: Experiment) -> None:
+def restore_lost_run(config: Config, experiment: Experiment) -> list[Path]:
     """Restore the newest copy of a run that has no complete checkpoint, if there is one.
+
+    Returns the restored files, on rank 0. Without the run's config.yaml, only the run's name
+    connects it with copies, and another run may have the same name; so a person must ask for them
+    with --resume copies.
 
     Call this before the run looks for its earlier launches, so that the run then resumes as usual.
     All ranks must call this; rank 0 restores while the others wait. Raises ArtifactError if no copy
-    is intact, and UsageError or StageError if the place cannot be read, since a run that may have
-    copies must not start from the beginning.
+    is intact, UsageError if nobody has asked for the copies, and UsageError or StageError if the
+    place cannot be read, since a run that may have copies must not start from the beginning.
     """
+    if config.resume == COPIES and not config.ckpt_copy_to:
+        raise UsageError("--resume copies needs --ckpt-copy-to, the place of the copies")
     if (
         not config.ckpt_copy_to
         or config.overwrite
-        or config.resume != "auto"
+        or config.resume not in ("auto", COPIES)
         or config.dry_run
         or config.prepare_only
         or commit.find_newest(experiment.checkpoints)
     ):
-        return
+        return []
     from lib.parallel.layout import meet_ranks  # imports torch
 
+    restored: list[Path] = []
     if meeting := meet_ranks():
-        meeting.run_on_rank_0(lambda: _restore_run(config, experiment))
+        meeting.run_on_rank_0(lambda: restored.extend(_restore_run(config, experiment)))
     else:
-        _restore_run(config, experiment)
+        restored = _restore_run(config, experiment)
+    return restored
 
 
-def _restore_run(config: Config, experiment: Experiment) -> None:
+@contextmanager
+def deleted_if_refused(experiment: Experiment, restored: list[Path]) -> Iterator[None]:
+    """Delete the restored files again if the launch is refused, because they are of another run."""
+    try:
+        yield
+    except (UsageError, ArtifactError):
+        if restored:
+            with suppress(OSError):
+                _delete_restored(experiment, restored)
+                log.warn(f"the restored files are deleted again from {experiment.root}")
+        raise
+
+
+def _require_consent(config: Config, experiment: Experiment, place: CopyPlace) -> None:
+    """Raise UsageError if copies belong to a run of this name that nobody has asked for."""
+    if config.resume == COPIES or read_config(experiment).get("run"):
+        return
+    raise UsageError(
+        f"{place.where} contains copies of a run that is also named {experiment.root.name}, and "
+        f"{experiment.root} has no such run",
+        found=f"the newest copy is of step {place.list_steps()[0]:,}",
+        hint="to continue that run from its copies, or to start another one under this name:",
+        run=f"{commands.as_typed('--resume', COPIES)}\n{commands.as_typed('--resume', 'never')}",
+    )
+
+
+def _restore_run(config: Config, experiment: Experiment) -> list[Path]:
     assert config.ckpt_copy_to
     copies.require_mount(config.ckpt_copy_to)
     try:
@@ -76,12 +111,13 @@ def _restore_run(config: Config, experiment: Experiment) -> None:
             run=commands.as_typed("--resume", "never"),
         ) from error
     if place is None or not steps:
-        return
+        return []
+    _require_consent(config, experiment, place)
     experiment.root.mkdir(parents=True, exist_ok=True)
     try:
         lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
     except DirectoryHeld:
-        return  # another launch trains this run; `claim_experiment` refuses this one
+        return []  # another launch trains this run; `claim_experiment` refuses this one
     written: list[Path] = []
     try:
         # config.yaml comes first: if this launch is killed, the next one finds the run's ID in it.
@@ -99,12 +135,14 @@ def _restore_run(config: Config, experiment: Experiment) -> None:
         f"{experiment.root} had no complete checkpoint; step {checkpoint.step:,} was restored from "
         f"its copy in {place.where}, and the run continues from there"
     )
+    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
+    return list({*written, experiment.events, *files})
 
 
 def _delete_restored(experiment: Experiment, written: list[Path]) -> None:
     """Delete restored files, and the directories that are empty without them."""
     for path in written:
-        path.unlink()
+        path.unlink(missing_ok=True)
     folders = [path for path in experiment.root.rglob("*") if path.is_dir()]
     for folder in sorted(folders, reverse=True):
         with suppress(OSError):  # not empty

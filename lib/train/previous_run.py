@@ -342,13 +342,13 @@ def require_usable_directory(
 
 
 def find_named_checkpoint(config: Config, experiment: Experiment) -> Checkpoint | None:
-    """Return the checkpoint that --resume names; None for auto and never.
+    """Return the checkpoint that --resume names; None for auto, never and copies.
 
     Also None if the checkpoint is gone or damaged, but the run has resumed from it before. Raises
     ArtifactError for a path that is not a checkpoint or whose file sizes are wrong, and UsageError
     if --overwrite would move it.
     """
-    if config.resume in ("auto", "never"):
+    if config.resume in ("auto", "never", "copies"):
         return None
     path = Path(config.resume)
     step = paths.step_of(path.resolve().name)

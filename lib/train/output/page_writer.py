@@ -13,9 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from lib.core import log
+from lib.core import log, offline
 from lib.core.paths import Experiment
-from lib.train.output import on_end
 
 _ROOT = Path(__file__).resolve().parents[3]
 # `-m` would search the current directory of the user first. An alarm ends the process even if a
@@ -68,7 +67,7 @@ class PageWriter:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
-                    env=on_end.build_user_environment() | _ONE_THREAD,
+                    env=offline.build_user_environment() | _ONE_THREAD,
                     start_new_session=True,
                 )
             except OSError as error:

@@ -1,4 +1,4 @@
-# covers: lib/train/output/on_end.py, lib/core/commands.py
+# covers: launch/supervision/on_end.py, lib/core/offline.py, lib/core/commands.py
 """The command of --on-end: its environment, its limits, and what is recorded about it."""
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
-from lib.core import commands, log, offline, options, records
+from launch.supervision import on_end
+from launch.supervision.on_end import Ending
+from lib.core import commands, log, offline, records
 from lib.core.paths import Experiment
-from lib.train.config import DEFAULTS
-from lib.train.output import on_end
-from lib.train.output.on_end import Ending
 from tests.trainer_stand_in import find_processes
 
 COMPLETE = Ending("complete", 0)
@@ -33,7 +31,9 @@ def experiment(tmp_path: Path) -> Experiment:
 def run_command(
     experiment: Experiment, command: str, seconds: float = 30.0, ending: Ending = COMPLETE
 ) -> str:
-    return on_end.run_command(command, seconds, experiment, ending, on_end.build_user_environment())
+    return on_end.run_command(
+        command, seconds, experiment, ending, offline.build_user_environment()
+    )
 
 
 def read_events(experiment: Experiment) -> list[dict]:
@@ -152,46 +152,10 @@ def test_files_that_cannot_be_written_change_nothing(
     assert "succeeded" in run_command(experiment, "true")
 
 
-SECRETS = [
-    ("curl -d x https://hooks.slack.com/services/T0/B0/s3cret", "https://hooks.slack.com/[redact"),
-    ("curl -H 'Authorization: Bearer s3cret' https://a.b", "-H 'Authorization: [redacted]'"),
-    ('curl -H "X-Api-Key: s3cret" https://a.b', 'X-Api-Key: [redacted]"'),
-    ("curl -u me:s3cret ftp://a.b/c", "curl -u [redacted] ftp://a.b/c"),
-    ("curl ftp://me:s3cret@a.b/c", "curl ftp://[redacted]@a.b/c"),
-    ("API_TOKEN=s3cret ./notify", "API_TOKEN=[redacted] ./notify"),
-    ("./notify --token s3cret --to me", "./notify --token [redacted] --to me"),
-    ("./notify --password='s3cret' x", "--password='[redacted]' x"),
-]
-
-
-@pytest.mark.parametrize(("command", "shown"), SECRETS)
-def test_secrets_are_not_stored(command: str, shown: str) -> None:
-    record = DEFAULTS.with_values("", on_end=command, experiment_name="e").to_record()
-    assert shown in record["on_end"] and "s3cret" not in yaml.safe_dump(record)
-    for words in (["--on-end", command], [f"--on-end={command}"], ["--on_end", command]):
-        assert "s3cret" not in " ".join(commands.redact_argv(["x", *words, "-e", "exp"]))
-        assert "s3cret" not in commands.shell("x", *words)
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "./notify.sh",
-        'mail -s "$EXP $STATUS" me@example.com </dev/null',
-        'curl -d "$EXP: $STATUS" "$WEBHOOK"',
-        'curl -H "Authorization: $TOKEN" "$URL"',
-        'curl -H "Authorization: Bearer $TOKEN" "$URL"',
-        "API_TOKEN=$OTHER ./notify --token-file /run/secret",
-        "python 05_export_checkpoint.py -e $EXP && rsync -a outputs/$EXP/export host:",
-    ],
-)
-def test_commands_without_secrets_are_stored_as_they_are(command: str) -> None:
-    assert commands.redact_shell(command) == command
-
-
-def test_a_stored_command_without_its_secret_is_refused() -> None:
-    with pytest.raises(Exception, match="type the command again"):
-        options.shell_command("curl https://a.b/[redacted]")
+@pytest.mark.parametrize("words", [["--on-end", "X=s3cret ./a"], ["--on_end=curl -d s3cret a"]])
+def test_a_printed_command_does_not_contain_it(words: list[str]) -> None:
+    assert "s3cret" not in " ".join(commands.redact_argv(["x", *words, "-e", "exp"]))
+    assert commands.shell("x", *words, "-e", "exp").endswith('"$ON_END" -e exp')
 
 
 def test_the_tail_of_a_log_has_the_rows_of_the_log(tmp_path: Path) -> None:

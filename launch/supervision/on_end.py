@@ -1,14 +1,12 @@
 """Run the command of --on-end with a time limit and without a terminal.
 
-Launchers and the watcher of stage 04 (lib/train/output/end_watcher.py) call this. The command
-cannot change the exit code of the run.
+The command cannot change the exit code of the run.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -16,8 +14,7 @@ import time
 from contextlib import suppress
 from typing import IO, NamedTuple
 
-from lib.core import launcher, offline, run_records
-from lib.core.commands import LAUNCHED_AS
+from lib.core import run_records
 from lib.core.events import Event
 from lib.core.figures import EXIT_CODES, Status
 from lib.core.paths import Experiment
@@ -29,11 +26,6 @@ _DRAIN_S = 0.5
 _MOST_OUTPUT = 64 << 10  # bytes of the command's output to keep
 _TAIL = 256 << 10  # bytes to read at the end of metrics.jsonl
 _LONGEST_REASON = 500
-# Variables of this launch. The command may itself start torchrun or another run.
-_LAUNCH_VARIABLES = re.compile(
-    r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|PET_.*|"
-    rf"{launcher.MARK}|{launcher.ENDS_RUN}|{LAUNCHED_AS}"
-)
 
 
 class Ending(NamedTuple):
@@ -101,18 +93,6 @@ def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
         "LOSS": f"{loss:.6g}" if rows else "",
         "EXIT_CODE": str(ending.exit_code),
         "REASON": run_records.one_line(ending.reason)[:_LONGEST_REASON],
-    }
-
-
-def build_user_environment() -> dict[str, str]:
-    """Return the environment of this process without the changes of this project and of torchrun.
-
-    So a command of the user may use the network, and does not count as a rank.
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if offline.OFFLINE_ENVIRONMENT.get(name) != value and not _LAUNCH_VARIABLES.fullmatch(name)
     }
 
 
