@@ -32,12 +32,9 @@ from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     import torch
-    from torch.optim import Optimizer
     from transformers import PreTrainedModel
 
     from lib.checkpoints.checkpointer import Checkpointer
-    from lib.optim.guard import StepGuard
-    from lib.parallel.compiling import Compiler
     from lib.parallel.layout import ParallelLayout
     from lib.parallel.loss import LossFunction
     from lib.parallel.meeting import Meeting
@@ -177,31 +174,6 @@ class Run(NamedTuple):
     stop_request: StopRequest
 
 
-def make_optimizer(
-    config: Config, model: PreTrainedModel, layout: ParallelLayout, compiler: Compiler | None
-) -> tuple[Optimizer, StepGuard]:
-    """Return the optimizer of a sharded model, and the guard that clips and checks its steps."""
-    from lib.optim import registry
-    from lib.optim.guard import StepGuard
-    from lib.parallel import parallelize
-    from lib.train.model import choose_update_device
-
-    wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
-    optimizer = registry.build_optimizer(
-        config.optimizer, model, config.lr, registry.read_options(config.optimizer, config), wrap
-    )
-    device = choose_update_device(config, layout)
-    guard = StepGuard(
-        config.precision,
-        config.spike_factor,
-        device,
-        layout.ranks,
-        fold=device.type == "cuda",
-        divisor=parallelize.gradient_divisor(layout.fsdp),
-    )
-    return optimizer, guard
-
-
 def set_up(
     typed_config: Config,
     experiment: Experiment,
@@ -224,7 +196,7 @@ def set_up(
     from lib.planning import capacity
     from lib.train import overview, resume
     from lib.train.experiment import compute_digests
-    from lib.train.model import load_first_weights, set_up_kernels, shard_model
+    from lib.train.model import load_first_weights, make_optimizer, set_up_kernels, shard_model
     from lib.train.output.bench_report import BenchReport
     from lib.train.output.meters import Meters
     from lib.train.output.report import Report
@@ -365,17 +337,13 @@ def make_checkpointer(
 
 
 def train(run: Run) -> Divergence | None:
-    """Train to the last step; return earlier if the run has diverged and must be rolled back.
-
-    A step is saved before its evaluation, which may take long and is given up if the run must stop.
-    A stopped run raises Preempted.
-    """
+    """Train to the last step; return earlier if the run has diverged and must be rolled back."""
     from lib.optim.registry import set_learning_rate
     from lib.parallel.parallelize import begin_pass
     from lib.train.output.rows import LossWindow
 
     state = run.state
-    if state.unevaluated and (stopping := evaluate(run)):  # the last launch ended in it
+    if state.unevaluated and (stopping := evaluate_step(run)):  # the last launch ended in it
         run.report.note_stop(stopping)
     optimizer = state.optimizer
     timers = run.meters.timers
@@ -419,23 +387,23 @@ def train(run: Run) -> Divergence | None:
         divergence = log_step(run, window, grad_norm, learning_rate, bool(stopping))
         if divergence is not None:
             return divergence
-        if run.checkpointer.is_due(state.step) and not stopping:
-            save(run)
+        if run.checkpointer.is_due(state.step) and not stopping:  # before an evaluation
+            save_step(run)
             stopping = run.stop_request.agree()  # a save may take long, too
-        stopping = stopping or evaluate(run)
+        stopping = stopping or evaluate_step(run)
         if stopping:
-            save(run, stopping=True)  # only waits if the step is saved already
+            save_step(run, stopping=True)  # only waits if the step is saved already
             run.report.note_stop(stopping)  # raises Preempted if steps are left
     return None
 
 
-def save(run: Run, stopping: bool = False) -> None:
+def save_step(run: Run, stopping: bool = False) -> None:
     """Save the state after a step; without `stopping`, perhaps in the background."""
     with run.meters.pause("save"):
-        run.checkpointer.save(run.state, stopping, run.report.save_callback())
+        run.checkpointer.save_step(run.state, stopping, run.report.save_callback())
 
 
-def evaluate(run: Run) -> str:
+def evaluate_step(run: Run) -> str:
     """Evaluate and sample if due; return "", or the reason to stop that has ended it."""
     from lib.parallel.stop_request import StopRequested
 

@@ -100,8 +100,8 @@ def test_a_lost_run_is_restored_and_continues_with_the_same_losses(run: Path, lo
     else:
         for path in (run / "outputs/run/checkpoints").glob("*/train_state.json"):
             path.unlink()
-    asked = ("--resume", "copies") if lost == "the outputs" else ()
-    done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, *asked, cwd=run, ranks=2)
+    resuming = ("--resume", "copies") if lost == "the outputs" else ()
+    done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, *resuming, cwd=run, ranks=2)
     step = int(remaining.name[5:])
     assert f"step {step} was restored from its copy" in done.stdout
     assert read_events(run, "restore")[-1]["step"] == step
@@ -128,8 +128,8 @@ def test_without_an_intact_copy_a_lost_run_does_not_start_anew(run: Path) -> Non
     for path in (run / "second").glob("*/checkpoints/*/dcp/*.distcp"):
         path.write_bytes(b"?" + path.read_bytes()[1:])
     shutil.rmtree(run / "outputs")
-    asked = (*IN_DIRECTORY, "--resume", "copies")
-    done = run_stage("04_train_fsdp.py", *asked, cwd=run, expect=3)
+    resuming = (*IN_DIRECTORY, "--resume", "copies")
+    done = run_stage("04_train_fsdp.py", *resuming, cwd=run, expect=3)
     assert "none of its copies" in done.stderr and "--resume never" in done.stderr
     done = run_stage("04_train_fsdp.py", *IN_DIRECTORY, "--resume", "never", cwd=run)
     assert "training loss" in done.stdout and len([*(run / "second").iterdir()]) == 2
@@ -170,8 +170,8 @@ def test_a_run_killed_during_a_copy_catches_up(project: Path, server: S3Server, 
         for name in [n for n in server.store.objects if f"step_{STEPS:08d}" in n]:
             del server.store.objects[name]
     shutil.rmtree(project / "outputs")
-    asked = (*IN_BUCKET, "--resume", "copies")
-    run_stage("04_train_fsdp.py", *asked, cwd=project, env=environment, ranks=ranks)
+    resuming = (*IN_BUCKET, "--resume", "copies")
+    run_stage("04_train_fsdp.py", *resuming, cwd=project, env=environment, ranks=ranks)
     assert losses(project, "run") == expected
     assert read_events(project, "restore") and copied_steps(server)[-1] == STEPS
 

@@ -82,7 +82,7 @@ class CopyPlace(ABC):
 
         Raises ArtifactError if the copy is damaged.
         """
-        folder = f"{_CHECKPOINTS}/{paths.step_name(step)}"
+        folder = _name_folder(step)
 
         def read(name: str) -> Iterator[bytes]:
             try:
@@ -94,8 +94,8 @@ class CopyPlace(ABC):
 
     def copy_commit(self, checkpoint: Checkpoint) -> None:
         """Replace COMMIT of a complete copy, whose other files are those of the checkpoint."""
-        folder = f"{_CHECKPOINTS}/{paths.step_name(checkpoint.step)}"
-        self.write_file(f"{folder}/{COMMIT}", (checkpoint.path / COMMIT).read_bytes())
+        content = (checkpoint.path / COMMIT).read_bytes()
+        self.write_file(f"{_name_folder(checkpoint.step)}/{COMMIT}", content)
 
     def copy_run_files(self, experiment: Experiment) -> None:
         """Write the other files of the run if they have changed since the last call."""
@@ -289,7 +289,9 @@ class BucketPlace(CopyPlace):
         self._bucket.abort_uploads(f"{_CHECKPOINTS}/")
         names = set(self._bucket.list_names(f"{_CHECKPOINTS}/"))
         deleted = []
-        for step in sorted({step for name in names if (step := _parse_step(name)) is not None}):
+        for step in sorted(
+            {step for name in names if (step := paths.step_of(name.split("/")[1])) is not None}
+        ):
             folder = _name_folder(step)
             if f"{folder}/{_name_mark(step)}" not in names:
                 continue
@@ -308,11 +310,6 @@ def _name_folder(step: int) -> str:
 def _name_mark(step: int) -> str:
     """Return the name of the mark of an unfinished copy; see lib/core/partial_dirs.py."""
     return partial_dirs.mark_path(Path(paths.step_name(step))).name
-
-
-def _parse_step(name: str) -> int | None:
-    """Return the step to whose copy an object belongs."""
-    return paths.step_of(name.split("/")[1])
 
 
 def open_place(target: str, experiment: str, run: str) -> CopyPlace:

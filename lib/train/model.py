@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lib.core import commands, log, units
@@ -18,6 +19,8 @@ from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise_model, load_pretrained
+from lib.optim import registry
+from lib.optim.guard import StepGuard
 from lib.optim.registry import OPTIMIZERS, list_without_blocks
 from lib.parallel import (
     attention,
@@ -310,3 +313,23 @@ def _make_router_load(config: Config, model: PreTrainedModel, device: torch.devi
         return RouterLoad(model_routers, device, "", 0.0)
     method = routers.find_method(model, model_routers)
     return RouterLoad(model_routers, device, method, coefficient)
+
+
+def make_optimizer(
+    config: Config, model: PreTrainedModel, layout: ParallelLayout, compiler: Compiler | None
+) -> tuple[Optimizer, StepGuard]:
+    """Return the optimizer of a sharded model, and the guard that clips and checks its steps."""
+    wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
+    optimizer = registry.build_optimizer(
+        config.optimizer, model, config.lr, registry.read_options(config.optimizer, config), wrap
+    )
+    device = choose_update_device(config, layout)
+    guard = StepGuard(
+        config.precision,
+        config.spike_factor,
+        device,
+        layout.ranks,
+        fold=device.type == "cuda",
+        divisor=parallelize.gradient_divisor(layout.fsdp),
+    )
+    return optimizer, guard

@@ -78,10 +78,9 @@ class Report:
         )
         # The row of a step whose evaluation is still due is written again, with its figures.
         self._held: tuple[dict[str, Any], float] | None = None
-        kept_step = state.step
         if state.unevaluated:
             self._held = (state.unevaluated, time.time())
-            kept_step -= 1
+        kept_step = state.step - bool(state.unevaluated)
         self._metrics = Metrics(experiment, rank, kept_step, config.wandb, not config.bench)
         is_kept = rank == 0 and not config.bench
         self._samples = SampleFile(experiment, kept_step, is_kept)
@@ -232,11 +231,9 @@ class Report:
     def write_captured(self, hold: bool = False) -> Divergence | None:
         """Write the captured row, if any, once the device has finished the row's step.
 
-        hold: an evaluation follows, so the row waits for `write_held`. A checkpoint of this step
-        contains it until then.
-
-        Returns the step at which the run has diverged, or None. All ranks must call this. Raises
-        UsageError if the loss of the first step is NaN or infinite.
+        hold: an evaluation follows, so the row waits for `write_held`. Returns the step at
+        which the run has diverged, or None. All ranks must call this. Raises UsageError if
+        the loss of the first step is NaN or infinite.
         """
         if (captured := self._captured) is None:
             return None
@@ -379,7 +376,7 @@ class Report:
         self.journal.add_event(Event.SIGNAL, step, signal=reason)
         if not has_ended:
             change = " without --overwrite" if self._plan.config.overwrite else ""
-            due = ", before its evaluation or samples were complete" * bool(self._state.unevaluated)
+            due = ", before its evaluation or samples ended" if self._state.unevaluated else ""
             raise Preempted(
                 f"stopped by {reason} after step {step:,}, which is saved{due}; run the same "
                 f"command again{change} to continue"
