@@ -97,9 +97,9 @@ def main(argv: list[str]) -> None:
     earlier_run = {} if config.overwrite else previous_run.read_previous(experiment)
     has_begun = bool(earlier_run)
     checks.require_consistent(config, has_begun)
-    with model_from_scratch(config, experiment, has_begun) as new_model:
-        with deleted_if_refused(experiment, restored):
-            inputs = find_inputs(config, experiment, new_model, earlier_run)
+    new_or_none = model_from_scratch(config, experiment, has_begun)
+    with deleted_if_refused(experiment, restored), new_or_none as new_model:
+        inputs = find_inputs(config, experiment, new_model, earlier_run)
         if is_complete(settle_from_files(config, inputs), experiment, inputs):
             copy_complete_run(config, experiment)
         else:
@@ -400,7 +400,7 @@ def train(run: Run) -> Divergence | None:
 def save_step(run: Run, stopping: bool = False) -> None:
     """Save the state after a step; without `stopping`, perhaps in the background."""
     with run.meters.pause("save"):
-        run.checkpointer.save_step(run.state, stopping, run.report.save_callback())
+        run.checkpointer.save(run.state, stopping, run.report.save_callback())
 
 
 def evaluate_step(run: Run) -> str:

@@ -70,11 +70,15 @@ def restore_lost_run(config: Config, experiment: Experiment) -> list[Path]:
 
 @contextmanager
 def deleted_if_refused(experiment: Experiment, restored: list[Path]) -> Iterator[None]:
-    """Delete the restored files again if the launch is refused, because they are of another run."""
+    """Delete the restored files again if the launch is refused before it trains.
+
+    They then belong to a run with other settings. state.json, which is never restored, shows that a
+    launch has trained.
+    """
     try:
         yield
     except (UsageError, ArtifactError):
-        if restored:
+        if restored and not experiment.state.exists():
             with suppress(OSError):
                 _delete_restored(experiment, restored)
                 log.warn(f"the restored files are deleted again from {experiment.root}")
