@@ -183,7 +183,7 @@ def main(argv: list[str]) -> None:
 
     from lib.export.formats import AdapterExport, ModelExport
     from lib.export.lora_run import LoraRun
-    from lib.models import architecture
+    from lib.models import architecture, directory, weights
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     dtype = getattr(torch, opts.dtype)
@@ -202,6 +202,10 @@ def main(argv: list[str]) -> None:
             f"{units.counted(export.files, 'file')}",
         }
     )
+    trained_from = Path(config.get("model_dir") or experiment.model)
+    has_weights = not directory.list_missing_weights(trained_from)
+    if has_weights and (unused := weights.describe_unused(model, trained_from)):
+        log.warn(unused)
     if damage is None:
         return
     checkpoint_choice.require_undamaged(checkpoint, damage.result())

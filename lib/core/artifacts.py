@@ -42,6 +42,8 @@ OTHER_TOKENIZER_FILES = (
     *("tokenizer.model.v3", "tokenizer.model.v7", "tiktoken.model", "qwen.tiktoken"),
     *("added_tokens.txt", "normalizer.json", "bpe.codes"),
 )
+# The directory with the named chat templates of a model, such as tool_use.jinja.
+NAMED_TEMPLATES = "additional_chat_templates"
 # The files that decide token ids, in the order in which a fingerprint lists them.
 _FINGERPRINTED = (
     TOKENIZER,
@@ -60,6 +62,15 @@ def list_tokenizer_files(directory: Path) -> list[Path]:
     """Return the files of the tokenizer in a directory, [] if there is no vocabulary."""
     files = [directory / name for name in TOKENIZER_FILES if (directory / name).is_file()]
     return files if any(path.name in VOCABULARIES for path in files) else []
+
+
+def list_named_templates(directory: Path) -> list[str]:
+    """Return the relative paths of the named chat templates of a model."""
+    return [
+        f"{NAMED_TEMPLATES}/{path.name}"
+        for path in sorted((directory / NAMED_TEMPLATES).glob("*.jinja"))
+        if path.is_file()
+    ]
 
 
 def tokenizer_fingerprint(directory: Path) -> str:

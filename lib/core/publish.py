@@ -221,8 +221,8 @@ class Build:
             raise self._make_built_error() from value
 
     def files(self) -> list[Path]:
-        """Return the files of the directory so far, sorted."""
-        return sorted(self.dir.iterdir())
+        """Return the files in the directory and below it so far, sorted."""
+        return sorted(path for path in self.dir.rglob("*") if path.is_file())
 
     def publish(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import artifacts, hashing, manifest, records
+from lib.core import artifacts, hashing, log, manifest, records
 from lib.core.errors import ArtifactError
 from lib.core.paths import Experiment
 from lib.export import card
@@ -102,7 +102,10 @@ def _copy_tokenizer(model_dir: Path, out: Path) -> None:
     from lib.models import dialects
 
     # A run's directory contains no other files; that of a base model may contain any.
-    for name in (*artifacts.TOKENIZER_FILES, *artifacts.OTHER_TOKENIZER_FILES):
+    templates = artifacts.list_named_templates(model_dir)
+    if templates:
+        (out / artifacts.NAMED_TEMPLATES).mkdir()
+    for name in (*artifacts.TOKENIZER_FILES, *artifacts.OTHER_TOKENIZER_FILES, *templates):
         if (model_dir / name).is_file():
             shutil.copyfile(model_dir / name, out / name)
     settings = records.read_json(out / _TOKENIZER) if (out / _TOKENIZER).exists() else None
@@ -133,6 +136,15 @@ def _write_configs(
         remote_code.copy_code(model_dir, out)
     else:
         config.pop("auto_map", None)  # refers to code that is not part of the export
+    text = config.get("text_config")
+    if not has_code and isinstance(text, dict) and model.config.model_type != config["model_type"]:
+        # The class contains only the text part, so the config must not name other parts.
+        log.info(
+            f"the export is the text part of a {config['model_type']} model "
+            f"({model.config.model_type}), and its config.json describes only that part"
+        )
+        config = text | {"model_type": model.config.model_type}
+        config["tie_word_embeddings"] = bool(getattr(model.config, "tie_word_embeddings", False))
     config = dialects.remove_traces(config)
     config = dialects.set_dtype(config, dtype) | {"architectures": [type(model).__name__]}
     tied = bool(getattr(model.config, "tie_word_embeddings", False))

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lib.core import commands, log, records
-from lib.core.artifacts import OTHER_TOKENIZER_FILES, TOKENIZER_FILES, VOCABULARIES
+from lib.core.artifacts import (
+    NAMED_TEMPLATES,
+    OTHER_TOKENIZER_FILES,
+    TOKENIZER_FILES,
+    VOCABULARIES,
+)
 from lib.core.errors import UsageError
 from lib.models.directory import CONFIG, INDEX, WEIGHTS
 
@@ -25,6 +30,7 @@ _SMALL = {
 _LICENCE = re.compile(
     r"(licen[cs]e|notice|copying|use_policy)([-_]\w+)?(\.(md|txt|rst))?", re.IGNORECASE
 )
+_NAMED_TEMPLATE = re.compile(rf"{NAMED_TEMPLATES}/[\w-]+\.jinja")
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _PASSWORD = re.compile(r"(?<=//)[^/@\s]+@")
@@ -149,7 +155,11 @@ def choose_model_files(
         raise _incomplete_model_error(repository, allow_pickle)
     is_index = weights in (INDEX, PICKLE_INDEX)
     preview = fetch_small([files[name] for name in [CONFIG, *([weights] if is_index else [])]])
-    names = {name for name in files if name in _SMALL or _LICENCE.fullmatch(name)}
+    names = {
+        name
+        for name in files
+        if name in _SMALL or _LICENCE.fullmatch(name) or _NAMED_TEMPLATE.fullmatch(name)
+    }
     shards = _read_shards(repository, preview / weights) if is_index else {weights}
     names |= shards | ({INDEX} if weights == INDEX else set())
     pickles = shards if weights in (PICKLE, PICKLE_INDEX) else set()

@@ -19,10 +19,12 @@ from transformers.models.auto.modeling_auto import (
 from lib.core import commands, log, records
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import remote_code
-from lib.models.directory import CONFIG
+from lib.models.directory import CONFIG, read_shapes
 
 # Float32 buffers that routers add to their scores, only to choose experts.
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+_TIE = "tie_word_embeddings"
+_TYING_REPORTED: set[Path] = set()  # models whose keys differ, which is reported once
 _LARGEST_COUNT = 100_000  # layers, heads or experts that a config may name
 
 
@@ -43,7 +45,7 @@ def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
     if not runs_code:
         _check_type(model_dir / CONFIG, content)
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             model_dir, local_files_only=True, trust_remote_code=runs_code
         )
     except Exception as error:  # each family checks its fields and raises its own errors
@@ -53,10 +55,18 @@ def read_config(model_dir: Path, trust_code: bool = False) -> PretrainedConfig:
             f"{model_dir / CONFIG} is not the config of a {content['model_type']} model",
             found=_first_lines(error),
         ) from error
+    text = content.get("text_config")
+    if isinstance(text, dict) and isinstance(content.get(_TIE), bool):
+        for part in (config, config.get_text_config()):
+            part.tie_word_embeddings = content[_TIE]
+    return config
 
 
 def read_config_json(model_dir: Path) -> dict[str, Any]:
-    """Return the JSON object in `config.json`. Raises ArtifactError if it is missing or damaged."""
+    """Return the JSON object in `config.json`, in which the keys about tied embeddings agree.
+
+    Raises ArtifactError if it is missing or damaged.
+    """
     path = model_dir / CONFIG
     try:
         content = records.read_json(path)
@@ -70,7 +80,33 @@ def read_config_json(model_dir: Path) -> dict[str, Any]:
         raise ArtifactError(
             f"{path} is damaged", expected="a JSON object", found=type(content).__name__
         )
-    return content
+    tied = _decide_tying(model_dir, content)
+    text = {"text_config": content["text_config"] | {_TIE: tied}} if tied is not None else {}
+    return content | text | ({_TIE: tied} if text else {})
+
+
+def _decide_tying(model_dir: Path, content: dict[str, Any]) -> bool | None:
+    """Return whether embeddings are tied if config.json and its text_config differ, else None.
+
+    The files decide, since the model was saved so; without weights, the outer key counts, as in
+    transformers 5.
+    """
+    text = content.get("text_config")
+    values = [content.get(_TIE), text.get(_TIE) if isinstance(text, dict) else None]
+    if values not in ([True, False], [False, True]):
+        return None
+    names = read_shapes(model_dir)
+    has_head = any(name.endswith("lm_head.weight") for name in names)
+    tied = not has_head if names else bool(values[0])
+    if log.rank() == 0 and model_dir not in _TYING_REPORTED:
+        _TYING_REPORTED.add(model_dir)
+        reason = f"the weights contain {'an' if has_head else 'no'} lm_head"
+        log.info(
+            f"{model_dir / CONFIG}: tie_word_embeddings is {values[0]}, in its text_config "
+            f"{values[1]}; {reason if names else 'the first counts'}, so the embeddings are "
+            f"{'tied' if tied else 'not tied'}"
+        )
+    return tied
 
 
 def build_on_meta(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lib.core import log, manifest, records
-from lib.core.artifacts import CHAT_TEMPLATE
+from lib.core.artifacts import CHAT_TEMPLATE, NAMED_TEMPLATES
 from lib.core.errors import ArtifactError
 
 _GENERATION = "generation_config.json"
@@ -27,7 +28,7 @@ def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> No
     """
     manifest.write_text(directory / CHAT_TEMPLATE, template)
     settings = read_object(directory / _TOKENIZER)
-    settings.pop("chat_template", None)
+    _write_named_templates(directory, settings.pop("chat_template", None))
     if settings.get("split_special_tokens"):
         settings["split_special_tokens"] = False
     manifest.write_json(directory / _TOKENIZER, settings)
@@ -41,6 +42,20 @@ def write_chat_files(directory: Path, template: str, stops: Sequence[int]) -> No
     earlier_stops = _as_list(earlier) if is_id(earlier) else []
     generation[_EOS] = list(dict.fromkeys([*stops, *earlier_stops]))
     manifest.write_json(directory / _GENERATION, generation)
+
+
+def _write_named_templates(directory: Path, templates: Any) -> None:
+    """Write the named templates of a tokenizer's config as files, except for the default one.
+
+    templates: the value of `chat_template`, a list if there are several.
+    """
+    for entry in templates if isinstance(templates, list) else []:
+        name = entry.get("name") if isinstance(entry, dict) else None
+        is_name = isinstance(name, str) and re.fullmatch(r"[\w-]+", name)
+        if is_name and name != "default" and isinstance(entry.get("template"), str):
+            path = directory / NAMED_TEMPLATES / f"{name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+            manifest.write_text(path, entry["template"])
 
 
 def find_faults(directory: Path) -> list[str]:

@@ -173,6 +173,17 @@ def find_misplaced(header: dict[str, Any], sizes: Mapping[str, int], where: str)
         end = max(end, last)
 
 
+def read_shapes(model_dir: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor in the weights of a directory, {} if they cannot be read."""
+    shapes: dict[str, list[int]] = {}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # reported when weights are read
+        for path in (model_dir / name for name in list_weight_files(model_dir)):
+            header, _ = read_header(path, path.stat().st_size)
+            shapes |= {name: tensor["shape"] for name, tensor in header.items()}
+        return shapes
+    return {}
+
+
 def count_parameters(model_dir: Path) -> int:
     """Return the number of parameters of a model, or 0 if it is unknown.
 
@@ -181,13 +192,7 @@ def count_parameters(model_dir: Path) -> int:
     content = manifest.read_if_any(model_dir) or {}
     if recorded := content.get("summary", {}).get("parameters"):
         return int(recorded)
-    total = 0
-    with suppress(OSError, ValueError, KeyError, TypeError):  # reported when weights are read
-        for path in (model_dir / name for name in list_weight_files(model_dir)):
-            header, _ = read_header(path, path.stat().st_size)
-            total += sum(math.prod(tensor["shape"]) for tensor in header.values())
-        return total
-    return 0
+    return sum(map(math.prod, read_shapes(model_dir).values()))
 
 
 def fingerprint_model(model_dir: Path) -> str:

@@ -9,6 +9,7 @@ were the same in 5.17, 5.20 and 5.23.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -88,11 +89,12 @@ class LoadPlan:
     """The recipes for loading a model from a checkpoint, and the tensors that do not fit.
 
     recipes: by module name. problems: one message per tensor that is missing, unexpected or of
-    another shape.
+    another shape. unused: Hub names of the weights that the class of the model does not load.
     """
 
     recipes: dict[str, Recipe] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
 
 def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPlan:
@@ -103,7 +105,7 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
     """
     plan = LoadPlan()
     targets = _list_tensors(model)
-    for name, recipe, shape in _find_recipes(model, targets, shapes, plan.problems):
+    for name, recipe, shape in _find_recipes(model, targets, shapes, plan):
         if name not in targets or name in plan.recipes:
             plan.problems.append(f"unexpected: {', '.join(recipe.keys)}")
             continue
@@ -113,6 +115,13 @@ def plan_loading(model: PreTrainedModel, shapes: Mapping[str, Shape]) -> LoadPla
                 f"{name}: expected shape {tuple(targets[name].shape)}, found {shape}"
             ]
     plan.problems += _list_missing(model, targets, plan.recipes, shapes)
+    # Families used to save buffers (masks, RoPE tables), which are computed now.
+    buffers = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
+    plan.unused = [
+        key
+        for key in plan.unused
+        if key.rpartition(".")[2] not in buffers and math.prod(shapes[key]) > 1
+    ]
     return plan
 
 
@@ -180,11 +189,12 @@ def _find_recipes(
     model: PreTrainedModel,
     targets: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
-    problems: list[str],
+    plan: LoadPlan,
 ) -> Iterator[tuple[str, Recipe, Shape]]:
     """Yield name, recipe and shape of every parameter that results from the checkpoint's tensors.
 
-    Does the same as transformers' `convert_and_load_state_dict_in_model` without reading tensors.
+    Adds the other tensors to the plan, as unused or as problems. Does the same as transformers'
+    `convert_and_load_state_dict_in_model` without reading tensors.
     """
     with own_classes(model):
         conversions = get_model_conversion_mapping(model)
@@ -199,15 +209,17 @@ def _find_recipes(
         if name not in targets and key in targets:
             name, pattern = rename_source_key(key, [], [], prefix, targets)
         if name not in targets:
-            if not (ignored and ignored.search(name)):
-                problems.append(f"unexpected: {key}")
+            if ignored and ignored.search(name):
+                plan.unused.append(key)
+            else:
+                plan.problems.append(f"unexpected: {key}")
         elif pattern is None:
             yield name, Renamed((key,)), tuple(shapes[key])
         else:
             collected.setdefault(name, {}).setdefault(pattern, []).append(key)
     for first, sources in collected.items():
         converter = by_pattern[next(iter(sources))]
-        yield from _convert_tensors(model, first, sources, converter, shapes, problems)
+        yield from _convert_tensors(model, first, sources, converter, shapes, plan.problems)
 
 
 def _convert_tensors(

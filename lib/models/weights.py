@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lib.core import units, workers
+from lib.core import log, units, workers
 from lib.core.errors import ArtifactError
 from lib.models import keys, lookup
 from lib.models.architecture import decoder_layers
@@ -37,6 +38,7 @@ Kept = Set[tuple[type[nn.Module], str]]  # parameters by class and attribute of 
 
 _READERS = 4  # threads; each has the part of one tensor in memory
 _SHOWN = 40
+_NOT_TRAINED = "; they are not trained, and the export does not contain them"
 
 
 def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
@@ -48,6 +50,31 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     """
     with HubTensors(model_dir) as stored:
         load_stored(model, stored, partial(_raise_if_any, model_dir))
+        text = _describe_unused(model, stored)
+    if text and log.rank() == 0:
+        log.warn(f"{text} {model_dir}{_NOT_TRAINED}")
+
+
+def describe_unused(model: PreTrainedModel, model_dir: Path) -> str:
+    """Return a sentence about the weights of a directory that a model does not load, "" if none.
+
+    model: may be on meta.
+    """
+    with HubTensors(model_dir) as stored:
+        text = _describe_unused(model, stored)
+    return text and f"{text} {model_dir}{_NOT_TRAINED}"
+
+
+def _describe_unused(model: PreTrainedModel, stored: StoredTensors) -> str:
+    unused = keys.plan_loading(model, stored.shapes).unused
+    if not unused:
+        return ""
+    count = sum(math.prod(stored.shapes[key]) for key in unused)
+    parts = sorted({".".join(key.split(".")[:2]) for key in unused})
+    return (
+        f"{own_class(model).__name__} does not use {units.count(count)} parameters "
+        f"({', '.join(parts[:3])}{' …' if parts[3:] else ''}) of"
+    )
 
 
 @torch.no_grad()

@@ -11,7 +11,12 @@ from pathlib import Path
 
 from lib.checkpoints import commit
 from lib.core import file_identity, hashing, launcher, log, manifest, records
-from lib.core.artifacts import OTHER_TOKENIZER_FILES, TOKENIZER_FILES
+from lib.core.artifacts import (
+    NAMED_TEMPLATES,
+    OTHER_TOKENIZER_FILES,
+    TOKENIZER_FILES,
+    list_named_templates,
+)
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError, from_os_error
 from lib.core.events import Event
 from lib.core.lease import DirectoryHeld, ExperimentHeld, Lease
@@ -189,7 +194,10 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
     target.mkdir(exist_ok=True)
     manifest.remove_temporary(target, _MODEL_FILES)
     has_code = with_code and remote_code.is_needed(architecture.read_config_json(model_dir))
-    for name in _MODEL_FILES:
+    templates = {*list_named_templates(model_dir), *list_named_templates(target)}
+    if templates:
+        (target / NAMED_TEMPLATES).mkdir(exist_ok=True)
+    for name in (*_MODEL_FILES, *sorted(templates)):
         if not (model_dir / name).is_file():
             (target / name).unlink(missing_ok=True)
             continue

@@ -89,3 +89,12 @@ def test_an_export_contains_no_invalid_token_ids(
     (source / "generation_config.json").write_text("[]")
     with pytest.raises(ArtifactError, match="is damaged"):
         chat_files.copy_generation(source, target)
+
+
+def test_named_templates_of_a_config_become_files(tmp_path: Path) -> None:
+    templates = [{"name": name, "template": f"{name}!"} for name in ("default", "rag", "../x")]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    chat_files.write_chat_files(tmp_path, "{{ messages }}", [2])
+    (written,) = tmp_path.glob("additional_chat_templates/*")
+    assert written.name == "rag.jinja" and written.read_text() == "rag!"
+    assert (tmp_path / "chat_template.jinja").read_text() == "{{ messages }}"
