@@ -21,6 +21,7 @@ from lib.core.progress import Progress
 _MODEL = "model"
 _KINDS = (
     _MODEL,
+    "scratch",
     "tokens",
     "packs",
     "dataset-parts",

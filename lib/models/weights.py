@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lib.core import log, units, workers
 from lib.core.errors import ArtifactError
-from lib.models import keys, lookup
+from lib.models import directory, keys, lookup
 from lib.models.architecture import decoder_layers
 from lib.models.keys import AddedModule, LoadPlan
 from lib.models.recipes import Recipe
@@ -38,7 +38,6 @@ Kept = Set[tuple[type[nn.Module], str]]  # parameters by class and attribute of 
 
 _READERS = 4  # threads; each has the part of one tensor in memory
 _SHOWN = 40
-_NOT_TRAINED = "; they are not trained, and the export does not contain them"
 
 
 def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
@@ -50,30 +49,29 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     """
     with HubTensors(model_dir) as stored:
         load_stored(model, stored, partial(_raise_if_any, model_dir))
-        text = _describe_unused(model, stored)
-    if text and log.rank() == 0:
-        log.warn(f"{text} {model_dir}{_NOT_TRAINED}")
+        _warn_of_unused(model, stored, model_dir)
 
 
-def describe_unused(model: PreTrainedModel, model_dir: Path) -> str:
-    """Return a sentence about the weights of a directory that a model does not load, "" if none.
+def warn_of_unused(model: PreTrainedModel, model_dir: Path) -> None:
+    """Warn about the weights of a directory that a model does not load, if it still has weights.
 
     model: may be on meta.
     """
-    with HubTensors(model_dir) as stored:
-        text = _describe_unused(model, stored)
-    return text and f"{text} {model_dir}{_NOT_TRAINED}"
+    if not directory.list_missing_weights(model_dir):
+        with HubTensors(model_dir) as stored:
+            _warn_of_unused(model, stored, model_dir)
 
 
-def _describe_unused(model: PreTrainedModel, stored: StoredTensors) -> str:
+def _warn_of_unused(model: PreTrainedModel, stored: StoredTensors, model_dir: Path) -> None:
     unused = keys.plan_loading(model, stored.shapes).unused
-    if not unused:
-        return ""
+    if not unused or log.rank() != 0:
+        return
     count = sum(math.prod(stored.shapes[key]) for key in unused)
     parts = sorted({".".join(key.split(".")[:2]) for key in unused})
-    return (
+    log.warn(
         f"{own_class(model).__name__} does not use {units.count(count)} parameters "
-        f"({', '.join(parts[:3])}{' …' if parts[3:] else ''}) of"
+        f"({', '.join(parts[:3])}{' …' if parts[3:] else ''}) of {model_dir}; they are not "
+        "trained, and an export does not contain them"
     )
 
 

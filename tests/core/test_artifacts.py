@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from lib.core import artifacts
+from lib.core import artifact_checks, artifacts
 from lib.core.errors import ArtifactError
 
 
@@ -36,3 +37,14 @@ def test_settings_without_a_vocabulary_are_no_tokenizer(tmp_path: Path) -> None:
     write_files(tmp_path, "tokenizer_config.json", "special_tokens_map.json", "merges.txt")
     with pytest.raises(ArtifactError, match="no tokenizer"):
         artifacts.tokenizer_fingerprint(tmp_path)
+
+
+def test_every_kind_of_artifact_is_verified() -> None:
+    """Checkpoints lie in runs, which `python -m lib.checkpoints verify` checks."""
+    root = Path(__file__).parents[2]
+    written = {
+        kind
+        for path in (*root.glob("0*.py"), *root.glob("lib/**/*.py"))
+        for kind in re.findall(r'^_?\w*KIND = "([\w-]+)/\d+"', path.read_text(), re.MULTILINE)
+    }
+    assert written - {"checkpoint"} <= {*artifact_checks._KINDS} and "scratch" in written
