@@ -39,7 +39,7 @@ def config(run: Experiment, **values: object) -> SimpleNamespace:
         **{
             "ckpt_copy_to": str(run.root.parents[1] / "second"),
             "overwrite": False,
-            "resume": "auto",
+            "resume": "copies",
             "dry_run": False,
             "prepare_only": False,
             **values,
