@@ -62,7 +62,7 @@ def test_the_newest_copy_and_the_files_of_the_run_are_restored(run: Experiment) 
 @pytest.mark.parametrize(
     "values",
     [
-        {"ckpt_copy_to": None},
+        {"ckpt_copy_to": None, "resume": "auto"},
         {"overwrite": True},
         {"resume": "never"},
         {"resume": "outputs/other/checkpoints/step_00000001"},
