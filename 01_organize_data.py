@@ -187,6 +187,8 @@ def print_plan(
             f"{units.counted(len(files), 'file')} can fill only "
             f"{units.counted(len(counts), 'split')} of --num-dirs {opts.num_dirs}"
         )
+    for sentence in place.explain_faults(opts.src_dir, (entry for entry, _ in files)):
+        log.warn(sentence)
     kinds = Counter(entry.kind for entry, _ in files)
     roles = inputs.name_roles(data_names.assign_roles([entry.path for entry, _ in files]))
     named = "; ".join(f"{role}: {names}" for role, names in roles.items())

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import bz2
+import fcntl
 import io
 import lzma
+import os
 import platform
+import posixpath
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
@@ -19,11 +23,33 @@ Result = TypeVar("Result")
 _LINE_PART = 1 << 17  # bytes of a long line read at once
 _PACKED_CHUNK = 1 << 16
 _UNPACKED_CHUNK = 1 << 17
+# Suffix of a compressed file → kind of compression.
+COMPRESSIONS = {
+    ".gz": "gzip",
+    ".gzip": "gzip",
+    ".bz2": "bzip2",
+    ".xz": "xz",
+    ".lzma": "xz",
+    ".zst": "zstd",
+    ".zstd": "zstd",
+    ".lz4": "lz4",
+}
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+}
+_COMPRESSED_MAGICS = tuple(_COMPRESSED)
+_LZMA_MAGIC = b"]\x00\x00"  # of the format before xz, which only the suffix makes certain
+_SKIPPABLE = b"\x2a\x4d\x18"  # of zstd and lz4, after a byte from 0x50 to 0x5f
 _DECODERS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(16 + zlib.MAX_WBITS),
     "bzip2": bz2.BZ2Decompressor,
     "xz": lzma.LZMADecompressor,
 }
+_LONGEST_WINDOW = 31  # of zstd, as a power of 2; pyarrow decodes windows of up to 27
 _PAUSES_S = (0.5, 1.0, 2.5)  # between attempts; by then a lost mount is usually back
 
 
@@ -110,21 +136,106 @@ class ChunkStream(io.RawIOBase):
         return size
 
 
+class UndecodableData(OSError):
+    """Raised for compressed data that another program can decode; the message names it."""
+
+
+def sniff_compression(name: str, head: bytes) -> str:
+    """Return the kind of compression of a file by its first bytes, "" if it is not compressed.
+
+    Frames that zstd and lz4 skip, such as pzstd writes, may precede the data.
+    """
+    suffix = posixpath.splitext(name.lower())[1]
+    while len(head) > 8 and head[1:4] == _SKIPPABLE and head[0] >> 4 == 5:
+        size = 8 + int.from_bytes(head[4:8], "little")
+        if size >= len(head):
+            return "lz4" if suffix == ".lz4" else "zstd"
+        head = head[size:]
+    if head.startswith(_COMPRESSED_MAGICS):
+        return next(kind for magic, kind in _COMPRESSED.items() if head.startswith(magic))
+    return "xz" if suffix == ".lzma" and head.startswith(_LZMA_MAGIC) else ""
+
+
+def strip_compression(name: str) -> str:
+    """Return the name of a compressed file without the suffix of the compression."""
+    stem, suffix = posixpath.splitext(name)
+    return stem if suffix.lower() in COMPRESSIONS else name
+
+
 def decompress_file(
-    file: BinaryIO, kind: str, note: Callable[[str], None], zstd: Callable[[BinaryIO], BinaryIO]
+    file: BinaryIO,
+    kind: str,
+    note: Callable[[str], None],
+    open_frames: Callable[[BinaryIO, str], BinaryIO],
+    lock: str | None = None,
 ) -> Iterator[bytes]:
     """Yield the content of a compressed file up to the first damage.
 
-    kind: gzip, bzip2 or xz (members are concatenated), or zstd. note: called with a message about
-    the damage. zstd: opens a zstd file.
+    kind: one of COMPRESSIONS; members and frames are concatenated. note: called with a message
+    about the damage. open_frames: opens a zstd or lz4 file. lock: a directory that is locked while
+    zstd data with a window of more than 128 MB is decoded, so that only one of several processes
+    needs the memory. Raises UndecodableData if another program is needed.
     """
     try:
-        if kind == "zstd":
-            yield from iter(partial(zstd(file).read, _UNPACKED_CHUNK), b"")
-        else:
+        if kind in _DECODERS:
             yield from _decompress_members(file, _DECODERS[kind])
+        else:
+            yield from _decompress_frames(file, kind, open_frames, lock)
+    except UndecodableData:
+        raise
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         note(str(error) or type(error).__name__)
+
+
+def _decompress_frames(
+    file: BinaryIO,
+    kind: str,
+    open_frames: Callable[[BinaryIO, str], BinaryIO],
+    lock: str | None,
+) -> Iterator[bytes]:
+    size = 0
+    frames = open_frames(file, kind)  # closes the file when it is deleted
+    try:
+        for data in iter(partial(frames.read, _UNPACKED_CHUNK), b""):
+            size += len(data)
+            yield data
+        return
+    except OSError as error:
+        if "ictionary" in str(error):
+            raise UndecodableData(
+                "zstd data that needs a dictionary; `zstd -dc -D DICTIONARY FILE | zstd -o NEW` "
+                "makes it readable"
+            ) from None
+        if "too much memory" not in str(error):
+            raise
+    file.seek(0)
+    for data in _decompress_long_windows(file, lock):
+        yield from filter(None, [data[size:]])
+        size = max(0, size - len(data))
+
+
+def _decompress_long_windows(file: BinaryIO, lock: str | None) -> Iterator[bytes]:
+    """Yield the content of zstd data with windows of up to 2 GB, which is held in memory."""
+    try:
+        from backports import zstd
+    except ImportError:
+        raise UndecodableData(
+            "zstd data with a window of more than 128 MB (`zstd --long`); "
+            "`pip install backports.zstd` lets this program read it, and "
+            "`zstd -dc --long=31 FILE | zstd -o NEW` makes it readable"
+        ) from None
+    options = {zstd.DecompressionParameter.window_log_max: _LONGEST_WINDOW}
+    descriptor = os.open(lock, os.O_RDONLY) if lock else None
+    try:
+        if descriptor is not None:
+            with suppress(OSError):  # some file systems have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield from _decompress_members(file, lambda: zstd.ZstdDecompressor(options=options))
+    except zstd.ZstdError as error:
+        raise OSError(str(error)) from None
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _decompress_members(file: BinaryIO, new_member: Callable[[], Any]) -> Iterator[bytes]:

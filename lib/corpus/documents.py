@@ -23,7 +23,7 @@ from lib.corpus.raw_file import LARGE_BYTES
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import TRAIN, VALIDATION, RowOptions
 from lib.corpus.scan import escape_path
-from lib.corpus.tally import FAILURES, Tally, format_problem
+from lib.corpus.tally import Tally, format_problem
 
 SKIPPED_FILE = "file skipped"
 SKIPPED = "document skipped"
@@ -196,9 +196,7 @@ class Documents(ABC):
         """Write a line to errors.jsonl for the current file."""
         text = format_problem(self._path, offset, line, kind, message, action)
         self._in_order(partial(self._errors.write, text))
-        self.tally.problems[kind] += 1
-        if kind in FAILURES:
-            self.tally.failed.add(self._path)
+        self.tally.note_problem(self._path, kind, message)
 
     def decode(self, data: bytes) -> str:
         """Return the text of some bytes of the file, and count the replacements in it."""

@@ -210,6 +210,8 @@ class _Values:
 
     def _find_next_start(self) -> int:
         sign = self._text[self._bad]
+        if sign not in "{[":  # the rest of a value whose beginning was cut off
+            sign = "{"
         position = self._bad
         while (line_end := self._text.find("\n" + sign, position)) < 0:
             if not self._grow(max(position, len(self._text) - 1)):

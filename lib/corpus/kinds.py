@@ -2,30 +2,72 @@
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 
-HEAD_BYTES = 16_384
+from lib.core import json_heads, placeholders, reading
+from lib.core.placeholders import ERROR_PAGE, HTML_START, POINTER, Placeholder
+
+HEAD_BYTES = placeholders.HEAD_BYTES
 
 _SUFFIXES = {
-    ".json": "json",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
+    ".json": json_heads.JSON,
+    ".jsonl": json_heads.JSON_LINES,
+    ".ndjson": json_heads.JSON_LINES,
     ".yaml": "yaml",
     ".yml": "yaml",
     ".csv": "csv",
     ".tsv": "tsv",
 }
-_MAGIC = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PAR1": "parquet",
-    b"ARROW1": "arrow",
+MISMATCH = "mismatch"
+FAULTS = (POINTER, ERROR_PAGE, MISMATCH)  # kinds of files that are not what their names say
+# Formats of text and of binary data that suffixes promise. Any text may have another suffix.
+_TEXT_FORMATS = {
+    ".json": "JSON",
+    ".jsonl": "JSON Lines",
+    ".ndjson": "JSON Lines",
+    ".yaml": "YAML",
+    ".yml": "YAML",
+    ".csv": "CSV",
+    ".tsv": "TSV",
 }
-_MAGICS = tuple(_MAGIC)
+_TABLES = {".parquet": "Parquet", ".arrow": "Arrow", ".feather": "Arrow"}
+_BINARY_FORMATS = _TABLES | {
+    ".orc": "ORC",
+    ".avro": "Avro",
+    ".pdf": "PDF",
+    ".docx": "DOCX",
+    ".docm": "DOCX",
+    ".epub": "EPUB",
+    ".xlsx": "an Excel workbook",
+    ".zip": "a zip archive",
+    ".7z": "a 7z archive",
+    ".tar": "a tar archive",
+    ".tgz": "a compressed tar archive",
+    ".rar": "a RAR archive",
+    ".safetensors": "safetensors",
+    ".gguf": "GGUF",
+    ".npy": "a NumPy array",
+    ".npz": "NumPy arrays",
+}
+_COLUMNAR = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+# Formats that are not read, and how to make their content readable.
+UNREAD = {
+    "zip": ("a zip archive", "unpack it: `unzip FILE -d DIR`"),
+    "7z": ("a 7z archive", "unpack it: `7z x FILE -oDIR`"),
+    "rar": ("a RAR archive", "unpack it: `unrar x FILE DIR/`"),
+    "tar": ("a tar archive", "unpack it: `mkdir DIR; tar -xf FILE -C DIR`"),
+    "compress": ("a file of the program `compress`", "unpack it: `uncompress FILE`"),
+    "xlsx": ("an Excel workbook", "save its sheets as CSV in UTF-8"),
+}
+_UNREAD_MAGICS = {
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+    b"\x1f\x9d": "compress",
+}
+_TAR_MARK = slice(257, 262)
+_TAR_MAGIC = b"ustar"
+_WORKBOOK = b"xl/"  # the directory in the archive
 # Kinds of documents that contain more than text; --extract of stage 02 reads their text.
 HTML, PDF, DOCX, EPUB = DOCUMENTS = "html", "pdf", "docx", "epub"
 BINARY_DOCUMENTS = (PDF, DOCX, EPUB)
@@ -44,18 +86,14 @@ _PDF_MAGIC_WITHIN = 1024  # bytes in which PDF readers look for the signature
 _ZIP_MAGIC = b"PK\x03\x04"
 _OLE_MAGIC = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # the container of an encrypted DOCX
 _EPUB_TYPE = b"mimetypeapplication/epub+zip"  # name and content of the first member
-_PAGE_START = re.compile(
-    r"(?:\s|\ufeff|<\?xml[^>]{0,500}\?>|<!--(?:(?!-->).){0,5000}-->)*"
-    r"(?:<!doctype\s+html\b|<html\b)",
-    re.IGNORECASE | re.DOTALL,
-)
 _TAG = re.compile(rb"<[a-zA-Z!/]")
 _ARROW_STREAM = b"\xff\xff\xff\xff"
 _MAX_ARROW_SCHEMA = 1 << 26
-_PACKED_SUFFIXES = {".gz", ".gzip", ".bz2", ".xz", ".zst", ".zstd"}
 UTF8_BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _UTF32_BOM = b"\xff\xfe\x00\x00"
+_UTF32 = "UTF-32"
+_SHOWN = 60  # characters of a text in a message
 # Control characters that are rare in text; tab, line feed, form feed, carriage return and escape
 # are not among them.
 _CONTROLS = bytes(set(range(0x20)) - set(b"\b\t\n\f\r\x1b")) + b"\x7f"
@@ -66,31 +104,105 @@ def sniff_kind(name: str, head: bytes) -> str:
     """Return the kind of a file: `text`, `json`, `jsonl`, `yaml`, …, `binary` or `empty`.
 
     name: path of the file. head: its first HEAD_BYTES bytes. Archives, tables and binary files are
-    recognised by their content. The suffix decides among text formats, unless the first bytes
-    contradict it: a `.json` file without JSON is text, and JSON and JSON Lines are
-    recognised by their first lines.
+    recognised by their content. The suffix decides among text formats, but any text is JSON Lines
+    if most of its lines are JSON objects. The kind of a file that is not what its name says is one
+    of FAULTS; `find_fault` describes the fault.
     """
     if not head:
         return "empty"
+    if compression := reading.sniff_compression(name, head):
+        return compression
+    fault = find_fault(name, head)
+    return fault.kind if fault else _sniff_content(name, head)
+
+
+def find_fault(name: str, head: bytes) -> Placeholder | None:
+    """Return why a file is not what its name says, None if it may be.
+
+    name, head: as for `sniff_kind`; the content must not be compressed.
+    """
+    if pointer := placeholders.find_pointer(head):
+        return pointer
+    kind = _sniff_content(name, head)
     suffix = find_suffix(name)
-    if head.startswith(_MAGICS):
-        return next(kind for magic, kind in _MAGIC.items() if head.startswith(magic))
+    compression = posixpath.splitext(name)[1] if reading.strip_compression(name) != name else ""
+    is_json = kind in (json_heads.JSON, json_heads.JSON_LINES)
+    if kind in _COLUMNAR.values() or not (
+        is_json or compression or suffix in _TEXT_FORMATS or suffix in _BINARY_FORMATS
+    ):
+        return None
+    is_text = is_json or kind in ("text", HTML, *_SUFFIXES.values())
+    if is_text and (page := placeholders.find_page(head)):
+        return page
+    if suffix in _TEXT_FORMATS and (not is_text or kind == "text"):
+        expected = _TEXT_FORMATS[suffix]
+    elif suffix in _TABLES or (suffix in _BINARY_FORMATS and is_text):
+        expected = _BINARY_FORMATS[suffix]
+    elif compression and not is_json:
+        expected = f"compressed data ({compression})"
+    else:
+        return None
+    found, cure = _describe_content(kind, head, is_text)
+    return Placeholder(MISMATCH, f"the name says {expected}, but the file contains {found}", cure)
+
+
+def _describe_content(kind: str, head: bytes, is_text: bool) -> tuple[str, str]:
+    """Return what a file with a wrong name contains, and the cure."""
+    cure = "fetch it again, or give it the suffix of its content"
+    if is_text:
+        beginning = " ".join(placeholders.decode_head(head[:400]).split())[:_SHOWN]
+        return f'text that begins with "{beginning}"', cure
+    if kind in UNREAD:
+        return UNREAD[kind]
+    if not head.strip(b"\0"):
+        return "only NUL bytes, as after a crash or a copy that was cut", "fetch it again"
+    if encoding := _guess_encoding(head):
+        return (
+            f"{encoding} without a byte order mark" if encoding != _UTF32 else encoding,
+            f"convert it: `iconv -f {encoding} -t UTF-8 FILE > NEW`",
+        )
+    return (f"a {kind.upper()} file" if kind in BINARY_DOCUMENTS else "binary data"), cure
+
+
+def _guess_encoding(head: bytes) -> str:
+    """Return the encoding of a text whose bytes contain NUL, "" if it is no such text."""
+    if head.startswith((_UTF32_BOM, _UTF32_BOM[::-1])):
+        return _UTF32
+    nuls = [head[start::2].count(0) for start in (0, 1)]
+    if 4 * max(nuls) > len(head) and 50 * min(nuls) < max(nuls):
+        return "UTF-16BE" if nuls[0] > nuls[1] else "UTF-16LE"
+    return ""
+
+
+def _sniff_content(name: str, head: bytes) -> str:
+    """Return the kind of content that is not compressed; a `.json` file without JSON is `text`."""
+    suffix = find_suffix(name)
+    for magic, kind in (_COLUMNAR | _UNREAD_MAGICS).items():
+        if head.startswith(magic):
+            return kind
     if _is_arrow_stream(head):
         return "arrow"
     if (document := sniff_document(name, head)) in BINARY_DOCUMENTS:
         return document
-    if _is_binary(head):
+    if head.startswith(_ZIP_MAGIC):
+        if _WORKBOOK in head:
+            return "xlsx"
+        return "zip" if suffix in ("", ".zip", *_TEXT_FORMATS) else "binary"
+    if head[_TAR_MARK] == _TAR_MAGIC:
+        return "tar"
+    # A crash may leave NUL bytes in a file of records; they cost only the records there.
+    is_padded = suffix in _TEXT_FORMATS and not _guess_encoding(head)
+    if _is_binary(head.replace(b"\0", b"") or head if is_padded else head):
         return "binary"
     kind = _SUFFIXES.get(suffix, "text")
-    if kind in ("json", "jsonl"):
-        return _choose_json_kind(kind, head)
-    return "jsonl" if not suffix and _starts_as_json_lines(head) else kind
+    if kind in (json_heads.JSON, json_heads.JSON_LINES):
+        return json_heads.choose_json_kind(kind, head) or "text"
+    return json_heads.find_json(head) or kind
 
 
 def find_suffix(name: str) -> str:
     """Return the suffix of a path in lower case, without that of a compressed file."""
-    stem, suffix = posixpath.splitext(name.lower())
-    return posixpath.splitext(stem)[1] if suffix in _PACKED_SUFFIXES else suffix
+    return posixpath.splitext(reading.strip_compression(name.lower()))[1]
 
 
 def name_document(name: str) -> str:
@@ -124,23 +236,11 @@ def _is_page(head: bytes, is_named: bool) -> bool:
     """Return whether a file is an HTML page. is_named: its suffix says so."""
     if is_utf16(head):
         text = head.decode("utf-16", "ignore")
-        return bool(_PAGE_START.match(text)) or (is_named and "<" in text)
+        return bool(HTML_START.match(text)) or (is_named and "<" in text)
     if is_named and _TAG.search(head):
         return True
     start = head.removeprefix(UTF8_BOM)
-    return start.lstrip()[:1] == b"<" and bool(_PAGE_START.match(start.decode("latin-1")))
-
-
-def _choose_json_kind(kind: str, head: bytes) -> str:
-    """Return `json`, `jsonl` or `text` for a file with a suffix of JSON or JSON Lines."""
-    if is_utf16(head):
-        return kind
-    start = head.removeprefix(UTF8_BOM).lstrip()
-    if start and start[:1] not in b'{["-0123456789tfnNI':
-        return "text"
-    if kind == "json":
-        return "jsonl" if _starts_as_json_lines(head) else kind
-    return "json" if start.partition(b"\n")[0].strip() in (b"{", b"[") else kind
+    return start.lstrip()[:1] == b"<" and bool(HTML_START.match(start.decode("latin-1")))
 
 
 def _is_arrow_stream(head: bytes) -> bool:
@@ -162,22 +262,3 @@ def _is_binary(head: bytes) -> bool:
         return False
     controls = len(head) - len(head.translate(None, _CONTROLS))
     return b"\0" in head or controls > _MAX_CONTROL_SHARE * len(head)
-
-
-def _starts_as_json_lines(head: bytes) -> bool:
-    """Return whether each of the first two lines is a complete JSON object or list."""
-    first, _, rest = head.partition(b"\n")
-    second, newline, _ = rest.partition(b"\n")
-    first = first.removeprefix(UTF8_BOM).strip()
-    if first[:1] not in (b"{", b"[") or second[:1] != first[:1]:
-        return False
-    cut_short = not newline and len(head) >= HEAD_BYTES
-    return _is_json(first) and (cut_short or _is_json(second))
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True

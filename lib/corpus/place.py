@@ -121,6 +121,27 @@ def _sniff_chunk(paths: list[str]) -> list[str]:
     return detected
 
 
+def explain_faults(root: Path, entries: Iterable[TreeEntry]) -> list[str]:
+    """Return a sentence for each kind of files that stage 02 will list as failed."""
+    failing: dict[str, list[TreeEntry]] = {}
+    for entry in entries:
+        if entry.kind in kinds.FAULTS or entry.kind in kinds.UNREAD:
+            failing.setdefault(entry.kind, []).append(entry)
+    sentences = []
+    for kind, members in failing.items():
+        content, cure = kinds.UNREAD.get(kind, ("", ""))
+        reason: object = f"{content}, which is not read; {cure}"
+        if kind in kinds.FAULTS:
+            with Path(root, members[0].path).open("rb") as file:
+                head = file.read(kinds.HEAD_BYTES)
+            reason = kinds.find_fault(members[0].path, head)
+        sentences.append(
+            f"stage 02 cannot read {units.counted(len(members), 'file')} of the kind `{kind}`, "
+            f"the first is {escape_path(members[0].path)}: {reason}"
+        )
+    return sentences
+
+
 def place_file(source: str, target: str, mode: str) -> str:
     """Place one file under a new name and return the mode used: `copy` if hard links fail.
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 import codecs
 import io
 import os
-import posixpath
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO
 
-from lib.core.reading import ChunkStream, RetryingFile, decompress_file, skip_line
+from lib.core import reading
+from lib.core.reading import ChunkStream, RetryingFile, skip_line
 from lib.corpus import encoding, kinds
 from lib.corpus.encoding import DecodedText
 
 # A document or file larger than this is never held in memory at once. A structured document that
 # is larger is dropped, because parsing it takes several times its size.
 LARGE_BYTES = 64_000_000
-PACKED_SUFFIXES = {
-    "gzip": (".gz", ".gzip"),
-    "bzip2": (".bz2",),
-    "xz": (".xz",),
-    "zstd": (".zst", ".zstd"),
-}
 _BUFFER = 1 << 17
 _CHUNK = 1 << 20
 Stream = io.BufferedReader | io.BytesIO
@@ -52,19 +46,20 @@ class RawFile:
         self.stream: Stream = _open_file(path)
         self._file = self.stream
         self._sniff(path)
-        if self.kind in PACKED_SUFFIXES:
-            stem, suffix = posixpath.splitext(path)
-            inner = stem if suffix.lower() in PACKED_SUFFIXES[self.kind] else path
+        if self.kind in reading.COMPRESSIONS.values():
             self.stream = _make_stream(
-                decompress_file(self._file, self.kind, self._note_damage, _open_zstd)
+                reading.decompress_file(
+                    self._file, self.kind, self._note_damage, _open_frames, scratch
+                )
             )
-            self._sniff(inner)
+            self._sniff(reading.strip_compression(path))
 
     def _sniff(self, name: str) -> None:
         if isinstance(self.stream, io.BytesIO):
             self.head = self.stream.getbuffer()[: kinds.HEAD_BYTES].tobytes()
         else:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[: kinds.HEAD_BYTES]
+        self.name = name
         self.kind = kinds.sniff_kind(name, self.head)
         self.document = ""
         if self.kind == "text" or self.kind in kinds.DOCUMENTS:
@@ -200,10 +195,10 @@ def _open_file(path: str) -> Stream:
     return io.BytesIO(data)
 
 
-def _open_zstd(file: BinaryIO) -> Any:
+def _open_frames(file: BinaryIO, kind: str) -> Any:
     import pyarrow as pa  # needed for every dataset anyway
 
-    return pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+    return pa.CompressedInputStream(pa.PythonFile(file, "r"), kind)
 
 
 def _read_chunks(*streams: Any) -> Iterator[bytes]:

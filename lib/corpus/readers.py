@@ -117,7 +117,7 @@ READERS: dict[str, Reader] = {
 
 def read_documents(raw: RawFile, documents: Documents) -> None:
     """Read a file of any kind, or report why it is skipped."""
-    if raw.document in documents.extracts:
+    if raw.document in documents.extracts and raw.kind not in kinds.FAULTS:
         _add_extracted_text(raw, documents)
         return
     documents.tally.not_extracted.update(filter(None, [raw.document]))
@@ -127,6 +127,8 @@ def read_documents(raw: RawFile, documents: Documents) -> None:
     elif reader:
         reader(raw, documents)
         documents.tally.replaced += raw.replaced
+    elif raw.kind in kinds.FAULTS and (fault := kinds.find_fault(raw.name, raw.head)):
+        documents.note(fault.kind, str(fault), SKIPPED_FILE)
     elif raw.kind == "binary":
         documents.note("binary", "a binary file, not text", SKIPPED_FILE)
     elif raw.kind in kinds.BINARY_DOCUMENTS:
@@ -136,4 +138,7 @@ def read_documents(raw: RawFile, documents: Documents) -> None:
         kind, message = ("cut", raw.damage) if raw.damage else ("empty", "the file is empty")
         documents.note(kind, message, SKIPPED_FILE)
     else:
-        documents.note("unsupported", f"{raw.kind} files are not supported here", SKIPPED_FILE)
+        content, cure = kinds.UNREAD.get(
+            raw.kind, (f"{raw.kind} data in {raw.kind} data", "unpack it")
+        )
+        documents.note("unsupported", f"{content}, which is not read; {cure}", SKIPPED_FILE)

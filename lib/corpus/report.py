@@ -39,12 +39,13 @@ def find_refusal(
         for kind, option in selection.describe_dropped(row_options, counts).items()
     ]
     found = f"{''.join(dropped)}problems: {problems}{describe_other_fields(tally)}"
+    found = "\n".join([found, *tally.explain_failures()])
     if error := chat.find_mixture():
         return error
     if row_options.format == CHAT and not chat.formats:
         return UsageError(
             f"no record in {folder} is a conversation",
-            found="\n".join([*chat.others, f"problems: {problems}"]),
+            found="\n".join([*chat.others, found]),
             expected="records with the key messages or conversations (ShareGPT), or with the keys "
             "prompt and completion, or instruction and output (alpaca)",
             hint="rename the keys, or omit --format chat to read the records as plain text",
@@ -152,7 +153,7 @@ def list_warnings(
     """
     rows = sum(rows_of.values())
     total = rows + sum(dropped.values()) + sum(tally.dropped.values())
-    warnings = []
+    warnings = tally.explain_failures()
     if missing := sorted({*row_options.fields} - tally.fields_seen):
         warnings.append(
             f"--fields: no document has {' or '.join(map(repr, missing))}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.core import units
 from lib.core.errors import UsageError
-from lib.corpus import conversations
+from lib.corpus import conversations, kinds
 from lib.corpus.decontaminate.hits import TestHits
 from lib.corpus.row_tally import RowTally
 from lib.corpus.scan import escape_path
@@ -30,7 +30,9 @@ FAILURES = {
     "damaged",
     "encrypted",
     "timeout",
+    *kinds.FAULTS,
 }
+_EXPLAINED = ("unsupported", *kinds.FAULTS)  # kinds of problems whose messages say what to do
 _NAMED = 3  # paths per format that an error prints
 _LISTED = 1000  # paths per format that the manifest lists
 _MOST_OTHERS = 3
@@ -224,8 +226,9 @@ class Tally:
     conversations that became plain text, by format, among the first documents of each file.
     extracted: documents whose text was extracted, by kind. without_text: documents from which
     nothing was extracted, by kind and problem, such as `pdf: damaged`. not_extracted: files of
-    these kinds that --extract does not name. chat: the tally of a chat dataset. row_counts: counts
-    of single rows, for the report. test_hits: questions of test sets that occur.
+    these kinds that --extract does not name. first_of: for each kind of problem whose
+    message says what to do, the first file with its message. chat: the tally of a chat dataset.
+    row_counts: counts of single rows, for the report. test_hits: questions of test sets that occur.
     """
 
     documents: int = 0
@@ -241,6 +244,7 @@ class Tally:
     extracted: Counter[str] = field(default_factory=Counter)
     without_text: Counter[str] = field(default_factory=Counter)
     not_extracted: Counter[str] = field(default_factory=Counter)
+    first_of: dict[str, str] = field(default_factory=dict)
     chat: ChatTally = field(default_factory=ChatTally)
     test_hits: TestHits = field(default_factory=TestHits)
     row_counts: RowTally = field(default_factory=RowTally)
@@ -255,9 +259,26 @@ class Tally:
         self.row_counts.add(other.row_counts, rows_before)
         self.test_hits.add(other.test_hits, rows_before)
         for name, more in vars(other).items():
-            if name not in ("chat", "row_counts", "test_hits"):
+            if name == "first_of":
+                self.first_of = more | self.first_of
+            elif name not in ("chat", "row_counts", "test_hits"):
                 join = ior if isinstance(more, set) else iadd
                 setattr(self, name, join(getattr(self, name), more))
+
+    def note_problem(self, path: str, kind: str, message: str) -> None:
+        """Count a problem of a file."""
+        self.problems[kind] += 1
+        if kind in FAILURES:
+            self.failed.add(path)
+        if kind in _EXPLAINED:
+            self.first_of.setdefault(kind, f"{escape_path(path)}: {message}")
+
+    def explain_failures(self) -> list[str]:
+        """Return a sentence for each kind of problem whose message says what to do."""
+        return [
+            f"{units.counted(self.problems[kind], 'file')} failed as `{kind}`, the first is {first}"
+            for kind, first in self.first_of.items()
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return the tally as values for JSON."""

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import commands, hashing
+from lib.core import commands, hashing, reading
 from lib.core.data_names import TEST
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
 from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, row_tally, selection
@@ -23,7 +23,7 @@ from lib.corpus.inputs import InputFile
 from lib.corpus.masks import part_masker
 from lib.corpus.masks.mask_options import make_masker
 from lib.corpus.parts import PartWriter
-from lib.corpus.raw_file import PACKED_SUFFIXES, RawFile
+from lib.corpus.raw_file import RawFile
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import escape_path
 from lib.corpus.tally import Tally
@@ -164,7 +164,7 @@ def estimate_room(files: Sequence[InputFile], drops_near: bool = False) -> int:
 
     drops_near: the build compares rows on disk.
     """
-    compressed = tuple(suffix for suffixes in PACKED_SUFFIXES.values() for suffix in suffixes)
+    compressed = tuple(reading.COMPRESSIONS)
     text = sum(
         file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1) for file in files
     )
@@ -404,6 +404,8 @@ def _read_span(unit: WorkUnit, span: FileSpan, documents: Documents) -> None:
     try:
         with RawFile(f"{unit.folder}/{span.file.path}", span.start, span.stop, unit.out) as raw:
             readers.read_documents(raw, documents)
+    except reading.UndecodableData as error:
+        documents.note("unsupported", str(error), SKIPPED_FILE)
     except OSError as error:
         if isinstance(from_os_error(error), DiskFullError):
             raise  # a part could not be written, which is not the fault of the input

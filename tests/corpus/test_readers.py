@@ -196,9 +196,9 @@ def test_json_lines_in_utf16_are_read(read):
     assert read({"a.jsonl": data}).rows == ["ਊ", "y"]
 
 
-def test_json_lines_without_suffix_are_recognised_but_not_under_txt(read):
+def test_json_lines_are_recognised_under_any_name(read):
     data = '{"a": "x"}\n{"a": "y"}\n'
-    assert read({"part-00000": data, "z.txt": data}).rows == ["x", "y", data]
+    assert read({"part-00000": data, "z.txt": data}).rows == ["x", "y", "x", "y"]
 
 
 # --- YAML -----------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_a_truncated_archive_keeps_complete_documents(read, suffix, compress):
         name + suffix: compress(data)[:-2000]
         for name, data in [
             ("a.jsonl", lines),
-            ("b.txt", lines),
+            ("b.txt", b"text " + lines.replace(b"\n", b" ")),
             ("c.json", lines),
             ("d.yaml", yaml),
         ]
