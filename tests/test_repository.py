@@ -479,6 +479,7 @@ def test_what_is_imported_is_required() -> None:
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
     third_party -= {*sys.stdlib_module_names, "lib", "launch"}
     names = {"yaml": "pyyaml", "botocore": "boto3", "fasttext": "fasttext-predict"}
+    names["backports"] = "backports-zstd"
     packages = {names.get(name, name.replace("_", "-")) for name in third_party}
     # An option wants each of these, and says how to install it.
     optional = {pin.partition("==")[0] for pin in requirements("requirements-optional.txt")}

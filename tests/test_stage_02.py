@@ -246,7 +246,7 @@ def test_a_plain_directory_with_hostile_names_is_read(stage, tmp_path):
     dataset = load_dataset(tmp_path / "out")
     assert set(dataset["source"]) == {"caf\\xe9.txt", "new\\nline.txt"}
     problems = {os.fsencode(p["path"]): p["kind"] for p in lines(tmp_path / "out/errors.jsonl")}
-    assert problems == {b".git/": "hidden", b"image.png": "binary", b"bad\xff.json": "syntax"}
+    assert problems == {b".git/": "hidden", b"image.png": "binary", b"bad\xff.json": "mismatch"}
 
 
 def test_max_error_rate_is_a_fraction_of_the_files(stage, raw, tmp_path):

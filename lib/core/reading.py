@@ -221,10 +221,10 @@ def _decompress_long_windows(file: BinaryIO, lock: str | None) -> Iterator[bytes
     except ImportError:
         raise UndecodableData(
             "zstd data with a window of more than 128 MB (`zstd --long`); "
-            "`pip install backports.zstd` lets this program read it, and "
+            "`pip install backports-zstd` lets this program read it, and "
             "`zstd -dc --long=31 FILE | zstd -o NEW` makes it readable"
         ) from None
-    options = {zstd.DecompressionParameter.window_log_max: _LONGEST_WINDOW}
+    options = {int(zstd.DecompressionParameter.window_log_max): _LONGEST_WINDOW}
     descriptor = os.open(lock, os.O_RDONLY) if lock else None
     try:
         if descriptor is not None:
