@@ -103,16 +103,13 @@ def compare_speed(args: argparse.Namespace) -> None:
     for number in range(args.rounds):
         for name in rounds:
             rounds[name].append(run_contestant(name, args, f"speed-{number}"))
-    print(f"| {describe_size(args)} | tokens/s (rounds) | median | MFU |\n|---|---|---|---|")
+    print(f"| {describe_size(args)} | tokens/s (rounds) | median |\n|---|---|---|")
     medians = {}
     for name, runs in rounds.items():
         rates = [run["tokens_per_s"] for run in runs]
         medians[name] = statistics.median(rates)
-        mfu = statistics.median(run["mfu"] for run in runs) if name == "stage 04" else None
-        print(
-            f"| {name} | {', '.join(f'{rate:,.0f}' for rate in rates)} | {medians[name]:,.0f} | "
-            f"{f'{100 * mfu:.0f} %' if mfu else ''} |"
-        )
+        rounds_text = ", ".join(f"{rate:,.0f}" for rate in rates)
+        print(f"| {name} | {rounds_text} | {medians[name]:,.0f} |")
     print(
         f"\nstage 04 ÷ Trainer: {medians['stage 04'] / medians['Trainer']:.2f}; data share of a "
         f"step: {100 * statistics.median(r['data'] for r in rounds['stage 04']):.2f} %; steps of "
@@ -308,7 +305,6 @@ def _read_stage_figures(experiment: Path, printed: list[tuple[float, str]]) -> d
     )  # small models have no estimate
     return figures | {
         "tokens_per_s": figures["perf/tokens_per_sec"],
-        "mfu": figures["perf/mfu"],
         "data": figures["time/data"] / figures["time/total"],
         "memory_mb": max(row["memory/peak_gib"] for row in rows) * 1024,
         "peak_mb": peak,

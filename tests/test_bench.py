@@ -57,8 +57,7 @@ def test_a_bench_measures_and_leaves_no_files(tmp_path: Path, ranks: int) -> Non
     tokens = result["global_batch_size"] * result["seq_length"]
     seconds = result["time/total"] / 1000
     assert result["perf/tokens_per_sec"] == pytest.approx(tokens / seconds)
-    share = result["perf/tflops"] / result["peak_tflops"]
-    assert result["perf/mfu"] == pytest.approx(share, rel=1e-6)
+    assert not {"perf/mfu", "peak_tflops"} & set(result)  # on a CPU
     assert 0 < sum(result[f"time/{phase}"] for phase in PHASES) <= result["time/total"]
     assert 0 < result["memory/max_peak_gib"] <= result["memory/total_gib"]
     total = result["communication/total"]
@@ -67,8 +66,9 @@ def test_a_bench_measures_and_leaves_no_files(tmp_path: Path, ranks: int) -> Non
     else:
         assert 0 < result["communication/exposed"] <= total < 1
         assert f"operations of gloo, mean of {count} ranks over 3 further steps" in log
-    for name in ("tokens/s", "MFU", "time of a step", "  backward", "communication", "memory"):
+    for name in ("tokens/s", "time of a step", "  backward", "communication", "memory"):
         assert f"  {name} " in log
+    assert "MFU" not in log
     assert "20 steps, measured after 5 steps of warm-up" in log
     assert "checkpoints    none" in log or "checkpoints      none" in log
 

@@ -105,9 +105,7 @@ def test_the_page_shows_the_figures_of_the_last_row(run: Path):
     assert re.search(r"exp +running, 16 ranks\n", text)
     assert "25.0 %, step 100 of 400, 50 min 00 s left" in text
     assert "7.0500 on average since step 90, 7.0000 in step 100;" in text
-    assert "5,000 tok/s, 2.44 samples/s since step 90, 4,321 tok/s in this launch after " in text
-    assert "after its first step, " in text
-    assert "per device 2,500 tok/s, 100 TFLOP/s, MFU 31.0 %" in text
+    assert re.search(r"speed +5,000 tok/s since step 90, MFU 31.0 %\n", text)
     assert "peak of this launch 60.0 GiB of 80.0 GiB (75 %), on rank 3" in text
     assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in text
     assert re.search(r"checkpoint +step 100, (under )?\S+ s ago; 2 kept", text)
@@ -398,7 +396,7 @@ def test_a_real_run_is_shown_while_it_trains_and_after_it_was_killed(project: Pa
             time.sleep(0.05)
         text = run_once(root)
         assert re.search(r"exp +running, 1 rank\n", text) and " left" in text
-        assert "tok/s" in text and "MFU" in text and "step 20" in text
+        assert "tok/s" in text and "MFU" not in text and "step 20" in text
         shown = watch_live(root)
         assert shown.startswith("\x1b[?1049h") and "running" in shown
         assert "\x1b[?25h\x1b[?1049l" in shown

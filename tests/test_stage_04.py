@@ -215,7 +215,6 @@ def test_a_run_leaves_the_documented_files(trained: Path):
         "perf/label_tokens_per_sec",
         "perf/samples_per_sec",
         "perf/tflops",
-        "perf/mfu",
         "perf/slowest_rank",
         "perf/slowest_ratio",
         "time/optimizer",

@@ -107,7 +107,7 @@ def _get_hardware(job: Job, config: Config) -> Hardware:
             f"no peak of {gpu or 'the GPUs of ' + (job.instance_type or 'any node')} is known"
             + (" in fp32" if config.precision == "fp32" else "")
         )
-    hardware = Hardware(job.nodes * job.gpus_per_node, peak, f"data sheet of the {gpu}", "GPU")
+    hardware = Hardware(job.nodes * job.gpus_per_node, peak, f"data sheet of the {gpu}")
     gbps = job.node.get("gbps")
     if not gbps or config.trains_lora or config.batch_size in (None, AUTO):
         return hardware  # adapters communicate little; without a batch, communication is unknown

@@ -118,7 +118,8 @@ def _describe_figures(
                 "last change": journal.format_time(run.updated) if run.updated else "",
             }
         )
-    return [(label, *(column[label] for column in columns)) for label in columns[0]]
+    rows = [(label, *(column[label] for column in columns)) for label in columns[0]]
+    return [row for row in rows if any(row[1:])]  # no MFU on a CPU, say
 
 
 def list_differences(runs: tuple[RunSummary, RunSummary]) -> list[tuple[str, ...]]:

@@ -159,30 +159,8 @@ def _describe_bits_per_byte(run: RunFiles) -> str:
 
 
 def _describe_speed(row: Row, since: str) -> str:
-    rate, device, launch, tflops, mfu = (
-        row.get(f"perf/{key}", math.nan)
-        for key in (
-            "tokens_per_sec",
-            "tokens_per_sec_per_device",
-            "run_tokens_per_sec",
-            "tflops",
-            "mfu",
-        )
-    )
-    of_launch = (
-        f"{launch:,.0f} tok/s in this launch after its first step, with evaluation and saves; "
-        if "perf/run_tokens_per_sec" in row
-        else ""
-    )
-    samples = (
-        f", {units.rate(row['perf/samples_per_sec'])} samples/s"
-        if "perf/samples_per_sec" in row
-        else ""
-    )
-    return (
-        f"{rate:,.0f} tok/s{samples} {since}, {of_launch}per device {device:,.0f} tok/s, "
-        f"{tflops:.3g} TFLOP/s, MFU {100 * mfu:.1f} %"
-    )
+    mfu = f", MFU {100 * row['perf/mfu']:.1f} %" if "perf/mfu" in row else ""
+    return f"{row.get('perf/tokens_per_sec', math.nan):,.0f} tok/s {since}{mfu}"
 
 
 def _describe_times(row: Row, since: str) -> str:

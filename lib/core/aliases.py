@@ -399,6 +399,11 @@ ROWS = (
         axolotl="dataset_processes dataloader_num_workers",
         trainer="dataloader_num_workers preprocessing_num_workers",
     ),
+    _advise(
+        "--plan-gpus",
+        "leave it out: --dry-run --plan-gpus N prints memory and time, and no interval of saves",
+        earlier="plan_mtbf_hours plan_write_gbps plan_step_seconds",
+    ),
     # Checkpoints, logs, evaluation.
     _alias(
         "--ckpt-freq",

@@ -99,7 +99,9 @@ METRICS = {
         "device_flop_per_second",
     ),
     "perf/mfu": Figure(
-        "share", "`perf/tflops` ÷ the peak that the log prints at the start", "mfu_ratio"
+        "share",
+        "`perf/tflops` ÷ the peak of the GPU, which the rank log contains; absent on a CPU",
+        "mfu_ratio",
     ),
     "perf/run_tokens_per_sec": Figure(
         "tokens/s",

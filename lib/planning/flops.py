@@ -1,4 +1,4 @@
-"""Count the floating-point operations of a model, and find the peak of this device, for MFU."""
+"""Count the floating-point operations of a model, and find the peak of this GPU, for MFU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from torch import nn
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.planning import peaks
 
-# Rows and columns of the matrices whose product is timed, enough to reach the peak.
-_SIZE = {"cuda": 8192, "cpu": 512}
-# Afterwards a CPU starts no further product, since some only emulate half precision.
-_MEASURING_S = 0.1
+_SIZE = 8192  # rows and columns of the matrices whose product is timed, enough to reach the peak
 
 
 def count_per_token(model: nn.Module, seq_length: int) -> float:
@@ -47,8 +44,8 @@ def count_causal(model: nn.Module, seq_length: int) -> float:
 def describe_per_token(model: nn.Module, seq_length: int) -> str:
     """Return a text with both counts of FLOPs per token."""
     return (
-        f"{count_per_token(model, seq_length) / 1e9:.4g} GFLOP per token with the whole square of "
-        f"attention, {count_causal(model, seq_length) / 1e9:.4g} with its causal half"
+        f"{count_per_token(model, seq_length) / 1e9:.4g} GFLOP per token with attention counted as "
+        f"full, {count_causal(model, seq_length) / 1e9:.4g} as causal"
     )
 
 
@@ -59,35 +56,27 @@ def _count_attention(model: nn.Module, seq_length: int) -> float:
     return 12 * config.num_hidden_layers * heads * head_size * seq_length
 
 
-def find_peak(device: torch.device, precision: str) -> tuple[float, str]:
-    """Return the peak of this rank's device in FLOP/s, and the source of that number.
+def find_peak(precision: str) -> tuple[float, str]:
+    """Return the peak of this rank's GPU in FLOP/s, and the source of that number.
 
     For known GPUs the source is the data sheet, otherwise a matrix product that is timed now. For
     fp8 this is the peak in bf16, so that MFU can be compared between precisions.
     """
-    if device.type == "cuda" and precision != "fp32":
-        name = torch.cuda.get_device_name(device)
+    if precision != "fp32":
+        name = torch.cuda.get_device_name()
         if peak := peaks.find_listed_peak(name):
             return peak, f"data sheet of {name}" + (", for bf16" if precision == "fp8" else "")
-    # The larger of two, since a CPU without hardware for half precision is faster in float32.
-    measured = max(_measure_peak(device, kind) for kind in {precision, "fp32"})
-    return measured, "the best of timed matrix products"
+    return max(_measure_peak(kind) for kind in {precision, "fp32"}), "the best of timed products"
 
 
-def _measure_peak(device: torch.device, precision: str) -> float:
-    """Return the FLOP/s of the fastest of six matrix products (fewer on a slow CPU)."""
-    size = _SIZE[device.type]
+def _measure_peak(precision: str) -> float:
+    """Return the FLOP/s of the fastest of six matrix products."""
     # Not random numbers: drawing them would advance the random state that dropout uses.
-    a = torch.ones(size, size, device=device, dtype=COMPUTE_DTYPES[precision])
+    a = torch.ones(_SIZE, _SIZE, device="cuda", dtype=COMPUTE_DTYPES[precision])
     best = float("inf")
-    start = time.perf_counter()
     for _ in range(6):  # the first one warms up and is seldom the best
         began = time.perf_counter()
         a @ a
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        ended = time.perf_counter()
-        best = min(best, ended - began)
-        if device.type == "cpu" and ended - start > _MEASURING_S:
-            break
-    return 2 * size**3 / best
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - began)
+    return 2 * _SIZE**3 / best

@@ -21,7 +21,6 @@ from lib.core.options import (
 from lib.models import scratch
 from lib.optim import registry, schedule
 from lib.parallel.degrees import RECOMPUTATIONS
-from lib.planning.saving import GPU_HOURS_PER_FAILURE
 
 AUTO = "auto"  # the value of options that lib/train/settle.py replaces by another one
 OFF = "off"
@@ -529,7 +528,7 @@ class Config:
         group="measuring and planning",
         role=ALIKE,
         help="measure 20 steps after 5 steps of warm-up, with random weights and by default on "
-        "-d synthetic. Print tokens/s, MFU, memory, the time by phase and the share of "
+        "-d synthetic. Print tokens/s, MFU (on GPUs), memory, the time by phase and the share of "
         "communication, as a table and as one line of JSON on standard output. Save nothing",
     )
     plan_only_warn: bool = option(
@@ -559,30 +558,6 @@ class Config:
         parse=positive,
         help="with --plan-gpus: peak TFLOP/s of each GPU, from its data sheet, to estimate the "
         "time (default: 989 for an H100; 67 in fp32)",
-    )
-    plan_mtbf_hours: float = option(
-        GPU_HOURS_PER_FAILURE,
-        role=LOCAL,
-        parse=positive,
-        metavar="HOURS",
-        help="mean time between failures of one GPU, in hours, to suggest the interval of "
-        "checkpoints; if you know that time for a job, multiply it by the job's number of GPUs "
-        "(default: 45566, as published for Llama 3 405B on 16,384 GPUs)",
-    )
-    plan_write_gbps: float = option(
-        2.0,
-        role=LOCAL,
-        parse=positive,
-        metavar="GB/S",
-        help="write speed of --save-dir with all ranks together, in GB/s",
-    )
-    plan_step_seconds: float | None = option(
-        None,
-        role=LOCAL,
-        parse=positive,
-        metavar="S",
-        help="step time on the GPUs of --plan-gpus, in seconds, to suggest --ckpt-freq in steps "
-        "(default: suggest seconds only)",
     )
 
     log_freq: int = option(

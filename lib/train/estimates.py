@@ -13,9 +13,8 @@ from lib.tokens.batches import Pass
 from lib.train.plan import Plan
 
 MEASURED_STEPS = 20  # after so many steps, a launch reports the measured time
-# By kind of device; a rank is a process on a CPU.
-_USUAL_MFU = {"GPU": 0.4, "rank": 0.3}
-_FULL_PASS_TOKENS = {"GPU": 4096, "rank": 512}  # smaller micro-batches are slower per token
+_USUAL_MFU = 0.4
+_FULL_PASS_TOKENS = 4096  # smaller micro-batches are slower per token
 _MIN_TIMED_PARAMETERS = 20e6  # the time of smaller models does not depend on FLOPs
 # Tokens per step in published runs. Pre-training: (parameters below, tokens).
 _PRE_TRAINING_TOKENS = ((1e9, 1 << 19), (5e9, 1 << 20), (math.inf, 1 << 21))
@@ -37,15 +36,14 @@ _MIN_KEPT = 2  # checkpoints, as in commit.prune_checkpoints
 class Hardware:
     """The devices of a run.
 
-    peak: FLOP/s of each device. source: where that number comes from, for messages. kind: `GPU`, or
-    `rank` for a process on a CPU. nodes: machines that contain the devices. network: bytes per
-    second that a node can send to the others (default: not part of the estimate).
+    peak: FLOP/s of each GPU; None on a CPU, whose time is not estimated. source: where that number
+    comes from, for messages. nodes: machines that contain the devices. network: bytes per second
+    that a node can send to the others (default: not part of the estimate).
     """
 
     ranks: int
-    peak: float
-    source: str
-    kind: str
+    peak: float | None
+    source: str = ""
     nodes: int = 1
     network: float = math.inf
 
@@ -68,12 +66,12 @@ class ModelCost:
 def describe_cost(plan: Plan, cost: ModelCost, hardware: Hardware) -> dict[str, str]:
     """Return rows of a table: the time of all steps, and the checkpoints written and kept."""
     table = {"checkpoints": _describe_checkpoints(plan, cost)}
-    if cost.parameters < _MIN_TIMED_PARAMETERS:
+    if not _has_time_estimate(cost, hardware):
         return table
     tokens = Pass(plan.division.micro_batch, plan.config.seq_length).tokens_per_device
     small_pass = (
         f", longer with only {tokens:,} tokens in a micro-batch"
-        if tokens < _FULL_PASS_TOKENS[hardware.kind]
+        if tokens < _FULL_PASS_TOKENS
         else ""
     )
     is_measured = plan.total_steps > MEASURED_STEPS
@@ -85,23 +83,30 @@ def describe_cost(plan: Plan, cost: ModelCost, hardware: Hardware) -> dict[str, 
     }
 
 
+def _has_time_estimate(cost: ModelCost, hardware: Hardware) -> bool:
+    return hardware.peak is not None and cost.parameters >= _MIN_TIMED_PARAMETERS
+
+
 def estimate_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> float | None:
-    """Return the estimated seconds of a step; None for a model too small for an estimate."""
-    is_timed = cost.parameters >= _MIN_TIMED_PARAMETERS
-    return _compute_step_seconds(plan, cost, hardware) if is_timed else None
+    """Return the estimated seconds of a step; None on a CPU and for a very small model."""
+    if not _has_time_estimate(cost, hardware):
+        return None
+    return _compute_step_seconds(plan, cost, hardware)
 
 
-def estimate_forward_seconds(tokens: int, cost: ModelCost, hardware: Hardware) -> float:
-    """Return the estimated seconds of forward passes over so many tokens on each device."""
+def estimate_forward_seconds(tokens: int, cost: ModelCost, hardware: Hardware) -> float | None:
+    """Return the estimated seconds of forward passes over `tokens` on each GPU; None on a CPU."""
+    if hardware.peak is None:
+        return None
     forward = (1 - _BACKWARD_SHARE) * cost.flops
-    return tokens * forward / (hardware.peak * _USUAL_MFU[hardware.kind])
+    return tokens * forward / (hardware.peak * _USUAL_MFU)
 
 
 def describe_utilisation(hardware: Hardware) -> str:
-    """Return the assumed speed of the devices, such as `40 % of 989 TFLOP/s on 8 GPUs`."""
+    """Return the assumed speed of the GPUs, such as `40 % of 989 TFLOP/s on 8 GPUs`."""
     return (
-        f"{100 * _USUAL_MFU[hardware.kind]:.0f} % of {hardware.peak / 1e12:.3g} TFLOP/s on "
-        f"{units.counted(hardware.ranks, hardware.kind)} ({hardware.source})"
+        f"{100 * _USUAL_MFU:.0f} % of {(hardware.peak or 0.0) / 1e12:.3g} TFLOP/s on "
+        f"{units.counted(hardware.ranks, 'GPU')} ({hardware.source})"
     )
 
 
@@ -125,7 +130,7 @@ def suggest_global_batch(plan: Plan, cost: ModelCost, hardware: Hardware) -> str
     max_steps = f" --max-steps {new_steps}" if plan.config.max_steps else ""
     time = (
         f"; the time stays at about {_describe_time(plan, cost, hardware)} by the estimate"
-        if cost.parameters >= _MIN_TIMED_PARAMETERS
+        if _has_time_estimate(cost, hardware)
         else ""
     )
     purpose = "pre-training" if cost.scratch else "fine-tuning and continued pre-training"
@@ -182,13 +187,14 @@ def _compute_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> fl
 
 
 def split_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> tuple[float, float]:
-    """Return for how many seconds of a step the devices compute, and wait for the network.
+    """Return for how many seconds of a step the GPUs compute, and wait for the network.
 
     The wait is the least for shards over all nodes: weights are gathered once per step (as with
     --keep-gathered on), and gradients are reduced during the backward pass of each micro-batch.
     Runs that gather weights for each pass wait longer, and runs with a replica per node less.
     """
-    speed = hardware.ranks * hardware.peak * _USUAL_MFU[hardware.kind]  # FLOP/s
+    assert hardware.peak is not None
+    speed = hardware.ranks * hardware.peak * _USUAL_MFU  # FLOP/s
     computing = plan.tokens_per_step * cost.flops / speed
     passes = plan.division.accumulation
     # Bytes that a node sends to the others in a ring, for each byte per parameter.

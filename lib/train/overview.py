@@ -15,7 +15,7 @@ from lib.core.errors import Problems, UsageError
 from lib.models.sharded import describe_size
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
-from lib.planning import flops, memory, peaks, saving, sizes
+from lib.planning import flops, memory, peaks, sizes
 from lib.tokens import encode, packing, store
 from lib.tokens.chat import write
 from lib.tokens.prompts import Prompt
@@ -67,10 +67,11 @@ def show_head(
         }
     )
     _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
-    log.info(
-        f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per rank ({hardware.source}); "
-        + flops.describe_per_token(model, config.seq_length)
-    )
+    if hardware.peak:
+        log.info(
+            f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per GPU ({hardware.source}); "
+            + flops.describe_per_token(model, config.seq_length)
+        )
 
 
 def _describe_samples(
@@ -83,10 +84,10 @@ def _describe_samples(
 
 
 def get_hardware(config: Config, layout: ParallelLayout) -> Hardware:
-    """Return the devices of this launch. The peak FLOP/s of a CPU is measured."""
-    peak, source = flops.find_peak(layout.device, config.precision)
-    kind = "GPU" if layout.device.type == "cuda" else "rank"
-    return Hardware(layout.ranks, peak, source, kind)
+    """Return the devices of this launch."""
+    if layout.device.type == "cpu":
+        return Hardware(layout.ranks, None)
+    return Hardware(layout.ranks, *flops.find_peak(config.precision))
 
 
 def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
@@ -138,7 +139,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
                 )
             )
         hardware = _get_planned_hardware(config, ranks)
-        _print_numbers(config, plan, data, cost, hardware)
+        _print_numbers(plan, data, cost, hardware)
         log.table(_describe_samples(config, prompts, cost, hardware))
     if config.plan_gpus:
         _print_memory(config, model, configs, data.most_documents if data else None)
@@ -182,21 +183,9 @@ def _describe_ranks(config: Config) -> dict[str, str]:
     }
 
 
-def _print_numbers(
-    config: Config, plan: Plan, data: Data | None, cost: ModelCost, hardware: Hardware
-) -> None:
+def _print_numbers(plan: Plan, data: Data | None, cost: ModelCost, hardware: Hardware) -> None:
     """Print the rows of a plan. data: None if the number of samples is an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
-    if config.plan_gpus or config.plan_step_seconds:
-        numbers["best interval"] = saving.describe_saving(
-            round(cost.checkpoint),
-            hardware.ranks,
-            config.plan_mtbf_hours,
-            config.plan_write_gbps,
-            config.ckpt_async,
-            config.plan_step_seconds,
-            estimates.estimate_step_seconds(plan, cost, hardware),
-        )
     log.table(numbers | estimates.describe_cost(plan, cost, hardware))
     has_validation = bool(data.held_out) if data else cost.validates
     _warn_about_unusual_options(plan, cost, hardware, has_validation)
@@ -273,13 +262,13 @@ def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
     """Return the GPUs of --plan-gpus, or the devices of this machine."""
     if config.plan_gpus:
         if config.plan_gpu_tflops:
-            return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops", "GPU")
+            return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops")
         peak, name = peaks.find_planned_gpu(config.precision)
         source = f"data sheet of the {name}; --plan-gpu-tflops for others"
-        return Hardware(ranks, peak, source, "GPU")
-    on_gpu = torch.cuda.is_available()
-    peak, source = flops.find_peak(torch.device("cuda" if on_gpu else "cpu"), config.precision)
-    return Hardware(ranks, peak, source, "GPU" if on_gpu else "rank")
+        return Hardware(ranks, peak, source)
+    if torch.cuda.is_available():
+        return Hardware(ranks, *flops.find_peak(config.precision))
+    return Hardware(ranks, None)
 
 
 def _print_memory(

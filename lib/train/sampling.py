@@ -67,8 +67,8 @@ def describe_cost(
     gathered = tokens * cost.parameters * weight * (1 - 1 / shards)
     return (
         f"{when}: {units.counted(tokens, 'forward pass')} over {rows} × {length:,} "
-        f"tokens ({units.counted(len(encoded), 'prompt')}, each once greedy and once drawn), "
-        f"{units.duration(seconds)} of computing by the estimate"
+        f"tokens ({units.counted(len(encoded), 'prompt')}, each once greedy and once drawn)"
+        + ("" if seconds is None else f", {units.duration(seconds)} of computing by the estimate")
         + (f"; each rank receives {units.size(gathered)} of weights" if shards > 1 else "")
     )
 

@@ -279,7 +279,7 @@ def peaks(place: Place) -> None:
     """The listed peak of this GPU is at least what matrix products reach; notes its copy rate."""
     from lib.planning import flops
 
-    peak, source_of_peak = flops.find_peak(torch.device(place.device), place.size("bf16", "fp32"))
+    peak, source_of_peak = flops.find_peak("bf16") if place.on_gpu else (float("nan"), "")
     size = place.size(8192, 512)
     count = place.size(1 << 30, 1 << 24)
     dtype = place.size(torch.bfloat16, torch.float32)

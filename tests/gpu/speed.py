@@ -27,8 +27,8 @@ MFU_TARGETS = {
 _BENCH_TOLERANCE = 0.1  # between a bench and a run of the same shapes
 _CHECKPOINT_BYTES = 40e9  # of the one checkpoint of the 8B-wide model
 _PEAK_LINE = (
-    r"([\d.]+) TFLOP/s per rank .*?([\d.]+) GFLOP per token with the whole square of "
-    r"attention, ([\d.]+) with its causal half"
+    r"([\d.]+) TFLOP/s per GPU .*?([\d.]+) GFLOP per token with attention counted as full, "
+    r"([\d.]+) as causal"
 )
 
 

@@ -92,6 +92,13 @@ def test_the_first_row_has_no_eta() -> None:
     assert "eta" not in line + console.format_record(first, 0)
 
 
+def test_a_row_of_a_cpu_has_no_mfu() -> None:
+    on_cpu = {key: value for key, value in ROW.items() if key != "perf/mfu"}
+    line = console.ConsoleLines(20_000).format_row(on_cpu)
+    assert "6,404 tok/s  61.2 GiB" in line and "MFU" not in line
+    assert "mfu" not in console.format_record(on_cpu, 0)
+
+
 def test_a_record_is_a_dict_after_the_rank() -> None:
     text = console.format_record(row(perf__slowest_ratio=1.7), 5)
     assert text.startswith("[rank=5] {'global_step': 150, 'running_loss': 1.72, ")

@@ -14,7 +14,7 @@ from lib.train.plan import Plan
 from tests.train.test_plan import options
 
 SEVEN_B = ModelCost(7_250_000_000, 4.4e10, 87e9, scratch=False, validates=True)
-H100 = Hardware(8, 989e12, "data sheet of the H100", "GPU")
+H100 = Hardware(8, 989e12, "data sheet of the H100")
 FORTY_GB = 40_000_000_000 // 4 // 1024  # samples of 1,024 tokens
 
 
@@ -43,6 +43,15 @@ def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
     small = replace(SEVEN_B, parameters=3_000_000)
     assert "time" not in estimates.describe_cost(planned(), small, H100)
     assert "measured" not in estimates.describe_cost(planned(max_steps=20), SEVEN_B, H100)["time"]
+
+
+def test_no_time_is_estimated_on_a_cpu() -> None:
+    cpu = Hardware(8, None)
+    assert "time" not in estimates.describe_cost(planned(), SEVEN_B, cpu)
+    assert estimates.estimate_forward_seconds(1000, SEVEN_B, cpu) is None
+    assert estimates.suggest_shorter_bench(planned(bench=True), SEVEN_B, cpu) is None
+    text = estimates.suggest_global_batch(planned(), SEVEN_B, cpu)
+    assert text and "the time stays" not in text
 
 
 @pytest.mark.parametrize(

@@ -151,8 +151,7 @@ class BenchReport(Report):
             f"activation checkpointing {config.activation_checkpointing}, {config.optimizer}",
             "tokens/s": f"{row['perf/tokens_per_sec']:,.0f}; "
             f"{row['perf/tokens_per_sec_per_device']:,.0f} per {kind}",
-            "MFU": f"{100 * row['perf/mfu']:.1f} %: {row['perf/tflops']:.4g} of "
-            f"{self._meters.peak / 1e12:.4g} TFLOP/s per {kind}",
+            **self._describe_mfu(),
             "time of a step": f"{total:,.1f} ms",
             **{
                 f"  {phase}": f"{ms:,.1f} ms, {100 * ms / total:.1f} %"
@@ -164,6 +163,16 @@ class BenchReport(Report):
             "times the median rank for data and optimizer",
             "loss": f"{self._losses[0]:.3f} after {bench.WARMUP_STEPS} steps, "
             f"{self._losses[-1]:.3f} after {bench.LAST_MEASURED}",
+        }
+
+    def _describe_mfu(self) -> dict[str, str]:
+        """Return the row about MFU; {} on a CPU."""
+        if self._meters.peak is None:
+            return {}
+        row = self._row
+        return {
+            "MFU": f"{100 * row['perf/mfu']:.1f} %: {row['perf/tflops']:.4g} of "
+            f"{self._meters.peak / 1e12:.4g} TFLOP/s per GPU"
         }
 
     def _describe_communication(self) -> str:
@@ -195,7 +204,7 @@ class BenchReport(Report):
             **{name: getattr(config, name) for name in _OPTIONS},
             "warmup_steps": bench.WARMUP_STEPS,
             "measured_steps": bench.MEASURED_STEPS,
-            "peak_tflops": self._meters.peak / 1e12,
+            **({"peak_tflops": self._meters.peak / 1e12} if self._meters.peak else {}),
             **{
                 key: value
                 for key, value in self._row.items()

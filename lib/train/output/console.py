@@ -24,7 +24,8 @@ _SHORT_NAMES = {  # names of figures in rank logs, in the order of the log
     "perf/loader_share": "loader_share",
     "perf/loader_tokens_per_sec_per_device": "loader_tok/s",
 }
-_WIDTHS = (10, 9, 11, 8, 8)  # initial widths of the cells of a console line
+# Initial widths of the cells of a console line.
+_WIDTHS = {"loss": 10, "lr": 9, "speed": 11, "mfu": 8, "memory": 8}
 _STRAGGLER = 1.5  # ratio to the median rank from which a line names the slowest rank
 
 
@@ -33,23 +34,24 @@ class ConsoleLines:
 
     def __init__(self, total_steps: int) -> None:
         self._total = f"{total_steps:,}"
-        self._widths = list(_WIDTHS)
+        self._widths = dict(_WIDTHS)
 
     def format_row(self, row: dict[str, Any]) -> str:
         """Return a row of metrics.jsonl as a line of less than 120 columns."""
-        cells = [
-            f"loss {row['train/loss_mean']:.3f}",
-            f"lr {_format_rate(row['train/learning_rate'])}",
-            f"{row['perf/tokens_per_sec']:,.0f} tok/s",
-            f"{_format_percent(row['perf/mfu'])} MFU",
-            units.memory(row["memory/max_peak_gib"] * (1 << 30)),
-        ]
-        self._widths = list(map(max, self._widths, map(len, cells)))
+        cells = {
+            "loss": f"loss {row['train/loss_mean']:.3f}",
+            "lr": f"lr {_format_rate(row['train/learning_rate'])}",
+            "speed": f"{row['perf/tokens_per_sec']:,.0f} tok/s",
+            **({"mfu": f"{_format_percent(row['perf/mfu'])} MFU"} if "perf/mfu" in row else {}),
+            "memory": units.memory(row["memory/max_peak_gib"] * (1 << 30)),
+        }
+        for name, cell in cells.items():
+            self._widths[name] = max(self._widths[name], len(cell))
         step = f"{row['step']:,}".rjust(len(self._total))
         return "  ".join(
             [
                 f"step {step}/{self._total}",
-                *map(str.rjust, cells, self._widths),
+                *(cell.rjust(self._widths[name]) for name, cell in cells.items()),
                 *_list_remarks(row),
             ]
         )

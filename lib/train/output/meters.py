@@ -206,9 +206,9 @@ class Meters:
     As a context manager, it makes Python collect garbage every 100 steps, on all ranks in the same
     steps.
 
-    flops: floating-point operations per token, forward and backward. peak: FLOP/s of a rank.
-    memory_before: GiB in use before the model was allocated. memory_peak: GiB, the maximum since
-    then.
+    flops: floating-point operations per token, forward and backward. peak: FLOP/s of a GPU,
+    None on a CPU. memory_before: GiB in use before the model was allocated. memory_peak: GiB, the
+    maximum since then.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Meters:
         experiment: Experiment,
         layout: ParallelLayout,
         flops: float,
-        peak: float,
+        peak: float | None,
         memory_before: float,
         step: int,
     ) -> None:

@@ -217,7 +217,7 @@ def read_row(
         "perf/label_tokens_per_sec": labels / seconds,
         "perf/samples_per_sec": plan.division.global_batch / seconds,
         "perf/tflops": per_device * meters.flops / 1e12,
-        "perf/mfu": per_device * meters.flops / meters.peak,
+        **({"perf/mfu": per_device * meters.flops / meters.peak} if meters.peak else {}),
         **captured.speeds,
         **times,
         **stream.costs(times),
