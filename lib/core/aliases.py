@@ -95,7 +95,8 @@ ROWS = (
     ),
     _advise(
         "--model-name",
-        "05_export_checkpoint.py --from-dcp DIR -m MODEL --out NEW, then -m NEW",
+        "stage 05 takes it over: 05_export_checkpoint.py --from-dcp DIR -m MODEL --out NEW; "
+        "then -m NEW",
         earlier="resume_from_foreign",
     ),
     _advise(
