@@ -66,7 +66,8 @@ def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Par
         assert owners, row
         for parser in owners:
             known = parser._option_string_actions.keys()
-            assert named <= (of_stages if "stage 0" in row.text else known), row
+            if "launch/" not in row.text:  # shell scripts
+                assert named <= (of_stages if "stage 0" in row.text else known), row
             for name in " ".join(row.names.values()).split():
                 flag = parser.to_our_name(f"--{name}")
                 assert flag not in known, f"{name} is an option, so its row is never shown: {row}"
