@@ -24,7 +24,8 @@ from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.text_documents import Fields
 
 _FIELDS = ("text", "content")
-_RECORDS = ("json", "jsonl", "csv", "tsv", "parquet", "arrow", "yaml")
+# YAML is left out: its parser may crash on a hostile file, and this is the parent process.
+_RECORDS = ("json", "jsonl", "csv", "tsv", "parquet", "arrow")
 _FILES = 8
 _RECORDS_PER_FILE = 20
 _LARGEST_FILE = 32_000_000  # bytes of a file that must be read as a whole
@@ -95,9 +96,9 @@ def _read_sample(folder: Path, files: Sequence[InputFile]) -> Iterator[Any]:
 
 
 def _has_records(file: InputFile) -> bool:
-    kind = kinds.find_suffix(file.path).removeprefix(".").replace("yml", "yaml")
+    kind = kinds.find_suffix(file.path).removeprefix(".")
     return kind.replace("ndjson", "jsonl") in _RECORDS and (
-        file.bytes < _LARGEST_FILE or kind not in ("json", "yaml")
+        file.bytes < _LARGEST_FILE or kind != "json"
     )
 
 
