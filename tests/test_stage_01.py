@@ -133,7 +133,7 @@ def test_a_second_run_is_done_refused_or_replaces(stage, raw, tmp_path):
     assert "--num-dirs: 3 there, 4 now" in refused.stderr and "--overwrite" in refused.stderr
     (moved / "new.txt").write_text("new")
     refused = stage(SCRIPT, "--num-dirs", 3, "--src-dir", moved, expect=2)
-    assert "files: 23 there, 24 now" in refused.stderr
+    assert "--src-dir: raw_text there" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert snapshot(tmp_path / "splits") == before
 

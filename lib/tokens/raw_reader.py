@@ -62,7 +62,7 @@ def read_blocks(
         damage: list[str] = []
         file = (
             io.BufferedReader(
-                ChunkStream(decompress_file(plain, compression, damage.append, _open_zstd)),
+                ChunkStream(decompress_file(plain, compression, damage.append, _open_frames)),
                 _BLOCK_BYTES,
             )
             if compression
@@ -128,10 +128,10 @@ def _skip_bytes(file: BinaryIO, amount: int) -> None:
         amount -= skipped
 
 
-def _open_zstd(file: BinaryIO) -> Any:
+def _open_frames(file: BinaryIO, kind: str) -> Any:
     import pyarrow
 
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), "zstd")
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), kind)
 
 
 def _read_parquet(path: Path, span: Span, place: int, text_field: str) -> Iterator[Block]:
