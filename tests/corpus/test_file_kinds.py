@@ -160,6 +160,7 @@ def test_content_that_proves_its_format_is_read_under_another_suffix(read):
         ("a.tar.gz", gzip.compress(bytes(257) + b"ustar\x0000" + bytes(300)), "tar -xf"),
         ("a.xlsx", workbook(), "CSV"),
     ],
+    ids=["zip", "7z", "tar", "xlsx"],
 )
 def test_archives_fail_with_a_command(read, name, data, command):
     outcome = read({name: data, "z.txt": "kept"})
