@@ -336,6 +336,36 @@ def make_checkpointer(
     )
 
 
+def save_step(run: Run, stopping: bool = False) -> None:
+    """Save the state after a step; without `stopping`, perhaps in the background."""
+    with run.meters.pause("save"):
+        run.checkpointer.save(run.state, stopping, run.report.save_callback())
+
+
+def evaluate_step(run: Run) -> str:
+    """Evaluate and sample if due; return "", or the reason to stop that has ended it."""
+    from lib.parallel.stop_request import StopRequested
+
+    state = run.state
+    report = run.report
+    require_none = run.stop_request.require_none
+    try:
+        if run.evaluation.is_due(state.step):
+            with run.meters.pause("evaluation"):
+                report.add_validation(run.evaluation, state.model, run.compute_loss, require_none)
+        report.write_held()
+        if run.sampling.is_due(state.step):
+            with run.meters.pause("samples"):
+                report.add_samples(run.sampling, require_none)
+    except StopRequested as stop:
+        return stop.reason
+    if state.unevaluated:
+        state.unevaluated = {}
+        facts = state.evaluation_facts()
+        run.checkpointer.record_evaluation(state.step, facts, report.save_callback())
+    return ""
+
+
 def train(run: Run) -> Divergence | None:
     """Train to the last step; return earlier if the run has diverged and must be rolled back."""
     from lib.optim.registry import set_learning_rate
@@ -395,36 +425,6 @@ def train(run: Run) -> Divergence | None:
             save_step(run, stopping=True)  # only waits if the step is saved already
             run.report.note_stop(stopping)  # raises Preempted if steps are left
     return None
-
-
-def save_step(run: Run, stopping: bool = False) -> None:
-    """Save the state after a step; without `stopping`, perhaps in the background."""
-    with run.meters.pause("save"):
-        run.checkpointer.save(run.state, stopping, run.report.save_callback())
-
-
-def evaluate_step(run: Run) -> str:
-    """Evaluate and sample if due; return "", or the reason to stop that has ended it."""
-    from lib.parallel.stop_request import StopRequested
-
-    state = run.state
-    report = run.report
-    require_none = run.stop_request.require_none
-    try:
-        if run.evaluation.is_due(state.step):
-            with run.meters.pause("evaluation"):
-                report.add_validation(run.evaluation, state.model, run.compute_loss, require_none)
-        report.write_held()
-        if run.sampling.is_due(state.step):
-            with run.meters.pause("samples"):
-                report.add_samples(run.sampling, require_none)
-    except StopRequested as stop:
-        return stop.reason
-    if state.unevaluated:
-        state.unevaluated = {}
-        facts = state.evaluation_facts()
-        run.checkpointer.record_evaluation(state.step, facts, report.save_callback())
-    return ""
 
 
 def log_step(

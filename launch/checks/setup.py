@@ -34,7 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _OLDEST_PYTHON = (3, 10)
 _NEWEST_PYTHON = (3, 12)
 _TORCH_VERSIONS = (2, 11), (2, 13)
-_OPTIONAL_PACKAGES = {"orjson", "gigatoken", "xxhash", "torchao", "tensorboard", "matplotlib"}
+_OPTIONAL_PACKAGES = {
+    *("backports-zstd", "gigatoken", "matplotlib", "orjson", "tensorboard", "torchao", "xxhash")
+}
 _PIN = re.compile(r'([a-z0-9-]+)==([\w.+]+)(?:; python_version (>=|<) "3\.(\d+)")?')
 _TIMEOUT_S = 120
 

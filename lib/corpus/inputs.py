@@ -214,22 +214,13 @@ def _is_splits(folder: Path) -> bool:
     )
     if folder.is_dir() and not is_artifact and not looks_unfinished:
         return False
-    has_default_source = Path("raw_text").is_dir()  # the default --src-dir of stage 01
-    organise = commands.script(
-        "01_organize_data.py",
-        "--dst-root",
-        folder,
-        *([] if has_default_source else ["--src-dir", "DIR"]),
-    )
-    manifest.read_manifest(
-        folder,
-        SPLITS_KIND,
-        "the splits",
-        run=organise if has_default_source else "",
-        hint=""
-        if has_default_source
-        else f"pass any directory of files, or make splits from a directory DIR: {organise}",
-    )
+    organise = "01_organize_data.py", "--dst-root", folder
+    if Path("raw_text").is_dir():  # the default --src-dir of stage 01
+        remedy = {"run": commands.script(*organise)}
+    else:
+        command = commands.script(*organise, "--src-dir", "DIR")
+        remedy = {"hint": f"pass any directory of files, or make splits of DIR: {command}"}
+    manifest.read_manifest(folder, SPLITS_KIND, "the splits", **remedy)
     return True
 
 

@@ -345,8 +345,8 @@ def test_errors_say_what_to_type_for_other_names(parser: Parser, with_yaml) -> N
     with pytest.raises(UsageError) as caught:
         parser.parse(["--run_name", "x"])
     assert (
-        caught.value.hint == "--save-dir DIR and -e NAME: a run lies in DIR/NAME (run_name is "
-        "the name in the Hugging Face Trainer)"
+        caught.value.hint == "--save-dir DIR and -e NAME: a run lies in DIR/NAME, its TensorBoard "
+        "files in DIR/NAME/tb (run_name is the name in the Hugging Face Trainer)"
     )
     with pytest.raises(UsageError, match=r"(?s)wandb_name.*-e NAME.*'banana'"):  # all at once
         with_yaml("wandb_name: x\nbanana: 2")

@@ -1,5 +1,5 @@
 # covers: lib/corpus/conversations.py, lib/corpus/json_data.py, lib/corpus/tool_calls.py
-# covers: lib/core/conversation.py
+# covers: lib/core/conversation.py, lib/corpus/turn_keys.py
 """Conversations of all formats become rows; other records are refused with a reason."""
 
 from __future__ import annotations
