@@ -737,11 +737,11 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
 def of_saved_splits() -> Iterator[Callable[[], object]]:
     """Yield the error for a saved dataset whose splits would be mixed."""
     Path("saved").mkdir()
-    Path("saved/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    Path("saved/dataset_dict.json").write_text('{"splits": ["en", "de"]}')
     entries = [
         Fake(path="dataset_dict.json", skipped="it describes a dataset"),
-        Fake(path="train/a.arrow", skipped=""),
-        Fake(path="test/a.arrow", skipped=""),
+        Fake(path="en/a.arrow", skipped=""),
+        Fake(path="de/a.arrow", skipped=""),
     ]
     yield lambda: saved.require_readable(Path("saved"), "--src-dir", entries)
 
