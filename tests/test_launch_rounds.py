@@ -17,7 +17,6 @@ from launch.supervision.board import NoteBoard
 from launch.supervision.end_command import EndCommand
 from launch.supervision.head import Head
 from lib.core.paths import Experiment
-from lib.train.config import DEFAULTS
 from tests.trainer_stand_in import COMPLETE, KILLED, find_processes, read_attempts, start_launcher
 
 WAITS = "print('up', flush=True); time.sleep(600)"
