@@ -84,7 +84,7 @@ def main(argv: list[str]) -> None:
     typed = parse(argv)
 
     from lib.train import checks, previous_run
-    from lib.train.copying import copy_complete_run, deleted_if_refused, restore_lost_run
+    from lib.train.copying import copy_complete_run, restore_lost_run
     from lib.train.inputs import find_inputs, is_complete
     from lib.train.new_model import model_from_scratch
     from lib.train.output.journal import drop_one_time_options, is_restart
@@ -93,12 +93,11 @@ def main(argv: list[str]) -> None:
     log.show_times(not (typed.dry_run or typed.prepare_only))
     experiment = Experiment(typed.save_dir, typed.experiment_name)
     config = drop_one_time_options(typed, is_restart(experiment))
-    restored = restore_lost_run(config, experiment)
+    restore_lost_run(config, experiment)
     earlier_run = {} if config.overwrite else previous_run.read_previous(experiment)
     has_begun = bool(earlier_run)
     checks.require_consistent(config, has_begun)
-    new_or_none = model_from_scratch(config, experiment, has_begun)
-    with deleted_if_refused(experiment, restored), new_or_none as new_model:
+    with model_from_scratch(config, experiment, has_begun) as new_model:
         inputs = find_inputs(config, experiment, new_model, earlier_run)
         if is_complete(settle_from_files(config, inputs), experiment, inputs):
             copy_complete_run(config, experiment)

@@ -34,7 +34,7 @@ from launch.kube.kinds import KINDS  # noqa: E402
 from launch.supervision import network  # noqa: E402
 from launch.supervision.outcome import EXIT_INTERRUPTED  # noqa: E402
 from lib.core import commands, options, stage  # noqa: E402
-from lib.core.errors import EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
+from lib.core.errors import EXIT_BUG, EXIT_PREEMPTED, StageError, UsageError  # noqa: E402
 from lib.core.options import Options  # noqa: E402
 from lib.core.retry import poll  # noqa: E402
 from lib.train import command_line  # noqa: E402
@@ -264,8 +264,9 @@ def run_with_signals(command: list[str]) -> int:
     code = code if code >= 0 else 128 - code
     if code and code != EXIT_PREEMPTED and received.count(signal.SIGINT) > 1:
         return EXIT_INTERRUPTED
-    # torchrun returns 1 for any failure, so every run that received a signal is worth a retry.
-    return _EXIT_RETRY if code == EXIT_PREEMPTED or (code and received) else code
+    # torchrun returns 1 for any failure, so such a run is worth a retry after a signal; a full disk
+    # during the save is not.
+    return _EXIT_RETRY if code == EXIT_PREEMPTED or (received and code == EXIT_BUG) else code
 
 
 if __name__ == "__main__":

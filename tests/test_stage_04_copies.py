@@ -1,5 +1,5 @@
 # covers: 04_train_fsdp.py, lib/checkpoints/copier.py, lib/checkpoints/copies.py
-# covers: lib/train/copying.py, lib/hub/s3.py
+# covers: lib/checkpoints/copy_lease.py, lib/train/copying.py, lib/hub/s3.py
 """`--ckpt-copy-to`: copies of checkpoints in a second place, and runs restored from them."""
 
 from __future__ import annotations
@@ -147,8 +147,39 @@ def test_copies_of_another_run_of_the_same_name_are_not_taken_over(run: Path, ra
     other = (*IN_DIRECTORY, "--seed", 5, "--resume", "copies")
     done = run_stage("04_train_fsdp.py", *other, cwd=run, ranks=ranks, expect=code)
     assert "other settings" in done.stdout + done.stderr
-    left = [p for p in (run / "outputs/run").rglob("*") if p.is_file()]
-    assert [path.name for path in left] in ([], ["lock.json"]), left
+    assert not (run / "outputs/run").exists(), "nothing is restored before the comparison"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "ranks"),
+    [
+        ("second", 2),
+        (URL, 0),
+        pytest.param("second", 0, marks=pytest.mark.long),
+        pytest.param(URL, 2, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_lives_keeps_its_copies(
+    project: Path, server: S3Server, target: str, ranks: int
+) -> None:
+    """A second launch of the same run elsewhere is refused while the first one copies."""
+    environment = server.environment()
+    words = ("04_train_fsdp.py", *COMMON, "-e", "run", "--ckpt-copy-to", target)
+    first = start_stage(*words, "--max-steps", 50_000, cwd=project, env=environment, ranks=ranks)
+    wait_until(lambda: (project / "outputs/run/state.json").exists() and state(project)["copied"])
+    second = (*words, "--save-dir", "other", "--resume", "copies", "--max-steps")
+    done = run_stage(
+        *second, 50_000, cwd=project, env=environment, ranks=ranks, expect=1 if ranks else 2
+    )
+    assert "another launch writes the copies" in done.stdout + done.stderr
+    assert not (project / "other/run").exists()
+    (project / "outputs/run/stop").touch()
+    assert {*first.wait(300)} <= {75, 0}
+    end = list_saved_steps(project, "run")[-1] + 1
+    run_stage(*second, end, cwd=project, env=environment, ranks=ranks)
+    rows = (project / "other/run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == end
 
 
 @pytest.mark.slow

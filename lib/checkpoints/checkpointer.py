@@ -161,9 +161,9 @@ class Checkpointer:
     ) -> None:
         """Wait at most `patience` seconds for the copy of the newest checkpoint, then stop copying.
 
-        is_stopped: returns on rank 0 whether to stop waiting. beat: called now and then on all
-        ranks, to show a watchdog that they wait. All ranks must call this, and none waits longer
-        in a collective than rank 0 needs for its answer.
+        is_stopped: called on all ranks; returns on all of them whether one must stop waiting. beat:
+        called now and then on all ranks, to show a watchdog that they wait. All ranks must call
+        this, and none waits longer in a collective than rank 0 needs for its answer.
         """
         deadline = time.monotonic() + patience
 
@@ -172,11 +172,11 @@ class Checkpointer:
                 return True
             if self._copier.wait(min(1.0, max(0.0, deadline - time.monotonic()))):
                 return True
-            return time.monotonic() > deadline or is_stopped() or self._copier.has_given_up()
+            return time.monotonic() > deadline or self._copier.has_given_up()
 
         if self._copier:
             self._copier.hurry(patience)
-        while not on_rank_0(is_over, self._layout.control):
+        while not (on_rank_0(is_over, self._layout.control) or is_stopped()):
             beat()
         if self._copier:
             self._copier.close()

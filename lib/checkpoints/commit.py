@@ -58,7 +58,7 @@ MIN_KEPT = 2  # checkpoints that retention always keeps
 _READERS = 4  # files that a rank hashes in parallel
 _MARGIN = 1.15  # free space needed, relative to the last checkpoint
 _READ_ERROR = "[Errno "  # start of the reason in events.jsonl if a disk failed to read
-_LEFTOVER_NAME = re.compile(r"step_\d+\.tmp-[0-9a-f]+|\.trash-step_\d+")
+_LEFTOVER_NAME = re.compile(r"step_\d+\.tmp-[0-9a-f]+|\.trash-step_\d+(-[0-9a-f]+)?")
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,16 @@ def quarantine_newer(checkpoints: Path, step: int, why: str) -> None:
 def list_quarantined(checkpoints: Path) -> list[Path]:
     """Return the directories in quarantine."""
     return _list_directory(checkpoints / QUARANTINE)
+
+
+def prune_quarantine(checkpoints: Path, keep: int) -> None:
+    """Delete all but the `keep` checkpoints that were quarantined last."""
+    delete_leftovers(checkpoints / QUARANTINE)
+    moved = sorted(
+        (path for path in list_quarantined(checkpoints) if path.name.startswith("step_")),
+        key=lambda path: path.name.rpartition("-")[2],
+    )
+    delete_checkpoints(moved[:-keep])
 
 
 def list_unreadable(checkpoints: Path) -> list[Checkpoint]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from threading import Condition, Thread
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import commit, copies
 from lib.checkpoints.commit import Checkpoint
+from lib.checkpoints.copy_lease import PlaceLease
 from lib.core import log, paths, units
 from lib.core.errors import StageError, UsageError, from_os_error
 from lib.core.events import Event
@@ -148,6 +150,10 @@ class Copier:
         is_done = self.wait(0.0)
         self._is_closed = True
         self.wake()
+        if is_done and self._worker:
+            self._thread.join()
+            with suppress(StageError, OSError):
+                self._call_place("release")
         if worker := self._worker:
             worker.close()
         if is_done and self._copies:
@@ -307,7 +313,19 @@ class Copier:
 
 
 def _prepare_place(target: str, experiment: str, run: str) -> Callable[[tuple[Any, ...]], Any]:
-    """Return the function of the child process that calls a method of the place."""
+    """Return the function of the child process that calls a method of the place, or releases it.
+
+    The child holds the place, so that the next launch on this machine sees the end of its holder.
+    """
     os.nice(19)
     place = copies.open_place(target, experiment, run)
-    return lambda task: getattr(place, task[0])(*task[1:])
+    place.claim()
+    lease = PlaceLease(place)
+
+    def call(task: tuple[Any, ...]) -> Any:
+        if task == ("release",):
+            return lease.release()
+        lease.require_held()
+        return getattr(place, task[0])(*task[1:])
+
+    return call

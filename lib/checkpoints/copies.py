@@ -2,6 +2,7 @@
 
     <place>/<experiment>-<run ID>/
         COPIES.json                      marks the directory as ours
+        LEASE.json                       names the process that writes here (copy_lease.py)
         config.yaml, model/, metrics.jsonl, events.jsonl
         checkpoints/step_00001000/       the files of the checkpoint, unchanged
 
@@ -14,23 +15,22 @@ not count. Only files in a place with COPIES.json are ever deleted.
 from __future__ import annotations
 
 import json
-import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lib.checkpoints import commit
-from lib.checkpoints.commit import COMMIT, KIND, MANIFEST, Checkpoint
-from lib.core import commands, hashing, manifest, partial_dirs, paths, publish, records
-from lib.core.errors import ArtifactError, StageError, UsageError
+from lib.checkpoints import commit, copy_files
+from lib.checkpoints.commit import COMMIT, MANIFEST, Checkpoint
+from lib.core import commands, hashing, manifest, partial_dirs, paths, records
+from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import Experiment
 from lib.hub import s3
 from lib.hub.s3 import Bucket
 
 LABEL = "COPIES.json"
+RETIRED_KEPT = 2  # unusable copies that are kept for a person to inspect, besides the usable ones
 _LABEL_KIND = "checkpoint copies/1"
 _CHECKPOINTS = "checkpoints"
 _SUPERSEDED = f"{COMMIT}.superseded"
@@ -48,11 +48,8 @@ class CopyPlace(ABC):
         self._label = {"kind": _LABEL_KIND, "experiment": experiment, "run": run}
         self._run_files: dict[str, str] = {}  # digests of the files written by this process
 
-    def open(self) -> tuple[dict[int, dict[str, Any]], list[str]]:
-        """Return the content of COMMIT of each copy by step, and the names of deleted leftovers.
-
-        Creates the place if needed. Raises UsageError if it cannot be used.
-        """
+    def claim(self) -> None:
+        """Create the place if needed. Raises UsageError if it contains something else."""
         label = self._read_label()
         if label is None:
             self.write_file(LABEL, json.dumps(self._label).encode())
@@ -62,6 +59,13 @@ class CopyPlace(ABC):
                 expected=f"a {LABEL} of run {self._label['run']}",
                 found=str(label)[:200],
             )
+
+    def open(self) -> tuple[dict[int, dict[str, Any]], list[str]]:
+        """Return the content of COMMIT of each copy by step, and the names of deleted leftovers.
+
+        Creates the place if needed. Raises UsageError if it cannot be used.
+        """
+        self.claim()
         return self.read_commits(), self._delete_leftovers()
 
     def is_ours(self) -> bool:
@@ -90,7 +94,7 @@ class CopyPlace(ABC):
             except FileNotFoundError:
                 raise ArtifactError(f"{self.where}/{folder}/{name} is missing") from None
 
-        return write_checkpoint(checkpoints, step, read)
+        return copy_files.write_checkpoint(checkpoints, step, read)
 
     def copy_commit(self, checkpoint: Checkpoint) -> None:
         """Replace COMMIT of a complete copy, whose other files are those of the checkpoint."""
@@ -107,16 +111,17 @@ class CopyPlace(ABC):
                 self.write_file(name, content)
                 self._run_files[name] = digest
 
-    def restore_run_files(self, experiment: Experiment) -> list[Path]:
+    def restore_run_files(self, experiment: Experiment, with_logs: bool = True) -> list[Path]:
         """Write the missing files of a run, except checkpoints, and return their paths."""
         written = []
         manifest.remove_temporary(experiment.root)
-        ours = {experiment.config.name, experiment.metrics.name, experiment.events.name}
+        logs = {experiment.metrics.name, experiment.events.name} if with_logs else set()
+        ours = {experiment.config.name} | logs
         for name in self._list_files():
             path = experiment.root / name
             is_of_model = name.startswith(f"{experiment.model.name}/")
             if (name in ours or is_of_model) and not records.leads_out(name) and not path.exists():
-                _replace_file(path, b"".join(self.read(name)))
+                copy_files.replace_file(path, b"".join(self.read(name)))
                 written.append(path)
         return written
 
@@ -138,7 +143,10 @@ class CopyPlace(ABC):
 
     @abstractmethod
     def retire(self, steps: Collection[int]) -> None:
-        """Make copies unusable without deleting files, because the run continues before them."""
+        """Make copies unusable, because the run continues before them.
+
+        Their files are deleted only if more than RETIRED_KEPT copies are unusable.
+        """
 
     @abstractmethod
     def delete(self, steps: Collection[int]) -> None:
@@ -179,7 +187,7 @@ class DirectoryPlace(CopyPlace):
 
     def copy(self, checkpoint: Checkpoint) -> None:
         require_mount(str(self._root))
-        write_checkpoint(
+        copy_files.write_checkpoint(
             self._checkpoints, checkpoint.step, lambda name: _read_file(checkpoint.path / name)
         )
 
@@ -187,6 +195,7 @@ class DirectoryPlace(CopyPlace):
         for copy in commit.list_checkpoints(self._checkpoints):
             if copy.step in steps:
                 commit.quarantine(copy, "the run continues from an earlier step")
+        commit.prune_quarantine(self._checkpoints, RETIRED_KEPT)
 
     def delete(self, steps: Collection[int]) -> None:
         commit.delete_checkpoints(self._checkpoints / paths.step_name(step) for step in steps)
@@ -197,7 +206,7 @@ class DirectoryPlace(CopyPlace):
 
     def write_file(self, name: str, content: bytes) -> None:
         require_mount(str(self._root))
-        _replace_file(self._root / name, content)
+        copy_files.replace_file(self._root / name, content)
 
     def _list_files(self) -> list[str]:
         names = (p.relative_to(self._root).as_posix() for p in self._root.rglob("*") if p.is_file())
@@ -237,7 +246,7 @@ class BucketPlace(CopyPlace):
         folder = _name_folder(checkpoint.step)
         commit_bytes = (checkpoint.path / COMMIT).read_bytes()
         manifest_bytes = (checkpoint.path / MANIFEST).read_bytes()
-        files = parse_manifest(checkpoint.step, commit_bytes, manifest_bytes)
+        files = copy_files.parse_manifest(checkpoint.step, commit_bytes, manifest_bytes)
         self._bucket.write(f"{folder}/{_name_mark(checkpoint.step)}", b"")
         names = {f"{folder}/{entry['path']}" for entry in files} | {
             f"{folder}/{_name_mark(checkpoint.step)}"
@@ -261,6 +270,11 @@ class BucketPlace(CopyPlace):
             content = b"".join(self.read(f"{_name_folder(step)}/{COMMIT}"))
             self._bucket.write(f"{_name_folder(step)}/{_SUPERSEDED}", content)
             self._bucket.delete([f"{_name_folder(step)}/{COMMIT}"])
+        names = set(self._bucket.list_names(f"{_CHECKPOINTS}/"))
+        retired = [s for s in _list_steps(names) if f"{_name_folder(s)}/{_SUPERSEDED}" in names]
+        for step in retired[:-RETIRED_KEPT]:
+            self._bucket.write(f"{_name_folder(step)}/{_name_mark(step)}", b"")
+            self._delete_marked(step)
 
     def delete(self, steps: Collection[int]) -> None:
         for step in steps:
@@ -289,9 +303,7 @@ class BucketPlace(CopyPlace):
         self._bucket.abort_uploads(f"{_CHECKPOINTS}/")
         names = set(self._bucket.list_names(f"{_CHECKPOINTS}/"))
         deleted = []
-        for step in sorted(
-            {step for name in names if (step := paths.step_of(name.split("/")[1])) is not None}
-        ):
+        for step in _list_steps(names):
             folder = _name_folder(step)
             if f"{folder}/{_name_mark(step)}" not in names:
                 continue
@@ -301,6 +313,11 @@ class BucketPlace(CopyPlace):
                 self._delete_marked(step)
                 deleted.append(paths.step_name(step))
         return deleted
+
+
+def _list_steps(names: Iterable[str]) -> list[int]:
+    """Return the steps of the names of objects below checkpoints/, sorted."""
+    return sorted({s for name in names if (s := paths.step_of(name.split("/")[1])) is not None})
 
 
 def _name_folder(step: int) -> str:
@@ -366,84 +383,3 @@ def _read_file(path: Path) -> Iterator[bytes]:
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             yield chunk
-
-
-def write_checkpoint(
-    checkpoints: Path, step: int, read: Callable[[str], Iterable[bytes]]
-) -> Checkpoint:
-    """Write a copy of a checkpoint from another place, verify it, and publish it.
-
-    The protocol is that of a save: files are hashed while they are written, fsynced, and read again
-    from the disk; then come manifest and COMMIT. read: returns the content of a file by its path in
-    the checkpoint. Raises ArtifactError if the content does not match the manifest, DiskFullError
-    without disk space, or the error of `read`.
-    """
-    commit_bytes = b"".join(read(COMMIT))
-    manifest_bytes = b"".join(read(MANIFEST))
-    files = parse_manifest(step, commit_bytes, manifest_bytes)
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    commit.require_free(checkpoints, sum(entry["bytes"] for entry in files))
-    attempt = commit.create_attempt(checkpoints, step)
-    try:
-        for entry in files:
-            _write_file(attempt / entry["path"], entry, read(entry["path"]))
-        for name, content in ((MANIFEST, manifest_bytes), (COMMIT, commit_bytes)):
-            if name == COMMIT and (damage := Checkpoint(attempt, step).content_problems(0, 1)):
-                raise StageError(f"the copy differs from what was written: {damage[0]}")
-            _write_bytes(attempt / name, content)
-        for directory in {attempt, *((attempt / entry["path"]).parent for entry in files)}:
-            publish.fsync(directory)
-        return commit.publish_attempt(attempt, step)
-    except BaseException:
-        commit.delete_attempt(attempt)
-        raise
-
-
-def parse_manifest(step: int, commit_bytes: bytes, manifest_bytes: bytes) -> list[dict[str, Any]]:
-    """Return the entries of a checkpoint's files; raise ArtifactError if COMMIT does not fit."""
-    is_sound = False
-    files: list[dict[str, Any]] = []
-    with suppress(ValueError, KeyError, TypeError, AttributeError):
-        content = records.parse_json(commit_bytes)
-        files = records.parse_json(manifest_bytes)["files"]
-        is_sound = (
-            commit.has_digest(content)
-            and content["step"] == step
-            and content["manifest"] == hashing.bytes_digest(manifest_bytes, "sha256")
-            and all(manifest.is_valid_entry(entry, KIND) for entry in files)
-        )
-    if not is_sound:
-        raise ArtifactError(f"{COMMIT} or {MANIFEST} of step {step:,} is damaged")
-    return files
-
-
-def _write_file(path: Path, entry: dict[str, Any], chunks: Iterable[bytes]) -> None:
-    """Write a file, check its digest, and drop it from the page cache, for a later check."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with hashing.HashedFile(path, entry["digest"].partition(":")[0]) as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.sync()
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if (file.bytes, file.digest()) != (entry["bytes"], entry["digest"]):
-            raise ArtifactError(f"{entry['path']} has other content than when it was saved")
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    """Write a file through a temporary one, so that it is complete or does not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        _write_bytes(temporary, content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    publish.fsync(path.parent)
-
-
-def _write_bytes(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())

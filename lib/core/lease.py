@@ -60,11 +60,7 @@ class Lease:
         self._path = path
         self._lost = lost
         self._beats = 0
-        self._record = {
-            "host": platform.node(),
-            **liveness.process_record(os.getpid()),
-            "id": f"{time.time_ns():x}-{os.getpid()}",
-        }
+        self._record = make_record()
         self._lock = lock_directory(path.parent)
         if self._lock < 0:
             raise self._make_held_error(records.read_mapping(path))
@@ -249,6 +245,15 @@ def lock_directory(directory: Path) -> int:
         return descriptor
     os.close(descriptor)
     return -1
+
+
+def make_record() -> dict[str, Any]:
+    """Return the values by which others recognise this process as the holder."""
+    return {
+        "host": platform.node(),
+        **liveness.process_record(os.getpid()),
+        "id": f"{time.time_ns():x}-{os.getpid()}",
+    }
 
 
 def describe_holder(record: dict[str, Any]) -> str:

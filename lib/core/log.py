@@ -6,7 +6,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -112,6 +113,17 @@ def setup(stream: TextIO | None = None) -> None:
     _logger.handlers = [console]
     _logger.setLevel(logging.INFO)
     _logger.propagate = False
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Log nothing but errors, in a check whose lines the launch logs again."""
+    level = _logger.level
+    _logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        _logger.setLevel(level)
 
 
 def show_times(are_shown: bool) -> None:

@@ -241,5 +241,5 @@ def report_unused(device: str) -> None:
 
 def warn_without_offload(device: str) -> None:
     """Warn that --cpu-offload changes nothing on the CPU. device: the value of --device."""
-    if device == "cpu" or not torch.cuda.is_available():
+    if log.rank() == 0 and (device == "cpu" or not torch.cuda.is_available()):
         log.warn("--cpu-offload changes nothing here: this run trains on the CPU")

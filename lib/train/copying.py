@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -11,16 +12,23 @@ from lib.checkpoints import commit, copies
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.copier import Copier
 from lib.checkpoints.copies import CopyPlace
+from lib.checkpoints.copy_lease import PlaceLease
 from lib.core import commands, launcher, log, manifest, units
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, StageError, UsageError
 from lib.core.events import Event
+from lib.core.identity import find_differences, list_differences
 from lib.core.lease import DirectoryHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
 from lib.core.run_records import read_config
 from lib.hub import s3
+from lib.train import checks, previous_run
 from lib.train.config import Config
+from lib.train.inputs import find_inputs
+from lib.train.new_model import model_from_scratch
 from lib.train.output.journal import Journal, is_restart, read_state
+from lib.train.plan import Plan
+from lib.train.settle import settle_from_files
 
 if TYPE_CHECKING:  # these import torch, which a run that is complete does not wait for
     from lib.checkpoints.checkpointer import Checkpointer
@@ -35,17 +43,18 @@ _ROOT = Path("/")
 _WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after 30 s
 
 
-def restore_lost_run(config: Config, experiment: Experiment) -> list[Path]:
+def restore_lost_run(config: Config, experiment: Experiment) -> None:
     """Restore the newest copy of a run that has no complete checkpoint, if there is one.
 
-    Returns the restored files, on rank 0. Without the run's config.yaml, only the run's name
-    connects it with copies, and another run may have the same name; so a person must ask for them
-    with --resume copies.
+    Without the run's config.yaml, only the run's name connects it with copies, and another run may
+    have the same name; so a person must ask for them with --resume copies. Copies of a run with
+    other settings are never restored.
 
     Call this before the run looks for its earlier launches, so that the run then resumes as usual.
     All ranks must call this; rank 0 restores while the others wait. Raises ArtifactError if no copy
-    is intact, UsageError if nobody has asked for the copies, and UsageError or StageError if the
-    place cannot be read, since a run that may have copies must not start from the beginning.
+    is intact, UsageError if nobody has asked for the copies, if they belong to another run, or if
+    another launch writes them, and UsageError or StageError if the place cannot be read, since a
+    run that may have copies must not start from the beginning.
     """
     if config.resume == COPIES and not config.ckpt_copy_to:
         raise UsageError("--resume copies needs --ckpt-copy-to, the place of the copies")
@@ -57,32 +66,13 @@ def restore_lost_run(config: Config, experiment: Experiment) -> list[Path]:
         or config.prepare_only
         or commit.find_newest(experiment.checkpoints)
     ):
-        return []
+        return
     from lib.parallel.layout import meet_ranks  # imports torch
 
-    restored: list[Path] = []
     if meeting := meet_ranks():
-        meeting.run_on_rank_0(lambda: restored.extend(_restore_run(config, experiment)))
+        meeting.run_on_rank_0(lambda: _restore_run(config, experiment))
     else:
-        restored = _restore_run(config, experiment)
-    return restored
-
-
-@contextmanager
-def deleted_if_refused(experiment: Experiment, restored: list[Path]) -> Iterator[None]:
-    """Delete the restored files again if the launch is refused before it trains.
-
-    They then belong to a run with other settings. state.json, which is never restored, shows that a
-    launch has trained.
-    """
-    try:
-        yield
-    except (UsageError, ArtifactError):
-        if restored and not experiment.state.exists():
-            with suppress(OSError):
-                _delete_restored(experiment, restored)
-                log.warn(f"the restored files are deleted again from {experiment.root}")
-        raise
+        _restore_run(config, experiment)
 
 
 def _require_consent(config: Config, experiment: Experiment, place: CopyPlace) -> None:
@@ -98,12 +88,53 @@ def _require_consent(config: Config, experiment: Experiment, place: CopyPlace) -
     )
 
 
-def _restore_run(config: Config, experiment: Experiment) -> list[Path]:
-    assert config.ckpt_copy_to
-    copies.require_mount(config.ckpt_copy_to)
+def _require_same_run(config: Config, experiment: Experiment, place: CopyPlace) -> None:
+    """Raise UsageError if copies belong to a run with other settings; restores nothing.
+
+    Reads only small files of the place: the newest COMMIT, config.yaml, and the files of the model.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Experiment(Path(folder), experiment.root.name)
+        with _explain_unreadable(experiment):
+            commits = place.read_commits()
+            if not commits:  # all are damaged, which the restore reports
+                return
+            place.restore_run_files(copied, with_logs=False)
+        facts = commits[max(commits)]
+        record = read_config(copied) | {"identity": facts["identity"]}
+        lost = Experiment(config.save_dir, config.experiment_name)
+        lost.model = copied.model
+        now = _identify_launch(config, lost, record, facts.get("samples_per_epoch"))
+    changed = find_differences(facts["identity"], now)
+    if refused := previous_run.list_refused(changed, config.resume_with_changes):
+        raise UsageError(
+            f"the copies in {place.where} belong to a run that was started with other settings",
+            found=list_differences(refused),
+            hint="nothing is restored. Use the settings of that run or another "
+            "--experiment-name, or start another run under this name:",
+            run=commands.as_typed("--resume", "never"),
+        )
+
+
+def _identify_launch(
+    config: Config, lost: Experiment, record: dict[str, Any], samples: int | None
+) -> dict[str, Any]:
+    """Return the identity of this launch if it resumes a lost run.
+
+    record: the content of the run's config.yaml. samples: number of samples in an epoch.
+    """
+    checks.require_consistent(config, has_begun=True)
+    with log.muted(), model_from_scratch(config, lost, True) as new_model:
+        inputs = find_inputs(config, lost, new_model, record)
+    settled = settle_from_files(config, inputs)
+    return Plan.of(settled, inputs.fingerprints, samples).identity()
+
+
+@contextmanager
+def _explain_unreadable(experiment: Experiment) -> Iterator[None]:
+    """Raise UsageError or StageError with a remedy if the place cannot be read."""
     try:
-        place = _find_copies(config.ckpt_copy_to, experiment)
-        steps = place.list_steps() if place else []
+        yield
     except (StageError, OSError) as error:
         problem = error.problem if isinstance(error, StageError) else str(error)
         kind = UsageError if isinstance(error, (UsageError, OSError)) else StageError
@@ -114,14 +145,32 @@ def _restore_run(config: Config, experiment: Experiment) -> list[Path]:
             hint="if this run has no copies, start it without looking for them:",
             run=commands.as_typed("--resume", "never"),
         ) from error
+
+
+def _restore_run(config: Config, experiment: Experiment) -> None:
+    assert config.ckpt_copy_to
+    copies.require_mount(config.ckpt_copy_to)
+    with _explain_unreadable(experiment):
+        place = _find_copies(config.ckpt_copy_to, experiment)
+        steps = place.list_steps() if place else []
     if place is None or not steps:
-        return []
+        return
     _require_consent(config, experiment, place)
+    _require_same_run(config, experiment, place)
+    place_lease = PlaceLease(place)
+    try:
+        _restore_with_leases(place, steps, experiment)
+    finally:
+        place_lease.release()
+
+
+def _restore_with_leases(place: CopyPlace, steps: list[int], experiment: Experiment) -> None:
+    """Restore a run, whose directory no other launch may use meanwhile. steps: newest first."""
     experiment.root.mkdir(parents=True, exist_ok=True)
     try:
         lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
     except DirectoryHeld:
-        return []  # another launch trains this run; `claim_experiment` refuses this one
+        return  # another launch trains this run; `claim_experiment` refuses this one
     written: list[Path] = []
     try:
         # config.yaml comes first: if this launch is killed, the next one finds the run's ID in it.
@@ -139,8 +188,6 @@ def _restore_run(config: Config, experiment: Experiment) -> list[Path]:
         f"{experiment.root} had no complete checkpoint; step {checkpoint.step:,} was restored from "
         f"its copy in {place.where}, and the run continues from there"
     )
-    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
-    return list({*written, experiment.events, *files})
 
 
 def _delete_restored(experiment: Experiment, written: list[Path]) -> None:
@@ -223,7 +270,9 @@ def begin_copying(
 
     def finish(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            checkpointer.finish_copying(patience, lambda: stop_request.reason > 0, meters.show_end)
+            checkpointer.finish_copying(
+                patience, lambda: bool(stop_request.agree()), meters.show_end
+            )
         elif issubclass(kind, Preempted):
             checkpointer.finish_copying(_WAIT_IF_STOPPED_S, lambda: False, meters.show_end)
 

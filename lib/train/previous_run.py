@@ -140,7 +140,7 @@ def require_same_run(
     options of this launch, to suggest a command.
     """
     changed = find_differences(earlier, now)
-    if with_changes and (other := [change for change in changed if change.name in _TENSOR_OPTIONS]):
+    if with_changes and (other := list_refused(changed, with_changes)):
         contents = " and ".join(sorted({_TENSOR_OPTIONS[change.name] for change in other}))
         raise UsageError(
             f"{where} contains {contents}, which this run cannot load",
@@ -156,6 +156,11 @@ def require_same_run(
             raise _other_template(changed, kept_template.path, where)
         raise _other_settings(earlier, changed, where, config)
     return changed
+
+
+def list_refused(changed: list[Difference], with_changes: bool) -> list[Difference]:
+    """Return the differences with which a run must not resume. with_changes: as above."""
+    return [change for change in changed if not with_changes or change.name in _TENSOR_OPTIONS]
 
 
 def _run_of(where: Path) -> Path:

@@ -125,8 +125,11 @@ def test_the_next_launch_copies_what_is_missing(
     """The newest is copied first, then only the checkpoints that retention keeps for long."""
     for step, loss in ((10, 3.0), (11, 1.0), (12, 2.0), (13, 4.0), (14, 5.0)):
         commit_steps(run, step, eval_loss=loss)
-    assert new(tmp_path / "second", 14, keep_every=5).wait(PATIENCE_S)
+    first = new(tmp_path / "second", 14, keep_every=5)
+    assert first.wait(PATIENCE_S)
     assert recorder.steps("copy") == [14, 11, 10]
+    assert "another launch writes the copies" in _refusal(run, tmp_path / "second")
+    first.close()
     assert new(tmp_path / "second", 14, keep_every=5).wait(PATIENCE_S)
     assert recorder.steps("copy") == [14, 11, 10]
 

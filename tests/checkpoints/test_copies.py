@@ -1,4 +1,5 @@
-# covers: lib/checkpoints/copies.py
+# covers: lib/checkpoints/copies.py, lib/checkpoints/copy_files.py
+# covers: lib/checkpoints/copy_lease.py
 """Copies of checkpoints in a directory and in a bucket: complete, or they do not exist."""
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.checkpoints import commit, copies
+from lib.checkpoints import commit, copies, copy_files, copy_lease
 from lib.checkpoints.copies import CopyPlace, DirectoryPlace
 from lib.core.errors import ArtifactError, DiskFullError, StageError, UsageError
 from lib.core.paths import Experiment
@@ -124,6 +125,49 @@ def test_a_copy_of_an_abandoned_line_is_kept_but_not_used(
     assert open_place(target).read_commits()[2]["tokens"] == 7
 
 
+def test_few_copies_of_abandoned_lines_are_kept(
+    run: Experiment, target: str, server: S3Server
+) -> None:
+    place = open_place(target)
+    for step in (1, 2, 3, 4):
+        place.copy(checkpoint(run, step))
+        if step > 1:
+            place.retire([step])
+    place = open_place(target)
+    assert [*place.read_commits()] == [1]
+    left = list_objects(target, server)
+    assert not [name for name in left if "step_00000002" in name]
+    assert all([n for n in left if f"step_{step:08d}" in n] for step in (3, 4))
+
+
+def test_a_live_process_holds_the_place_and_a_dead_one_does_not(
+    run: Experiment, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copy_lease, "BEAT_S", 0.1)
+    monkeypatch.setattr(copy_lease, "_POLL_S", 0.1)
+    monkeypatch.setattr(copy_lease, "PATIENCE_S", 1.0)
+    place = open_place(target)
+    held = copy_lease.PlaceLease(place)
+    with pytest.raises(UsageError, match="another launch writes the copies in .*my run-18ab") as e:
+        copy_lease.PlaceLease(open_place(target))
+    assert f"process {os.getpid()} on" in e.value.found
+    with monkeypatch.context() as elsewhere:  # another machine sees only the record
+        elsewhere.setattr(copy_lease.liveness, "is_alive", lambda record: None)
+        with pytest.raises(UsageError, match="another launch"):
+            copy_lease.PlaceLease(open_place(target))
+        held.require_held()
+        held._ended.set()  # as if the machine was lost
+        held._thread.join()
+        later = copy_lease.PlaceLease(open_place(target))
+    assert not held._is_own()
+    with pytest.raises(UsageError, match="another launch"):
+        held.require_held()
+    held.release()
+    later.require_held()
+    later.release()
+    copy_lease.PlaceLease(open_place(target)).release()
+
+
 def test_a_place_that_is_not_ours_is_refused(run: Experiment, target: str) -> None:
     open_place(target).copy(checkpoint(run, 1))
     other = copies.open_place(target, "my run", RUN)
@@ -206,13 +250,13 @@ def test_bytes_that_the_disk_changes_are_noticed(
     run: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files are read again after they were written, before the copy gets its name."""
-    write = copies._write_file
+    write = copy_files._write_file
 
     def write_badly(path: Path, *arguments: object) -> None:
         write(path, *arguments)
         path.write_bytes(b"?" + path.read_bytes()[1:])
 
-    monkeypatch.setattr(copies, "_write_file", write_badly)
+    monkeypatch.setattr(copy_files, "_write_file", write_badly)
     place = open_place(str(tmp_path / "second"))
     with pytest.raises(StageError, match="the copy differs from what was written"):
         place.copy(checkpoint(run, 1))

@@ -20,8 +20,9 @@ from tests.fault_points import Fault
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Experiment:
-    """Return a lost run with copies of steps 1 and 2."""
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+    """Return a lost run with copies of steps 1 and 2, and whose settings are the same now."""
+    monkeypatch.setattr(copying, "_require_same_run", lambda *_: None)
     experiment = Experiment(tmp_path / "outputs", "exp")
     place = copies.open_place(str(tmp_path / "second"), "exp", "18ab")
     for step in (1, 2):
