@@ -177,8 +177,20 @@ def test_a_pod_waits_for_the_address_of_the_head_until_a_signal() -> None:
     assert process.wait(60) == 143
 
 
+SIGNALLED = "trap '' TERM; kill -TERM $PPID; sleep 0.5; "
+
+
 @pytest.mark.parametrize(
-    ("script", "code"), [("exit 0", 0), ("exit 2", 2), ("exit 75", 143), ("kill -KILL $$", 137)]
+    ("script", "code"),
+    [
+        ("exit 0", 0),
+        ("exit 2", 2),
+        ("exit 75", 143),
+        ("kill -KILL $$", 137),
+        (f"{SIGNALLED} exit 75", 143),
+        (f"{SIGNALLED} exit 1", 143),
+        (f"{SIGNALLED} exit 4", 4),  # a full disk during the save
+    ],
 )
 def test_exit_codes_are_as_kubernetes_expects_them(script: str, code: int) -> None:
     before = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -246,6 +247,23 @@ def test_a_stopped_run_finishes_its_copy(project: Path, server: S3Server) -> Non
     assert {*launch.wait(300)} <= {75, 0}
     saved = list_saved_steps(project, "run")[-1]
     assert copied_steps(server)[-1] == saved == state(project)["copied"]
+
+
+@pytest.mark.slow
+def test_a_signal_to_any_rank_ends_the_wait_for_a_copy(project: Path, server: S3Server) -> None:
+    launch = start_stage(
+        *("04_train_fsdp.py", *IN_BUCKET, "--ckpt-copy-wait", 30),
+        cwd=project,
+        env=server.environment(),
+        ranks=2,
+        output=project / "printed",
+    )
+    wait_until(lambda: any(name.endswith("COPIES.json") for name in server.store.objects))
+    server.store.hangs = True
+    wait_until(lambda: "waiting up to 30 min" in (project / "printed").read_text())
+    launch.signal(signal.SIGTERM, 1)
+    assert launch.wait(120) == [0, 0]
+    assert "NOT COPIED" in (project / "printed").read_text()
 
 
 @pytest.mark.slow

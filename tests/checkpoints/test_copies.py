@@ -148,7 +148,7 @@ def test_a_live_process_holds_the_place_and_a_dead_one_does_not(
     monkeypatch.setattr(copy_lease, "PATIENCE_S", 1.0)
     place = open_place(target)
     held = copy_lease.PlaceLease(place)
-    with pytest.raises(UsageError, match="another launch writes the copies in .*my run-18ab") as e:
+    with pytest.raises(UsageError, match=r"writes the copies in .*my run-18ab") as e:
         copy_lease.PlaceLease(open_place(target))
     assert f"process {os.getpid()} on" in e.value.found
     with monkeypatch.context() as elsewhere:  # another machine sees only the record
