@@ -125,11 +125,12 @@ def build_on_meta(
     find_class = _find_custom_class if runs_code else _find_causal_class
     family = find_class(model_dir, config)
     if attention == "sdpa" and not getattr(family, "_supports_sdpa", True):
-        log.warn(
-            f"{config.model_type} does not support sdpa attention; eager attention is used, which "
-            "is slower and needs memory that grows with the square of the sequence length"
-        )
         attention = "eager"
+        if log.rank() == 0:
+            log.warn(
+                f"{config.model_type} does not support sdpa attention; eager attention is used, "
+                "which is slower and needs memory that grows with the square of the sequence length"
+            )
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.use_cache = False
     try:
@@ -247,7 +248,8 @@ def _find_causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTra
 
 def _find_custom_class(model_dir: Path, config: PretrainedConfig) -> type[PreTrainedModel]:
     """Return the class of a model that has its own code."""
-    log.warn(f"{config.model_type}: running the model's own code in {model_dir}")
+    if log.rank() == 0:
+        log.warn(f"{config.model_type}: running the model's own code in {model_dir}")
     try:
         return get_class_from_dynamic_module(
             config.auto_map["AutoModelForCausalLM"], str(model_dir)

@@ -96,7 +96,7 @@ def resume_run(
         f"resumed from {checkpoint.path} in {units.duration(time.monotonic() - began)}: step "
         f"{state.step:,} of {plan.total_steps:,}, {state.tokens:,} tokens seen"
     )
-    for change in changes:
+    for change in changes if log.rank() == 0 else ():
         log.warn(f"--resume-with-changes: {change}")
     if record["total_steps"] != plan.total_steps:
         before = replace(plan, total_steps=record["total_steps"]).schedule.lr(state.step - 1)
@@ -161,9 +161,10 @@ def roll_back(
     report.journal.add_event(
         Event.ROLLBACK, state.step, diverged_at=diverged_at, bad_steps=bad_steps
     )
-    log.warn(
-        f"{bad_steps} bad steps in a row: rolled back from step {diverged_at} to "
-        f"{checkpoint.path}; the data of the steps between is skipped (rollback {rollbacks} of at "
-        f"most {_MOST_ROLLBACKS})"
-    )
+    if log.rank() == 0:
+        log.warn(
+            f"{bad_steps} bad steps in a row: rolled back from step {diverged_at} to "
+            f"{checkpoint.path}; the data of the steps between is skipped (rollback {rollbacks} of "
+            f"at most {_MOST_ROLLBACKS})"
+        )
     report.rewind()
