@@ -103,6 +103,7 @@ def test_a_signal_during_a_suite_saves_the_step_before_it(
     printed = (place / "printed").read_text()
     assert codes == [code] * len(launchers), printed
     last = metrics(place, "run")[-1]["step"]
+    assert last == 2, "the first step with an evaluation"
     assert list_saved_steps(place, "run") == [last], printed
     assert json.loads((place / "outputs/run/state.json").read_text())["status"] == "preempted"
     assert seconds < 60, "of which the suite would take many minutes"
