@@ -40,11 +40,11 @@ ENVIRONMENT = {
 def place(project: Path) -> Path:
     (project / "suite").mkdir()
     row = json.dumps({"context": "kalo mi ru se lota " * 8, "answer": " kan lova rux se mi kata"})
-    (project / "suite/long.jsonl").write_text(f"{row}\n" * LINES)
+    (project / "suite/long.jsonl").write_text("\n".join([row] * LINES))
     return project
 
 
-def start(place: Path, launcher: str, ranks: int, stack: ExitStack) -> list[subprocess.Popen]:
+def start_launchers(place: Path, launcher: str, ranks: int, stack: ExitStack) -> list[subprocess.Popen]:
     """Start the launchers of a run: one, or one for each of two nodes."""
     environment = {**os.environ, **ENVIRONMENT}
     if launcher in ("multi_node.sh", "slurm"):
@@ -92,7 +92,7 @@ def test_a_signal_during_a_suite_saves_the_step_before_it(
     """On two nodes only the last one is signalled, by Slurm both are."""
     rows = place / "outputs/run/metrics.jsonl"
     with ExitStack() as stack:
-        launchers = start(place, launcher, ranks, stack)
+        launchers = start_launchers(place, launcher, ranks, stack)
         wait_until(lambda: (rows.exists() and rows.read_text()) or launchers[0].poll() is not None)
         time.sleep(5)  # step 2 takes a moment
         stopped_at = time.monotonic()
