@@ -40,11 +40,13 @@ ENVIRONMENT = {
 def place(project: Path) -> Path:
     (project / "suite").mkdir()
     row = json.dumps({"context": "kalo mi ru se lota " * 8, "answer": " kan lova rux se mi kata"})
-    (project / "suite/long.jsonl").write_text("\n".join([row] * LINES))
+    (project / "suite/long.jsonl").write_text("\n".join(row for _ in range(LINES)))
     return project
 
 
-def start_launchers(place: Path, launcher: str, ranks: int, stack: ExitStack) -> list[subprocess.Popen]:
+def start_launchers(
+    place: Path, launcher: str, ranks: int, stack: ExitStack
+) -> list[subprocess.Popen]:
     """Start the launchers of a run: one, or one for each of two nodes."""
     environment = {**os.environ, **ENVIRONMENT}
     if launcher in ("multi_node.sh", "slurm"):
