@@ -123,8 +123,11 @@ help:
   validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: $(PINS)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "error: Python 3.10 or newer is needed; make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
+	  { for minor in 12 13 14 11 10; do other=python3.$$minor; \
+	      $$other -c '' 2>/dev/null && break || other="python3.12 (once it is installed)"; done; \
+	    echo "error: Python 3.10 to 3.14 is needed, and $(PYTHON) is not one of them"; \
+	    echo "  run: make $(MAKECMDGOALS) PYTHON=$$other"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_FROM) -r $(PINS)
 	@touch $@

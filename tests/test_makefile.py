@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from launch.checks import setup as setup_check
+from launch.images import versions
+from lib.parallel import torch_builds
 from tests.conftest import ROOT
 from tests.make_targets import make_target, person_environment
 from tests.training import write_corpus
@@ -191,6 +193,33 @@ def test_packages_come_from_a_wheelhouse(place: Path):
     assert "--find-links wheelhouse -r wheelhouse/requirements.txt" in make_target(
         place, "-n", "demo", "-B"
     )
+
+
+def test_another_python_is_refused_with_one_that_is_installed(place: Path, tmp_path: Path):
+    old = tmp_path / "python3.9"
+    old.write_text("#!/bin/sh\nexit 1\n")  # `sys.exit(True)`
+    new = tmp_path / "python3.14"
+    new.write_text("#!/bin/sh\nexit 0\n")
+    for path in (old, new):
+        path.chmod(0o755)
+    tools = {name: shutil.which(name) for name in ("make", "sh", "sed", "touch")}
+    for name, target in tools.items():
+        (tmp_path / name).symlink_to(target)
+    result = subprocess.run(
+        ["make", "demo", f"PYTHON={old}", "VENV=absent"],
+        cwd=place,
+        env={"PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2 and "make demo PYTHON=python3.14" in result.stdout
+    assert not (place / "absent").exists()
+
+
+def test_all_places_name_the_supported_pythons():
+    for name in ("README.md", "CONTRIBUTING.md", "docs/tutorials/airgap.md", "Makefile"):
+        assert f"Python {torch_builds.PYTHONS}" in (ROOT / name).read_text(), name
+    assert [f"3.{minor}" for minor in torch_builds.PYTHON_MINORS] == list(versions.PYTHONS)
 
 
 def check_setup(place: Path, *options: str, expect: int) -> str:

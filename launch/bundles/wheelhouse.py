@@ -93,8 +93,8 @@ def parse_target(python: str, platform: str) -> Target:
             expected="manylinux_2_<minor of glibc>_x86_64 or …_aarch64; torch 2.13 "
             "needs manylinux_2_28",
         )
-    if not re.fullmatch(r"3\.1\d", python):
-        raise UsageError(f"--python {python} is unknown", expected="3.10, 3.11 or 3.12")
+    if python not in {f"3.{minor}" for minor in torch_builds.PYTHON_MINORS}:
+        raise UsageError(f"--python {python} is not supported", expected=torch_builds.PYTHONS)
     return Target(python, int(match[1]), match[2])
 
 

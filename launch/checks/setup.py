@@ -26,13 +26,11 @@ from lib.core import artifact_checks, commands, hashing, log, manifest, options
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.models import directory, lookup
-from lib.parallel import nvidia
+from lib.parallel import nvidia, torch_builds
 from lib.parallel.torch_builds import Torch, driver_problem
 from lib.tokens.dataset import open_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
-_OLDEST_PYTHON = (3, 10)
-_NEWEST_PYTHON = (3, 12)
 _TORCH_VERSIONS = (2, 11), (2, 13)
 _OPTIONAL_PACKAGES = {
     *("backports-zstd", "gigatoken", "matplotlib", "orjson", "tensorboard", "torchao", "xxhash")
@@ -103,13 +101,13 @@ def main(argv: list[str]) -> None:
 
 def check_framework() -> Iterator[Finding]:
     """Yield findings about Python, its packages and the code."""
-    version = sys.version_info[:2]
-    is_supported = _OLDEST_PYTHON <= version <= _NEWEST_PYTHON
+    version = sys.version_info
+    is_supported = version.major == 3 and version.minor in torch_builds.PYTHON_MINORS
     yield Finding(
         INFO if is_supported else WARNING,
         "python",
         f"{version[0]}.{version[1]} ({sys.executable})",
-        "" if is_supported else "use Python 3.10 to 3.12",
+        "" if is_supported else f"use Python {torch_builds.PYTHONS}",
     )
     yield from _check_packages()
     yield from _check_code()

@@ -19,7 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "launch" / "Dockerfile"
 NAME = "llm-training"
 # The image of each Python that the code supports.
-PYTHONS = {"3.10": "3.10.19", "3.11": "3.11.14", "3.12": "3.12.12"}
+PYTHONS = {
+    "3.10": "3.10.19",
+    "3.11": "3.11.14",
+    "3.12": "3.12.12",
+    "3.13": "3.13.9",
+    "3.14": "3.14.0",
+}
 _CODE = "/opt/pipeline"
 _REQUIREMENT_LISTS = (
     "wheelhouse/requirements.txt",

@@ -9,6 +9,7 @@ import lzma
 import os
 import platform
 import posixpath
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -217,7 +218,10 @@ def _decompress_frames(
 def _decompress_long_windows(file: BinaryIO, lock: str | None) -> Iterator[bytes]:
     """Yield the content of zstd data with windows of up to 2 GB, which is held in memory."""
     try:
-        from backports import zstd
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
     except ImportError:
         raise UndecodableData(
             "zstd data with a window of more than 128 MB (`zstd --long`); "

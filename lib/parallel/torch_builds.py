@@ -31,6 +31,9 @@ RELEASES = {
     "2.12": Release("2.12.1", "13.0", ("12.6", "13.0", "13.2")),
     "2.13": Release("2.13.0", "13.0", ("12.6", "13.0", "13.2")),
 }
+# The minor versions of Python 3 that this project supports; torch has wheels for all of them.
+PYTHON_MINORS = range(10, 15)
+PYTHONS = f"3.{PYTHON_MINORS[0]} to 3.{PYTHON_MINORS[-1]}"
 # The oldest Linux driver for each major version of CUDA; it runs all minor versions.
 # Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1
 # (docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html).
