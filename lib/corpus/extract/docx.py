@@ -1,11 +1,14 @@
-"""Extract the text of a DOCX document: paragraphs, tables and notes."""
+"""Extract the text of a DOCX document with mammoth."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import io
+import posixpath
+import re
+import zipfile
+from xml.etree import ElementTree
 
-from lib.corpus.extract.archive import Archive
+from lib.corpus.extract.archive import Archive, strip_namespace
 from lib.corpus.extract.extracted import (
     DAMAGED,
     ENCRYPTED,
@@ -14,15 +17,21 @@ from lib.corpus.extract.extracted import (
     Refusal,
     clean_text,
 )
-from lib.corpus.extract.xml_events import XmlHandler, parse_xml
+from lib.corpus.extract.html import convert_page
 
 _OLE_MAGIC = b"\xd0\xcf\x11\xe0"  # Word stores a document with a password in such a container
 _DOCUMENT = "word/document.xml"
-_NOTES = ("footnotes", "endnotes")
-# Elements without text to extract: deleted text, the old place of moved text, a second version of a
-# drawing for old programs, and properties, in which `tab` is a tab stop.
-_SKIPPED = {"del", "moveFrom", "Fallback", "pPrChange", "tabs"}
-_BREAKS = {"tab": "\t", "ptab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
+_PARTS = ("footnotes", "endnotes", "styles", "numbering")
+# mammoth leaves out elements that it does not know, with their text. They get the name of a
+# similar element; `smartTag` stands for any element around text.
+_RENAMED = {
+    **dict.fromkeys(("fldSimple", "dir", "bdo", "ruby", "rubyBase", "rt"), "smartTag"),
+    **{"drawing": "pict", "object": "pict", "cr": "br", "ptab": "tab"},
+}
+_DROPPED = {"sdtPr", "gridSpan", "commentReference", "bookmarkStart"}
+_NEEDED = {"footnoteReference": "id", "endnoteReference": "id", "sym": "char"}
+_BACK_LINK = re.compile(r' ?<a href="#(?:foot|end)note-ref-\d+">↑</a>')
+_CELL_TAG = re.compile(r"<(/?)(td|th|p|table|tr)\b[^>]*>")
 
 
 def extract_docx(data: bytes, fallback: str) -> Extracted:
@@ -32,154 +41,110 @@ def extract_docx(data: bytes, fallback: str) -> Extracted:
     by tabs. Headers, footers and comments are left out. fallback: unused, since XML declares its
     encoding. Raises Refusal if the file yields no text.
     """
+    import mammoth
+
     if data.startswith(_OLE_MAGIC):
         raise Refusal(ENCRYPTED, "the DOCX file is encrypted, or it is a DOC file of Word 97")
-    archive = Archive(data)
-    main = _find_document(archive)
-    body = _Body()
-    parse_xml(archive.read(main), main, body)
-    notes: list[str] = []
-    for kind in _NOTES:
-        name = f"{main.rpartition('/')[0]}/{kind}.xml".lstrip("/")
-        if name in archive and any(mark.kind == kind for mark in body.marks):
-            reader = _Body()
-            parse_xml(archive.read(name), name, reader)
-            notes += [
-                f"[{number}] {reader.notes[mark.id]}"
-                for number, mark in enumerate(body.marks, 1)
-                if mark.kind == kind and mark.id in reader.notes
-            ]
-    text = clean_text("\n\n".join(filter(None, (body.join(), *notes))))
+    result = mammoth.convert_to_html(
+        _prepare_document(Archive(data)), include_embedded_style_map=False, id_prefix=""
+    )
+    text = clean_text(convert_page(_join_cells(_BACK_LINK.sub("", result.value))))
     if not text:
         raise Refusal(NO_TEXT, "the DOCX file contains no text")
     return Extracted(text)
 
 
-class _Relationships(XmlHandler):
-    """Finds the main document in the relationships of a package."""
+def _prepare_document(archive: Archive) -> io.BytesIO:
+    """Return a document for mammoth that contains only the parts with text and their styles.
 
-    target = ""
-
-    def start(self, name: str, attributes: Mapping[str, str]) -> None:
-        """Receive the start of an element."""
-        if attributes.get("Type", "").endswith("/officeDocument"):
-            self.target = attributes.get("Target", "").lstrip("/")
-
-
-def _find_document(archive: Archive) -> str:
-    """Return the name of the main document."""
-    if "_rels/.rels" in archive:
-        relationships = _Relationships()
-        parse_xml(archive.read("_rels/.rels"), "_rels/.rels", relationships)
-        if relationships.target in archive:
-            return relationships.target
-    if _DOCUMENT not in archive:
-        raise Refusal(DAMAGED, f"the DOCX file has no {_DOCUMENT}")
-    return _DOCUMENT
-
-
-class _Mark(NamedTuple):
-    """Describes a reference to a note. kind: `footnotes` or `endnotes`."""
-
-    kind: str
-    id: str
-
-
-class _Block(NamedTuple):
-    """Describes a paragraph or a table. is_item: whether it is an item of a list."""
-
-    text: str
-    is_item: bool = False
-
-
-class _Body(XmlHandler):
-    """Collects the blocks of a document or of its notes.
-
-    marks: references to notes in the order of the text, which gives them their numbers. notes:
-    texts of notes by ID, if this is the part with the notes.
+    The parts have their usual names, so that it needs no relationships.
     """
-
-    def __init__(self) -> None:
-        self.marks: list[_Mark] = []
-        self.notes: dict[str, str] = {}
-        self._blocks: list[list[_Block]] = [[]]  # blocks of the body, and of open cells and notes
-        self._paragraphs: list[list[str]] = []  # a text box is a paragraph inside another one
-        self._is_item: list[bool] = []
-        self._rows: list[list[list[str]]] = []  # cells of the rows of the open tables
-        self._note = ""
-        self._skipped = 0  # depth inside a skipped element; 0 outside of one
-        self._is_text = False
-        self._is_hidden = False
-
-    def join(self) -> str:
-        """Return the text of the blocks."""
-        return _join_blocks(self._blocks[-1])
-
-    def start(self, name: str, attributes: Mapping[str, str]) -> None:
-        """Receive the start of an element."""
-        if self._skipped or name in _SKIPPED:
-            self._skipped += 1
-        elif name == "p":
-            self._paragraphs.append([])
-            self._is_item.append(False)
-        elif name == "numPr" and self._is_item:
-            self._is_item[-1] = True
-        elif name == "r":
-            self._is_hidden = False
-        elif name == "vanish":
-            self._is_hidden = attributes.get("val", "true") not in ("false", "0", "off")
-        elif name == "t":
-            self._is_text = not self._is_hidden
-        elif name in _BREAKS:
-            self._add(_BREAKS[name])
-        elif name in ("footnoteReference", "endnoteReference") and "id" in attributes:
-            self.marks.append(_Mark(name.replace("Reference", "s"), attributes["id"]))
-            self._add(f"[{len(self.marks)}]")
-        elif name == "tbl":
-            self._rows.append([])
-        elif name == "tr" and self._rows:
-            self._rows[-1].append([])
-        elif name in ("tc", "footnote", "endnote"):
-            self._blocks.append([])
-            self._note = attributes.get("id", "")
-
-    def end(self, name: str) -> None:
-        """Receive the end of an element."""
-        if self._skipped:
-            self._skipped -= 1
-        elif name == "t":
-            self._is_text = False
-        elif name == "p" and self._paragraphs:
-            text = "".join(self._paragraphs.pop()).strip()
-            is_item = self._is_item.pop()
-            if text:
-                self._blocks[-1].append(_Block(text, is_item))
-        elif name == "tc" and len(self._blocks) > 1:
-            cell = " ".join(block.text for block in self._blocks.pop())
-            if self._rows and self._rows[-1]:
-                self._rows[-1][-1].append(" ".join(cell.split()))
-        elif name == "tbl" and self._rows:
-            rows = ["\t".join(row) for row in self._rows.pop()]
-            self._blocks[-1].append(_Block("\n".join(row for row in rows if row.strip())))
-        elif name in ("footnote", "endnote") and len(self._blocks) > 1:
-            self.notes[self._note] = " ".join(block.text for block in self._blocks.pop())
-
-    def text(self, data: str) -> None:
-        """Receive characters."""
-        if self._is_text and not self._skipped:
-            self._add(data)
-
-    def _add(self, text: str) -> None:
-        if self._paragraphs:
-            self._paragraphs[-1].append(text)
+    main = archive.find(_read_targets(archive, "_rels/.rels", "").get("officeDocument", ""))
+    main = main or archive.find(_DOCUMENT)
+    if not main:
+        raise Refusal(DAMAGED, f"the DOCX file has no {_DOCUMENT}")
+    folder, base = posixpath.split(main)
+    targets = _read_targets(archive, f"{folder}/_rels/{base}.rels".lstrip("/"), folder)
+    parts = {"document": main}
+    for kind in _PARTS:
+        name = archive.find(targets.get(kind, "")) or archive.find(f"{folder}/{kind}.xml")
+        if name:
+            parts[kind] = name
+    roots = {kind: archive.parse(name) for kind, name in parts.items()}
+    for kind in ("footnote", "endnote"):
+        _drop_references(roots["document"], kind, roots.get(f"{kind}s"))
+    prepared = io.BytesIO()
+    with zipfile.ZipFile(prepared, "w") as file:
+        for kind, root in roots.items():
+            _rename_elements(root)
+            file.writestr(f"word/{kind}.xml", ElementTree.tostring(root))
+    prepared.seek(0)
+    return prepared
 
 
-def _join_blocks(blocks: list[_Block]) -> str:
-    """Return blocks separated by blank lines, and items of a list by line ends."""
-    parts: list[str] = []
-    was_item = False
-    for text, is_item in blocks:
-        if text:
-            parts += ["\n" if was_item and is_item else "\n\n", text]
-            was_item = is_item
-    return "".join(parts[1:])
+def _read_targets(archive: Archive, name: str, folder: str) -> dict[str, str]:
+    """Return the names of related parts by the kind of their relationship."""
+    if not archive.find(name):
+        return {}
+    return {
+        posixpath.basename(element.get("Type", "")): posixpath.normpath(
+            posixpath.join("/", folder, element.get("Target", ""))
+        ).lstrip("/")
+        for element in archive.parse(name).iter()
+    }
+
+
+def _drop_references(
+    root: ElementTree.Element, kind: str, notes: ElementTree.Element | None
+) -> None:
+    """Make references to missing notes harmless, which are errors for mammoth."""
+    namespace = root.tag.rpartition("}")[0] + "}" if "}" in root.tag else ""
+    found = () if notes is None else [note.get(f"{namespace}id") for note in notes]
+    for reference in root.iter(f"{namespace}{kind}Reference"):
+        if reference.get(f"{namespace}id") not in found:
+            reference.attrib.clear()
+
+
+def _rename_elements(root: ElementTree.Element) -> None:
+    """Replace elements that mammoth does not know, and remove hidden text."""
+    namespace = root.tag.rpartition("}")[0] + "}" if "}" in root.tag else ""
+    for parent in list(root.iter()):
+        children: list[ElementTree.Element] = []
+        for child in parent:
+            if strip_namespace(child.tag) == "AlternateContent":
+                children += list(child)[:1]  # the second one repeats the text for old programs
+            elif not _is_left_out(child, namespace):
+                children.append(child)
+        parent[:] = children
+    for element in root.iter():
+        name = strip_namespace(element.tag)
+        if not element.tag.startswith(namespace) and name not in ("r", "t"):
+            name = "smartTag"
+        element.tag = f"{namespace}{_RENAMED.get(name, name)}"
+        if name == "hyperlink":
+            element.attrib.clear()
+
+
+def _is_left_out(element: ElementTree.Element, namespace: str) -> bool:
+    """Return whether an element is hidden text, or of no use for the text."""
+    name = strip_namespace(element.tag)
+    if name == "r":
+        hidden = element.find(f"{namespace}rPr/{namespace}vanish")
+        return hidden is not None and hidden.get(f"{namespace}val") not in ("false", "0", "off")
+    needed = _NEEDED.get(name)
+    return name in _DROPPED or (needed is not None and f"{namespace}{needed}" not in element.attrib)
+
+
+def _join_cells(page: str) -> str:
+    """Return a page with one line in each cell of a table, also if it contains another table."""
+    parts = []
+    depth = 0
+    end = 0
+    for tag in _CELL_TAG.finditer(page):
+        parts.append(page[end : tag.start()])
+        end = tag.end()
+        is_cell = tag[2] in ("td", "th")
+        depth -= 1 if is_cell and tag[1] else 0
+        parts.append(" " if depth else tag[0])
+        depth += 1 if is_cell and not tag[1] else 0
+    return "".join([*parts, page[end:]])

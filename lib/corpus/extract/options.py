@@ -25,14 +25,14 @@ def require_extraction(row_options: RowOptions) -> None:
             expected="no --extract, because documents contain no conversations",
         )
     for kind in row_options.extract:
-        package = EXTRACTORS[kind].package
-        if package and not find_version(package):
-            problems.add(
-                f"--extract {kind} needs the package {package}, which is not installed",
-                hint="a bundle of `airgap.py pack --optional` contains its wheels; "
-                "or install it from a package index:",
-                run=commands.pip_install_optional(package),
-            )
+        for package in EXTRACTORS[kind].packages:
+            if not find_version(package):
+                problems.add(
+                    f"--extract {kind} needs the package {package}, which is not installed",
+                    hint="a bundle of `airgap.py pack --optional` contains its wheels; "
+                    "or install it from a package index:",
+                    run=commands.pip_install_optional(package),
+                )
     problems.raise_if_any()
 
 
@@ -40,9 +40,9 @@ def identify_extraction(row_options: RowOptions) -> dict[str, dict[str, str]]:
     """Return the kinds in --extract with the versions that determine their text."""
     versions = {}
     for kind in row_options.extract:
-        _, _, version, package = EXTRACTORS[kind]
-        versions[kind] = (
-            f"{version}, {package} {find_version(package)}" if package else f"{version}"
+        _, _, version, packages = EXTRACTORS[kind]
+        versions[kind] = ", ".join(
+            [f"{version}", *(f"{package} {find_version(package)}" for package in packages)]
         )
     return {"extract": versions} if versions else {}
 

@@ -18,22 +18,22 @@ class Extractor(NamedTuple):
 
     label: name of the kind in messages. function: `module:function` below lib/corpus/extract; it
     takes the bytes of a file and the fallback encoding, and returns the text or raises Refusal.
-    version: increase it when our code returns other text for the same file. package: a name in
-    requirements-optional.txt, "" if none is needed.
+    version: increase it when our code returns other text for the same file. packages: names in
+    requirements-optional.txt.
     """
 
     label: str
     function: str
     version: int
-    package: str = ""
+    packages: tuple[str, ...]
 
 
 # To add a kind, add a row, and recognise it in `kinds.sniff_document`.
 EXTRACTORS: dict[str, Extractor] = {
-    "html": Extractor("HTML", "html:extract_html", 1, "resiliparse"),
-    "pdf": Extractor("PDF", "pdf:extract_pdf", 1, "pypdfium2"),
-    "docx": Extractor("DOCX", "docx:extract_docx", 1),
-    "epub": Extractor("EPUB", "epub:extract_epub", 1),
+    "html": Extractor("HTML", "html:extract_html", 2, ("resiliparse",)),
+    "pdf": Extractor("PDF", "pdf:extract_pdf", 1, ("pypdfium2",)),
+    "docx": Extractor("DOCX", "docx:extract_docx", 2, ("mammoth", "resiliparse")),
+    "epub": Extractor("EPUB", "epub:extract_epub", 2, ("resiliparse",)),
 }
 
 
