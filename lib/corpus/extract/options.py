@@ -112,7 +112,7 @@ def describe_skipped(counts: Mapping[str, int], extracted: Sequence[str]) -> str
     command = commands.as_typed(
         "--extract", ",".join(missing), "--overwrite", drop=["--overwrite", "--dry-run"]
     )
-    needed = [EXTRACTORS[kind].package for kind in missing if EXTRACTORS[kind].package]
+    needed = dict.fromkeys(package for kind in missing for package in EXTRACTORS[kind].packages)
     absent = [package for package in needed if not find_version(package)]
     steps = [*map(commands.pip_install_optional, absent), command]
     condition = f" (needs {' and '.join(absent)}, not installed here)" if absent else ""
