@@ -14,6 +14,7 @@ import yaml
 from launch import kubernetes
 from tests.conftest import ROOT
 from tests.kube_server import Cluster
+from tests.make_targets import person_environment
 from tests.test_launch_deployer import ECR, eks, image_docker  # noqa: F401 (a fixture)
 
 SKILLS = sorted((ROOT / "launch" / "skills").iterdir())
@@ -79,4 +80,10 @@ def test_what_the_page_for_agents_shows_can_be_typed() -> None:
             "pytest", "pytest --collect-only"
         )
         command = command.replace(".venv/bin/python", sys.executable)
-        subprocess.run(["bash", "-ec", command], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            ["bash", "-ec", command],
+            check=True,
+            cwd=ROOT,
+            env=person_environment(),
+            stdout=subprocess.DEVNULL,
+        )
