@@ -339,8 +339,10 @@ def next_command(out: Path, is_adapter: bool) -> str:
             + commands.shell("--lora-from", out)
         )
     return (
-        f"next: AutoModelForCausalLM.from_pretrained({str(out)!r}), or continue training with "
-        "stage 04, as " + commands.shell("-m", out)
+        "next: "
+        + commands.python("-m", "lib.generate", out, "--prompt", "Once upon a time")
+        + f"\nor:   AutoModelForCausalLM.from_pretrained({str(out)!r}), or stage 04 with "
+        + commands.shell("-m", out)
     )
 
 

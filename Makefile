@@ -150,9 +150,9 @@ demo: $(VENV)/installed
 	  --seq-length 128 --batch-size 4 --max-steps 700 --lr 1e-2 --warmup-steps 100 \
 	  --log-freq 50 --ckpt-freq 350 --eval-freq 350 --eval-batches 16
 	$(PY) 05_export_checkpoint.py -e demo --out outputs/demo/export/final
-	$(PY) -m lib.evaluate outputs/demo --limit 20
-	@$(PY) tests/demo/show_result.py outputs/demo --model outputs/demo/export/final \
-	  --prompt '    def __init__(self, loop' --prompt '        if self._'
+	@$(PY) -m lib.generate outputs/demo/export/final --temperature 0.6 --top-p 0.8 \
+	  --max-new-tokens 60 -p '    def __init__(self, loop' -p '        if self._'
+	@echo; echo "what the run did: outputs/demo/report.html, for any browser; your own data: README.md"
 
 # Questions about functions of Python, with answers from docstrings; a small model memorises them.
 demo-chat: $(VENV)/installed
@@ -167,8 +167,8 @@ demo-chat: $(VENV)/installed
 	  -m demo-chat --seq-length 256 --batch-size 4 --max-steps 350 --lr 1e-2 --warmup-steps 30 \
 	  --log-freq 50 --ckpt-freq 350
 	$(PY) 05_export_checkpoint.py -e demo-chat --out outputs/demo-chat/export/final
-	@$(PY) tests/demo/show_result.py outputs/demo-chat --model outputs/demo-chat/export/final \
-	  --question 'What does shutil.copyfile do?' --question 'What does math.sqrt do?'
+	@$(PY) -m lib.generate outputs/demo-chat/export/final \
+	  -p 'What does shutil.copyfile do?' -p 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -q -n 4 --dist worksteal -m 'not slow and not long and not gpu'

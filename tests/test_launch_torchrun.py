@@ -23,10 +23,15 @@ from tests.conftest import ROOT, free_port
 from tests.trainer_stand_in import run_launcher
 
 RANKS = """
-import os, signal, sys, time
+import os, signal, time
+from pathlib import Path
+printed = Path("printed")
 if os.environ["RANK"] == "0":
     print("threads", os.environ["OMP_NUM_THREADS"], flush=True)
+    printed.touch()
     time.sleep(60)
+while not printed.exists():
+    time.sleep(0.01)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -18,7 +18,7 @@ import pytest
 
 from lib.core import aliases, options
 from tests import form
-from tests.reference import EVALUATOR, parser_of
+from tests.reference import TOOLS, parser_of
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +41,7 @@ ROOMS = {
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
     "report": {"core", "pages", "train"},
     "evaluate": {"core", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
+    "generate": {"core", "tokens", "models", "parallel", "evaluate"},
     "train": {
         "core",
         "tokens",
@@ -354,7 +355,7 @@ def spans(text: str) -> list[str]:
 def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {
         string
-        for stage in [*STAGES, EVALUATOR]
+        for stage in [*STAGES, *TOOLS]
         for action in parser_of(stage)._actions
         for string in action.option_strings
     }
@@ -477,7 +478,8 @@ def test_requirements_are_exact(name: str) -> None:
 def test_what_is_imported_is_required() -> None:
     named = {line.partition("==")[0] for line in requirements("requirements.txt")}
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
-    third_party -= {*sys.stdlib_module_names, "lib", "launch"}
+    # Python 3.14 has compression of its own.
+    third_party -= {*sys.stdlib_module_names, "compression", "lib", "launch"}
     names = {"yaml": "pyyaml", "botocore": "boto3", "fasttext": "fasttext-predict"}
     names["backports"] = "backports-zstd"
     packages = {names.get(name, name.replace("_", "-")) for name in third_party}

@@ -152,6 +152,7 @@ def _evaluate_model(
     """Return the results, the precision and the context length. All ranks must call this."""
     from lib.evaluate import open_model, passes, scoring
     from lib.models.architecture import read_config
+    from lib.parallel import loss
     from lib.tokens.build import require_vocabulary
     from lib.tokens.encode import Encoder
 
@@ -164,6 +165,7 @@ def _evaluate_model(
     suite = passes.encode_suite(tasks, encoder, context_length)
     precision = opts.precision or open_model.choose_precision(layout)
     model = open_model.load_model(source, precision, layout, opts.trust_remote_code)
+    loss.chunk_loss(model, layout)
     plan = passes.plan_batches(suite, lambda _: opts.batch_size)
     count = plan.count_passes(layout.dp_size)
     with Progress("evaluating", count, "batches", not opts.no_progress) as bar:

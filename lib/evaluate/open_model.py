@@ -20,8 +20,9 @@ from lib.models.lora import freeze_parameters
 from lib.models.sharded import Placement, restore_ties
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.models.weights import load_pretrained, restore_buffers
-from lib.parallel import loss, parallelize
+from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout, on_all_ranks, on_rank_0
+from lib.tokens.chat.policy import TEMPLATE_INPUT
 
 _LONGEST = 4096  # tokens that the model reads if neither the config nor an option limits it
 
@@ -42,6 +43,11 @@ class EvaluatedModel:
     def path(self) -> Path:
         """Return the directory with the weights."""
         return self.checkpoint.path if self.checkpoint else self.directory
+
+    @property
+    def answers_questions(self) -> bool:
+        """Return whether the run was on conversations; True if the model is of no run."""
+        return not self.checkpoint or TEMPLATE_INPUT in _read_identity(self.checkpoint, "inputs")
 
 
 def find_evaluated_model(
@@ -108,9 +114,7 @@ def load_model(
         _load_checkpoint(model, source.checkpoint, source.base, added, layout)
     else:
         load_pretrained(model, source.directory)
-    model.eval()
-    loss.chunk_loss(model, layout)
-    return model
+    return model.eval()
 
 
 def choose_context_length(config: PretrainedConfig, max_length: int | None) -> int:
@@ -180,7 +184,11 @@ def _find_newest_export(run: Experiment) -> Path:
 
 def _read_options(checkpoint: Checkpoint) -> dict[str, object]:
     """Return the options that decide what a checkpoint contains."""
-    return checkpoint.commit().get("identity", {}).get("options", {})
+    return _read_identity(checkpoint, "options")
+
+
+def _read_identity(checkpoint: Checkpoint, part: str) -> dict[str, object]:
+    return checkpoint.commit().get("identity", {}).get(part, {})
 
 
 def _attach_adapters(model: PreTrainedModel, source: EvaluatedModel) -> set[str]:

@@ -159,8 +159,8 @@ def encode_prompts(
         if len(encoded.ids) + sampled > longest:
             problems.add(
                 f"{prompt.place} is too long",
-                found=f"{len(encoded.ids):,} tokens and {sampled:,} of --sample-tokens",
-                expected=f"at most {longest:,} tokens together (--seq-length)",
+                found=f"{len(encoded.ids):,} tokens, and {sampled:,} tokens to write",
+                expected=f"at most {longest:,} tokens together",
             )
     problems.raise_if_any()
     return prompts
@@ -172,7 +172,7 @@ def _find_template_of_model(model_dir: Path) -> str:
         return find_template(model_dir, None)
     except UsageError:
         raise UsageError(
-            "--sample-prompts contains messages, which need a chat template",
+            "the prompts are messages, which need a chat template",
             found=f"the model in {model_dir} has none",
             expected="prompts of text, a model with a chat template, or a run on conversations",
         ) from None

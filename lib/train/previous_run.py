@@ -20,11 +20,12 @@ from lib.core.figures import Status
 from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import lookup
+from lib.tokens.chat.policy import TEMPLATE_INPUT
 from lib.train.config import Config
 from lib.train.output import journal
 
 # Names of inputs in the identity of a run.
-TEMPLATE = "chat template"  # only with chat datasets
+TEMPLATE = TEMPLATE_INPUT  # only with chat datasets
 ADAPTER = "adapter"  # only with --lora-from
 BOS_PREFIX = "{{- bos_token }}"  # what lib/train/experiment.py adds to a template
 

@@ -15,6 +15,7 @@ from lib.core.errors import ArtifactError, UsageError
 
 ASSISTANT, LAST, ALL = TRAIN_ON = ("assistant", "last", "all")
 DROP, SPLIT = TOO_LONG = ("drop", "split")
+TEMPLATE_INPUT = "chat template"  # its name in the identity of a run on conversations
 _OPTION = "--chat-template"
 _CHATML = "chat_templates/chatml.jinja"
 _PLAIN = "chat_templates/plain.jinja"
@@ -42,7 +43,7 @@ class ChatPolicy(NamedTuple):
     def identity(self) -> dict[str, Any]:
         """Return the values that, besides dataset and tokenizer, decide the content of a store."""
         return {
-            "chat template": hashing.fingerprint(self.template),
+            TEMPLATE_INPUT: hashing.fingerprint(self.template),
             "train_on": self.train_on,
             "too_long": self.too_long,
             "seq_length": self.longest,
@@ -101,6 +102,14 @@ def find_template(model_dir: Path, chosen: Path | None) -> str:
         hint=f"templates on this machine: {', '.join(map(str, templates_here))}",
         run=commands.as_typed(_OPTION, templates_here[0]),
     )
+
+
+def has_template(model_dir: Path) -> bool:
+    """Return whether a model has a chat template."""
+    try:
+        return bool(find_template(model_dir, None))
+    except UsageError:
+        return False
 
 
 def list_shipped_templates() -> list[str]:

@@ -1,0 +1,1 @@
+"""Continue prompts with a model, as `python -m lib.generate` does."""
