@@ -231,9 +231,9 @@ def print_continuation(
             generation_config=settings,
             streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
-    written = output.shape[1] - ids.shape[1]
-    if written == settings.max_new_tokens and output[0, -1] not in (settings.eos_token_id or []):
-        log.info(f"(cut after {written:,} tokens)")
+    new_tokens = output.shape[1] - ids.shape[1]
+    if new_tokens == settings.max_new_tokens and output[0, -1] not in (settings.eos_token_id or []):
+        log.info(f"(cut after {new_tokens:,} tokens)")
 
 
 if __name__ == "__main__":
