@@ -193,10 +193,10 @@ def make_settings(
 
     ends: set[int] = set()
     try:
-        own = GenerationConfig.from_pretrained(source.directory, local_files_only=True)
+        saved = GenerationConfig.from_pretrained(source.directory, local_files_only=True)
     except OSError:
-        own = model.generation_config
-    for token in (own.eos_token_id, tokenizer.eos_token_id):
+        saved = model.generation_config
+    for token in (saved.eos_token_id, tokenizer.eos_token_id):
         ends |= set(token) if isinstance(token, list) else {token} - {None}
     sampling: dict[str, Any] = {"do_sample": False}
     if opts.temperature:
