@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import posixpath
 import re
+import unicodedata
+from collections import Counter
 
 from lib.core import json_heads, placeholders, reading
 from lib.core.placeholders import ERROR_PAGE, HTML_START, POINTER, Placeholder
@@ -90,14 +93,19 @@ _TAG = re.compile(rb"<[a-zA-Z!/]")
 _ARROW_STREAM = b"\xff\xff\xff\xff"
 _MAX_ARROW_SCHEMA = 1 << 26
 UTF8_BOM = b"\xef\xbb\xbf"
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-_UTF32_BOM = b"\xff\xfe\x00\x00"
-_UTF32 = "UTF-32"
+_UTF16_BOMS = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}
+_UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
 _SHOWN = 60  # characters of a text in a message
 # Control characters that are rare in text; tab, line feed, form feed, carriage return and escape
 # are not among them.
 _CONTROLS = bytes(set(range(0x20)) - set(b"\b\t\n\f\r\x1b")) + b"\x7f"
+_PRINTABLE = bytes(range(0x20, 0x7F))
+_LAYOUT = "\t\n\f\r"
 _MAX_CONTROL_SHARE = 0.05
+_MAX_STRANGE_SHARE = 0.005  # of characters that are rare in text of UTF-16
+_STRANGE = {"Cc", "Cn", "Co", "Cs"}  # control, unassigned, private use and lone surrogates
+_MIN_NUL_SHARE = 0.4  # of the bytes of UTF-16, if without NUL they would be an 8-bit text
+_MIN_ASCII_SHARE = 0.9  # of the bytes of a text in a code page
 
 
 def sniff_kind(name: str, head: bytes) -> str:
@@ -112,6 +120,7 @@ def sniff_kind(name: str, head: bytes) -> str:
         return "empty"
     if compression := reading.sniff_compression(name, head):
         return compression
+    head = mark_utf16(head)
     fault = find_fault(name, head)
     return fault.kind if fault else _sniff_content(name, head)
 
@@ -121,6 +130,7 @@ def find_fault(name: str, head: bytes) -> Placeholder | None:
 
     name, head: as for `sniff_kind`; the content must not be compressed.
     """
+    head = mark_utf16(head)
     if pointer := placeholders.find_pointer(head):
         return pointer
     kind = _sniff_content(name, head)
@@ -156,22 +166,9 @@ def _describe_content(kind: str, head: bytes, is_text: bool) -> tuple[str, str]:
         return UNREAD[kind]
     if not head.strip(b"\0"):
         return "only NUL bytes, as after a crash or a copy that was cut", "fetch it again"
-    if encoding := _guess_encoding(head):
-        return (
-            f"{encoding} without a byte order mark" if encoding != _UTF32 else encoding,
-            f"convert it: `iconv -f {encoding} -t UTF-8 FILE > NEW`",
-        )
+    if head.startswith(_UTF32_BOMS):
+        return "UTF-32", "convert it: `iconv -f UTF-32 -t UTF-8 FILE > NEW`"
     return (f"a {kind.upper()} file" if kind in BINARY_DOCUMENTS else "binary data"), cure
-
-
-def _guess_encoding(head: bytes) -> str:
-    """Return the encoding of a text whose bytes contain NUL, "" if it is no such text."""
-    if head.startswith((_UTF32_BOM, _UTF32_BOM[::-1])):
-        return _UTF32
-    nuls = [head[start::2].count(0) for start in (0, 1)]
-    if 4 * max(nuls) > len(head) and 50 * min(nuls) < max(nuls):
-        return "UTF-16BE" if nuls[0] > nuls[1] else "UTF-16LE"
-    return ""
 
 
 def _sniff_content(name: str, head: bytes) -> str:
@@ -191,7 +188,7 @@ def _sniff_content(name: str, head: bytes) -> str:
     if head[_TAR_MARK] == _TAR_MAGIC:
         return "tar"
     # A crash may leave NUL bytes in a file of records; they cost only the records there.
-    is_padded = suffix in _TEXT_FORMATS and not _guess_encoding(head)
+    is_padded = suffix in _TEXT_FORMATS and not head.startswith(_UTF32_BOMS)
     if _is_binary(head.replace(b"\0", b"") or head if is_padded else head):
         return "binary"
     kind = _SUFFIXES.get(suffix, "text")
@@ -253,7 +250,48 @@ def _is_arrow_stream(head: bytes) -> bool:
 
 def is_utf16(head: bytes) -> bool:
     """Return whether a file starts with the byte order mark of UTF-16."""
-    return head.startswith(_UTF16_BOMS) and not head.startswith(_UTF32_BOM)
+    return head.startswith((*_UTF16_BOMS.values(),)) and not head.startswith(_UTF32_BOMS)
+
+
+def mark_utf16(head: bytes) -> bytes:
+    """Return the first bytes of a file; text in UTF-16 without a byte order mark gets one.
+
+    Such a text contains NUL bytes, and has few strange characters in one of the byte orders. If it
+    has few in both, the order that gives more characters of ASCII is right.
+    """
+    if b"\0" not in head or is_utf16(head) or head.startswith(_UTF32_BOMS):
+        return head
+    if head.count(0) < _MIN_NUL_SHARE * len(head) and _is_8_bit_text(head.replace(b"\0", b"")):
+        return head
+    ascii_counts = {}
+    for codec, mark in _UTF16_BOMS.items():
+        text = codecs.getincrementaldecoder(codec)("surrogatepass").decode(head)
+        counts = Counter(text)
+        strange = sum(
+            count
+            for character, count in counts.items()
+            if character not in _LAYOUT and unicodedata.category(character) in _STRANGE
+        )
+        if strange <= _MAX_STRANGE_SHARE * len(text):
+            ascii_counts[mark] = sum(
+                counts[character] for character in counts if character < "\x80"
+            )
+    if not any(ascii_counts.values()):
+        return head
+    return max(ascii_counts, key=ascii_counts.__getitem__) + head
+
+
+def _is_8_bit_text(head: bytes) -> bool:
+    """Return whether bytes without NUL are a text of UTF-8, or of a code page of Europe."""
+    if _is_binary(head):
+        return False
+    if len(head) - len(head.translate(None, _PRINTABLE)) > _MIN_ASCII_SHARE * len(head):
+        return True
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _is_binary(head: bytes) -> bool:

@@ -61,9 +61,21 @@ class RawFile:
             self.head = self.stream.peek(kinds.HEAD_BYTES)[: kinds.HEAD_BYTES]
         self.name = name
         self.kind = kinds.sniff_kind(name, self.head)
+        if self.kind not in reading.COMPRESSIONS.values():
+            self._add_mark(kinds.mark_utf16(self.head)[: -len(self.head) or None])
         self.document = ""
         if self.kind == "text" or self.kind in kinds.DOCUMENTS:
             self.document = kinds.sniff_document(name, self.head)
+
+    def _add_mark(self, mark: bytes) -> None:
+        """Put a byte order mark before the content."""
+        if not mark:
+            return
+        self.head = mark + self.head
+        if isinstance(self.stream, io.BytesIO):
+            self.stream = io.BytesIO(mark + self.stream.getvalue())
+        else:
+            self.stream = _make_stream(_read_chunks(io.BytesIO(mark), self.stream))
 
     def _note_damage(self, reason: str) -> None:
         self.damage = reason
@@ -129,21 +141,27 @@ class RawFile:
             file.seek(0)
             yield file
 
-    def read_lines(self) -> Iterator[tuple[int | None, bytes | None]]:
+    def read_lines(self, ends_with_cr: bool = False) -> Iterator[tuple[int | None, bytes | None]]:
         """Yield (offset, line) for each line of `read_blocks`."""
-        for offset, lines in self.read_blocks():
+        for offset, lines in self.read_blocks(ends_with_cr):
             for line in [None] if lines is None else lines:
                 yield offset, line
                 offset = None if offset is None or line is None else offset + len(line)
 
-    def read_blocks(self) -> Iterator[tuple[int | None, list[bytes] | None]]:
+    def read_blocks(
+        self, ends_with_cr: bool = False
+    ) -> Iterator[tuple[int | None, list[bytes] | None]]:
         """Yield (offset, lines) as UTF-8 without a BOM, split after each `\\n` byte.
 
         For a line of more than LARGE_BYTES, `lines` is None. UTF-16 is converted to UTF-8 and has
-        no offsets. A span consists of the lines that start in it.
+        no offsets. A span consists of the lines that start in it. ends_with_cr: read each `\\r` as
+        `\\n`.
         """
         stream, position = self._at_first_line()
-        has_offsets = stream is self.stream
+        if ends_with_cr:
+            chunks = _read_chunks(stream)
+            stream = _make_stream(chunk.replace(b"\r", b"\n") for chunk in chunks)
+        has_offsets = not kinds.is_utf16(self.head)
         while self.stop is None or position < self.stop:
             room = min(_BUFFER, LARGE_BYTES)
             data = stream.read(room if self.stop is None else min(room, self.stop - position))

@@ -89,6 +89,12 @@ def format_summary(
     for kind, option in selection.describe_dropped(row_options, counts).items():
         name = kind if "." in kind else kind.replace("_", " ")
         lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    if tally.table_formats:
+        lines["tables"] = "; ".join(
+            f"{units.counted(count, f'{kind.upper()} file')} with {text}"
+            for name, count in tally.table_formats.most_common()
+            for kind, text in [name.split(": ", 1)]
+        )
     if tally.extracted:
         lines["extracted"] = _count_documents(tally.extracted)
     if tally.without_text:

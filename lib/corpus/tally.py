@@ -226,7 +226,8 @@ class Tally:
     conversations that became plain text, by format, among the first documents of each file.
     extracted: documents whose text was extracted, by kind. without_text: documents from which
     nothing was extracted, by kind and problem, such as `pdf: damaged`. not_extracted: files of
-    these kinds that --extract does not name. first_of: for each kind of problem whose
+    these kinds that --extract does not name. table_formats: files by kind and unusual format, such
+    as `csv: the separator ";"`. first_of: for each kind of problem whose
     message says what to do, the first file with its message. chat: the tally of a chat dataset.
     row_counts: counts of single rows, for the report. test_hits: questions of test sets that occur.
     """
@@ -244,6 +245,7 @@ class Tally:
     extracted: Counter[str] = field(default_factory=Counter)
     without_text: Counter[str] = field(default_factory=Counter)
     not_extracted: Counter[str] = field(default_factory=Counter)
+    table_formats: Counter[str] = field(default_factory=Counter)
     first_of: dict[str, str] = field(default_factory=dict)
     chat: ChatTally = field(default_factory=ChatTally)
     test_hits: TestHits = field(default_factory=TestHits)
@@ -308,6 +310,7 @@ class Tally:
                 "extracted": Counter(value.get("extracted", {})),
                 "without_text": Counter(value.get("without_text", {})),
                 "not_extracted": Counter(value.get("not_extracted", {})),
+                "table_formats": Counter(value.get("table_formats", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
                 "test_hits": TestHits.from_json(value.get("test_hits", {})),
                 "row_counts": RowTally.from_json(value.get("row_counts")),

@@ -227,7 +227,7 @@ def _find_cuts(path: str, size: int) -> list[int]:
     except OSError:
         return [0]  # the worker reports the error
     kind = kinds.sniff_kind(path, head)
-    if kind == "jsonl" and not kinds.is_utf16(head):
+    if kind == "jsonl" and not kinds.is_utf16(kinds.mark_utf16(head)):
         return list(range(0, size, UNIT_BYTES))
     if kind in ("parquet", "arrow"):
         return columnar_reader.find_cuts(kind, path, UNIT_BYTES)

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import random
 import zipfile
 
 import pyarrow as pa
@@ -120,8 +121,7 @@ def test_a_record_is_no_error_message(read, record):
         ("a.csv", workbook(), "Excel"),
         ("a.csv", b"%PDF-1.7\n", "PDF"),
         ("a.yaml", bytes(range(256)) * 4, "binary data"),
-        ("a.jsonl", '{"a": "x"}\n'.encode("utf-16-le"), "iconv -f UTF-16LE"),
-        ("a.csv", "a,b\n1,two\n".encode("utf-16-be"), "iconv -f UTF-16BE"),
+        ("a.csv", "a,b\n1,two\n".encode("utf-32"), "iconv -f UTF-32"),
         ("a.txt.gz", b"plain text", "compressed data"),
         ("a.csv.zst", b"a,b\nx,y\n", "compressed data"),
         ("a.pdf", b"plain text", "PDF"),
@@ -166,6 +166,43 @@ def test_archives_fail_with_a_command(read, name, data, command):
     outcome = read({name: data, "z.txt": "kept"})
     assert outcome.rows == ["kept"] and outcome.kinds == ["unsupported"]
     assert command in outcome.problems[0]["message"]
+
+
+@pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize(
+    ("name", "text", "row"),
+    [
+        ("a.txt", "Grüße, a text.\n", "Grüße, a text.\n"),
+        ("a.log", "河流 和 山\n" * 3, "河流 和 山\n" * 3),
+        ("a.txt", "Река течёт.\n" * 4000, "Река течёт.\n" * 4000),
+        ("a.txt", "🙂 うみは広い。\n" * 2001, "🙂 うみは広い。\n" * 2001),
+        ("a.jsonl", '{"text": "x"}\n', "x"),
+        ("a.json", '[{"text": "x"}]', "x"),
+        ("a.csv", "id,text\n1,x\n", "x"),
+        ("a.csv.gz", "id,text\n1,水\n", "水"),
+    ],
+)
+def test_utf16_without_a_mark_is_read(read, name, text, row, codec):
+    data = text.encode(codec)
+    outcome = read({name: gzip.compress(data) if name.endswith("gz") else data})
+    assert outcome.rows == [row] and not outcome.problems
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"text with one \0 in it, and of even length ",
+        "café au lait\0, un texte".encode("latin-1"),
+        bytes(range(256)) * 64,
+        b"".join(number.to_bytes(2, "little") for number in range(0, 16_000, 7)),
+        b"\x05\0\x06\0" * 100,
+        random.Random(0).randbytes(16_000),
+        b"abc\0",
+    ],
+    ids=range(7),
+)
+def test_other_content_with_nul_is_binary(read, data):
+    assert read({"a.txt": data, "b.txt": "kept"}).kinds == ["binary"]
 
 
 # --- JSON and JSON Lines by content ---------------------------------------------------------

@@ -1,0 +1,262 @@
+"""Find out by the first bytes of a table which separator, quotes and line ends it uses."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from lib.corpus import encoding
+from lib.corpus.kinds import HEAD_BYTES
+
+if TYPE_CHECKING:
+    from _csv import _reader as Reader
+
+SEPARATORS = {"csv": ",", "tsv": "\t"}  # by kind of file
+_SEPARATORS = ";\t|,"
+# Text rarely contains these separators, so a quote that does not enclose a cell is text.
+_SAFE_SEPARATORS = ("\t", "|", "")
+_NO_SEPARATOR = "\x1f"  # of a table with one column: a character that no text contains
+_NEARLY_ALL = (
+    0.9  # share of the rows that a separator must fit, to be read instead of the usual one
+)
+_ENOUGH = 0.5  # share of the rows that the usual separator must fit
+_MIN_ROWS = 10  # that show that the first line is not the header
+_MARKER = re.compile(r'"?sep=(\\t|[^"\r\n])"?[ \t]*(?:\r?\n|\r|$)', re.IGNORECASE)
+_QUOTED = re.compile(r'"[^"]*(?:"|$)')
+
+
+class UnclearTable(Exception):
+    """Says why the separator of a table is unclear, and what to do."""
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """Describes how a table is written.
+
+    separator: "" for a table with one column. quote: "" if quotes are text. escapes: whether a
+    backslash before a quote, a separator, a line end or a backslash makes it text. skips_space:
+    whether spaces after a separator are no part of the cell. ends_with_cr: whether lines end with
+    CR alone. has_marker: whether the first line names the separator and is no row.
+    """
+
+    separator: str
+    quote: str = '"'
+    escapes: bool = False
+    skips_space: bool = False
+    ends_with_cr: bool = False
+    has_marker: bool = False
+
+    def read_rows(self, lines: Iterable[str]) -> Reader:
+        """Return a csv.reader of lines in this format."""
+        if self.escapes:
+            # csv drops a backslash before any character, so those that are text are doubled.
+            pattern = _find_backslashes(self.quote, self.separator)
+            lines = map(partial(pattern.sub, lambda match: match[1] or r"\\"), lines)
+        return csv.reader(
+            lines,
+            strict=True,
+            delimiter=self.separator or _NO_SEPARATOR,
+            quotechar=self.quote or None,
+            quoting=csv.QUOTE_MINIMAL if self.quote else csv.QUOTE_NONE,
+            escapechar="\\" if self.escapes else None,
+            skipinitialspace=self.skips_space,
+        )
+
+    def list_alternatives(self, text: str) -> Iterator[TableFormat]:
+        """Yield other formats for a row with this text, if the row does not fit the header."""
+        if self.finds_escapes(text):
+            yield replace(self, escapes=not self.escapes)
+        if self.is_safe and self.quote in text:
+            yield replace(self, quote="")
+
+    @property
+    def is_safe(self) -> bool:
+        """Return whether cells rarely contain the separator, so that quotes are not needed."""
+        return self.separator in _SAFE_SEPARATORS
+
+    def finds_escapes(self, text: str) -> bool:
+        """Return whether a text contains a backslash that may be an escape."""
+        return any(f"\\{character}" in text for character in f"{self.quote}{self.separator}\r\n")
+
+    def are_rows_without_quotes(self, lines: Sequence[str], columns: int) -> bool:
+        """Return whether lines that quotes join look like rows: text rarely contains tabs."""
+        return self.separator == "\t" and all(
+            line.count("\t") == columns - 1 and not line.startswith("\t") for line in lines
+        )
+
+    def describe(self, kind: str) -> str:
+        """Return what is unusual about the format for a kind of files, "" if nothing is."""
+        unusual = {
+            f"the separator {name_separator(self.separator)}": self.separator
+            not in ("", SEPARATORS[kind]),
+            "single quotes": self.quote == "'",
+            "backslashes before quotes": self.escapes,
+            "CR as line end": self.ends_with_cr,
+        }
+        return " and ".join(text for text, is_used in unusual.items() if is_used)
+
+
+@cache
+def _find_backslashes(quote: str, separator: str) -> re.Pattern[str]:
+    """Return a pattern for backslashes; its group is empty for a backslash that is text."""
+    escaped = re.escape("\\" + quote + separator)
+    return re.compile(rf"(\\[{escaped}\r\n])|\\")
+
+
+def name_separator(separator: str) -> str:
+    """Return how messages call a separator."""
+    return "a tab" if separator == "\t" else f'"{separator}"'
+
+
+class _Reading(NamedTuple):
+    """Contains the complete rows of a head, read in one format. A row that is invalid is None."""
+
+    form: TableFormat
+    columns: int
+    rows: list[list[str] | None]
+
+    @property
+    def share(self) -> float:
+        """Return the share of the rows that have as many cells as the header."""
+        fits = sum(row is not None and len(row) == self.columns for row in self.rows)
+        return fits / len(self.rows) if self.rows else float(self.columns > 0)
+
+    def encloses(self, quote: str) -> bool:
+        """Return whether each cell of some column begins and ends with a quote."""
+        fitting = [row for row in self.rows if row and len(row) == self.columns]
+        for column in zip(*fitting, strict=True):
+            cells = [cell.strip() for cell in column if cell.strip()]
+            if len(cells) > 1 and all(
+                len(cell) > 1 and cell[0] == quote == cell[-1] for cell in cells
+            ):
+                return True
+        return False
+
+
+def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
+    """Return the format of a table.
+
+    head: the first bytes of the file. kind: `csv` or `tsv`. fallback: as for `decode_text`. Raises
+    UnclearTable if the table would be read wrongly with the usual separator, and no other is sure.
+    """
+    usual = TableFormat(SEPARATORS[kind])
+    text, _ = encoding.decode_text(encoding.drop_cut_character(head), fallback)
+    bare = _QUOTED.sub("", text) if "\r" in text else ""
+    if "\r" in bare and "\n" not in bare:
+        usual = replace(usual, ends_with_cr=True)
+        text = text.replace("\r", "\n")
+    if marker := _MARKER.match(text):
+        separator = marker[1].replace("\\t", "\t")
+        usual = replace(usual, separator=separator, has_marker=True)
+        text = text[marker.end() :]
+    is_cut = len(head) >= HEAD_BYTES
+    reading = _read_best(text, usual, is_cut)
+    if marker:
+        return reading.form
+    header = text.lstrip("\r\n").split("\n", 1)[0]
+    fewest = reading.columns if reading.share >= _ENOUGH else 1  # separators in the header
+    others = [
+        _read_best(text, replace(usual, separator=separator), is_cut)
+        for separator in _SEPARATORS
+        if separator != usual.separator and header.count(separator) >= fewest
+    ]
+    others.sort(key=lambda other: (other.columns > 1, other.share, other.columns), reverse=True)
+    if others and others[0].columns > 1:
+        best = others[0]
+        if best.share >= _NEARLY_ALL and (
+            reading.share < _ENOUGH or best.columns > max(1, reading.columns)
+        ):
+            return best.form
+        if reading.columns == 1:
+            raise _describe_doubt(reading, best)
+    if reading.columns == 1:
+        return _read_one_column(text, usual, is_cut)
+    return reading.form
+
+
+def _read_one_column(text: str, usual: TableFormat, is_cut: bool) -> TableFormat:
+    """Return the format of a table whose header has one column in every format."""
+    for separator in _SEPARATORS:
+        rows = _read_best(text, replace(usual, separator=separator), is_cut).rows
+        [(columns, count)] = Counter(len(row or ()) for row in rows).most_common(1) or [(0, 0)]
+        if columns > 1 and len(rows) >= _MIN_ROWS and count >= _NEARLY_ALL * len(rows):
+            raise UnclearTable(
+                f"the first line has one column, but {count:,} of the next {len(rows):,} rows have "
+                f"{columns} if {name_separator(separator)} separates them; delete the lines "
+                "before the header (`sed -i 1d FILE`), or name all columns there, or enclose the "
+                "values in quotes if there is only one column"
+            )
+    return _read_best(text, replace(usual, separator=""), is_cut).form
+
+
+def _describe_doubt(usual: _Reading, other: _Reading) -> UnclearTable:
+    separator = other.form.separator
+    mark = separator.replace("\t", "\\t")
+    return UnclearTable(
+        f"the header has one column if {name_separator(usual.form.separator)} separates them, and "
+        f"{other.columns} if {name_separator(separator)} does, but only {100 * other.share:.0f} % "
+        f"of the first rows have as many; if {name_separator(separator)} is right, run "
+        f"`sed -i '1i sep={mark}' FILE`"
+    )
+
+
+def _read_best(text: str, form: TableFormat, is_cut: bool) -> _Reading:
+    """Return the reading with the quotes and escapes that fit most rows."""
+    best = _read_head(text, form, is_cut)
+    for style in _list_styles(text, form):
+        reading = _read_head(text, style, is_cut)
+        is_other_quote = style.skips_space or style.quote != form.quote
+        if reading.share > best.share or (
+            is_other_quote
+            and (reading.share, reading.columns) == (best.share, best.columns)
+            and best.encloses(style.quote)
+        ):
+            best = reading
+    return best
+
+
+def _list_styles(text: str, form: TableFormat) -> Iterator[TableFormat]:
+    """Yield other quotes and escapes that the text may use."""
+    forms = [form]
+    if f'{form.separator} "' in text:
+        forms.append(replace(form, skips_space=True))
+    if f"{form.separator}'" in text or "\n'" in text:
+        forms.append(replace(form, quote="'"))
+    yield from forms[1:]
+    for other in forms:
+        if other.finds_escapes(text):
+            yield replace(other, escapes=True)
+
+
+def _read_head(text: str, form: TableFormat, is_cut: bool) -> _Reading:
+    """Return the rows of a text. is_cut: whether the last row may be incomplete."""
+    consumed: list[str] = []
+
+    def consume() -> Iterator[str]:
+        for line in text.split("\n"):
+            consumed.append(line)
+            yield f"{line}\n"
+
+    rows: list[list[str] | None] = []
+    reader = form.read_rows(consume())
+    while True:
+        consumed.clear()
+        try:
+            row = next(reader, None)
+        except csv.Error:
+            line = consumed[0]
+            cells = line.split(form.separator) if form.separator else [line]
+            rows.append(cells if form.is_safe else None)
+            continue
+        if row is None:
+            break
+        if row:
+            rows.append(row)
+    if is_cut and len(rows) > 1:
+        rows.pop()
+    return _Reading(form, len(rows[0] or ()) if rows else 0, rows[1:])
