@@ -375,10 +375,16 @@ def _is_found(program: str) -> bool:
 
 
 def path_of(name: str) -> str:
-    """Return the path of a script of this project, relative if the running script's path is."""
-    beside = Path(sys.argv[0]).parent
-    for directory in (beside, Path(os.path.normpath(beside / os.pardir))):
-        if directory.resolve() == ROOT:
-            return str(directory / name)
+    """Return the path of a script of this project, relative if possible in the current directory.
+
+    Outside of the project it is relative if the path that was typed is.
+    """
     near = os.path.relpath(ROOT)
-    return str((ROOT if near.startswith(os.pardir) else Path(near)) / name)
+    if not near.startswith(os.pardir):
+        return str(Path(near) / name)
+    for typed in (*shlex.split(os.environ.get(LAUNCHED_AS, ""))[:1], sys.argv[0]):
+        beside = Path(typed).parent
+        for directory in (beside, Path(os.path.normpath(beside / os.pardir))):
+            if directory.resolve() == ROOT:
+                return str(directory / name)
+    return str(ROOT / name)

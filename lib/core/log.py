@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import logging.handlers
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -21,9 +22,15 @@ class _Console(logging.StreamHandler):
     """Prints plain lines. Warnings begin with their level, lines of other ranks with the rank.
 
     shows_times: each line begins with the time of day and the rank, also on rank 0.
+    shows_details: whether the lines of `detail` are printed.
     """
 
     shows_times = False
+    shows_details = True
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to print a line."""
+        return self.shows_details or not getattr(record, "is_detail", False)
 
     def format(self, record: logging.LogRecord) -> str:
         text = escape_controls(record.getMessage())
@@ -133,6 +140,14 @@ def show_times(are_shown: bool) -> None:
             handler.shows_times = are_shown
 
 
+def keep_details() -> None:
+    """Keep the lines of `detail` off the console: `add_file` writes them and all earlier lines."""
+    for handler in _logger.handlers:
+        if isinstance(handler, _Console):
+            handler.shows_details = False
+    _logger.addHandler(logging.handlers.MemoryHandler(0))  # keeps all lines: it has no target
+
+
 def ensure_setup() -> None:
     """Send log lines to the console if the calling program has no handler for them."""
     if not _logger.hasHandlers():
@@ -143,12 +158,25 @@ def add_file(path: Path) -> None:
     """Also append every line of this rank, with its time, to a file, whose errors are tolerated."""
     handler = _RankFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for kept in [*_logger.handlers]:
+        if isinstance(kept, logging.handlers.MemoryHandler):
+            _logger.removeHandler(kept)
+            kept.setTarget(handler)
+            kept.flush()
     _logger.addHandler(handler)
 
 
 def info(text: str) -> None:
     """Log something expected."""
     _logger.info(text)
+
+
+def detail(text: str) -> None:
+    """Log something expected that few people need: only to the rank log of a training run.
+
+    Commands without a rank log, such as a dry run, print it: see `keep_details`.
+    """
+    _logger.info(text, extra={"is_detail": True})
 
 
 def to_console(text: str) -> None:
@@ -178,8 +206,8 @@ def _log_to(text: str, level: int, to_files: bool) -> None:
             handler.handle(_logger.makeRecord(_logger.name, level, "", 0, text, (), None))
 
 
-def table(rows: Mapping[str, object]) -> None:
-    """Print a plan or a summary: one aligned `name  value` line per row."""
+def table(rows: Mapping[str, object], write: Callable[[str], None] = info) -> None:
+    """Log a plan or a summary with `write`: one aligned `name  value` line per row."""
     width = max(map(len, rows), default=0)
     for name, value in rows.items():
-        info(f"  {name:<{width}}  {value}")
+        write(f"  {name:<{width}}  {value}")

@@ -91,7 +91,7 @@ def file_digests(
         identities = _read_identities(directory, content)
         total = sum(recorded[1] for recorded in identities.values())
         if total > _LONG_BYTES:
-            log.info(f"hashing {name} {directory}: {units.size(total)}, once until it changes")
+            log.detail(f"hashing {name} {directory}: {units.size(total)}, once until it changes")
         with (
             Progress(f"hashing {name}", total, "B", progress and total > _LONG_BYTES) as bar,
             ThreadPoolExecutor(max(1, workers)) as pool,
@@ -207,7 +207,7 @@ def _find_damage(
     began = time.monotonic()
     is_long = total > _LONG_BYTES
     if is_long:
-        log.info(f"verifying {name} {directory}: {units.size(total)}, once until it changes")
+        log.detail(f"verifying {name} {directory}: {units.size(total)}, once until it changes")
     with (
         Progress(f"verifying {name}", total, "B", progress and is_long) as bar,
         ThreadPoolExecutor(max(1, workers)) as pool,
@@ -224,5 +224,5 @@ def _find_damage(
             )
         )
     if is_long and not damaged:
-        log.info(f"every byte is intact, {units.duration(time.monotonic() - began)}")
+        log.detail(f"every byte is intact, {units.duration(time.monotonic() - began)}")
     return damaged

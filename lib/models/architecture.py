@@ -101,7 +101,7 @@ def _decide_tying(model_dir: Path, content: dict[str, Any]) -> bool | None:
     if log.rank() == 0 and model_dir not in _TYING_REPORTED:
         _TYING_REPORTED.add(model_dir)
         reason = f"the weights contain {'an' if has_head else 'no'} lm_head"
-        log.info(
+        log.detail(
             f"{model_dir / CONFIG}: tie_word_embeddings is {values[0]}, in its text_config "
             f"{values[1]}; {reason if names else 'the first counts'}, so the embeddings are "
             f"{'tied' if tied else 'not tied'}"

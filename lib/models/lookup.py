@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,13 @@ def _check_prepared(directory: Path, why: str = "") -> Path:
 def log_model(model_dir: Path, why: str) -> None:
     """Log the path of a model and, if its files say so, the number of its parameters."""
     count = count_parameters(model_dir)
-    log.info(f"model: {model_dir}{f', {units.count(count)} parameters' if count else ''}{why}")
+    size = f", {units.count(count)} parameters" if count else ""
+    log.info(f"model: {model_dir}{size}{why}{announce_import()}")
+
+
+def announce_import() -> str:
+    """Return a note for the last line before a process imports torch, which takes seconds."""
+    return "" if "torch" in sys.modules else "; loading torch and transformers"
 
 
 def _check_files(directory: Path, content: dict[str, Any], remedy: Remedy) -> Path:

@@ -144,7 +144,7 @@ def train_tokenizer(
     )
     if is_chat:
         shutil.copyfile(paths.CHAT_TEMPLATES / "chatml.jinja", destination / CHAT_TEMPLATE)
-    log.info(
+    log.detail(
         f"tokenizer: {vocabulary:,} tokens from {sample}"
         if corpora
         else "tokenizer: one token per byte, because there is no dataset to train one on"

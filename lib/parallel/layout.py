@@ -221,7 +221,7 @@ def _choose_device(local_rank: int) -> torch.device:
         torch.set_num_threads(threads)
         return device
     torch.set_num_threads(threads)
-    log.info(
+    log.detail(
         ("" if gpus.is_cpu_wanted() else "no GPU: ") + "computing on the CPU, "
         f"{units.counted(threads, 'thread')} per rank ({units.counted(cores, 'core')})"
     )

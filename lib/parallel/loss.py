@@ -49,7 +49,7 @@ def build_loss(
         require_isolation(model, layout)
     with lora.warn_about_unused_adapters(model):
         description = chunk_loss(model, layout, compiler)
-    log.info(f"loss: {description}")
+    log.detail(f"loss: {description}")
     return partial(token_loss_sum, model)
 
 
@@ -327,6 +327,9 @@ def chunk_loss(model: nn.Module, layout: ParallelLayout, compiler: Compiler | No
         except (RuntimeError, TypeError, IndexError):  # code after the layer needs logits
             is_same = False
     if is_same:
-        return "in the output layer, chunk by chunk: the logits of all tokens never exist"
+        return "logits are computed in chunks, by the output layer"
     del head.forward
-    return f"from the logits, which {model.config.model_type} models change after the output layer"
+    return (
+        f"logits are computed at once, since {model.config.model_type} models change them after "
+        "the output layer"
+    )

@@ -267,10 +267,10 @@ def _shard_on_other_meshes(
 def describe_gathered(offload: bool, keep_gathered: bool) -> str:
     """Return which blocks stay gathered from forward to backward, as part of a sentence."""
     if offload:
-        return "every block is gathered again in backward (--cpu-offload)"
+        return "parameters are resharded after the forward pass (--cpu-offload)"
     if keep_gathered:
-        return "all blocks stay gathered through a step, for which there is memory"
-    return "the last block stays gathered until backward, the others are gathered again"
+        return "parameters are not resharded after the forward pass"
+    return "parameters are resharded after the forward pass, except those of the last block"
 
 
 def describe_frozen(model: nn.Module) -> str:

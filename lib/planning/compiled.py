@@ -45,7 +45,7 @@ def estimate_kept_share(model: PreTrainedModel, tokens: Tensor) -> float:
             return 1.0
         sizes = [(count, *_count_kept_bytes(*call)) for count, *call in kinds.values()]
     except Exception as error:  # whatever torch raises, the eager count stands
-        log.info(
+        log.detail(
             f"the activations of compiled blocks could not be estimated: {type(error).__name__}"
         )
         return 1.0

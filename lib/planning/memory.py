@@ -283,14 +283,14 @@ class MemoryEstimate:
         try:
             peak = self._process.result()
         except NoAnswer as error:
-            log.info(f"memory could not be estimated: {error}")
+            log.detail(f"memory could not be estimated: {error}")
             return
         total = sum(peak.values())
         self.gib = total / _GIB
         parts = " + ".join(
             f"{units.memory(size)} {kind}" for kind, size in peak.items() if size >= _NAMED * total
         )
-        log.info(f"memory: at most {units.memory(total)} per rank, {self._verb}: {parts}")
+        log.detail(f"memory: at most {units.memory(total)} per rank, {self._verb}: {parts}")
 
     def describe_peak(self, peak: float, before: float) -> str:
         """Return a sentence that compares the peak of the run with the estimate.

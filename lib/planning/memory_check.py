@@ -131,7 +131,7 @@ class MemoryCheck:
         try:
             return self.trace(case).total <= self.usable
         except Exception as error:
-            log.info(
+            log.detail(
                 f"the memory of --activation-checkpointing {case.recompute} could not be "
                 f"estimated: {type(error).__name__}"
             )

@@ -157,11 +157,11 @@ def _build_store(
             raise
     seconds = time.monotonic() - began
     for name, count in counts.items():
-        log.info(
+        log.detail(
             f"  {name}: {units.counted(count['tokens'], 'token')} in "
             f"{units.counted(count['documents'], 'sample' if chat else 'document')}"
         )
-    log.info(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
+    log.detail(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
 def _fill_store(
@@ -178,7 +178,7 @@ def _fill_store(
     # A store is rarely larger than its text: a token takes 2 or 4 bytes and covers 3 or more.
     publish.require_space(build.dir, text_bytes, "the token store")
     dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
-    log.info(f"tokenising {dataset.path} with {encoder.directory} → {build.target} ({dtype})")
+    log.detail(f"tokenising {dataset.path} with {encoder.directory} → {build.target} ({dtype})")
     if not chat:  # the worker processes for conversations tune their own encoders
         encoder.tune(dataset.sample())
     require_same_tokenizer(encoder.directory, build.identity["inputs"]["tokenizer"])

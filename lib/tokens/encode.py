@@ -285,7 +285,7 @@ def _choose_engine(
     try:
         fast = Gigatoken(directory, reference, special)
         if _are_equal(fast.encode(sample), reference.encode(sample)):
-            log.info(
+            log.detail(
                 f"  encoder: gigatoken, same ids as the tokenizer on {len(sample)} sampled texts"
             )
             return fast
@@ -296,7 +296,7 @@ def _choose_engine(
         reason = (
             f"it does not support this tokenizer ({(str(error) or repr(error)).splitlines()[0]})"
         )
-    log.info(f"  encoder: tokenizers, not gigatoken: {reason}")
+    log.detail(f"  encoder: tokenizers, not gigatoken: {reason}")
     return reference
 
 

@@ -160,7 +160,7 @@ def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
             is_text = tokens.splits[name].labels is None
             if is_text and facts["cut"] > _MUCH and log.rank() == 0:
                 _warn_about_cuts(tokens.splits[name], facts["cut"], seq_length)
-            log.info(
+            log.detail(
                 f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
                 f"documents cut, at most {packs[name].most_documents - 1:,} per pack"

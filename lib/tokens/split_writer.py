@@ -128,7 +128,7 @@ class TextWriter(SplitWriter):
     def run(self, encoder: Encoder, bar: Progress) -> None:
         """Tokenise the documents that are not in the token store yet."""
         if self.documents:
-            log.info(
+            log.detail(
                 f"  continuing after {units.counted(self.documents, 'document')} from an "
                 "interrupted run"
             )

@@ -137,9 +137,9 @@ def _prepare_samples(config: Config, inputs: Inputs, vocab_size: int) -> Data:
         )
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
-        log.info(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
+        log.detail(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         if chat := counts.read_facts(tokens):
-            log.table(chat.table_rows())
+            log.table(chat.table_rows(), log.detail)
             if log.rank() == 0:
                 counts.warn_about_samples(
                     str(corpus.dataset.path), chat.counts["train"], path / counts.ERRORS
@@ -254,7 +254,7 @@ def _prepare_shards(
     encoder.tune(sample)
     workers = max(1, config.num_workers // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     documents.start(workers, model_dir, sample)
-    log.info(
+    log.detail(
         f"streaming: {workers} {units.plural(workers, 'worker process')} per rank tokenise "
         f"{shards.name} while training. This is for quick trials: a dataset of stages 01 and 02 "
         "costs a step next to nothing, is shuffled as a whole and can have a validation split"

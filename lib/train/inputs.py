@@ -194,12 +194,11 @@ def _find_model(
     earlier_run: dict[str, Any],
     named: Checkpoint | None,
 ) -> Path:
-    """Return the directory of the model, and log which it is.
+    """Return the directory of the model, and log which it is unless it is a new one.
 
     It is the new model or that of -m, else the run's model, else the only prepared model.
     """
     if new_model:
-        lookup.log_model(new_model, f", {config.makes_model} from scratch")
         return new_model
     if config.model_name:
         return lookup.find_model(config.model_name, config.cache_dir)
@@ -313,7 +312,9 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
                 hint="without --lora-rank, the whole model is trained",
             )
         if is_bare and not (config.from_scratch or has_begun):
-            log.info(f"{model_dir} has no weights: they are initialised from --seed {config.seed}")
+            log.detail(
+                f"{model_dir} has no weights: they are initialised from --seed {config.seed}"
+            )
         return True
     if has_begun and not config.trains_lora:
         return not directory.has_weights(model_dir)

@@ -53,7 +53,7 @@ def fit_to_this_rank(config: Config, check: MemoryCheck, earlier_kind: str) -> C
     )
     if log.rank() == 0:
         for note in notes:
-            log.info(note)
+            log.detail(note)
     return config
 
 
@@ -159,7 +159,7 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
     most = max(kinds, key=RECOMPUTATIONS.index)
     if config.has_auto_batch:
         if log.rank() == 0 and smallest != config.batch_size:
-            log.info(
+            log.detail(
                 f"--batch-size auto: {smallest} per process instead of "
                 f"{config.batch_size}, as rank {batches.index(smallest)} has chosen"
             )
@@ -167,7 +167,7 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
     is_open = config.has_auto_batch or "activation_checkpointing" in config.settled_by
     if is_open and most != config.activation_checkpointing:
         if log.rank() == 0:
-            log.info(
+            log.detail(
                 f"--activation-checkpointing: {most} instead of "
                 f"{config.activation_checkpointing}, as rank {kinds.index(most)} has chosen"
             )
@@ -200,7 +200,7 @@ def limit_batch(config: Config, samples: int | None, ranks: int) -> Config:
     candidates = _list_batches(config, ranks, tokens)
     batch = max([size for size in candidates if size <= most] or candidates[:1])
     if log.rank() == 0:
-        log.info(
+        log.detail(
             f"--batch-size auto: {batch} per process instead of {config.batch_size}, so that "
             f"{units.counted(epochs * samples, 'sample')} make at least "
             f"{units.counted(steps, 'step')} or, if they are too few, as many as can be"

@@ -72,7 +72,7 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
         lora.require_fits(model, inputs.adapter)
     changes = _select_changes(config, changes_memory_plan=True)
     for description in model_changes.apply_changes(model, changes, Placement()).descriptions:
-        log.info(description)
+        log.detail(description)
     return model
 
 
@@ -169,8 +169,8 @@ def shard_model(
     placement = Placement(shard_size, offload, layout.device.type, count_ranks_in(shard_size))
     changes = _select_changes(config, changes_memory_plan=False)
     for description in model_changes.apply_changes(model, changes, placement).descriptions:
-        log.info(description)
-    log.info(
+        log.detail(description)
+    log.detail(
         "sharded: "
         + parallelize.parallelize(
             model,
@@ -205,7 +205,7 @@ def _load_frozen(
     began = time.monotonic()
     load_pretrained(model, inputs.model_dir)
     inputs.require_unchanged()
-    log.info(
+    log.detail(
         f"frozen weights: read from {inputs.model_dir} in "
         f"{units.duration(time.monotonic() - began)}"
     )
@@ -227,17 +227,17 @@ def load_first_weights(
     began = time.monotonic()
     if inputs.adapter:
         lora.load_adapter(model, inputs.adapter)
-        log.info(f"LoRA: adapter loaded from {inputs.adapter.directory}")
+        log.detail(f"LoRA: adapter loaded from {inputs.adapter.directory}")
     elif is_frozen(model):
         draw_added(model, config.seed)
-        log.info(f"LoRA: adapter initialised from seed {config.seed}")
+        log.detail(f"LoRA: adapter initialised from seed {config.seed}")
     elif inputs.scratch:
         initialise_model(model, config.seed)
     else:
         load_pretrained(model, inputs.model_dir)
         inputs.require_unchanged()
     if not is_frozen(model):
-        log.info(
+        log.detail(
             f"weights: {units.count(model.num_parameters())} parameters "
             f"{describe_weights(config, inputs)} in {units.duration(time.monotonic() - began)}"
         )
@@ -260,9 +260,9 @@ def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayou
     kernel = attention_kernel.pick_attention_kernel(
         model, config.packing, config.precision, layout.device
     )
-    log.info(f"attention: {kernel}")
+    log.detail(f"attention: {kernel}")
     if name := experts_trial.choose_experts_function(model, layout):
-        log.info(f"experts: {name}")
+        log.detail(f"experts: {name}")
 
 
 def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 from lib.core import commands, hashing, log, manifest, paths, publish
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.models import directory, tokenizer
+from lib.models import directory, lookup, tokenizer
 from lib.models.scratch import PREFIX, Design
 from lib.tokens import build, mixture
 from lib.tokens.synthetic import find_synthetic
@@ -43,6 +43,10 @@ def model_from_scratch(
     content = design.identity(design.choose_name())
     name = design.choose_name().removeprefix(PREFIX)
     target = paths.scratch_root(config.cache_dir) / f"{name}-{hashing.fingerprint(content)[:12]}"
+    if target.exists():
+        lookup.log_model(target, f", {config.makes_model} from scratch")
+    else:
+        log.info(f"model: {config.makes_model} from scratch{lookup.announce_import()}")
     is_temporary = config.dry_run or (config.bench and config.is_synthetic)
     if is_temporary and not target.exists():
         with _temporary_directory() as folder:
@@ -121,4 +125,4 @@ def _create_model(
             summary={"source": "scratch", "parameters": facts.parameters, **config_facts},
         )
     rows = ", ".join(f"{name} {text}" for name, text in design.describe(vocabulary).items())
-    log.info(f"created from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")
+    log.detail(f"created from scratch: {rows}; tokenizer: {design.describe_tokenizer()}")

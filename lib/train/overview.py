@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
+from lib.core.paths import Experiment
 from lib.models.sharded import describe_size
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
@@ -44,10 +45,14 @@ def show_head(
     cost: ModelCost,
     hardware: Hardware,
 ) -> None:
-    """Print the model, the data, the settled options and the estimates of a run at its start."""
+    """Log the model, the data, the settled options and the estimates of a run at its start.
+
+    A run with a rank log prints data, steps, checkpoints and the log, below the model.
+    """
     config = plan.config
     experiment = "" if config.bench else f" {config.save_dir / config.experiment_name}"
-    log.info(
+    rows = data.describe(plan) | estimates.describe_cost(plan, cost, hardware)
+    log.detail(
         f"{'bench' if config.bench else 'experiment'}{experiment}: "
         f"{describe_model(config, inputs)}, {describe_size(model)}"
     )
@@ -61,17 +66,35 @@ def show_head(
             "validation": held_out or no_split,
             **_describe_settled(config),
             **describe_balance(config, model),
-            **data.describe(plan),
-            **estimates.describe_cost(plan, cost, hardware),
+            **rows,
             **_describe_samples(config, data.prompts, cost, hardware),
-        }
+        },
+        log.detail,
     )
+    if not config.bench:
+        _print_head(plan, inputs, rows, held_out)
     _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
     if hardware.peak:
-        log.info(
+        log.detail(
             f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per GPU ({hardware.source}); "
             + flops.describe_per_token(model, config.seq_length)
         )
+
+
+def _print_head(plan: Plan, inputs: Inputs, rows: dict[str, str], held_out: str) -> None:
+    """Print the lines that a person reads at the start. rows: those of the plan."""
+    config = plan.config
+    experiment = Experiment(config.save_dir, config.experiment_name)
+    epoch = "" if plan.samples is None else f", {rows['epoch']}"
+    ranks = plans.get_world_size()
+    devices = units.counted(ranks, "GPU" if torch.cuda.is_available() else "rank on a CPU")
+    for name, text in {
+        "data": f"{inputs.datasets}{epoch}, {f'{held_out} for' if held_out else 'no'} validation",
+        "steps": f"{rows['steps']} on {devices}",
+        "checkpoints": f"{rows['checkpoints']}, in {experiment.checkpoints}",
+        "log": str(experiment.rank_log(log.rank())),
+    }.items():
+        log.info(f"{name}: {text}")
 
 
 def _describe_samples(

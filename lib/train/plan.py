@@ -133,11 +133,10 @@ class Plan:
         epochs = count_epochs(self.config)
         passes = total_samples / self.samples
         omitted_samples = epochs * self.samples - total_samples if epochs else 0
-        one_pass = (
-            f"{self.samples:,} samples = {self.samples / global_batch:,.1f} steps of {global_batch}"
-        )
+        steps = f"{self.samples / global_batch:,.1f}".removesuffix(".0")
+        one_pass = f"{units.counted(self.samples, 'sample')} = {steps} {'step' if steps == '1' else 'steps'}"
         rows |= {
-            "epoch": one_pass,
+            "epoch": f"1 epoch = {one_pass}",
             "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})",
         }
         if steps_per_epoch := self.config.steps_per_epoch:

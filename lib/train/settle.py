@@ -108,7 +108,7 @@ def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Se
     facts = Facts(inputs)
     config = apply_rules(config, facts, Known.HARDWARE)
     for note in facts.notes:
-        log.info(note)
+        log.detail(note)
     facts.model = model.build_model(config, inputs)
     config = apply_rules(config, facts, Known.MODEL)
     routers.turn_off_family_loss(

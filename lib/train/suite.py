@@ -48,7 +48,7 @@ def read_tasks(config: Config, corpora: Sequence[Corpus]) -> list[Task]:
     _require_distinct_names(tasks, corpora)
     is_of_suite = config.best_by.split("/")[1] in {task.name for task in tasks}
     _warn_about_best(config, config.suite_freq if is_of_suite else config.eval_freq)
-    log.info(
+    log.detail(
         f"suite: {directory}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
     )

@@ -161,7 +161,7 @@ class ChatWriter(SplitWriter):
     def run(self, pool: Pool, bar: Progress) -> None:
         """Prepare the conversations that are not in the files yet."""
         if finished := self.chats.conversations:
-            log.info(
+            log.detail(
                 f"  continuing after {units.counted(finished, 'conversation')} from an "
                 "interrupted run"
             )

@@ -418,23 +418,21 @@ class Report:
                     "memory": self._estimate.describe_peak(
                         self._meters.memory_peak, self._meters.memory_before
                     ),
-                    "plot": self._describe_plot(),
-                    "report": self._describe_page(),
-                    "metrics": self._experiment.metrics,
+                    "files": self._describe_files(),
                 }
             )
 
-    def _describe_plot(self) -> Path | str:
-        """Return the path of the plot, or a text if the plot lacks steps or is missing."""
-        if self._experiment.plot.is_file() and not self._plot_may_fail.is_failing:
-            return self._experiment.plot
-        return "not drawn: see the warning above"
-
-    def _describe_page(self) -> Path | str:
-        """Return the path of report.html, or a text if it lacks steps or is missing."""
-        if self._experiment.report.is_file() and not self._page.is_failing:
-            return self._experiment.report
-        return "not written: see the warning above"
+    def _describe_files(self) -> str:
+        """Return the paths of report, plot and metrics, without those that could not be written."""
+        failed = {
+            self._experiment.report: self._page.is_failing,
+            self._experiment.plot: self._plot_may_fail.is_failing,
+            self._experiment.metrics: False,
+        }
+        files = [path for path, is_failing in failed.items() if path.is_file() and not is_failing]
+        missing = [path.name for path in failed if path not in files]
+        reason = f" (not written: {', '.join(missing)}; see the warning above)" if missing else ""
+        return ", ".join(map(str, files)) + reason
 
     def _training_rows(self) -> list[dict[str, Any]]:
         """Return the readable rows of the run that have a training loss."""
