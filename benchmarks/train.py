@@ -32,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 import torch.distributed.fsdp, torch.distributed.checkpoint
 """
-# Texts that stage 04 prints, and the phase that has ended by then.
+# Texts in the log of rank 0, and the phase that has ended by then.
 _START_MARKS = {
     "model: ": "torchrun",
     "tokens: ": "imports, the model without memory",
@@ -286,6 +287,22 @@ def _run_and_time_lines(
     return printed
 
 
+def _time_log_lines(experiment: Path, printed: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Return the lines of the log of rank 0, each with the seconds since the start.
+
+    printed: see `_run_and_time_lines`; the first mark is on the console and in the log.
+    """
+    text = (experiment / "logs" / "rank_00000.log").read_text()
+    logged = [
+        (datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp(), line)
+        for line in text.splitlines()
+        if line[:4].isdigit()
+    ]
+    first = next(iter(_START_MARKS))
+    at, began = (next(s for s, line in lines if first in line) for lines in (printed, logged))
+    return [(at + seconds - began, line) for seconds, line in logged]
+
+
 def _read_stage_figures(experiment: Path, printed: list[tuple[float, str]]) -> dict[str, float]:
     rows = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
     steady_rows = rows[_WARMUP_STEPS:] or rows[-1:]
@@ -294,9 +311,10 @@ def _read_stage_figures(experiment: Path, printed: list[tuple[float, str]]) -> d
         for key in steady_rows[-1]
         if key.startswith(("time/", "perf/"))
     }  # not `eta`
+    logged = _time_log_lines(experiment, printed)
     for text, name in _START_MARKS.items():
-        figures[f"at {name}"] = next(seconds for seconds, line in printed if text in line)
-    printed_memory = "".join(line for _, line in printed if line.startswith("  memory "))
+        figures[f"at {name}"] = next(seconds for seconds, line in logged if text in line)
+    printed_memory = "".join(line for _, line in logged if "INFO   memory " in line)
     peak, estimated = (
         float(match[1].replace(",", "")) * (1024 if match[2] == "G" else 1)
         if (match := re.search(rf"([\d.,]+) ([GM])iB {kind}", printed_memory))

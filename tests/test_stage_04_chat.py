@@ -25,7 +25,7 @@ from lib.train.config import Config
 from tests.conftest import run_stage
 from tests.models.families import make_tiny_llama
 from tests.tokens.chat import chats
-from tests.training import metrics, save_model
+from tests.training import metrics, read_log, save_model
 
 STEPS = 8
 BATCH = 4
@@ -260,7 +260,7 @@ def test_a_run_keeps_the_chat_template_it_started_with(project: Path) -> None:
 
 @pytest.mark.parametrize("way", ["concat", "documents"])
 def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
-    done = run_stage(
+    run_stage(
         *TRAIN,
         "-e",
         "mixed",
@@ -278,7 +278,7 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
         4,
         cwd=project,
     )
-    assert " trained (" in done.stdout
+    assert " trained (" in read_log(project, "mixed")
     corpora = mixture.open_corpora(
         [f"{project}/hf_datasets/{name}={weight}" for name, weight in (("talks", 2), ("text", 1))]
     )

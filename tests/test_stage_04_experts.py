@@ -28,7 +28,7 @@ from lib.optim.schedule import Schedule
 from lib.tokens import order, packing, store
 from lib.tokens.samples import IGNORED, Samples, Windows
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, VOCABULARY, metrics, save_model, train_model
+from tests.training import SEQ_LENGTH, VOCABULARY, metrics, read_log, save_model, train_model
 
 STEPS = 4
 BATCH = 6
@@ -208,7 +208,7 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
     """Compare with a loop in one process; with accumulation, activations are recomputed."""
     replace_model(project, MODELS[family])
     ranks, batch, accumulation = division
-    printed = train_experts(
+    train_experts(
         project,
         "run",
         *("-b", batch, "--grad-accum-steps", accumulation, "--max-steps", STEPS),
@@ -216,7 +216,7 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
         *("--activation-checkpointing", "full" if accumulation > 1 else "none"),
         ranks=ranks,
     )
-    assert "load-balancing loss × 0.5 over 2 routers (as typed)" in printed
+    assert "load-balancing loss × 0.5 over 2 routers (as typed)" in read_log(project, "run")
     require_figures(project, reference(project, packing_))
     row = metrics(project, "run")[-1]
     assert 1 <= row["experts/layer_01/max_load"] <= row["experts/max_load"] < 2
@@ -226,8 +226,9 @@ def test_steps_with_a_balancing_loss_equal_the_reference(
 def test_the_loss_equals_that_of_transformers_if_the_config_sets_it(project: Path) -> None:
     """One layer and one sample: the loss, and 0.02 times the load-balancing loss."""
     replace_model(project, ONE_LAYER)
-    printed = train_experts(project, "run", "--max-steps", 1)
-    assert "load-balancing loss × 0.02 over 1 router (the model's config)" in printed
+    train_experts(project, "run", "--max-steps", 1)
+    log = read_log(project, "run")
+    assert "load-balancing loss × 0.02 over 1 router (the model's config)" in log
     [row] = metrics(project, "run")
     model = AutoModelForCausalLM.from_pretrained(project / "model", dtype=torch.float32)
     samples = read_samples(project, "concat")
@@ -308,11 +309,11 @@ def test_a_resumed_run_keeps_its_load_balancing(project: Path) -> None:
             project, "run", "--max-steps", 3, "--router-aux-loss", other, expect=2
         )
         assert "--router-aux-loss: 0.5" in printed
-    assert "× 0.5 over 2 routers (earlier launch)" in train_experts(
-        project, "run", "--max-steps", 3
-    )
+    train_experts(project, "run", "--max-steps", 3)
+    assert "× 0.5 over 2 routers (earlier launch)" in read_log(project, "run")
     changed = ("--router-aux-loss", "0.25", "--resume-with-changes")
-    assert "× 0.25 over 2 routers" in train_experts(project, "run", "--max-steps", 4, *changed)
+    train_experts(project, "run", "--max-steps", 4, *changed)
+    assert "× 0.25 over 2 routers" in read_log(project, "run")
 
 
 def test_a_run_older_than_the_option_resumes_without_it(project: Path) -> None:
@@ -320,8 +321,8 @@ def test_a_run_older_than_the_option_resumes_without_it(project: Path) -> None:
     replace_model(project, MIXTRAL)
     typed = ("--from-scratch", "--router-aux-loss", "off")
     train_experts(project, "run", *typed, "--max-steps", 1)
-    printed = train_experts(project, "run", "--from-scratch", "--max-steps", 2)
-    assert "no load balancing (earlier launch)" in printed
+    train_experts(project, "run", "--from-scratch", "--max-steps", 2)
+    assert "no load balancing (earlier launch)" in read_log(project, "run")
 
 
 def read_biases(project: Path, run: str) -> dict[int, torch.Tensor]:

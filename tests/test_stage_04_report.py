@@ -27,7 +27,7 @@ def test_a_page_that_cannot_be_written_changes_nothing(project: Path) -> None:
     page = project / "outputs" / "whole" / "report.html"
     parsed = check_page(page.read_text())
     assert "whole is complete: step 12 of 12" in parsed.text
-    assert result.stdout.count(f"report           {page.relative_to(project)}") == 1
+    assert result.stdout.count(f"files            {page.relative_to(project)}, ") == 1
     assert not list(page.parent.glob("*.tmp*"))
 
     run_stage(SCRIPT, *TRAIN, "-e", "parts", "--max-steps", 8, cwd=project, ranks=2)

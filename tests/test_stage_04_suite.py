@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import StageRunner, run_stage
-from tests.training import SMALL_RUN, list_saved_steps, losses, metrics
+from tests.training import SMALL_RUN, list_saved_steps, losses, metrics, read_log
 
 SUITE = ("--eval-suite", "small", "--suite-freq", 2, "--suite-limit", 4)
 RUN = (*SMALL_RUN, "--max-steps", 6, "--ckpt-freq", 2, "--eval-freq", 3)
@@ -23,7 +23,7 @@ def test_evaluation_on_tasks_changes_no_loss_and_keeps_the_best_checkpoint(proje
         "04_train_fsdp.py", "-e", "suite", *RUN, *SUITE, "--best-by", key, cwd=project, ranks=2
     )
     assert losses(project, "plain") == losses(project, "suite")
-    assert "forward passes of each rank per evaluation" in done.stdout
+    assert "forward passes of each rank per evaluation" in read_log(project, "suite")
     assert "  task       items  metric " in done.stdout
     rows = {row["step"]: row for row in metrics(project, "suite")}
     assert [step for step, row in rows.items() if key in row] == [2, 4, 6]

@@ -75,6 +75,11 @@ def metrics(root: Path, experiment: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+def read_log(root: Path, experiment: str) -> str:
+    """Return the log of rank 0 of all launches of a run."""
+    return (root / "outputs" / experiment / "logs" / "rank_00000.log").read_text()
+
+
 def losses(root: Path, experiment: str) -> dict[int, float]:
     """Return the training loss of each logged step."""
     return {row["step"]: row["train/loss"] for row in metrics(root, experiment)}

@@ -87,7 +87,7 @@ def _print_head(plan: Plan, inputs: Inputs, rows: dict[str, str], held_out: str)
     experiment = Experiment(config.save_dir, config.experiment_name)
     epoch = "" if plan.samples is None else f", {rows['epoch']}"
     ranks = plans.get_world_size()
-    devices = units.counted(ranks, "GPU" if torch.cuda.is_available() else "rank on a CPU")
+    devices = units.counted(ranks, "GPU" if torch.cuda.is_available() else "CPU rank")
     for name, text in {
         "data": f"{inputs.datasets}{epoch}, {f'{held_out} for' if held_out else 'no'} validation",
         "steps": f"{rows['steps']} on {devices}",

@@ -134,7 +134,8 @@ class Plan:
         passes = total_samples / self.samples
         omitted_samples = epochs * self.samples - total_samples if epochs else 0
         steps = f"{self.samples / global_batch:,.1f}".removesuffix(".0")
-        one_pass = f"{units.counted(self.samples, 'sample')} = {steps} {'step' if steps == '1' else 'steps'}"
+        noun = "step" if steps == "1" else "steps"
+        one_pass = f"{units.counted(self.samples, 'sample')} = {steps} {noun}"
         rows |= {
             "epoch": f"1 epoch = {one_pass}",
             "steps": f"{self.total_steps:,} ({passes:.2f} epochs, {tokens})",

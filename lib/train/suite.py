@@ -133,7 +133,7 @@ class SuiteEvaluation:
         self._batches = passes.plan_batches(self._suite, lambda length: most // length)
         count = self._batches.count_passes(layout.dp_size)
         cut = sum(self._suite.is_cut)
-        log.info(
+        log.detail(
             f"suite: {count:,} forward passes of each rank per evaluation"
             + (f"; {cut:,} contexts cut at the left to {config.seq_length:,} tokens" if cut else "")
         )

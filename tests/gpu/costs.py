@@ -73,7 +73,7 @@ def batch_auto(place: Place) -> None:
         place.note(
             **{
                 name: summarise_run(run),
-                f"said, {name}": [line for line in run.printed.splitlines() if "batch" in line][:6],
+                f"said, {name}": [line for line in run.log_lines if "batch" in line][:6],
             }
         )
 

@@ -96,7 +96,7 @@ def experts_speed(place: Place) -> None:
         ms_of_them=traces.sum_milliseconds(index_kernels),
     )
     append_profile(place, "moe", run)
-    log_lines = [line for line in run.printed.splitlines() if line.startswith("experts: ")]
+    log_lines = [line for line in run.log_lines if line.startswith("experts: ")]
     place.note(said=log_lines)
     # If the log names the function for experts, its gradients must need no sum by index.
     assert not (log_lines and index_kernels), f"{len(index_kernels)} kernels add gradients by index"

@@ -259,6 +259,12 @@ class Stage:
         return self._output.read_text(errors="replace")
 
     @property
+    def log_lines(self) -> list[str]:
+        """Return the lines of the log of rank 0, without time and level."""
+        path = self.experiment / "logs" / "rank_00000.log"
+        return [line.split(" ", 3)[-1] for line in path.read_text().splitlines()]
+
+    @property
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl."""
         path = self.experiment / "metrics.jsonl"

@@ -88,7 +88,7 @@ def summarise_run(run: Stage) -> dict[str, Any]:
         )
     }
     tokens_per_s = medians["perf/tokens_per_sec_per_device"]
-    peak, square, causal = map(float, re.search(_PEAK_LINE, run.printed).groups())
+    peak, square, causal = map(float, re.search(_PEAK_LINE, "\n".join(run.log_lines)).groups())
     return medians | {
         "mfu_causal": tokens_per_s * causal * 1e9 / (peak * 1e12),
         "mfu_whole_square": tokens_per_s * square * 1e9 / (peak * 1e12),
@@ -96,7 +96,7 @@ def summarise_run(run: Stage) -> dict[str, Any]:
         "first_step_ms": run.rows[0]["time/total"],
         "said": [
             line
-            for line in run.printed.splitlines()
+            for line in run.log_lines
             if line.startswith(("attention", "loss", "compile", "packs", "warning"))
         ],
     }

@@ -271,4 +271,4 @@ def test_stage_04_does_not_train_on_the_cpu_by_mistake(project: Path) -> None:
     planned = run_stage(*train, "--dry-run", **fake)
     assert "training would end here: torch cannot use" in planned.stdout + planned.stderr
     done = run_stage(*train, "--device", "cpu", **fake)
-    assert "computing on the CPU" in done.stdout and "no GPU" not in done.stdout
+    assert "on 1 CPU rank" in done.stdout and "no GPU" not in done.stdout

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import manifest
+from lib.models import lookup
 from tests.conftest import run_stage
-from tests.training import SEQ_LENGTH, VOCABULARY, save_model, save_tokenizer
+from tests.training import SEQ_LENGTH, VOCABULARY, read_log, save_model, save_tokenizer
 
 TRAIN = ("-d", "corpus", "-s", SEQ_LENGTH, "--max-steps")
 
@@ -50,7 +51,7 @@ def prepare_as_by_stage_03(project: Path, name: str, **shape: Any) -> Path:
 
 def first_line(project: Path, *arguments: object, **settings: Any) -> str:
     done = run_stage("04_train_fsdp.py", *arguments, cwd=project, **settings)
-    return done.stdout.partition("\n")[0] or done.stderr
+    return done.stdout.partition("\n")[0].removesuffix(lookup.announce_import()) or done.stderr
 
 
 def test_a_run_asks_for_logs_and_keeps_its_model(project: Path) -> None:
@@ -68,8 +69,8 @@ def test_a_run_asks_for_logs_and_keeps_its_model(project: Path) -> None:
     ]
 
     first_line(project, "-e", "x", *TRAIN, 1, "-m", "org/larger")
-    log = (project / "outputs/x/logs/rank_00000.log").read_text().partition("\n")[0]
-    assert log.endswith("experiment outputs/x: .cache/models/org--larger, 115K parameters")
+    model = "experiment outputs/x: .cache/models/org--larger, 115K parameters\n"
+    assert model in read_log(project, "x")
     line = "model: .cache/models/org--larger, 115K parameters, with which outputs/x was started"
     assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run") == line
     assert first_line(project, "-e", "x", *TRAIN, 2, "--dry-run", "--overwrite") == line

@@ -129,7 +129,7 @@ def test_all_contradictions_are_reported_at_once() -> None:
 def test_derived_numbers_come_with_their_derivation() -> None:
     rows = make_plan(grad_accum_steps=3, num_epochs=2).describe()
     assert rows["tokens/step"] == "96 = 4 per process × 8 tokens × 3 accumulation × 1 rank"
-    assert rows["epoch"] == "103 samples = 8.6 steps of 12"
+    assert rows["epoch"] == "1 epoch = 103 samples = 8.6 steps"
     assert rows["steps"] == "17 (1.98 epochs, 1,632 tokens)"
     assert rows["left out"] == "2 samples at the end, too few for a step"
     assert rows["learning rate"] == "cosine, 0.001 without warm-up, then to 0.0001"
