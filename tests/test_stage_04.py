@@ -483,6 +483,8 @@ def test_epochs_end_and_dropped_samples_are_reported(project: Path):
     done = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
     state = json.loads((project / "outputs" / "epochs" / "state.json").read_text())
     assert state["step"] == 2 * state["samples"] // 50 and state["samples"] % 50
+    head = [line.split(": ")[0].split()[-1] for line in done.stdout.splitlines()[:5]]
+    assert head == ["model", "data", "steps", "checkpoints", "log"]
     left_out = f"{2 * state['samples'] % 50} samples at the end, too few for a step"
     assert left_out in read_log(project, "epochs") and left_out not in done.stdout
     assert state["epoch"] == metrics(project, "epochs")[-1]["epoch"] > 1.5

@@ -168,6 +168,24 @@ def test_the_log_file_of_a_rank_contains_more_than_its_console(python, tmp_path:
     ]
 
 
+def test_details_are_kept_for_the_log_file_of_a_run(python, tmp_path: Path) -> None:
+    done = python(
+        "from pathlib import Path\nfrom lib.core import log\nlog.setup()\n"
+        "log.detail('of a dry run')\nlog.keep_details()\n"
+        "log.detail('early')\nlog.warn('loud')\nlog.table({'a': 1}, log.detail)\n"
+        "log.add_file(Path('r.log'))\nlog.detail('late')\nlog.info('for all')"
+    )
+    assert done.stdout == "of a dry run\nwarning: loud\nfor all\n"
+    lines = (tmp_path / "r.log").read_text().splitlines()
+    assert [line.split(" ", 3)[3] for line in lines] == [
+        "early",
+        "loud",
+        "  a  1",
+        "late",
+        "for all",
+    ]
+
+
 PROGRESS = """
 import sys
 from lib.core import log, progress
