@@ -344,7 +344,7 @@ def test_a_failed_estimate_is_one_line_of_the_log(
 
     lines: list[str] = []
     monkeypatch.setattr(memory, "Estimates", broken)
-    monkeypatch.setattr(memory.log, "info", lines.append)
+    monkeypatch.setattr(memory.log, "detail", lines.append)
     model = on_meta()
     small = memory.MemoryEstimate(model, "fp32")
     small.begin(plan.make_step_config(ASKED, model, 1, False))

@@ -34,6 +34,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the lines that are logged, and replace the values of this machine by constants."""
     lines: list[str] = []
     monkeypatch.setattr(memory_fit.log, "info", lines.append)
+    monkeypatch.setattr(memory_fit.log, "detail", lines.append)
     monkeypatch.setattr(memory_fit.log, "warn", lines.append)
     monkeypatch.setattr(memory_check, "Estimates", KnownSteps)
     monkeypatch.setattr(capacity, "count_free_swap", lambda device: 0)
