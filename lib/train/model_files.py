@@ -43,7 +43,7 @@ def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
         if reads_weights or not entry["path"].endswith(".safetensors")
     ]
     if reads_weights and not files and not config.lora_rank:
-        log.info(f"{inputs.model_dir} has no digests to check its weights against")
+        log.detail(f"{inputs.model_dir} has no digests to check its weights against")
     remedy = _suggest_remedy(inputs.model_dir, content)
     verified.require_intact(
         inputs.model_dir,
