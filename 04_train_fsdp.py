@@ -90,10 +90,8 @@ def main(argv: list[str]) -> None:
     from lib.train.output.journal import drop_one_time_options, is_restart
     from lib.train.settle import settle_from_files
 
-    shows_plan = typed.dry_run or typed.prepare_only
-    log.show_times(not shows_plan)
-    if not (shows_plan or typed.bench):
-        log.keep_details()
+    log.show_times(not (typed.dry_run or typed.prepare_only))
+    log.keep_details(not (typed.dry_run or typed.prepare_only or typed.bench))
     experiment = Experiment(typed.save_dir, typed.experiment_name)
     config = drop_one_time_options(typed, is_restart(experiment))
     restore_lost_run(config, experiment)

@@ -140,8 +140,13 @@ def show_times(are_shown: bool) -> None:
             handler.shows_times = are_shown
 
 
-def keep_details() -> None:
-    """Keep the lines of `detail` off the console: `add_file` writes them and all earlier lines."""
+def keep_details(are_kept: bool) -> None:
+    """Keep the lines of `detail` off the console: `add_file` writes them and all earlier lines.
+
+    are_kept: False for a command without a rank log, which prints them.
+    """
+    if not are_kept:
+        return
     for handler in _logger.handlers:
         if isinstance(handler, _Console):
             handler.shows_details = False

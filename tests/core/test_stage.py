@@ -171,7 +171,7 @@ def test_the_log_file_of_a_rank_contains_more_than_its_console(python, tmp_path:
 def test_details_are_kept_for_the_log_file_of_a_run(python, tmp_path: Path) -> None:
     done = python(
         "from pathlib import Path\nfrom lib.core import log\nlog.setup()\n"
-        "log.detail('of a dry run')\nlog.keep_details()\n"
+        "log.detail('of a dry run')\nlog.keep_details(True)\n"
         "log.detail('early')\nlog.warn('loud')\nlog.table({'a': 1}, log.detail)\n"
         "log.add_file(Path('r.log'))\nlog.detail('late')\nlog.info('for all')"
     )
