@@ -293,7 +293,7 @@ def test_an_elastic_job_continues_without_a_lost_pod(project: Path) -> None:
         nodes[1].die()
         assert pods[0].wait(PATIENCE) == 0, read_output()
     assert sorted(losses(project, "run")) == list(range(1, 26))
-    assert "over 2 ranks" in read_output() and "over 1 rank;" in read_output()
+    assert "on 2 CPU ranks" in read_output() and "on 1 CPU rank\n" in read_output()
 
 
 @pytest.mark.parametrize(
