@@ -163,11 +163,11 @@ def add_file(path: Path) -> None:
     """Also append every line of this rank, with its time, to a file, whose errors are tolerated."""
     handler = _RankFile(path)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    for kept in [*_logger.handlers]:
-        if isinstance(kept, logging.handlers.MemoryHandler):
-            _logger.removeHandler(kept)
-            kept.setTarget(handler)
-            kept.flush()
+    for buffer in [*_logger.handlers]:
+        if isinstance(buffer, logging.handlers.MemoryHandler):
+            _logger.removeHandler(buffer)
+            buffer.setTarget(handler)
+            buffer.flush()
     _logger.addHandler(handler)
 
 
