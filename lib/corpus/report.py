@@ -189,6 +189,11 @@ def list_warnings(
             f"{units.counted(tally.lines_lost, 'line')} of CSV lost because of unclosed quotes; "
             f"{ERRORS} lists the files and lines"
         )
+    if tally.long_rows:
+        warnings.append(
+            f"{units.counted(tally.long_rows, 'row')} of CSV with more cells than the header has "
+            "columns; a value that contains the separator must be enclosed in quotes"
+        )
     if suspicious := tally.problems["quote"]:
         warnings.append(
             f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "

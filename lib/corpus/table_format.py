@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 SEPARATORS = {"csv": ",", "tsv": "\t"}  # by kind of file
 _SEPARATORS = ";\t|,"
+# Characters in a header that suggest another separator, which only a line `sep=` can name.
+_ODD_SEPARATOR = re.compile(r"[^\w\s\"'().\[\]-]")
 # Text rarely contains these separators, so a quote that does not enclose a cell is text.
 _SAFE_SEPARATORS = ("\t", "|", "")
 _NO_SEPARATOR = "\x1f"  # of a table with one column: a character that no text contains
@@ -25,8 +27,9 @@ _NEARLY_ALL = (
     0.9  # share of the rows that a separator must fit, to be read instead of the usual one
 )
 _ENOUGH = 0.5  # share of the rows that the usual separator must fit
-_MIN_ROWS = 10  # that show that the first line is not the header
-_MARKER = re.compile(r'"?sep=(\\t|[^"\r\n])"?[ \t]*(?:\r?\n|\r|$)', re.IGNORECASE)
+_MIN_ROWS = 10  # that show that the header is wrong or misread
+_MIN_CELLS = 10  # beyond those of the header, in rows of equal length
+_MARKER = re.compile(r'"?sep=(\\t|[^"\r\n])?"?[ \t]*(?:\r?\n|\r|$)', re.IGNORECASE)
 _QUOTED = re.compile(r'"[^"]*(?:"|$)')
 
 
@@ -92,7 +95,7 @@ class TableFormat:
     def describe(self, kind: str) -> str:
         """Return what is unusual about the format for a kind of files, "" if nothing is."""
         unusual = {
-            f"the separator {name_separator(self.separator)}": self.separator
+            f"{name_separator(self.separator)} as separator": self.separator
             not in ("", SEPARATORS[kind]),
             "single quotes": self.quote == "'",
             "backslashes before quotes": self.escapes,
@@ -122,8 +125,14 @@ class _Reading(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the share of the rows that have as many cells as the header."""
-        fits = sum(row is not None and len(row) == self.columns for row in self.rows)
+        """Return the share of the rows that have as many cells as the header, or empty ones more.
+
+        It is 1 for a header without rows.
+        """
+        fits = sum(
+            row is not None and len(row) >= self.columns and not any(row[self.columns :])
+            for row in self.rows
+        )
         return fits / len(self.rows) if self.rows else float(self.columns > 0)
 
     def encloses(self, quote: str) -> bool:
@@ -151,7 +160,7 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
         usual = replace(usual, ends_with_cr=True)
         text = text.replace("\r", "\n")
     if marker := _MARKER.match(text):
-        separator = marker[1].replace("\\t", "\t")
+        separator = (marker[1] or "").replace("\\t", "\t")
         usual = replace(usual, separator=separator, has_marker=True)
         text = text[marker.end() :]
     is_cut = len(head) >= HEAD_BYTES
@@ -175,34 +184,53 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
         if reading.columns == 1:
             raise _describe_doubt(reading, best)
     if reading.columns == 1:
-        return _read_one_column(text, usual, is_cut)
+        return _read_one_column(text, reading, is_cut)
+    longer = sum(bool(any((row or ())[reading.columns :])) for row in reading.rows)
+    if longer >= _MIN_ROWS and longer > (1 - _ENOUGH) * len(reading.rows):
+        name = name_separator(usual.separator)
+        raise UnclearTable(
+            f"the header has {reading.columns} columns, but {longer:,} of the first "
+            f"{len(reading.rows):,} rows have more cells; name all columns in the header, or "
+            f"enclose values that contain {name} in quotes, or run {_mark(usual.separator)} to "
+            "read the rows as they are"
+        )
     return reading.form
 
 
-def _read_one_column(text: str, usual: TableFormat, is_cut: bool) -> TableFormat:
+def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
     """Return the format of a table whose header has one column in every format."""
+    form = usual.form
+    header = text.lstrip("\n").split("\n", 1)[0]
+    for separator in dict.fromkeys(_ODD_SEPARATOR.findall(header[1:-1])):
+        reading = _read_best(text, replace(form, separator=separator), is_cut)
+        if reading.columns > 1 and reading.rows and reading.share >= _NEARLY_ALL:
+            raise _describe_doubt(usual, reading)
     for separator in _SEPARATORS:
-        rows = _read_best(text, replace(usual, separator=separator), is_cut).rows
+        rows = _read_best(text, replace(form, separator=separator), is_cut).rows
         [(columns, count)] = Counter(len(row or ()) for row in rows).most_common(1) or [(0, 0)]
-        if columns > 1 and len(rows) >= _MIN_ROWS and count >= _NEARLY_ALL * len(rows):
+        if count * (columns - 1) >= _MIN_CELLS and count >= _NEARLY_ALL * len(rows):
             raise UnclearTable(
                 f"the first line has one column, but {count:,} of the next {len(rows):,} rows have "
                 f"{columns} if {name_separator(separator)} separates them; delete the lines "
-                "before the header (`sed -i 1d FILE`), or name all columns there, or enclose the "
-                "values in quotes if there is only one column"
+                "before the header (`sed -i 1d FILE`), or name all columns there, or run "
+                f"{_mark('')} if there is only one column"
             )
-    return _read_best(text, replace(usual, separator=""), is_cut).form
+    return _read_best(text, replace(form, separator=""), is_cut).form
 
 
 def _describe_doubt(usual: _Reading, other: _Reading) -> UnclearTable:
-    separator = other.form.separator
-    mark = separator.replace("\t", "\\t")
+    name = name_separator(other.form.separator)
     return UnclearTable(
         f"the header has one column if {name_separator(usual.form.separator)} separates them, and "
-        f"{other.columns} if {name_separator(separator)} does, but only {100 * other.share:.0f} % "
-        f"of the first rows have as many; if {name_separator(separator)} is right, run "
-        f"`sed -i '1i sep={mark}' FILE`"
+        f"{other.columns} if {name} does, which {100 * other.share:.0f} % of the first rows have "
+        f"as well; if {name} is right, run {_mark(other.form.separator)}"
     )
+
+
+def _mark(separator: str) -> str:
+    """Return the command that names the separator of a table in its first line."""
+    escaped = separator.replace("\t", "\\t").replace("\\", "\\\\")
+    return f"`sed -i '1i sep={escaped}' FILE`"
 
 
 def _read_best(text: str, form: TableFormat, is_cut: bool) -> _Reading:
@@ -233,25 +261,38 @@ def _list_styles(text: str, form: TableFormat) -> Iterator[TableFormat]:
             yield replace(other, escapes=True)
 
 
+class _HeadLines:
+    """Yields the lines of a text. row: the lines since it was cleared."""
+
+    def __init__(self, text: str) -> None:
+        self.left = deque(text.split("\n"))
+        self.row: list[str] = []
+
+    def __iter__(self) -> _HeadLines:
+        return self
+
+    def __next__(self) -> str:
+        if not self.left:
+            raise StopIteration
+        self.row.append(self.left.popleft())
+        return f"{self.row[-1]}\n"
+
+
 def _read_head(text: str, form: TableFormat, is_cut: bool) -> _Reading:
     """Return the rows of a text. is_cut: whether the last row may be incomplete."""
-    consumed: list[str] = []
-
-    def consume() -> Iterator[str]:
-        for line in text.split("\n"):
-            consumed.append(line)
-            yield f"{line}\n"
-
+    lines = _HeadLines(text)
     rows: list[list[str] | None] = []
-    reader = form.read_rows(consume())
+    reader = form.read_rows(lines)
     while True:
-        consumed.clear()
+        lines.row.clear()
         try:
             row = next(reader, None)
         except csv.Error:
-            line = consumed[0]
-            cells = line.split(form.separator) if form.separator else [line]
+            first, *rest = lines.row
+            cells = first.split(form.separator) if form.separator else [first]
             rows.append(cells if form.is_safe else None)
+            if lines.left or not is_cut:  # a quote is not closed, and the other lines may be rows
+                lines.left.extendleft(reversed(rest))
             continue
         if row is None:
             break

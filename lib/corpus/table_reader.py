@@ -139,6 +139,8 @@ def read_table(raw: RawFile, documents: Documents) -> None:
                     offset,
                     number,
                 )
+            if any(row[len(header) :]):
+                documents.tally.long_rows += 1
             document = _make_document(header, row, numbers, documents.as_data)
             documents.add_value(document, offset, number)
     if raw.damage:

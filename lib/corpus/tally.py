@@ -220,6 +220,7 @@ class Tally:
     documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
     alone: rows that a rule would drop if it were the only one, by the kind of the rule. replaced:
     replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed quotes.
+    long_rows: rows of CSV with more cells than the header.
     problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen: names in
     --fields that occur. other_fields: for each key that --fields does not select, number of
     documents with text under it, among the first thousand of each unit. as_text: number of
@@ -237,6 +238,7 @@ class Tally:
     alone: Counter[str] = field(default_factory=Counter)
     replaced: int = 0
     lines_lost: int = 0
+    long_rows: int = 0
     problems: Counter[str] = field(default_factory=Counter)
     failed: set[str] = field(default_factory=set)
     fields_seen: set[str] = field(default_factory=set)

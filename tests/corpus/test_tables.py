@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from lib.corpus.report import format_summary
+from lib.corpus.report import format_summary, list_warnings
 from lib.corpus.row_options import RowOptions
 
 
@@ -28,6 +28,7 @@ from lib.corpus.row_options import RowOptions
         ("id|text\n1|Water runs, down\n2|Stones\n", ["Water runs, down", "Stones"]),
         ("id\ttext\n1\tWater runs, down\n2\tStones; stay\n", ["Water runs, down", "Stones; stay"]),
         ("sep=;\nid,x;text\n1;one\n", ["one"]),
+        ("sep=\ntext;x\n" + "one, two; three\n" * 12, ["one, two; three"] * 12),
         ('"sep=\t"\r\nid\ttext\r\n1\tone\r\n', ["one"]),
         # decimal commas
         ("id;price;text\n1;3,50;one\n2;-1.234,75;two\n", ["one", "two"]),
@@ -94,6 +95,8 @@ def test_quotes_and_backslashes_of_tsv_may_be_text(read, table, rows):
     [
         ("id;text\n1;a;b\n2;c;d\n3;e\n", ['";"', "33 %", "sep=;"]),
         ("a report\n" + "1,2,one\n" * 10, ["one column", "10", '","', "sed -i 1d"]),
+        ("id,text\n" + "1,one, two\n" * 10, ["2 columns", "10", '","', "in quotes"]),
+        ("id::text\n1::one\n2::two\n", ['":"', "sep=:"]),
     ],
 )
 def test_a_table_whose_separator_is_unclear_fails(read, table, words):
@@ -135,6 +138,19 @@ def test_errors_are_in_words_of_the_project(read, row, words):
     assert "expected after" not in problem["message"] and "universal" not in problem["message"]
 
 
+def test_an_open_quote_does_not_hide_the_separator(read):
+    outcome = read({"a.csv": 'id;text\n1;"open\n' + "2;two\n" * 20})
+    assert outcome.rows == ["two"] * 20 and outcome.kinds == ["syntax"]
+
+
+def test_rows_with_too_many_cells_cause_a_warning(read):
+    outcome = read({"a.csv": "id,text\n1,one\n2,two, three\n3,four,,\n"})
+    assert outcome.rows == ["one", "two\n three", "four"]
+    rows = outcome.dataset.rows
+    [warning] = list_warnings(outcome.dataset.tally, RowOptions(), rows, {}, Path("out"))
+    assert "1 row of CSV" in warning and "quotes" in warning
+
+
 def test_without_a_header_a_table_fails(read):
     outcome = read({"a.csv": 'id,"text" x\n1,one\n', "b.csv": "text\nkept\n"})
     assert outcome.rows == ["kept"]
@@ -174,9 +190,7 @@ def test_an_unusual_format_is_counted_in_the_summary(read):
         {"a.csv": table, "b.csv": table, "c.tsv": "id,text\n1,one\n", "d.csv": "text\nx"}
     )
     lines = format_summary(outcome.dataset, RowOptions(), Path("out"), 4, 100)
-    assert (
-        lines["tables"] == '2 CSV files with the separator ";"; 1 TSV file with the separator ","'
-    )
+    assert lines["tables"] == '2 CSV files with ";" as separator; 1 TSV file with "," as separator'
 
 
 def test_conversations_are_read_from_an_unusual_table(read):
