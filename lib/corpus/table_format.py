@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SEPARATORS = {"csv": ",", "tsv": "\t"}  # by kind of file
 _SEPARATORS = ";\t|,"
 # Characters in a header that suggest another separator, which only a line `sep=` can name.
-_ODD_SEPARATOR = re.compile(r"[^\w\s\"'().\[\]-]")
+_ODD_SEPARATOR = re.compile(r"[^\w\s\"'().\[\]\\-]")
 # Text rarely contains these separators, so a quote that does not enclose a cell is text.
 _SAFE_SEPARATORS = ("\t", "|", "")
 _NO_SEPARATOR = "\x1f"  # of a table with one column: a character that no text contains
@@ -29,7 +29,8 @@ _NEARLY_ALL = (
 _ENOUGH = 0.5  # share of the rows that the usual separator must fit
 _MIN_ROWS = 10  # that show that the header is wrong or misread
 _MIN_CELLS = 10  # beyond those of the header, in rows of equal length
-_MARKER = re.compile(r'"?sep=(\\t|[^"\r\n])?"?[ \t]*(?:\r?\n|\r|$)', re.IGNORECASE)
+_MARKER = re.compile(r"\"?sep=(\\t|[^\"'\\\r\n])?\"?[ \t]*(?:\r?\n|\r|$)", re.IGNORECASE)
+_LINE_END = re.compile(r"[\r\n]+")
 _QUOTED = re.compile(r'"[^"]*(?:"|$)')
 
 
@@ -117,11 +118,20 @@ def name_separator(separator: str) -> str:
 
 
 class _Reading(NamedTuple):
-    """Contains the complete rows of a head, read in one format. A row that is invalid is None."""
+    """Contains the complete rows of a head, read in one format.
+
+    A row that is invalid is None, or has cells without quotes. invalid: number of such rows.
+    """
 
     form: TableFormat
-    columns: int
+    header: list[str]
     rows: list[list[str] | None]
+    invalid: int
+
+    @property
+    def columns(self) -> int:
+        """Return the number of cells of the header."""
+        return len(self.header)
 
     @property
     def share(self) -> float:
@@ -136,13 +146,12 @@ class _Reading(NamedTuple):
         return fits / len(self.rows) if self.rows else float(self.columns > 0)
 
     def encloses(self, quote: str) -> bool:
-        """Return whether each cell of some column begins and ends with a quote."""
+        """Return whether all cells of the header or of some column begin and end with a quote."""
         fitting = [row for row in self.rows if row and len(row) == self.columns]
-        for column in zip(*fitting, strict=True):
-            cells = [cell.strip() for cell in column if cell.strip()]
-            if len(cells) > 1 and all(
-                len(cell) > 1 and cell[0] == quote == cell[-1] for cell in cells
-            ):
+        for cells in (self.header, *zip(*fitting, strict=True)):
+            texts = [cell.strip() for cell in cells if cell.strip()]
+            is_enclosed = all(len(text) > 1 and text[0] == quote == text[-1] for text in texts)
+            if is_enclosed and (len(texts) > 1 or (texts and cells is self.header)):
                 return True
         return False
 
@@ -155,8 +164,8 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
     """
     usual = TableFormat(SEPARATORS[kind])
     text, _ = encoding.decode_text(encoding.drop_cut_character(head), fallback)
-    bare = _QUOTED.sub("", text) if "\r" in text else ""
-    if "\r" in bare and "\n" not in bare:
+    end = _LINE_END.search(_QUOTED.sub("", text)) if "\r" in text else None
+    if end and "\n" not in end[0]:
         usual = replace(usual, ends_with_cr=True)
         text = text.replace("\r", "\n")
     if marker := _MARKER.match(text):
@@ -186,7 +195,7 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
     if reading.columns == 1:
         return _read_one_column(text, reading, is_cut)
     longer = sum(bool(any((row or ())[reading.columns :])) for row in reading.rows)
-    if longer >= _MIN_ROWS and longer > (1 - _ENOUGH) * len(reading.rows):
+    if reading.header and longer >= _MIN_ROWS and longer > (1 - _ENOUGH) * len(reading.rows):
         name = name_separator(usual.separator)
         raise UnclearTable(
             f"the header has {reading.columns} columns, but {longer:,} of the first "
@@ -239,7 +248,7 @@ def _read_best(text: str, form: TableFormat, is_cut: bool) -> _Reading:
     for style in _list_styles(text, form):
         reading = _read_head(text, style, is_cut)
         is_other_quote = style.skips_space or style.quote != form.quote
-        if reading.share > best.share or (
+        if (reading.share, -reading.invalid) > (best.share, -best.invalid) or (
             is_other_quote
             and (reading.share, reading.columns) == (best.share, best.columns)
             and best.encloses(style.quote)
@@ -251,7 +260,7 @@ def _read_best(text: str, form: TableFormat, is_cut: bool) -> _Reading:
 def _list_styles(text: str, form: TableFormat) -> Iterator[TableFormat]:
     """Yield other quotes and escapes that the text may use."""
     forms = [form]
-    if f'{form.separator} "' in text:
+    if form.separator != " " and f'{form.separator} "' in text:
         forms.append(replace(form, skips_space=True))
     if f"{form.separator}'" in text or "\n'" in text:
         forms.append(replace(form, quote="'"))
@@ -282,12 +291,14 @@ def _read_head(text: str, form: TableFormat, is_cut: bool) -> _Reading:
     """Return the rows of a text. is_cut: whether the last row may be incomplete."""
     lines = _HeadLines(text)
     rows: list[list[str] | None] = []
+    invalid = 0
     reader = form.read_rows(lines)
     while True:
         lines.row.clear()
         try:
             row = next(reader, None)
         except csv.Error:
+            invalid += 1
             first, *rest = lines.row
             cells = first.split(form.separator) if form.separator else [first]
             rows.append(cells if form.is_safe else None)
@@ -300,4 +311,4 @@ def _read_head(text: str, form: TableFormat, is_cut: bool) -> _Reading:
             rows.append(row)
     if is_cut and len(rows) > 1:
         rows.pop()
-    return _Reading(form, len(rows[0] or ()) if rows else 0, rows[1:])
+    return _Reading(form, (rows[0] if rows else None) or [], rows[1:], invalid)

@@ -48,17 +48,20 @@ from lib.corpus.row_options import RowOptions
         ("id,text\n1,'one, two'\n2,'it''s'\n", ["one, two", "it's"]),
         ("id,text\n1,'one'\n2,'two'\n", ["one", "two"]),
         ("id,text\n1,'it\\'s, so'\n2,'two'\n", ["it's, so", "two"]),
+        ("'id';'text'\n'1';'one; two'\n", ["one; two"]),
         ("id,text\n1,'tis so\n2,rock 'n' roll\n", ["'tis so", "rock 'n' roll"]),
         # backslashes
         (
             'id,text\n1,"She said \\"go, now\\" and left"\n2,"C:\\new\\\\"\n',
             ['She said "go, now" and left', "C:\\new\\"],
         ),
+        ('"text"\n"C:\\\\dir"\n"5\\" disc"\n', ["C:\\dir", '5" disc']),
         ('id,text\n1,"one\\"\n2,"C:\\dir\\"\n', ["one\\", "C:\\dir\\"]),
         ('id,text\n1,"a \\"b\\"\nc"\n2,\\N\n3,three\n', ['a "b"\nc', "three"]),
         # line ends
         ("id,text\r1,one\r2,two\r", ["one", "two"]),
         ('id;text\r1;"one\ntwo"\r2;three', ["one\ntwo", "three"]),
+        ("id,text\r1,one\n2,two\r\n", ["one", "two"]),
         ("id,text\r\r\n1,one\r\r\n", ["one"]),
         ("\n\nid,text\n1,one\n", ["one"]),
     ],
