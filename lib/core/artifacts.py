@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.core import data_names, hashing, manifest, reading, records
+from lib.core import data_names, hashing, manifest, placeholders, reading, records
 from lib.core.data_names import TRAIN, VALIDATION
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST
@@ -168,6 +168,7 @@ def find_dataset_files(path: Path) -> DatasetFiles:
     ArtifactError if it is missing, unfinished or damaged.
     """
     content = _require_dataset(path)
+    placeholders.require_data(list_dataset_files(path), f"dataset {path}")
     homes = _find_homes(path)
     splits = {name: list_shards(home) for name, home in homes.items()} or _require_plain_splits(
         path

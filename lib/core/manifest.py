@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
-from lib.core import commands, hashing, records, units
+from lib.core import commands, hashing, placeholders, records, units
 from lib.core.commands import REDACTED
 from lib.core.config_file import TYPED
 from lib.core.errors import ArtifactError, is_missing
@@ -282,10 +282,13 @@ def describe_damage(
     if not stat.S_ISREG(status.st_mode):
         return f"{path} is missing"
     if status.st_size != entry["bytes"]:
-        return f"{path} has {status.st_size} bytes instead of {entry['bytes']}"
-    if deep and not hashing.has_digest(path, entry["digest"], advance):
-        return f"{path} has other content than when it was written"
-    return ""
+        difference = f"has {status.st_size} bytes instead of {entry['bytes']}"
+    elif deep and not hashing.has_digest(path, entry["digest"], advance):
+        difference = "has other content than when it was written"
+    else:
+        return ""
+    placeholder = placeholders.find_in_file(path)
+    return f"{path} {f'is {placeholder}' if placeholder else difference}"
 
 
 def require_intact(

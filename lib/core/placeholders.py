@@ -9,10 +9,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.core import units
+from lib.core.errors import ArtifactError
 
 POINTER = "pointer"
 ERROR_PAGE = "error page"
@@ -22,6 +24,7 @@ HTML_START = re.compile(
     r"(?:<!doctype\s+html\b|<html\b)",
     re.IGNORECASE | re.DOTALL,
 )
+_SHOWN = 10  # files in an error
 _LARGEST = 4096  # bytes of a pointer or of an answer in XML, JSON or plain text
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _LFS = re.compile(
@@ -74,12 +77,34 @@ def find_placeholder(head: bytes) -> Placeholder | None:
 
 
 def find_in_file(path: Path) -> Placeholder | None:
-    """Return what stands in place of the data in a file, None if that cannot be read."""
+    """Return what stands in place of the data in a file, None if that cannot be read.
+
+    A file of git-annex that is not on this machine is a link to a missing file.
+    """
     try:
+        if not path.is_file():
+            return find_pointer(str(path.readlink()).encode()) if path.is_symlink() else None
         with path.open("rb") as file:
             return find_placeholder(file.read(HEAD_BYTES))
-    except OSError:
+    except (OSError, ValueError):
         return None
+
+
+def require_data(paths: Iterable[Path], subject: str) -> None:
+    """Raise ArtifactError with the cause and the cure for all files that are not the data.
+
+    subject: the model or the dataset of the files, in the message. Missing files are skipped.
+    """
+    found = {path: placeholder for path in paths if (placeholder := find_in_file(path))}
+    if found:
+        raise ArtifactError(
+            f"{subject} contains {units.counted(len(found), 'file')} without data",
+            found=units.join_lines(
+                [f"{path} is {placeholder.description}" for path, placeholder in found.items()],
+                _SHOWN,
+            ),
+            hint="; ".join(dict.fromkeys(placeholder.cure for placeholder in found.values())),
+        )
 
 
 def find_pointer(head: bytes) -> Placeholder | None:

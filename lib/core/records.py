@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from lib.core import placeholders
 from lib.core.errors import ArtifactError
 
 DEEPEST = 100  # levels of lists and mappings
@@ -62,7 +63,11 @@ def read_json(path: Path) -> Any:
         raise ValueError("it is not a regular file")
     if status.st_size > LARGEST_JSON:
         raise ValueError(f"it has {status.st_size} bytes, more than {LARGEST_JSON}")
-    return parse_json(path.read_text(encoding="utf-8"))
+    try:
+        return parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        placeholder = placeholders.find_in_file(path)
+        raise (ValueError(f"it is {placeholder}") if placeholder else error) from None
 
 
 def open_regular(path: Path) -> BinaryIO:

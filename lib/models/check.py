@@ -15,7 +15,7 @@ from typing import Any
 from lib.core import log, publish, units
 from lib.core.errors import ArtifactError, StageError
 from lib.models import architecture, chat_files, keys, tokenizer
-from lib.models.directory import rename_in_errors
+from lib.models.directory import rename_in_errors, require_data
 from lib.models.tensors import FLOATING, Headers, read_index
 
 _SHOWN = 20
@@ -75,6 +75,7 @@ def check_model(
     """
     is_preview = expected_sizes is not None
     weights_known = expected_sizes is None or bool(expected_sizes)
+    require_data(model_dir)
     config = architecture.read_config(model_dir, trust_code)
     model = architecture.build_on_meta(model_dir, trust_code=trust_code)
     headers = _read_headers(model_dir, expected_sizes or {}) if weights_known else Headers()

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, manifest, records
+from lib.core import artifacts, hashing, manifest, placeholders, records
 from lib.core.errors import ArtifactError, StageError
 from lib.core.paths import MANIFEST
 from lib.models import dialects
@@ -21,9 +21,11 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 EARLIER_KEYS = "earlier_keys"  # in a manifest's summary: the keys `dialects` added to config.json
+GENERATION_CONFIG = "generation_config.json"
 CODE_DIGESTS = "trusted_code.json"  # SHA-256 of each code file; not a permission to run them
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors header; the limit of the format
 _MODEL_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py")
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pth")
 _READ_SUFFIXES = (".safetensors", INDEX, ".py", CODE_DIGESTS)
 
 
@@ -65,6 +67,17 @@ def list_strays(model_dir: Path, content: dict[str, Any]) -> list[str]:
         and path.name.endswith(_READ_SUFFIXES)
         and not path.name.startswith(".")
     ]
+
+
+def require_data(model_dir: Path) -> None:
+    """Raise ArtifactError if a pointer or an error page stands in place of a file that is read."""
+    names = {CONFIG, GENERATION_CONFIG, INDEX, CODE_DIGESTS, *artifacts.TOKENIZER_FILES}
+    names |= {path.name for path in model_dir.glob("*.py")}
+    with suppress(ValueError):  # the index is a pointer, or is reported as damaged
+        names.update(list_weight_files(model_dir))
+    if not has_weights(model_dir):
+        names |= {path.name for glob in _WEIGHTS for path in model_dir.glob(glob)}
+    placeholders.require_data((model_dir / name for name in sorted(names)), str(model_dir))
 
 
 def has_weights(model_dir: Path) -> bool:
@@ -132,6 +145,8 @@ def read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(LARGEST_HEADER, size - 8):
+            if placeholder := placeholders.find_in_file(path):
+                raise ValueError(f"it is {placeholder}")
             raise ValueError(f"its header would have {length} of {size} bytes")
         header = records.parse_json(file.read(length))
     if not isinstance(header, dict):

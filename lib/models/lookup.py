@@ -54,6 +54,7 @@ def find_model(name: str | None, cache_dir: Path, why: str = "") -> Path:
     snapshot = None if target.is_dir() else hf_cache.find_complete_snapshot(name)
     if snapshot is None:
         raise _missing_model_error(name, path, target, cache_dir)
+    directory.require_data(snapshot)
     log_model(snapshot, ", a snapshot in the Hugging Face cache, used unverified")
     return snapshot
 
@@ -148,6 +149,7 @@ def _check_directory(path: Path, why: str = "") -> Path:
     if any(PARTIAL in part for part in path.resolve().parts[-2:]):
         raise ArtifactError(f"{path} is not finished", expected="a directory under its final name")
     if not (path / MANIFEST).is_file():
+        directory.require_data(path)
         _require_readable_weights(path)
         log_model(path, f"{why}, made elsewhere (no {MANIFEST}), used unverified")
         return path

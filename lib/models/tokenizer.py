@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import artifacts, hashing, log, manifest, paths, records, units
+from lib.core import artifacts, hashing, log, manifest, paths, placeholders, records, units
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
@@ -270,6 +270,7 @@ def _find_files(source: Path) -> list[Path]:
             if source.is_dir()
             else "no such directory",
         )
+    placeholders.require_data(files, str(source))
     return files
 
 

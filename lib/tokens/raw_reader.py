@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lib.core import log, units
+from lib.core import log, placeholders, units
 from lib.core.reading import ChunkStream, RetryingFile, decompress_file, skip_line
 from lib.tokens.raw_shards import COMPRESSIONS, Span
 
@@ -54,6 +54,8 @@ def read_blocks(
     on_long_line: called with the place of each line that is too long and therefore skipped. If a
     file is damaged, raises one of DAMAGE after the blocks that could be read.
     """
+    if placeholder := placeholders.find_in_file(path):
+        raise ValueError(f"it is {placeholder}")
     if path.suffix.lower() == ".parquet":
         yield from _read_parquet(path, span, place or 0, text_field)
         return
@@ -70,6 +72,8 @@ def read_blocks(
         )
         if compression and place:
             log.info(f"{path.name}: decompressing {units.size(place)} again to continue after them")
+        if compression and (placeholder := placeholders.find_placeholder(file.peek())):
+            raise ValueError(f"it contains {placeholder}")
         yield from _read_lines(file, span, place, on_long_line)
         if damage:
             raise EOFError(*damage)

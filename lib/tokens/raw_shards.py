@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, Protocol
 
-from lib.core import commands, data_names, hashing, log, units
+from lib.core import commands, data_names, hashing, log, placeholders, units
 from lib.core.data_names import TEST, VALIDATION
 from lib.core.errors import ArtifactError, UsageError
 
@@ -85,8 +85,8 @@ def is_shard(path: str) -> bool:
 def open_directory(root: Path) -> RawShards:
     """Return the shards of a directory tree, or a single file as a shard.
 
-    Raises ArtifactError if the path does not exist. Raises UsageError if it contains no shard, or
-    is a prepared dataset, which needs no streaming.
+    Raises ArtifactError if the path does not exist, or for pointers and error pages. Raises
+    UsageError if it contains no shard, or is a prepared dataset, which needs no streaming.
     """
     if not root.exists():
         raise ArtifactError(f"{root} does not exist", expected=f"a directory with {_EXPECTED}")
@@ -108,6 +108,7 @@ def open_directory(root: Path) -> RawShards:
             found=", ".join(listed[:8]) or "no files",
             hint="stages 01 and 02 read any kind of text",
         )
+    placeholders.require_data((base / path for path in paths), str(root))
     _warn_about_other_files(str(root), listed, len(paths))
     spans = [span for path in paths for span in _cut_shard(base, path)]
     sizes = [(base / path).stat().st_size for path in paths]

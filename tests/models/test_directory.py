@@ -207,3 +207,58 @@ def test_a_printed_command_names_the_only_dataset(cache):
         Path("hf_datasets", name).mkdir(parents=True)
         Path("hf_datasets", name, "manifest.json").write_text("{}")
         assert lookup.guess_dataset() == expected
+
+
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 73400320\n"
+PAGE = "<!DOCTYPE html><html><head><title>403 Forbidden</title></head></html>"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "cure"),
+    [
+        ("model.safetensors", LFS, "git lfs pull"),
+        ("model.safetensors.index.json", LFS, "git lfs pull"),
+        ("tokenizer.json", LFS, "git lfs pull"),
+        ("tokenizer.model", PAGE, "download the file again"),
+        ("config.json", '{"error": "Access to model org/m is restricted"}', "download"),
+        ("pytorch_model.bin", LFS, "git lfs pull"),
+    ],
+)
+def test_a_pointer_or_a_page_in_place_of_a_file_is_named_with_the_cure(
+    cache: Path, name: str, content: str, cure: str
+) -> None:
+    model = Path("elsewhere")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / name).write_text(content)
+    with pytest.raises(ArtifactError, match="1 file without data") as caught:
+        find_model("elsewhere", cache)
+    assert f"elsewhere/{name} is a" in caught.value.found and cure in caught.value.hint
+
+
+def test_a_pointer_in_a_prepared_model_is_no_other_content(cache: Path) -> None:
+    (cache / "models/org--first/config.json").write_text(LFS)
+    with pytest.raises(ArtifactError, match="is damaged") as caught:
+        find_model("org/first", cache)
+    assert "git lfs pull" in caught.value.found
+
+
+def test_pointers_in_place_of_files_that_are_not_read_do_not_matter(cache: Path) -> None:
+    model = Path("elsewhere")
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_text("{}")
+    for name in ("consolidated.safetensors", "training_args.bin"):
+        (model / name).write_text(LFS)
+    assert find_model("elsewhere", cache) == model
+
+
+def test_a_link_of_git_annex_to_a_missing_file_is_a_pointer(cache: Path) -> None:
+    model = Path("elsewhere")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    key = "SHA256E-s73400320--4d7a.safetensors"
+    (model / "model.safetensors").symlink_to(f"../.git/annex/objects/Xk/2f/{key}/{key}")
+    with pytest.raises(ArtifactError) as caught:
+        find_model("elsewhere", cache)
+    assert "git annex get" in caught.value.hint

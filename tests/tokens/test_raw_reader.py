@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 
 import pytest
 
-from lib.core.errors import UsageError
+from lib.core.errors import ArtifactError, UsageError
 from lib.tokens import raw_reader, raw_shards
 from lib.tokens.raw_reader import SkippedRecords
 from lib.tokens.raw_shards import Span
@@ -64,3 +65,25 @@ def test_validation_and_test_data_and_descriptions_are_not_streamed(tmp_path: Pa
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(UsageError, match="no training data"):
         raw_shards.open_directory(tmp_path)
+
+
+LFS = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 73400320\n"
+
+
+@pytest.mark.parametrize("name", ["b.jsonl", "b.parquet", "b.jsonl.gz", "b.json.zst"])
+def test_a_pointer_in_place_of_a_shard_is_refused_with_the_cure(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(texts("a", 3)))
+    (tmp_path / name).write_text(LFS)
+    with pytest.raises(ArtifactError, match="1 file without data") as caught:
+        raw_shards.open_directory(tmp_path)
+    assert name in caught.value.found and "git lfs pull" in caught.value.hint
+    # A file that is fetched from the Hub is only seen here.
+    with pytest.raises(ValueError, match="git lfs pull"):
+        next(raw_reader.read_blocks(tmp_path / name, Span(name), None, "text", print))
+
+
+def test_a_page_in_a_compressed_shard_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b"<!doctype html><html><title>Log in</title></html>"))
+    with pytest.raises(ValueError, match="Log in"):
+        next(raw_reader.read_blocks(path, Span(path.name), None, "text", print))
