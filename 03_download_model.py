@@ -325,6 +325,7 @@ def download_dataset(opts: DownloadOptions) -> None:
             workers=opts.num_workers,
             show_progress=not opts.no_progress,
         )
+        raw_text.warn_about_placeholders(build.dir, entries)
 
         # Publish: move the complete files to their places, then write the manifest.
         before = raw_text.list_fetched(target)
@@ -338,9 +339,8 @@ def download_dataset(opts: DownloadOptions) -> None:
 
     log.info(
         f"done in {units.duration(time.monotonic() - began)}: {dataset.describe_source()} in "
-        f"{target.parent}; {dataset.describe_checks()}"
+        f"{target.parent}; {dataset.describe_checks()}\nnext: {next_stage}"
     )
-    log.info(f"next: {next_stage}")
 
 
 def create_from_scratch(opts: DownloadOptions) -> None:

@@ -209,3 +209,24 @@ def test_what_stage_04_tells_to_type_for_a_name_of_the_hub(
     type_command("02_build_hf_dataset.py", "--data-folder")
     assert "2 problems" not in (again := stage(*train, expect=3).stderr)
     assert "no finished model" in again
+
+
+def test_pointers_and_splits_of_a_repository_are_named(hub, stage: StageRunner, tmp_path):
+    line = b'{"text": "x"}\n'
+    hub.repos[NAME] = Repo(
+        {
+            "data/train.jsonl": line,
+            "data/test.jsonl": line,
+            "data/extra.parquet": b"version https://git-lfs.github.com/spec/v1\noid sha256:"
+            + b"4d" * 32
+            + b"\nsize 73400320\n",
+            "README.md": b"<h1>Text</h1>",
+        },
+        kind="dataset",
+    )
+    done = stage(SCRIPT, "--dataset-name", NAME, "--include", "*")
+    assert "1 file without data" in done.stdout and "data/extra.parquet is a Git LFS" in done.stdout
+    organized = stage("01_organize_data.py", "--num-dirs", 1).stdout
+    assert "named as  test: 1 file (org--text/data/test.jsonl)" in organized
+    built = stage("02_build_hf_dataset.py", "--data-folder", "splits")
+    assert "1 train row" in built.stdout and "git lfs pull" in built.stdout

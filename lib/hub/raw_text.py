@@ -17,6 +17,7 @@ from typing import Any
 
 from lib.core import log, manifest, paths, records, units
 from lib.core.errors import ArtifactError, UsageError
+from lib.corpus import kinds
 from lib.hub.repository import RemoteFile
 from lib.models.directory import rename_in_errors
 
@@ -93,6 +94,21 @@ def require_no_conflicts(target: Path, files: Iterable[RemoteFile]) -> None:
             found=", ".join(sorted(conflicts)[:_SHOWN]),
             expected="no files at these paths, or files that stage 03 downloaded",
             hint="move the files away, or choose another --dst-root",
+        )
+
+
+def warn_about_placeholders(source: Path, entries: Iterable[dict[str, Any]]) -> None:
+    """Warn about pointers and error pages that the repository itself contains in place of data."""
+    found = []
+    for path in (entry["path"] for entry in entries):
+        with (source / path).open("rb") as file:
+            fault = kinds.find_fault(path, file.read(kinds.HEAD_BYTES))
+        if fault and fault.kind in (kinds.POINTER, kinds.ERROR_PAGE):
+            found.append(f"{path} is {fault.description}")
+    if found:
+        log.warn(
+            f"the repository contains {units.counted(len(found), 'file')} without data, which "
+            f"stage 02 will report as failed:\n{units.join_lines(found, _SHOWN)}"
         )
 
 

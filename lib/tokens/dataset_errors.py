@@ -6,12 +6,13 @@ import glob
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from lib.core import commands, manifest, paths
 from lib.core.artifacts import NotADataset
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.paths import MANIFEST
 from lib.tokens import columns, raw_reader, raw_shards
 
@@ -190,10 +191,16 @@ def make_streaming_error(path: Path, names: Collection[str]) -> UsageError | Non
 
 
 def has_chats(path: Path) -> bool:
-    """Return whether a raw file, or the first one in a directory, contains conversations."""
+    """Return whether a raw or Arrow file, or the first one of a directory, contains chats."""
     files = [path] if path.is_file() else islice(path.rglob("*"), _MOST_FILES)
-    shard = next((file for file in files if raw_shards.is_shard(file.name)), None)
+    shard = next(
+        (file for file in files if raw_shards.is_shard(file.name) or file.suffix == ".arrow"), None
+    )
     if shard is None or not shard.is_file():
+        return False
+    if shard.suffix == ".arrow":
+        with suppress(StageError):  # stage 02 reports the damage
+            return columns.are_chat_columns(columns.read_column_types(shard))
         return False
     return columns.are_chat_columns(raw_reader.read_field_names(shard, raw_shards.Span(shard.name)))
 
