@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from transformers import PreTrainedModel
 
 from lib.checkpoints.storage import ALLOWED, ShardFile, load_metadata
-from lib.core import log, records, units
+from lib.core import log, placeholders, records, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import DCP_METADATA
 from lib.models import keys
@@ -193,9 +193,10 @@ def _report_damage(path: Path) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno != errno.EINVAL:
             raise
         reason = str(error).partition("\n")[0] or type(error).__name__
+        placeholder = placeholders.find_in_file(path)
         raise ArtifactError(
             f"{path} is damaged",
-            found=reason,
+            found=f"it is {placeholder}" if placeholder else reason,
             hint="copy it again, or use an older checkpoint of that run",
         ) from error
 
@@ -219,7 +220,9 @@ def _require_complete_files(directory: Path, places: Mapping[MetadataIndex, _Sto
         elif not path.is_file():
             problems.append(f"{name} is missing")
         elif path.stat().st_size < end:
-            problems.append(f"{name} has {path.stat().st_size:,} bytes, expected {end:,}")
+            found = placeholders.find_in_file(path)
+            size = f"has {path.stat().st_size:,} bytes, expected {end:,}"
+            problems.append(f"{name} {f'is {found}' if found else size}")
     if problems:
         raise ArtifactError(
             f"{directory} is incomplete",

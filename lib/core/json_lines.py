@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lib.core import records, units
+from lib.core import placeholders, records, units
 from lib.core.errors import ArtifactError, UsageError
 
 _LARGEST = 1 << 30  # bytes of a file, decompressed
@@ -32,6 +32,9 @@ class CheckedLines:
         self._damage = ""
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        if placeholder := placeholders.find_in_file(self.path):
+            self._damage = f"it is {placeholder}"
+            return
         size = 0
         number = 0
         try:

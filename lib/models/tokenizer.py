@@ -26,6 +26,7 @@ from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.models import piece_tokenizer, training_text
+from lib.models.directory import CONFIG
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -270,7 +271,7 @@ def _find_files(source: Path) -> list[Path]:
             if source.is_dir()
             else "no such directory",
         )
-    placeholders.require_data(files, str(source))
+    placeholders.require_data([*files, source / CONFIG], str(source))
     return files
 
 

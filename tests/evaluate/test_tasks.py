@@ -157,6 +157,12 @@ def test_a_damaged_file_is_no_bad_usage(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(archive[: len(archive) // 2])
     with pytest.raises(ArtifactError, match=r"cut\.jsonl\.gz is damaged"):
         tasks.read_suite(tmp_path)
+    (tmp_path / "cut.jsonl.gz").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 7\n"
+    )
+    with pytest.raises(ArtifactError) as damaged:
+        tasks.read_suite(tmp_path)
+    assert "git lfs pull" in damaged.value.found
     write_olmo(tmp_path / "olmo" / "a" / "b", [make_request(0, 0, " a", 5)])
     with pytest.raises(UsageError) as caught:
         tasks.read_suite(tmp_path / "olmo")
