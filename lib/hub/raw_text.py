@@ -15,14 +15,14 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from lib.core import log, manifest, paths, records, units
+from lib.core import log, manifest, paths, placeholders, records, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus import kinds
 from lib.hub.repository import RemoteFile
 from lib.models.directory import rename_in_errors
 
 KIND = "raw/1"
 _SHOWN = 5
+_TEXTS = (".md", ".txt", ".htm", ".html", ".xhtml", ".xml")  # which may be pages
 
 
 def locate_record(root: Path, name: str) -> Path:
@@ -101,10 +101,10 @@ def warn_about_placeholders(source: Path, entries: Iterable[dict[str, Any]]) -> 
     """Warn about pointers and error pages that the repository itself contains in place of data."""
     found = []
     for path in (entry["path"] for entry in entries):
-        with (source / path).open("rb") as file:
-            fault = kinds.find_fault(path, file.read(kinds.HEAD_BYTES))
-        if fault and fault.kind in (kinds.POINTER, kinds.ERROR_PAGE):
-            found.append(f"{path} is {fault.description}")
+        placeholder = placeholders.find_in_file(source / path)
+        is_page = placeholder is not None and placeholder.kind == placeholders.ERROR_PAGE
+        if placeholder and not (is_page and path.lower().endswith(_TEXTS)):
+            found.append(f"{path} is {placeholder.description}")
     if found:
         log.warn(
             f"the repository contains {units.counted(len(found), 'file')} without data, which "
