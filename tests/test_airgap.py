@@ -203,7 +203,7 @@ def test_everything_that_stage_04_accepts_can_be_packed(
     (place / "linked").symlink_to("hf_datasets/corpus")
     (place / "link.arrow").symlink_to("alone.arrow")
     shutil.copytree(place / dataset, place / "hf_datasets/org--name")
-    blobs = place / "hub/blobs"
+    blobs = place / "hub/models--org--name/blobs"
     snapshot = f"hub/models--org--name/snapshots/{'a' * 40}"
     shutil.copytree(place / "model", blobs)
     (place / snapshot).mkdir(parents=True)
@@ -264,6 +264,37 @@ def test_everything_that_stage_04_accepts_can_be_packed(
     (place / "empty").mkdir()
     with pytest.raises(ArtifactError, match="empty contains no file to pack"):
         bundle_contents.list_directory(place / "empty", "hf_datasets/empty")
+
+
+def test_links_are_refused_and_hidden_files_stay_behind(tmp_path: Path) -> None:
+    model = tmp_path / "cache/models--org--name/snapshots/abc"
+    blobs = tmp_path / "cache/models--org--name/blobs"
+    for folder in (model / "sub", model / ".git/objects", blobs):
+        folder.mkdir(parents=True)
+    for path in (tmp_path / "secret", model / ".token", model / ".git/objects/ab", blobs / "4d7a"):
+        path.write_text("x")
+    (model / "config.json").symlink_to("../../blobs/4d7a")
+    (model / "sub/vocab.json").symlink_to("../../../blobs/4d7a")
+    (model / ".link").symlink_to(tmp_path / "secret")
+    packed = bundle_contents.list_directory(model, "m")
+    assert [payload.to for payload in packed.payloads] == ["m/config.json", "m/sub/vocab.json"]
+    assert packed.hidden == (".git", ".link", ".token")
+    (blobs / "leads_out").symlink_to(tmp_path / "secret")
+    for name, target in (
+        ("link.json", tmp_path / "secret"),
+        ("link.json", "sub/../.token"),
+        ("sub/link.json", tmp_path / "missing"),
+        ("link", tmp_path),
+        ("link.json", blobs / "leads_out"),
+    ):
+        (model / name).symlink_to(target)
+        with pytest.raises(UsageError, match="does not follow links") as caught:
+            bundle_contents.list_directory(model, "m")
+        assert f"{name} → {target}" in caught.value.found
+        (model / name).unlink()
+    shutil.copytree(model, tmp_path / "copy", symlinks=True)
+    with pytest.raises(UsageError, match="2 links"):  # the blobs are not beside this directory
+        bundle_contents.list_directory(tmp_path / "copy", "m")
 
 
 def test_packing_again_does_nothing_and_other_contents_are_refused(pack: Callable[..., Path]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import subprocess
 import tarfile
@@ -12,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, manifest, paths
+from lib.core import hashing, manifest, paths, units
 from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.options import Options
@@ -27,6 +28,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _CODE_DIRECTORIES = ("lib", "launch", "tests", "benchmarks")
 _UNFINISHED = ".partial-"
 _PACKS_INFIX = ".packs-"
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,18 @@ class Payload:
 
 @dataclass(frozen=True)
 class PackedDirectory:
-    """A directory to pack. kind: the kind in its manifest, empty without a manifest."""
+    """A directory to pack.
+
+    kind: the kind in its manifest, empty without a manifest. hidden: files and directories that
+    stay behind because their names begin with a dot.
+    """
 
     to: str
     source: Path
     payloads: list[Payload]
     fingerprint: str
     kind: str = ""
+    hidden: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -256,17 +263,27 @@ def _find_dataset_stores(name: str, root: Path) -> list[Path]:
 
 
 def list_directory(directory: Path, to: str) -> PackedDirectory:
-    """Return all files below a directory; for a file, return this file.
+    """Return the files below a directory; for a file, return this file.
 
-    Raises ArtifactError if the directory contains no file, or entries that are not regular files.
+    Hidden files stay behind unless the manifest lists them, since they may be secrets. Raises
+    UsageError for links that a bundle must not follow. Raises ArtifactError if the directory
+    contains no file, or entries that are not regular files.
     """
     content = manifest.read_if_any(directory)
     root = directory.resolve()
     digests = {entry["path"]: entry["digest"] for entry in content["files"]} if content else {}
     payloads = []
+    links = []
+    hidden: dict[str, None] = {}
     for path in [root] if root.is_file() else sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        if path.is_dir() and not path.is_symlink():
+        if path != root and (hidden_part := _find_hidden(name)) and name not in digests:
+            hidden[hidden_part] = None
+            continue
+        if path.is_symlink() and not _is_in_hub_cache(root, path):
+            links.append(f"{path} → {path.readlink()}")
+            continue
+        if path.is_dir():
             continue
         if not path.is_file():
             raise ArtifactError(f"{path} is not a plain file and cannot be packed")
@@ -281,6 +298,14 @@ def list_directory(directory: Path, to: str) -> PackedDirectory:
                 digests.get(name, ""),
             )
         )
+    if links:
+        raise UsageError(
+            f"{directory} contains {units.counted(len(links), 'link')}, and a bundle does not "
+            "follow links",
+            expected="files, or links into the blobs of a Hugging Face cache",
+            found=units.join_lines(links, _SHOWN),
+            hint="delete the links, or replace them by copies of the files",
+        )
     if not payloads:
         raise ArtifactError(f"{directory} contains no file to pack")
     fingerprint = (
@@ -290,15 +315,40 @@ def list_directory(directory: Path, to: str) -> PackedDirectory:
             [[payload.to, payload.bytes, payload.mtime_ns] for payload in payloads]
         )
     )
-    return PackedDirectory(to, directory, payloads, fingerprint, content["kind"] if content else "")
+    kind = content["kind"] if content else ""
+    return PackedDirectory(to, directory, payloads, fingerprint, kind, tuple(hidden))
+
+
+def _find_hidden(name: str) -> str:
+    """Return the part of a relative path up to the first name that begins with a dot, or ""."""
+    parts = name.split("/")
+    first = next((i for i, part in enumerate(parts) if part.startswith(".")), None)
+    return "" if first is None else "/".join(parts[: first + 1])
+
+
+def _is_in_hub_cache(root: Path, link: Path) -> bool:
+    """Return whether a link leads from a snapshot of the Hub's cache to a blob beside it.
+
+    root: the snapshot, `models--org--name/snapshots/<commit>`. The blob must be a file itself.
+    """
+    repository = root.parent.parent
+    target = Path(os.path.realpath(link))
+    return root.parent.name == "snapshots" and target.parent == repository / "blobs"
 
 
 def describe_missing(opts: Options, artifacts: list[PackedDirectory]) -> list[str]:
-    """Return warnings about artifacts that stage 04 needs on the far side but are not packed."""
+    """Return warnings about hidden files, and about artifacts that stage 04 needs on the far side.
+
+    They are not packed.
+    """
     by_target = {artifact.to: artifact for artifact in artifacts}
     data = [artifact for artifact in artifacts if artifact.to.startswith("hf_datasets/")]
     fingerprints = [open_dataset(artifact.source).fingerprint for artifact in data]
-    lines = []
+    lines = [
+        f"hidden in {artifact.source} and not packed: {units.join_names(artifact.hidden, _SHOWN)}"
+        for artifact in artifacts
+        if artifact.hidden
+    ]
     for artifact in artifacts:
         if artifact.kind == store.KIND:
             content = manifest.read_manifest(artifact.source, store.KIND, "token store")
