@@ -87,6 +87,11 @@ class RawFile:
         self._file.close()
 
     @property
+    def is_plain_text(self) -> bool:
+        """Return whether the content is the file itself, and no UTF-16."""
+        return self.stream is self._file and not kinds.is_utf16(self.head)
+
+    @property
     def replaced(self) -> int:
         """Return the number of replacements in the lines so far."""
         return self._lines_text.replaced if self._lines_text else 0

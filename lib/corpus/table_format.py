@@ -30,12 +30,26 @@ _ENOUGH = 0.5  # share of the rows that the usual separator must fit
 _MIN_ROWS = 10  # that show that the header is wrong or misread
 _MIN_CELLS = 10  # beyond those of the header, in rows of equal length
 _MARKER = re.compile(r"\"?sep=(\\t|[^\"'\\\r\n])?\"?[ \t]*(?:\r?\n|\r|$)", re.IGNORECASE)
+_NAME = re.compile(r"[^\W\d]\w*")  # of a column
 _LINE_END = re.compile(r"[\r\n]+")
 _QUOTED = re.compile(r'"[^"]*(?:"|$)')
 
 
 class UnclearTable(Exception):
-    """Says why the separator of a table is unclear, and what to do."""
+    """Says why the separator of a table is unclear, and what to do.
+
+    separator: "" for a table with one column; a first line may name it.
+    """
+
+    def __init__(self, message: str, separator: str) -> None:
+        super().__init__(message)
+        self._mark = f"sep={separator}".replace("\t", "\\t")
+
+    def describe(self, is_text: bool) -> str:
+        """Return the message. is_text: whether a text editor can change the file as it is."""
+        escaped = self._mark.replace("\\", "\\\\")
+        command = f" (`sed -i '1i {escaped}' FILE`)" if is_text else ""
+        return f"{self}, put the line `{self._mark}` before the header{command}"
 
 
 @dataclass(frozen=True)
@@ -164,14 +178,14 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
     """
     usual = TableFormat(SEPARATORS[kind])
     text, _ = encoding.decode_text(encoding.drop_cut_character(head), fallback)
-    end = _LINE_END.search(_QUOTED.sub("", text)) if "\r" in text else None
-    if end and "\n" not in end[0]:
-        usual = replace(usual, ends_with_cr=True)
-        text = text.replace("\r", "\n")
     if marker := _MARKER.match(text):
         separator = (marker[1] or "").replace("\\t", "\t")
         usual = replace(usual, separator=separator, has_marker=True)
         text = text[marker.end() :]
+    end = _LINE_END.search(_QUOTED.sub("", text)) if "\r" in text else None
+    if end and "\n" not in end[0]:
+        usual = replace(usual, ends_with_cr=True)
+        text = text.replace("\r", "\n")
     is_cut = len(head) >= HEAD_BYTES
     reading = _read_best(text, usual, is_cut)
     if marker:
@@ -196,12 +210,12 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
         return _read_one_column(text, reading, is_cut)
     longer = sum(bool(any((row or ())[reading.columns :])) for row in reading.rows)
     if reading.header and longer >= _MIN_ROWS and longer > (1 - _ENOUGH) * len(reading.rows):
-        name = name_separator(usual.separator)
         raise UnclearTable(
             f"the header has {reading.columns} columns, but {longer:,} of the first "
             f"{len(reading.rows):,} rows have more cells; name all columns in the header, or "
-            f"enclose values that contain {name} in quotes, or run {_mark(usual.separator)} to "
-            "read the rows as they are"
+            f"enclose values that contain {name_separator(usual.separator)} in quotes; to read the "
+            "rows as they are",
+            usual.separator,
         )
     return reading.form
 
@@ -214,17 +228,30 @@ def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
         reading = _read_best(text, replace(form, separator=separator), is_cut)
         if reading.columns > 1 and reading.rows and reading.share >= _NEARLY_ALL:
             raise _describe_doubt(usual, reading)
+    single = _read_best(text, replace(form, separator=""), is_cut)
+    inner = "\n".join(row[0] for row in (single.header, *single.rows) if row)
     for separator in _SEPARATORS:
+        name = name_separator(separator)
         rows = _read_best(text, replace(form, separator=separator), is_cut).rows
         [(columns, count)] = Counter(len(row or ()) for row in rows).most_common(1) or [(0, 0)]
-        if count * (columns - 1) >= _MIN_CELLS and count >= _NEARLY_ALL * len(rows):
+        names = (rows[0] if rows else None) or [""]
+        is_header = all(map(_NAME.fullmatch, names)) and not _NAME.fullmatch(header)
+        is_sure = is_header or count * (columns - 1) >= _MIN_CELLS
+        if columns > 1 and is_sure and count >= _NEARLY_ALL * len(rows):
             raise UnclearTable(
                 f"the first line has one column, but {count:,} of the next {len(rows):,} rows have "
-                f"{columns} if {name_separator(separator)} separates them; delete the lines "
-                "before the header (`sed -i 1d FILE`), or name all columns there, or run "
-                f"{_mark('')} if there is only one column"
+                f"{columns} if {name} separates them; delete the lines before the header, or name "
+                "all columns there; if there is only one column",
+                "",
             )
-    return _read_best(text, replace(form, separator=""), is_cut).form
+        enclosed = _read_best(inner, replace(form, separator=separator), is_cut)
+        if enclosed.columns > 1 and enclosed.rows and enclosed.share >= _NEARLY_ALL:
+            raise UnclearTable(
+                f"each line is a single cell in quotes, which contains {enclosed.columns} cells "
+                f"if {name} separates them; remove the outer quotes; if there is only one column",
+                "",
+            )
+    return single.form
 
 
 def _describe_doubt(usual: _Reading, other: _Reading) -> UnclearTable:
@@ -232,14 +259,9 @@ def _describe_doubt(usual: _Reading, other: _Reading) -> UnclearTable:
     return UnclearTable(
         f"the header has one column if {name_separator(usual.form.separator)} separates them, and "
         f"{other.columns} if {name} does, which {100 * other.share:.0f} % of the first rows have "
-        f"as well; if {name} is right, run {_mark(other.form.separator)}"
+        f"as well; if {name} is right",
+        other.form.separator,
     )
-
-
-def _mark(separator: str) -> str:
-    """Return the command that names the separator of a table in its first line."""
-    escaped = separator.replace("\t", "\\t").replace("\\", "\\\\")
-    return f"`sed -i '1i sep={escaped}' FILE`"
 
 
 def _read_best(text: str, form: TableFormat, is_cut: bool) -> _Reading:

@@ -94,7 +94,7 @@ def read_table(raw: RawFile, documents: Documents) -> None:
     try:
         form = table_format.find_format(raw.head, raw.kind, documents.fallback)
     except table_format.UnclearTable as doubt:
-        documents.note(MISMATCH, str(doubt), SKIPPED_FILE)
+        documents.note(MISMATCH, doubt.describe(raw.is_plain_text), SKIPPED_FILE)
         return
     if unusual := form.describe(raw.kind):
         documents.tally.table_formats[f"{raw.kind}: {unusual}"] += 1

@@ -97,7 +97,9 @@ def test_quotes_and_backslashes_of_tsv_may_be_text(read, table, rows):
     ("table", "words"),
     [
         ("id;text\n1;a;b\n2;c;d\n3;e\n", ['";"', "33 %", "sep=;"]),
-        ("a report\n" + "1,2,one\n" * 10, ["one column", "10", '","', "sed -i 1d"]),
+        ("a report\n" + "1,2,one\n" * 10, ["one column", "10", '","', "delete"]),
+        ("# a comment\nid,text\n1,one\n", ["one column", "delete", "sep="]),
+        ('"id;""text"""\n"1;""one"""\n', ["single cell", "2 cells", '";"']),
         ("id,text\n" + "1,one, two\n" * 10, ["2 columns", "10", '","', "in quotes"]),
         ("id::text\n1::one\n2::two\n", ['":"', "sep=:"]),
     ],
@@ -110,9 +112,20 @@ def test_a_table_whose_separator_is_unclear_fails(read, table, words):
     assert all(word in problem["message"] for word in words)
 
 
-def test_the_printed_line_makes_an_unclear_table_readable(read):
-    table = "id;text\n1;a;b\n2;c;d\n3;e\n"
+@pytest.mark.parametrize("end", ["\n", "\r"])
+def test_the_printed_line_makes_an_unclear_table_readable(read, end):
+    table = f"id;text{end}1;a;b{end}2;c;d{end}3;e{end}"
+    message = read({"a.csv": table}).problems[0]["message"]
+    assert "`sed -i '1i sep=;' FILE`" in message
     assert read({"a.csv": f"sep=;\n{table}"}).rows == ["a\nb", "c\nd", "e"]
+
+
+def test_a_command_is_printed_only_if_it_works(read):
+    table = "id;text\n1;a;b\n2;c;d\n3;e\n"
+    files = {"a.csv.gz": gzip.compress(table.encode()), "b.csv": table.encode("utf-16")}
+    messages = [problem["message"] for problem in read(files).problems]
+    assert len(messages) == 2
+    assert all("sep=;" in message and "sed" not in message for message in messages)
 
 
 @pytest.mark.parametrize("codec", ["utf-8", "utf-16"])
