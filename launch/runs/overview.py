@@ -207,9 +207,14 @@ def list_runs(directory: Path) -> tuple[list[RunSummary], list[str]]:
 
 
 def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list[str]:
-    """Return the lines of the table. width: columns of the terminal; at most WIDTH are used."""
+    """Return the lines of the table, for a single run without the column of options.
+
+    width: columns of the terminal; at most WIDTH are used.
+    """
     shared = _find_shared_options(runs)
-    rows = [("run", "status", "step", "loss", "tok/s", "last change", "options that differ")]
+    rows: list[tuple[str, ...]] = [
+        ("run", "status", "step", "loss", "tok/s", "last change", "options that differ")
+    ]
     for run in runs:
         chosen = {key: value for key, value in run.options.items() if key not in shared}
         rows.append(
@@ -223,6 +228,8 @@ def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list
                 ", ".join(f"{key} {format_value(value)}" for key, value in chosen.items()),
             )
         )
+    if len(runs) < 2:
+        rows = [row[:-1] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     width = min(width, WIDTH)
     lines = []
