@@ -18,7 +18,7 @@ STYLES = 16  # distinguishable styles of curves
 _LEFT = 66  # pixels around the axes; .chart in style.css has the same
 _TOP = 36
 _BOTTOM = 48
-_TICKS = 4  # ticks of the horizontal axis, whose labels fit a narrow window
+TICKS = 4  # ticks of the horizontal axis, whose labels fit a narrow window
 _MOST_MARKS = 60
 _TINY = 1e-30  # a logarithmic axis shows smaller values as this one
 
@@ -58,7 +58,14 @@ class Line(NamedTuple):
 
 
 def draw_chart(
-    key: str, title: str, unit: str, form: str, curves: Sequence[Line], end: float, rows: Labels
+    key: str,
+    title: str,
+    unit: str,
+    form: str,
+    curves: Sequence[Line],
+    end: float,
+    rows: Labels,
+    ticks: Sequence[float] = (),
 ) -> Html:
     """Return a chart that is as wide as the element around it. key: ID of the chart.
 
@@ -66,7 +73,8 @@ def draw_chart(
     width between the axes, and each curve lies in a box that is stretched. form: any of the words
     `wide` (wider and higher), `log` (logarithmic vertical axis) and `zero` (vertical axis from 0;
     the horizontal axis always begins at 0). end: value at the end of the horizontal axis. rows:
-    name and format of each row of labels below that axis.
+    name and format of each row of labels below that axis. ticks: places of these labels (default:
+    round numbers up to `end`).
     """
     bottom = 312 if "wide" in form else 232
     low, high = _find_limits(curves, "log" in form, "zero" in form)
@@ -86,7 +94,7 @@ def draw_chart(
         f'<desc id="{key}-d">{escape(texts, 4000)}</desc>',
         f'<text x="{4 - _LEFT}" y="14">{escape(unit)}</text>',
     ]
-    marks = _list_log_ticks(low, high) if "log" in form else _list_ticks(low, high, 5)
+    marks = _list_log_ticks(low, high) if "log" in form else list_ticks(low, high, 5)
     heights = [float(place(mark)) for mark in marks]
     for y, mark in zip(heights, marks, strict=True):
         label = units.count(mark) if abs(mark) >= 10_000 else f"{mark:.6g}"
@@ -95,7 +103,7 @@ def draw_chart(
     for row, (name, _) in enumerate(rows):
         lines.append(f'<text x="{4 - _LEFT}" y="{bottom + 20 + 18 * row}">{escape(name)}</text>')
     lines.append(f'<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>')
-    for tick in _list_ticks(0, end, _TICKS):
+    for tick in ticks or list_ticks(0, end, TICKS):
         x = f"{100 * tick / end:.2f}%"
         lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
         for row, (_, show) in enumerate(rows):
@@ -120,7 +128,7 @@ def _find_limits(curves: Sequence[Line], is_log: bool, from_zero: bool) -> tuple
     return low if low == 0 else low - margin, high + margin
 
 
-def _list_ticks(low: float, high: float, most: int) -> list[float]:
+def list_ticks(low: float, high: float, most: int) -> list[float]:
     """Return at most `most` round numbers between two numbers."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))

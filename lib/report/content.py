@@ -9,14 +9,31 @@ from typing import NamedTuple
 import numpy as np
 
 from lib.core import units
+from lib.core.events import Event
 from lib.pages.page import Html, escape, page, table, tag
 from lib.pages.series import EXTREMES
-from lib.pages.svg import COLUMNS, STYLES, Line, draw_chart
+from lib.pages.svg import COLUMNS, STYLES, TICKS, Line, draw_chart, list_ticks
 from lib.report import summary
 from lib.report.problems import SHOWN, Problem, find_problems
 from lib.report.run_data import TOKENS, RunData, read_samples
 
 _SAMPLE_BYTES = 2000
+# What curves show. * stands for the name of a dataset, a source of text or a task.
+_LEGENDS = {
+    "train/loss_mean": "training loss, mean",
+    "train/loss": "training loss of a step",
+    "eval/loss": "validation loss",
+    "eval/loss/*": "validation loss of *",
+    "eval/bits_per_byte": "validation split",
+    "eval/*/bits_per_byte": "*",
+    "eval/*/accuracy": "*",
+    "train/grad_norm": "gradient norm",
+    "perf/tokens_per_sec": "tokens/s",
+    "perf/mfu": "MFU",
+    "memory/max_peak_gib": "peak of the launch, all ranks",
+    "memory/window_peak_gib": "peak since the previous row",
+    "memory/current_gib": "allocated now",
+}
 _COLUMNS = ("time", "event", "step")  # columns of the table of events
 _PHASES = ["time/data", "time/forward", "time/backward", "time/update", "time/total"]
 # Title, unit, form, main key and a pattern for other keys of each chart.
@@ -111,6 +128,8 @@ def _list_events(run: RunData, run_number: int, most: int) -> Html:
     for number, event in enumerate(run.events, 1):
         if event.get("event") in SHOWN:
             mark = tag("span", number, id=f"event-{run_number}-{number}")
+            if event["event"] == Event.RESUME:
+                event = {**event, "event": f"resumed from step {event.get('step', 0):,}"}
             more = [f"{name} {value}" for name, value in event.items() if name not in _COLUMNS]
             rows.append([mark, *(event.get(name, "") for name in _COLUMNS), ", ".join(more)])
     return table(
@@ -132,10 +151,13 @@ def _show_samples(run: RunData, most: int) -> list[Html]:
 
 def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> Iterator[Html]:
     """Yield the charts, and a note if there are more than `most`."""
-    longest = max(runs, key=lambda run: run.last.get("step", 0))
+    longest = max(runs, key=lambda run: run.series[axis].high.max(initial=0))
     places, steps = (np.append(0, longest.series[key].high) for key in (axis, "step"))
     known = np.isfinite(places)
-    rows = [("step", lambda x: f"{np.interp(x, places[known], steps[known]):,.0f}")]
+    places, steps = places[known], steps[known]
+    rows = [("step", lambda x: f"{np.interp(x, places, steps):,.0f}")]
+    round_steps = [tick for tick in list_ticks(0, steps.max() or 1, TICKS) if tick == int(tick)]
+    ticks = np.unique(np.interp(round_steps, steps, places)).tolist()
     rows = [("tokens", units.count), *rows] if axis == TOKENS else rows
     figures = []
     panels = _list_panels(runs)
@@ -143,7 +165,7 @@ def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> I
         curves = _make_curves(runs, panel)
         # A faint curve lies below the others.
         below = sorted(curves, key=lambda curve: curve.form != "faint")
-        chart = draw_chart(panel.id, panel.title, panel.unit, panel.form, below, end, rows)
+        chart = draw_chart(panel.id, panel.title, panel.unit, panel.form, below, end, rows, ticks)
         legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
         values = [[curve.label, *curve.facts.values()] for curve in curves]
         more = table(panel.unit, ["curve", *EXTREMES], values)
@@ -170,12 +192,23 @@ def _list_panels(runs: Sequence[RunData]) -> list[Panel]:
         for first in range(0, len(keys), size):
             some = keys[first : first + size]
             note = f", {first + 1} to {first + len(some)}" if len(keys) > size else ""
-            name = title + note if is_alone else f"{title}: {keys[first]}"
+            name = (
+                title + note if is_alone or not pattern else f"{title}: {_name_curve(keys[first])}"
+            )
             curves = [(run, key) for run in runs for key in some if run.series[key]]
             place = f"{main}-{first}" if first else main
             shape = form.replace("wide", "") if first else form
             panels.append(Panel(name, unit, shape, place, curves))
     return panels
+
+
+def _name_curve(key: str) -> str:
+    """Return the words for a key: those of `_LEGENDS`, else its last part."""
+    for pattern, words in _LEGENDS.items():
+        head, star, tail = pattern.partition("*")
+        if key == pattern or (star and key.startswith(head) and key.endswith(tail)):
+            return words.replace("*", key[len(head) : len(key) - len(tail)])
+    return key.rpartition("/")[2].replace("_", " ")
 
 
 def _make_curves(runs: Sequence[RunData], panel: Panel) -> list[Line]:
@@ -186,7 +219,7 @@ def _make_curves(runs: Sequence[RunData], panel: Panel) -> list[Line]:
     for number, (run, key) in enumerate(panel.curves):
         series = run.series[key]
         curve = Line(
-            key if is_alone else run.name,
+            _name_curve(key) if is_alone else run.name,
             series.low,
             series.high,
             series.gaps,
@@ -210,7 +243,7 @@ def _stack_phases(run: RunData) -> list[Line]:
         means = series.column_means()
         below = above
         above = np.fmax(means, below) if key == _PHASES[-1] else below + means
-        label = f"rest of {key}" if key == _PHASES[-1] else key
+        label = "rest of the step" if key == _PHASES[-1] else _name_curve(key)
         facts = series.describe()
         curves.append(Line(label, below, above, series.gaps, facts, number, "area"))
     return curves

@@ -41,8 +41,7 @@ def find_problems(run: RunData) -> list[Problem]:
 
 def _read_events(events: list[dict[str, Any]]) -> list[Problem]:
     problems = []
-    kinds = [kind for kind in Event if kind in PROBLEMS or kind == Event.RESUME]
-    for kind in kinds:
+    for kind in (kind for kind in Event if kind in PROBLEMS):
         numbers = tuple(n for n, event in enumerate(events, 1) if event.get("event") == kind)
         if not numbers:
             continue

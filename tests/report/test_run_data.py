@@ -119,6 +119,6 @@ def test_events_are_problems_with_their_numbers(tmp_path: Path) -> None:
         {"event": "complete", "step": 10},
     ]
     problems = find_problems(read_run(tmp_path / "exp", ROWS, events=events))
-    assert [problem.events for problem in problems] == [(4,), (3, 5)]
-    assert problems[1].text.startswith("2 times, last at step 9: A checkpoint could not be copied")
-    assert problems[1].text.endswith("The last reason: a timeout.")
+    assert [problem.events for problem in problems] == [(3, 5)], "a resume is no problem"
+    assert problems[0].text.startswith("2 times, last at step 9: A checkpoint could not be copied")
+    assert problems[0].text.endswith("The last reason: a timeout.")
