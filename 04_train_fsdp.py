@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
 def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inputs) -> None:
     """Fill in the options that are left open, then print the plan, prepare the tokens, or train."""
     from lib.parallel import gpus
-    from lib.parallel.layout import configure_allocator, meet_ranks
+    from lib.parallel.layout import configure_torch, meet_ranks
     from lib.train import memory_fit, overview, resume
     from lib.train.copying import begin_copying
     from lib.train.data import prepare_data
@@ -119,7 +119,7 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
     from lib.train.settle import settle_options
     from lib.train.suite import read_tasks
 
-    configure_allocator()
+    configure_torch()
     gpus.hide_gpus(typed_config.device)
     if not (typed_config.prepare_only or typed_config.plan_gpus):
         gpus.require_usable_gpus(typed_config.dry_run)

@@ -64,7 +64,7 @@ class ParallelLayout:
         process; collectives time out later, so that the watchdog reports first. Raises UsageError
         if the ranks cannot be divided by the degrees.
         """
-        configure_allocator()
+        configure_torch()
         device = _choose_device(int(os.environ.get("LOCAL_RANK", "0")))
         timeout = max(START_TIMEOUT, timedelta(seconds=patience) + _TIMEOUT_MARGIN)
         _join_group(device, timeout, meeting or meet_ranks())
@@ -134,12 +134,13 @@ def meet_ranks() -> Meeting | None:
     return Meeting() if "RANK" in os.environ else None
 
 
-def configure_allocator() -> None:
-    """Set the options of torch's allocator, unless the environment sets them.
+def configure_torch() -> None:
+    """Set the options of torch's allocator and profiler, unless the environment sets them.
 
     Call this before asking torch for the name or the memory of a GPU, because torch reads
-    the options when it is asked.
+    the options of the allocator when it is asked.
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints log lines
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the variable
         os.environ.setdefault("PYTORCH_ALLOC_CONF", _ALLOCATOR)
 

@@ -152,9 +152,8 @@ def _show_samples(run: RunData, most: int) -> list[Html]:
 def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> Iterator[Html]:
     """Yield the charts, and a note if there are more than `most`."""
     longest = max(runs, key=lambda run: run.series[axis].high.max(initial=0))
-    places, steps = (np.append(0, longest.series[key].high) for key in (axis, "step"))
-    known = np.isfinite(places)
-    places, steps = places[known], steps[known]
+    points = np.array([np.append(0, longest.series[key].high) for key in (axis, "step")])
+    places, steps = points[:, np.isfinite(points[0])]
     rows = [("step", lambda x: f"{np.interp(x, places, steps):,.0f}")]
     round_steps = [tick for tick in list_ticks(0, steps.max() or 1, TICKS) if tick == int(tick)]
     ticks = np.unique(np.interp(round_steps, steps, places)).tolist()

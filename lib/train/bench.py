@@ -59,7 +59,6 @@ _WITHOUT_EFFECT = (
 
 def configure_bench(config: Config) -> Config:
     """Return the options of a bench. The path of its experiment cannot exist."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints log lines
     defaults = {name: getattr(DEFAULTS, name) for name in _WITHOUT_EFFECT}
     data = config.dataset_name or [f"{synthetic.NAME}:{synthetic.DEFAULT_TOKENS}"]
     bench_values = {
