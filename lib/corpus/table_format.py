@@ -23,9 +23,7 @@ _ODD_SEPARATOR = re.compile(r"[^\w\s\"'().\[\]\\-]")
 # Text rarely contains these separators, so a quote that does not enclose a cell is text.
 _SAFE_SEPARATORS = ("\t", "|", "")
 _NO_SEPARATOR = "\x1f"  # of a table with one column: a character that no text contains
-_NEARLY_ALL = (
-    0.9  # share of the rows that a separator must fit, to be read instead of the usual one
-)
+_NEARLY_ALL = 0.9  # share of the rows that another separator must fit
 _ENOUGH = 0.5  # share of the rows that the usual separator must fit
 _MIN_ROWS = 10  # that show that the header is wrong or misread
 _MIN_CELLS = 10  # beyond those of the header, in rows of equal length
@@ -240,7 +238,7 @@ def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
         if columns > 1 and is_sure and count >= _NEARLY_ALL * len(rows):
             raise UnclearTable(
                 f"the first line has one column, but {count:,} of the next {len(rows):,} rows have "
-                f"{columns} if {name} separates them; delete the lines before the header, or name "
+                f"{columns} with {name} as separator; delete the lines before the header, or name "
                 "all columns there; if there is only one column",
                 "",
             )
@@ -248,7 +246,7 @@ def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
         if enclosed.columns > 1 and enclosed.rows and enclosed.share >= _NEARLY_ALL:
             raise UnclearTable(
                 f"each line is a single cell in quotes, which contains {enclosed.columns} cells "
-                f"if {name} separates them; remove the outer quotes; if there is only one column",
+                f"with {name} as separator; remove the outer quotes; if there is only one column",
                 "",
             )
     return single.form
@@ -257,9 +255,9 @@ def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
 def _describe_doubt(usual: _Reading, other: _Reading) -> UnclearTable:
     name = name_separator(other.form.separator)
     return UnclearTable(
-        f"the header has one column if {name_separator(usual.form.separator)} separates them, and "
-        f"{other.columns} if {name} does, which {100 * other.share:.0f} % of the first rows have "
-        f"as well; if {name} is right",
+        f"the header has one column with {name_separator(usual.form.separator)} as separator, and "
+        f"{other.columns} with {name}, as {100 * other.share:.0f} % of the first rows have; if "
+        f"{name} is right",
         other.form.separator,
     )
 
