@@ -250,10 +250,11 @@ ROWS = (
     ),
     _advise("--lora-from", "--lora-from DIR", axolotl="lora_model_dir"),
     _advise("--lora-rslora", "--lora-rslora on", trainer="use_rslora", axolotl="peft_use_rslora"),
+    _alias("--packing", axolotl="sample_packing"),
     _advise(
         "--packing",
-        "--packing documents, or concat (the default for text)",
-        axolotl="sample_packing pad_to_sequence_len eval_sample_packing",
+        "--packing documents, none, or concat (the default for text)",
+        axolotl="pad_to_sequence_len eval_sample_packing",
     ),
     # Optimizer.
     _alias(

@@ -1,4 +1,4 @@
-"""Pack whole documents into samples: `--packing documents`.
+"""Make samples of whole documents: `--packing documents`, or `--packing none` for one in each.
 
 A document that fits a sample stays whole. A longer one is cut into pieces of the sequence length
 and a remainder. The pieces are packed best-fit decreasing (Ding et al. 2024, "Fewer truncations
@@ -9,11 +9,16 @@ memory for each document, and the memory estimate of a run uses the fullest pack
 sequence length, next to the store; an index that an earlier version built is used unchanged. It
 consists of these files and a manifest:
 
-    .cache/tokens/<store>.packs-<T>/
+    .cache/tokens/<store>.packs-<T>/    with one document per sample: <store>.packs-<T>-single/
         train.starts.bin    int64 [pieces], start of each piece in train.tokens.bin, pack by pack
         train.lengths.bin   int32 [pieces], negative if a document ends with the piece
         train.packs.bin     int64 [packs + 1], the pieces of pack p are [packs[p], packs[p + 1])
         train.labels.bin    int32 [packs], label tokens of each pack
+
+With one document per sample, each piece is a pack. Models that cannot keep packed documents apart,
+such as those with a state, are trained in this way: what follows a token does not influence it in
+a causal model, so neither does the padding. Every sample is padded to the sequence length, because
+rows of one length need one compiled graph and one memory estimate, as in the other modes.
 """
 
 from __future__ import annotations
@@ -45,13 +50,17 @@ class Packs(Samples):
     """Builds sample p by concatenating the pieces of pack p and padding.
 
     Positions restart at each piece and at the padding. The last token of a document, the padding
-    and tokens without a label in the store carry no label.
+    and tokens without a label in the store carry no label. is_single: each pack is one piece; then
+    samples have no positions, since these run from 0 to T - 1.
     """
 
-    def __init__(self, split: Split, index: dict[str, Numbers], seq_length: int) -> None:
+    def __init__(
+        self, split: Split, index: dict[str, Numbers], seq_length: int, is_single: bool = False
+    ) -> None:
         self.tokens = split.tokens
         self.seq_length = seq_length
         self._index = index
+        self._is_single = is_single
         self._labels = split.labels
         self._documents = len(split.ends)
 
@@ -60,11 +69,13 @@ class Packs(Samples):
 
     @cached_property
     def most_documents(self) -> int:
-        """Return the largest number of pieces in a pack, plus one for its padding."""
+        """Return the largest number of pieces in a pack, plus one for its padding; 1 for single."""
+        if self._is_single:
+            return 1  # padding continues the positions of its document
         return int(np.diff(self._index["packs"][:]).max(initial=0)) + 1
 
     def read_samples(self, numbers: np.ndarray) -> SampleArrays:
-        """Return the samples as inputs, labels, positions and the lengths without padding."""
+        """Return the samples as inputs, labels, positions (if any) and lengths without padding."""
         shape = (len(numbers), self.seq_length)
         inputs = np.zeros(shape, np.int64)
         positions = np.zeros(shape, np.int64)
@@ -86,7 +97,7 @@ class Packs(Samples):
                 filled += length
             positions[row, filled:] = np.arange(self.seq_length - filled)
             lengths[row] = filled
-        return SampleArrays(inputs, labels, positions, lengths)
+        return SampleArrays(inputs, labels, None if self._is_single else positions, lengths)
 
     def token_counts(self, numbers: np.ndarray) -> tuple[int, int]:
         packs = self._index["packs"]
@@ -132,27 +143,28 @@ def _warn_about_cuts(split: Split, cut: float, seq_length: int) -> None:
     )
 
 
-def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
+def prepare_packs(tokens: TokenStore, seq_length: int, is_single: bool = False) -> dict[str, Packs]:
     """Return the packs of every split; build the index if there is none.
 
-    Every process of a launch may call this function, before the process group exists. Raises
-    ArtifactError if the index or its manifest is damaged.
+    is_single: a pack contains one document. Every process of a launch may call this function,
+    before the process group exists. Raises ArtifactError if the index or its manifest is damaged.
     """
-    target = find_packs_dir(tokens, seq_length)
-    identity = {"options": {"seq_length": seq_length}, "inputs": {"store": tokens.fingerprint}}
+    target = find_packs_dir(tokens, seq_length, is_single)
+    options = {"seq_length": seq_length} | ({"is_single": True} if is_single else {})
+    identity = {"options": options, "inputs": {"store": tokens.fingerprint}}
     cache_dir = target.parent.parent
     build.build_once(
         target,
         KIND,
         identity,
-        lambda: _build_packs(tokens, seq_length, target, identity),
+        lambda: _build_packs(tokens, target, identity),
         lambda content: verified.require_intact(
             target, content, "the packs", cache_dir, run=commands.delete_and_rerun(target)
         ),
     )
     summary = manifest.read_manifest(target, KIND, "the packs")["summary"]
     packs = {
-        name: Packs(split, _open_index(target, name, tokens.reads), seq_length)
+        name: Packs(split, _open_index(target, name, tokens.reads), seq_length, is_single)
         for name, split in tokens.splits.items()
     }
     try:
@@ -163,7 +175,11 @@ def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
             log.detail(
                 f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "
-                f"documents cut, at most {packs[name].most_documents - 1:,} per pack"
+                + (
+                    "documents cut, one per pack"
+                    if is_single
+                    else f"documents cut, at most {packs[name].most_documents - 1:,} per pack"
+                )
             )
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ArtifactError(
@@ -174,15 +190,16 @@ def prepare_packs(tokens: TokenStore, seq_length: int) -> dict[str, Packs]:
     return packs
 
 
-def pack_in_memory(split: Split, seq_length: int) -> Packs:
+def pack_in_memory(split: Split, seq_length: int, is_single: bool = False) -> Packs:
     """Return the packs of a split without writing an index."""
-    index, _ = _pack_split(split, seq_length)
-    return Packs(split, dict[str, Numbers](index), seq_length)
+    index, _ = _pack_split(split, seq_length, is_single)
+    return Packs(split, dict[str, Numbers](index), seq_length, is_single)
 
 
-def find_packs_dir(tokens: TokenStore, seq_length: int) -> Path:
+def find_packs_dir(tokens: TokenStore, seq_length: int, is_single: bool = False) -> Path:
     """Return the directory of the index for a store and a sequence length."""
-    return tokens.path.with_name(f"{tokens.path.name}.packs-{seq_length}")
+    kind = "-single" if is_single else ""
+    return tokens.path.with_name(f"{tokens.path.name}.packs-{seq_length}{kind}")
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -276,28 +293,35 @@ def split_overfull_packs(bins: np.ndarray, fewest: int) -> np.ndarray:
     return bins
 
 
-def _build_packs(
-    tokens: TokenStore, seq_length: int, target: Path, identity: dict[str, Any]
-) -> None:
+def _build_packs(tokens: TokenStore, target: Path, identity: dict[str, Any]) -> None:
+    options = identity["options"]
     with publish.Build(target, KIND, identity, overwrite=False) as building:
         splits = {}
         files = []
         for name, split in tokens.splits.items():
-            index, splits[name] = _pack_split(split, seq_length)
+            index, splits[name] = _pack_split(
+                split, options["seq_length"], options.get("is_single", False)
+            )
             for part, dtype in _FILES.items():
                 path = building.dir / f"{name}.{part}.bin"
                 path.write_bytes(index[part].astype(np.dtype(dtype).newbyteorder("<")).tobytes())
                 files.append(manifest.file_entry(building.dir, path, hashing.FAST))
         building.publish(
             stage="04_train_fsdp.py",
-            options={"seq_length": seq_length},
+            options=options,
             files=files,
             summary={"splits": splits},
         )
 
 
-def _pack_split(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Cut the documents of a split into pieces and pack them; return the index and statistics."""
+def _pack_split(
+    split: Split, capacity: int, is_single: bool
+) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Cut the documents of a split into pieces and pack them; return the index and statistics.
+
+    Single pieces stay in the order of the store. Those without a label would train nothing and are
+    left out.
+    """
     ends = np.asarray(split.ends, np.int64)
     firsts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     is_filled = ends > firsts
@@ -309,11 +333,19 @@ def _pack_split(split: Split, capacity: int) -> tuple[dict[str, np.ndarray], dic
     starts = firsts[owner] + number * capacity
     lengths = np.minimum(ends[owner] - starts, capacity)
     is_end = starts + lengths == ends[owner]
-    bins = split_overfull_packs(best_fit(lengths, capacity), choose_document_limit(capacity))
+    label_counts = _count_labels(split, starts, lengths - is_end)
+    if is_single:
+        kept = label_counts > 0
+        starts, lengths, is_end, label_counts = (
+            part[kept] for part in (starts, lengths, is_end, label_counts)
+        )
+        bins = np.arange(len(starts))
+    else:
+        bins = split_overfull_packs(best_fit(lengths, capacity), choose_document_limit(capacity))
     order = np.lexsort((starts, bins))
     count = int(bins.max()) + 1 if len(bins) else 0
     packs = np.searchsorted(bins[order], np.arange(count + 1))
-    labels = np.bincount(bins, _count_labels(split, starts, lengths - is_end), minlength=count)
+    labels = np.bincount(bins, label_counts, minlength=count)
     # A negative length marks the last piece of a document, whose last token has no label.
     signed = np.where(is_end, -lengths, lengths)
     figures = {

@@ -59,7 +59,7 @@ class SyntheticText:
         if self.tokens > _MOST_PACKED:
             raise UsageError(
                 f"-d {self} has too many documents to pack",
-                expected=f"at most {units.count(_MOST_PACKED)} tokens with --packing documents",
+                expected=f"at most {units.count(_MOST_PACKED)} tokens, or --packing concat",
             )
         return _cut_documents(self.tokens, seed)
 

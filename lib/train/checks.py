@@ -203,8 +203,11 @@ def _check_streaming(config: Config, problems: Problems) -> None:
         problems.add("--streaming needs --max-steps: the number of samples is unknown")
     if config.num_epochs and not config.steps_per_epoch:
         problems.add("--streaming ends at --max-steps, not after --num-epochs")
-    if config.packing == "documents":
-        problems.add("--streaming does not work with --packing documents: it needs all documents")
+    if config.packing in ("documents", "none"):
+        problems.add(
+            f"--streaming does not work with --packing {config.packing}: it needs all documents",
+            hint="stage 02 makes a dataset of them, or leave out --packing",
+        )
     if len(config.dataset_name) > 1:
         problems.add(
             "--streaming uses one dataset, not a mixture", found=", ".join(config.dataset_name)

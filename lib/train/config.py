@@ -363,10 +363,12 @@ class Config:
         None,
         role=RESULT,
         renumbers=True,
-        choices=("concat", "documents"),
+        parse=_or_switch("documents", "none"),
+        choices=("concat", "documents", "none"),
         help="concat: samples are windows over the concatenated documents. documents: samples "
-        "consist of whole documents with padding, and attention does not cross their boundaries "
-        "(default: documents with a chat dataset, else concat)",
+        "consist of whole documents with padding, and attention does not cross their boundaries. "
+        "none: a sample is one document with padding, for models that cannot keep documents "
+        "apart (default: documents with a chat dataset, else concat)",
     )
 
     optimizer: str = option(

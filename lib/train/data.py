@@ -80,9 +80,11 @@ class Data:
         labels, tokens = self.train.mean_counts()
         if labels < tokens:
             kind = "trained" if self.chat else "with a label"
+            padding = 1 - tokens / plan.config.seq_length
             rows["without padding"] = (
                 f"about {total_samples * tokens:,.0f} tokens, "
-                f"{total_samples * labels:,.0f} of them {kind}"
+                f"{total_samples * labels:,.0f} of them {kind}; "
+                f"{100 * padding:.3g} % of each row is padding on average"
             )
         return rows
 
@@ -206,13 +208,13 @@ def _report_missing_bytes(tokens: TokenStore) -> None:
 
 
 def _cut_samples(config: Config, tokens: TokenStore) -> Mapping[str, Samples]:
-    """Return the samples of a corpus by split: packed documents, or windows of --seq-length."""
-    if config.packing == "documents":
-        return packing.prepare_packs(tokens, config.seq_length)
-    return {
-        name: Windows(split.tokens, config.seq_length, split.labels)
-        for name, split in tokens.splits.items()
-    }
+    """Return the samples of a corpus by split: documents, or windows of --seq-length."""
+    if config.packing == "concat":
+        return {
+            name: Windows(split.tokens, config.seq_length, split.labels)
+            for name, split in tokens.splits.items()
+        }
+    return packing.prepare_packs(tokens, config.seq_length, config.packing == "none")
 
 
 def make_synthetic(config: Config, text: SyntheticText, vocab_size: int) -> Data:
@@ -221,10 +223,10 @@ def make_synthetic(config: Config, text: SyntheticText, vocab_size: int) -> Data
     vocab_size: tokens are below it. Raises UsageError if there are too many documents to pack.
     """
     tokens = text.make_tokens(vocab_size, config.seed)
-    if config.packing == "documents":
-        split = Split(tokens, text.cut_documents(config.seed))
-        return Data(packing.pack_in_memory(split, config.seq_length), [])
-    return Data(Windows(tokens, config.seq_length), [])
+    if config.packing == "concat":
+        return Data(Windows(tokens, config.seq_length), [])
+    split = Split(tokens, text.cut_documents(config.seed))
+    return Data(packing.pack_in_memory(split, config.seq_length, config.packing == "none"), [])
 
 
 def select_shards(config: Config, shards: RawShards) -> RawDocuments:

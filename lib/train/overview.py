@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -264,19 +265,27 @@ def _open_or_estimate(
             f"prepares them; {units.count(tokens)} tokens are an estimate from a sample of the "
             "text, and the following numbers depend on it"
         )
-        if config.packing == "documents":  # the last pack need not be full
-            return None, units.ceil_div(tokens, config.seq_length)
+        samples = units.ceil_div(tokens, config.seq_length)  # the last one need not be full
+        if config.packing == "none":
+            documents = sum(corpus.dataset.extent()[0] for corpus in inputs.corpora)
+            return None, max(samples, documents)
+        if config.packing == "documents":
+            return None, samples
         return None, tokens // config.seq_length
     stores = [store.open_store(target, config.token_reads) for target in targets]
-    if config.packing == "documents" and not all(
-        packing.find_packs_dir(tokens, config.seq_length).exists() for tokens in stores
+    is_single = config.packing == "none"
+    if config.packing != "concat" and not all(
+        packing.find_packs_dir(tokens, config.seq_length, is_single).exists() for tokens in stores
     ):
+        splits = [tokens.splits["train"] for tokens in stores]
+        if is_single:
+            lengths = np.concatenate([np.diff(split.ends[:], prepend=0) for split in splits])
+            return None, int(np.ceil(lengths / config.seq_length).sum())
         log.info(
             "  the documents are not packed yet: the run or --prepare-only packs them; the number "
             "of samples is an estimate without padding"
         )
-        total = sum(len(tokens.splits["train"].tokens) for tokens in stores)
-        return None, total // config.seq_length
+        return None, sum(len(split.tokens) for split in splits) // config.seq_length
     data = combine_stores(config, inputs, stores)
     return data, data.samples_per_epoch
 
