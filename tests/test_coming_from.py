@@ -401,9 +401,29 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         Path("out/run"),
         "full",
     )
-    (tmp_path / "axolotl.yaml").write_text("warmup_ratio: 0.1\nsample_packing: true\n")
+    (tmp_path / "axolotl.yaml").write_text("warmup_ratio: 0.1\npad_to_sequence_len: true\n")
     with pytest.raises(UsageError, match=r"(?s)--warmup-steps N.*--packing documents"):
         asked("--config", tmp_path / "axolotl.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        ("packing: false", "none"),
+        ("sample_packing: false", "none"),
+        ("sample_packing: true", "documents"),
+        ("packing: none", "none"),
+        ("packing: concat", "concat"),
+    ],
+)
+def test_packing_is_a_switch_or_has_a_value(tmp_path: Path, line: str, kind: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(line + "\n")
+    assert asked("--config", file, "-d", "corpus").packing == kind
+    name, value = line.split(": ")
+    assert asked(f"--{name}={value}").packing == asked(f"--{name}", value).packing == kind
+    with pytest.raises(UsageError, match=r"concat.*documents.*none"):
+        asked("--packing", "all")
 
 
 @pytest.mark.parametrize(

@@ -104,9 +104,9 @@ def read_samples(project: Path, packing_: str) -> Samples:
         path for path in (project / ".cache" / "tokens").iterdir() if ".packs-" not in path.name
     )
     tokens = store.open_store(directory)
-    if packing_ == "documents":
-        return packing.prepare_packs(tokens, SEQ_LENGTH)["train"]
-    return Windows(tokens.splits["train"].tokens, SEQ_LENGTH)
+    if packing_ == "concat":
+        return Windows(tokens.splits["train"].tokens, SEQ_LENGTH)
+    return packing.prepare_packs(tokens, SEQ_LENGTH, packing_ == "none")["train"]
 
 
 def compute_balance(
@@ -199,6 +199,7 @@ _FURTHER = [
     ("family", "division", "packing_"),
     [
         pytest.param("mixtral", (2, 1, 3), "documents", id="mixtral, 2 ranks, documents"),
+        pytest.param("mixtral", (3, 2, 1), "none", id="mixtral, none", marks=pytest.mark.long),
         *_FURTHER,
     ],
 )

@@ -29,7 +29,14 @@ def train_synthetic(root: Path, name: str, *options: object, **settings: Any) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", [pytest.param("concat", marks=pytest.mark.long), "documents"])
+@pytest.mark.parametrize(
+    "packing",
+    [
+        pytest.param("concat", marks=pytest.mark.long),
+        "documents",
+        pytest.param("none", marks=pytest.mark.long),
+    ],
+)
 def test_the_number_of_ranks_does_not_matter(tmp_path: Path, packing: str) -> None:
     for ranks in (1, 2, 3):
         train_synthetic(tmp_path, f"on-{ranks}", "--packing", packing, ranks=ranks)

@@ -178,3 +178,41 @@ def test_losses_equal_one_forward_pass_for_each_conversation(project: Path, kind
     assert losses(project) == pytest.approx(expected, rel=1e-5) and expected[-1] < expected[0]
     rows = metrics(project, "run")
     assert rows[-1]["eval/loss"] == pytest.approx(held_out, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_resume_on_another_number_of_ranks_keeps_the_losses(project: Path) -> None:
+    """The run has adapters, and its dry run knows the padding once the samples are prepared."""
+    save_tiny(project, "lfm2")
+    done = run_stage(*RUN, "--dry-run", cwd=project)
+    assert "50 samples" in done.stdout and not (project / ".cache/tokens").exists()
+    done = run_stage(*RUN, "--prepare-only", "--show-samples", 2, cwd=project)
+    assert "training samples" in done.stdout
+    done = run_stage(*RUN, "--dry-run", cwd=project)
+    assert "50 samples" in done.stdout and "% of each row is padding" in done.stdout
+    lora = ("--lora-rank", 4, "-b", 2)
+    run_stage(*RUN, *lora, cwd=project, ranks=3)
+    expected = losses(project)
+    shutil.rmtree(project / f"outputs/run/checkpoints/step_{STEPS:08d}")
+    done = run_stage(*RUN, *lora, cwd=project)
+    assert f"step_{STEPS // 2:08d}" in done.stdout and "resumed from" in done.stdout
+    assert losses(project) == pytest.approx(expected, rel=1e-5)
+    documents = read_documents(project, "talks")
+    numbers = order.sample_numbers(0, STEPS * BATCH, len(documents), seed=0)
+    tokens = sum(len(documents[number][0]) + 1 for number in numbers)
+    assert metrics(project, "run")[-1]["train/tokens_seen"] == tokens
+    done = run_stage(*RUN, *lora, "--packing", "concat", cwd=project, expect=2)
+    assert "--packing" in done.stderr and "other settings" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_mixture_of_conversations_and_long_text(project: Path) -> None:
+    """Conversations that are too long are divided, and text is cut into rows."""
+    save_tiny(project, "mamba2")
+    more = ("-d", "text", "-s", 64, "--too-long", "split", "-b", 3, "--eval-freq", 0)
+    run_stage(*RUN, *more, cwd=project, ranks=2)
+    rows = metrics(project, "run")
+    assert len(rows) == STEPS and rows[-1]["train/loss"] < rows[0]["train/loss"]
+    assert rows[-1]["train/tokens_seen"] < STEPS * BATCH * 64
+    log = read_log(project, "run")
+    assert "documents cut, one per pack" in log

@@ -335,10 +335,11 @@ def _pack_split(
     is_end = starts + lengths == ends[owner]
     label_counts = _count_labels(split, starts, lengths - is_end)
     if is_single:
-        kept = label_counts > 0
-        starts, lengths, is_end, label_counts = (
-            part[kept] for part in (starts, lengths, is_end, label_counts)
-        )
+        has_labels = label_counts > 0
+        starts = starts[has_labels]
+        lengths = lengths[has_labels]
+        is_end = is_end[has_labels]
+        label_counts = label_counts[has_labels]
         bins = np.arange(len(starts))
     else:
         bins = split_overfull_packs(best_fit(lengths, capacity), choose_document_limit(capacity))

@@ -108,7 +108,11 @@ def test_packs_of_an_earlier_version_are_used_unchanged(
 
 
 def make_packs(
-    documents: list[int], tmp_path: Path, capacity: int, reads: str = "mmap"
+    documents: list[int],
+    tmp_path: Path,
+    capacity: int,
+    reads: str = "mmap",
+    is_single: bool = False,
 ) -> tuple[np.ndarray, packing.Packs]:
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
     ends = np.cumsum(documents).astype(np.int64)
@@ -116,7 +120,7 @@ def make_packs(
     token_store = TokenStore(
         tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}, reads
     )
-    return tokens, packing.prepare_packs(token_store, capacity)["train"]
+    return tokens, packing.prepare_packs(token_store, capacity, is_single)["train"]
 
 
 @pytest.mark.parametrize("documents", [[3, 5, 8, 2, 0, 1, 8], [20, 7, 16, 1], [1] * 30])
@@ -135,6 +139,27 @@ def test_every_token_once_and_labels_within_documents(tmp_path: Path, documents:
     assert ((steps == 1) | (rows.positions[:, 1:] == 0)).all() and (rows.positions[:, 0] == 0).all()
     label_tokens, count = packs.token_counts(np.arange(len(packs)))
     assert (label_tokens, count) == (int((rows.labels != IGNORED).sum()), len(tokens))
+
+
+def test_single_documents_have_a_row_each_in_the_order_of_the_store(tmp_path: Path) -> None:
+    """A longer document has several. Documents and remainders of one token have no label."""
+    tokens, packs = make_packs([3, 1, 8, 0, 20, 17], tmp_path, 8, is_single=True)
+    pieces = [(0, 3), (4, 12), (12, 20), (20, 28), (28, 32), (32, 40), (40, 48)]
+    rows = packs.read_samples(np.arange(len(packs)))
+    assert rows.positions is None and packs.most_documents == 1
+    assert rows.lengths.tolist() == [end - start for start, end in pieces]
+    ends = {3, 12, 32}  # of documents; the last one continues in a remainder of one token
+    for row, labels, (start, end) in zip(rows.inputs, rows.labels, pieces, strict=True):
+        length = end - start
+        assert row.tolist() == [*tokens[start:end].tolist(), *[0] * (8 - length)]
+        last = IGNORED if end in ends else tokens[end]
+        after = [*tokens[start + 1 : end].tolist(), last]
+        assert labels.tolist() == [*after, *[IGNORED] * (8 - length)]
+    counts = packs.token_counts(np.arange(len(packs)))
+    assert counts == (int((rows.labels != IGNORED).sum()), int(rows.lengths.sum()))
+    assert (tmp_path / "corpus-key.packs-8-single").is_dir()
+    _, packed = make_packs([3, 1, 8, 0, 20, 17], tmp_path, 8)
+    assert packed.most_documents > 1, "both kinds of index exist side by side"
 
 
 def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
