@@ -33,7 +33,7 @@ from lib.tokens.dataset import open_dataset
 ROOT = Path(__file__).resolve().parents[2]
 _TORCH_VERSIONS = (2, 11), (2, 13)
 _OPTIONAL_PACKAGES = {
-    *("backports-zstd", "gigatoken", "matplotlib", "orjson", "tensorboard", "torchao", "xxhash")
+    *("backports-zstd", "gigatoken", "matplotlib", "orjson", "tensorboard", "xxhash")
 }
 _PIN = re.compile(r'([a-z0-9-]+)==([\w.+]+)(?:; python_version (>=|<) "3\.(\d+)")?')
 _TIMEOUT_S = 120

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from lib.core import log, options, stage, units
 from lib.core.errors import ArtifactError
 from lib.export import known_models
-from lib.export.model_facts import EMBEDDING, HEAD, DirectoryFacts, list_stops
+from lib.export.model_facts import EMBEDDING, HEAD, DirectoryFacts
+from lib.models import chat_files
 from lib.models.tokenizer import BOS, PAD
 
 _SHOWN = 3
@@ -234,8 +235,8 @@ def _check_stops(facts: DirectoryFacts) -> Iterator[Remark]:
 
     These programs read generation_config.json, so they miss only the tokens that it lacks.
     """
-    stops = list_stops(facts.generation)
-    others = list_stops(facts.text_config)
+    stops = chat_files.list_stops(facts.generation)
+    others = chat_files.list_stops(facts.text_config)
     if facts.generation and set(stops) != set(others):
         yield Remark(
             f"eos_token_id is {stops} in generation_config.json, but {others} in config.json; "

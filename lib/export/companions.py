@@ -71,6 +71,8 @@ def write_companions(
     config_summary: dict[str, Any] = {}
     if not adapter_of:
         config_summary[EARLIER_KEYS] = _write_configs(model_dir, out, model, dtype, trust_code)
+    if has_tokenizer(out):
+        _make_agree(out)
     manifest.write_text(
         out / card.FILE,
         card.render_card(
@@ -115,6 +117,24 @@ def _copy_tokenizer(model_dir: Path, out: Path) -> None:
         translated = dialects.translate_tokenizer(settings, text)
         if translated != settings:
             manifest.write_json(out / _TOKENIZER, translated)
+
+
+def _make_agree(out: Path) -> None:
+    """Let the files of an export say what its tokenizer does, and let generation stop at its EOS.
+
+    transformers 4 and 5 then add the same tokens to a text, and other programs stop where documents
+    ended in training.
+    """
+    from lib.models import chat_files
+    from lib.tokens import framing
+    from lib.tokens.encode import Encoder
+
+    encoder = Encoder(out, 1)
+    framing.write_agreeing(encoder.tokenizer, out, bool(encoder.disagreements))
+    for line in encoder.disagreements:
+        log.info(line)
+    if encoder.eos is not None:
+        chat_files.add_stop(out, encoder.eos)
 
 
 def _write_configs(

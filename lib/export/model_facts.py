@@ -147,12 +147,6 @@ class DirectoryFacts:
         ]
 
 
-def list_stops(content: dict[str, Any]) -> list[int]:
-    """Return the token IDs that end a text, according to a config."""
-    value = content.get("eos_token_id")
-    return [token for token in (value if isinstance(value, list) else [value]) if token is not None]
-
-
 def _read_metadata(path: Path) -> dict[str, Any]:
     """Return the metadata in the header of a safetensors file, which `read_header` has checked."""
     with path.open("rb") as file:

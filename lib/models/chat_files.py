@@ -88,6 +88,20 @@ def _as_list(ids: Any) -> list[Any]:
     return ids if isinstance(ids, list) else [ids]
 
 
+def add_stop(directory: Path, stop: int) -> None:
+    """Add a token to those that end a text, in both configs of a model that name only others."""
+    for name in (_GENERATION, _MODEL):
+        content = read_object(directory / name)
+        stops = list_stops(content)
+        if stops and stop not in stops:
+            manifest.write_json(directory / name, content | {_EOS: [*stops, stop]})
+
+
+def list_stops(content: dict[str, Any]) -> list[int]:
+    """Return the token IDs that end a text, according to a config."""
+    return [token for token in _as_list(content.get(_EOS)) if token is not None]
+
+
 def copy_generation(source: Path, target: Path) -> bool:
     """Copy generation_config.json without invalid token IDs; return False if there is none.
 

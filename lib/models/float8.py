@@ -27,7 +27,6 @@ from lib.models.architecture import decoder_layers
 from lib.models.sharded import Placement, is_gathered_in_8_bits
 
 MULTIPLE = 16  # the kernels need sizes that are multiples of this
-_PACKAGE = "torchao==0.18.0"
 _LINEARS = ("Linear", "FalconLinear")  # classes whose `forward` is only the matrix product
 ROUTERS = ("gate", "router")  # small layers that choose experts and need precision
 _NOISY = ("torchao", "torch.utils._pytree")  # loggers that are silenced while torchao is imported
@@ -40,7 +39,9 @@ def require_package() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(
             "--precision fp8 needs torchao, which is not installed",
-            run=commands.pip_install(_PACKAGE),
+            hint="a bundle of `airgap.py pack --optional` contains its wheels; "
+            "or install it from a package index:",
+            run=commands.pip_install_optional("torchao"),
         ) from None
 
 

@@ -26,6 +26,15 @@ def find_cache() -> Path:
     return Path(os.path.expandvars(path)).expanduser() if path else paths.find_hf_home() / "hub"
 
 
+def describe_cache() -> str:
+    """Return the directory of the Hugging Face cache, and which environment variable set it."""
+    names = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME")
+    source = next((name for name in names if os.environ.get(name)), None)
+    reason = f"set by {source}" if source else "neither HF_HOME nor HF_HUB_CACHE is set"
+    missing = "" if find_cache().is_dir() else "; it does not exist"
+    return f"{find_cache()} ({reason}{missing})"
+
+
 def find_repository(name: str, kind: str = "model") -> Path:
     """Return the directory of a repository in the cache; it may not exist."""
     return find_cache() / f"{kind}s--{name.replace('/', '--')}"

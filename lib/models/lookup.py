@@ -215,12 +215,10 @@ def _missing_model_error(name: str, path: Path, target: Path, cache_dir: Path) -
         found.append(f"{path} without {CONFIG}")
     prepared = [directory.name for directory in list_prepared(cache_dir)]
     found.append(f"prepared under {models_root(cache_dir)}: {', '.join(prepared) or 'nothing'}")
-    if cached := hf_cache.list_complete_models():
-        found.append(
-            f"complete in the Hugging Face cache {hf_cache.find_cache()}: {', '.join(cached)}"
-        )
+    cached = ", ".join(hf_cache.list_complete_models())
     if hf_cache.find_snapshot(name):
-        found.append(f"the Hugging Face cache {hf_cache.find_cache()} has only a part of {name}")
+        cached = f"only a part of {name}" + (f"; complete: {cached}" if cached else "")
+    found.append(f"in the Hugging Face cache {hf_cache.describe_cache()}: {cached or 'nothing'}")
     return ArtifactError(
         f"no finished model is called {name}",
         expected=f"a directory with {CONFIG}, the name of a model that stage 03 prepared, or "

@@ -17,6 +17,7 @@ import numpy as np
 from lib.core import log
 from lib.core.artifacts import TOKENIZER
 from lib.core.errors import ArtifactError
+from lib.tokens import framing
 from lib.tokens.dataset import Dataset
 
 _PIECE_BYTES = 4 << 20
@@ -117,7 +118,8 @@ class Encoder:
     A document becomes [BOS] ids [EOS]: BOS if the tokenizer itself adds one before a text, EOS if
     the tokenizer has one.
 
-    vocab_size: the largest id plus one. Raises ArtifactError if the tokenizer cannot be read.
+    vocab_size: the largest id plus one. disagreements: see framing.follow_settings. Raises
+    ArtifactError if the tokenizer cannot be read.
     """
 
     def __init__(self, directory: Path, num_workers: int) -> None:
@@ -130,6 +132,7 @@ class Encoder:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
+            self.disagreements = framing.follow_settings(self.tokenizer, directory)
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             self.bos = self._find_leading_bos()
         except Exception as error:  # each tokenizer class raises other errors

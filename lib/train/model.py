@@ -35,7 +35,7 @@ from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.placement import count_ranks_in, list_cut_shapes
 from lib.parallel.routers import BIAS, RouterLoad
-from lib.train import plan, previous_run
+from lib.train import disagreements, plan, previous_run
 from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_base_on_all_nodes
@@ -62,6 +62,7 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
             f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
             found=f"--precision {config.precision}",
         )
+    disagreements.report_disagreements(config, inputs, shape)
     model = architecture.build_on_meta(
         inputs.model_dir,
         attention.choose_attention(config.attention, config.packing, config.precision, shape),

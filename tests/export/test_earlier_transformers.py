@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,12 @@ from transformers import (
 )
 
 from lib.models import scratch, tokenizer
+from lib.tokens.encode import Encoder
 from tests.export import earlier_reader, eight_models
 from tests.export.environments import clean_environment, make_environment
 from tests.export.exports import run_stage_05, save_run
 from tests.models.families import FAMILIES, LLAMA3, LONGROPE, SIZES, make_checkpoint
+from tests.tokens.conftest import save_tokenizer
 
 pytestmark = pytest.mark.long
 # The last of the versions that read `rope_theta`; torch is the one that runs the tests.
@@ -236,3 +239,29 @@ def test_transformers_4_reads_a_tokenizer_that_transformers_5_saved(
         assert earlier[part] == now[part], part
     assert now["chat"] == f"{tokenizer.BOS}Hi<|unused_270|>"
     assert "<|unused_270|>" in now["special"] and now["batch"][1][-1] == 0
+
+
+@pytest.mark.parametrize("settings", [{"add_bos_token": True}, {"add_bos_token": False}, {}])
+@pytest.mark.parametrize("bos", [True, False])
+def test_transformers_4_and_5_add_bos_to_the_same_exports(
+    tmp_path: Path, earlier_python: Path, group: None, bos: bool, settings: dict[str, bool]
+) -> None:
+    make_checkpoint(tmp_path / "model", FAMILIES["llama"](300))
+    save_run(tmp_path, tmp_path / "model")
+    directory = save_tokenizer(tmp_path / "tokenizer", bos=bos)
+    path = directory / "tokenizer_config.json"
+    settings |= {"tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    shutil.copytree(directory, tmp_path / "exp/model", dirs_exist_ok=True)
+    out = tmp_path / "out"
+    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", out, "--dtype", "float32")
+    torch.save(torch.arange(4)[None], out / "ids.pt")
+    reader = Path(earlier_reader.__file__)
+    subprocess.run([earlier_python, reader, out], check=True, env=clean_environment())
+    earlier = torch.load(out / "read.pt")
+    assert "error" not in earlier, earlier["error"]
+    now = earlier_reader.read_model(out)
+    assert earlier["texts"] == now["texts"]
+    trained = Encoder(directory, 1).tokenizer
+    assert now["texts"] == [trained(text)["input_ids"] for text in earlier_reader.TEXTS]
+    assert (now["text"][0] == 0) == settings.get("add_bos_token", True)

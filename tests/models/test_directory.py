@@ -123,7 +123,18 @@ def test_a_complete_snapshot_in_the_hugging_face_cache_is_found(cache, monkeypat
     assert "a snapshot in the Hugging Face cache" in capsys.readouterr().out
     with pytest.raises(ArtifactError) as caught:
         find_model("org/other", cache)
-    assert f"complete in the Hugging Face cache {cache / 'hub'}: org/cached" in caught.value.found
+    assert f"{cache / 'hub'} (set by HF_HUB_CACHE): org/cached" in caught.value.found
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", str(cache / "home"))
+    with pytest.raises(ArtifactError) as caught:
+        find_model("org/other", cache)
+    assert f"{cache / 'home/hub'} (set by HF_HOME; it does not exist): nothing" in str(
+        caught.value.found
+    )
+    monkeypatch.delenv("HF_HOME")
+    with pytest.raises(ArtifactError) as caught:
+        find_model("org/other", cache)
+    assert "neither HF_HOME nor HF_HUB_CACHE is set" in caught.value.found
 
 
 def test_a_model_with_pickles_does_not_count_as_one_without_weights(cache):

@@ -1,0 +1,75 @@
+# covers: lib/train/disagreements.py, lib/tokens/framing.py, lib/export/companions.py
+"""Files of a model that disagree are both named, and the export says what the training did."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lib.tokens import store
+from lib.tokens.encode import Encoder
+from tests.conftest import run_stage
+from tests.training import SEQ_LENGTH, assert_refused, train_model
+
+RUN = (
+    *("-d", "corpus", "-m", "model", "-s", SEQ_LENGTH, "--packing", "concat", "--max-steps", 1),
+    *("--compile", "off", "--precision", "fp32", "--lr", 1e-9, "--num-workers", 1),
+    *("--eval-freq", 0),
+)
+
+
+def change_json(path: Path, **values: Any) -> None:
+    """Change keys of a JSON file, or create it."""
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | values))
+
+
+@pytest.mark.slow
+def test_a_bos_that_only_the_settings_add_is_trained_and_exported(project: Path) -> None:
+    model = project / "model"
+    change_json(model / "tokenizer.json", post_processor=None)
+    change_json(
+        model / "tokenizer_config.json",
+        tokenizer_class="LlamaTokenizerFast",
+        add_bos_token=True,
+    )
+    printed = train_model(project, "exp", *RUN)
+    assert printed.count("add_bos_token") == 1 and "tokenizer_config.json" in printed
+    (directory,) = (project / ".cache/tokens").iterdir()
+    stored = store.open_store(directory)
+    bos = AutoTokenizer.from_pretrained(model).bos_token_id
+    assert int(stored.splits["train"].tokens[0]) == bos
+    out = project / "out"
+    run_stage("05_export_checkpoint.py", "-e", "exp", "--dtype", "fp32", "--out", out, cwd=project)
+    assert AutoTokenizer.from_pretrained(out)("a")["input_ids"][0] == bos
+    assert AutoTokenizer.from_pretrained(model)("a")["input_ids"][0] != bos
+
+
+@pytest.mark.slow
+def test_each_disagreement_is_a_line_and_a_large_tokenizer_is_refused(project: Path) -> None:
+    model = project / "model"
+    change_json(model / "config.json", eos_token_id=7, dtype="bfloat16")
+    change_json(model / "generation_config.json", eos_token_id=[7])
+    change_json(model / "tokenizer_config.json", model_max_length=8, pad_token="</s>")
+    printed = train_model(project, "exp", *RUN, "--dry-run")
+    for words in ("eos_token_id: [7]", "model_max_length: 8", "dtype: bfloat16", "the pad token"):
+        assert words in printed, words
+    train_model(project, "exp", *RUN)
+    run_stage("05_export_checkpoint.py", "-e", "exp", "--out", "out", cwd=project)
+    eos = Encoder(model, 1).eos
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((project / "out" / name).read_text())["eos_token_id"] == [7, eos]
+    shutil.rmtree(project / "outputs")
+    change_json(model / "config.json", vocab_size=20)
+    (model / "model.safetensors").unlink()
+    assert_refused(
+        project,
+        *("-e", "exp", *RUN, "--from-scratch", "--dry-run"),
+        code=2,
+        says="larger than the model's vocabulary",
+    )

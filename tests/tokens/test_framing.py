@@ -1,0 +1,56 @@
+# covers: lib/tokens/framing.py
+"""BOS and EOS are added as in training, whatever the files of a tokenizer say about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lib.tokens import framing
+from lib.tokens.encode import Encoder
+from tests.tokens.conftest import save_tokenizer
+
+LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
+SAVED_BY_5 = {"backend": "tokenizers"}
+
+
+@pytest.mark.parametrize(
+    ("in_file", "settings", "bos", "lines"),
+    [
+        (False, {**LLAMA, "add_bos_token": True}, True, 1),
+        (False, {"add_bos_token": True}, True, 1),
+        (False, LLAMA, True, 1),
+        (False, {**LLAMA, **SAVED_BY_5}, False, 0),
+        (True, {**LLAMA, "add_bos_token": False}, False, 1),
+        (True, {"add_bos_token": False}, True, 1),
+        (True, {**LLAMA, "add_bos_token": True, "add_eos_token": False}, True, 0),
+        (True, {**LLAMA, "add_bos_token": None}, True, 0),
+        (False, {"tokenizer_class": "GPTNeoXTokenizer"}, False, 0),
+        (False, {}, False, 0),
+        (True, {"add_eos_token": True}, True, 1),
+    ],
+)
+def test_bos_is_added_as_in_training_and_exports_agree(
+    tmp_path: Path, in_file: bool, settings: dict[str, Any], bos: bool, lines: int
+) -> None:
+    directory = save_tokenizer(tmp_path / "tokenizer", bos=in_file)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    encoder = Encoder(directory, 1)
+    assert len(encoder.disagreements) == lines, encoder.disagreements
+    assert all("counts" in line and "add_" in line for line in encoder.disagreements)
+    ids, _ = encoder.encode([b"a"])
+    assert bool(ids[0] == 0) is bos and ids[-1] == 1
+    out = shutil.copytree(directory, tmp_path / "out")
+    framing.write_agreeing(encoder.tokenizer, out, bool(encoder.disagreements))
+    plain = AutoTokenizer.from_pretrained(out)
+    assert plain("a")["input_ids"] == encoder.tokenizer("a")["input_ids"]
+    assert Encoder(out, 1).disagreements == []
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    if written["tokenizer_class"].startswith("Llama"):  # transformers 4 reads only the settings
+        assert written.get("add_bos_token", True) is bos
