@@ -184,6 +184,7 @@ def main(argv: list[str]) -> None:
     from lib.export.formats import AdapterExport, ModelExport
     from lib.export.lora_run import LoraRun
     from lib.models import architecture
+    from lib.models import weights as model_weights
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     dtype = getattr(torch, opts.dtype)
@@ -202,6 +203,8 @@ def main(argv: list[str]) -> None:
             f"{units.counted(export.files, 'file')}",
         }
     )
+    base_dir = base.directory if base else Path(config.get("model_dir", experiment.model))
+    model_weights.warn_of_unused(model, base_dir)
     if damage is None:
         return
     checkpoint_choice.require_undamaged(checkpoint, damage.result())
@@ -225,12 +228,8 @@ def write_export(
     config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: the
     options and inputs of the export, recorded in its manifest.
     """
-    from lib.models import weights as model_weights
-
     began = time.monotonic()
     checkpoint = export.checkpoint
-    if not export.adapter_of:
-        model_weights.warn_of_unused(export.model, Path(config.get("model_dir", experiment.model)))
     publish.require_space(out.parent, int(export.bytes * 1.01), "the export")
     with publish.Build(out, KIND, identity, opts.overwrite) as build:
         config_summary = companions.write_companions(

@@ -26,7 +26,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import DCP_METADATA
 from lib.models import keys
 from lib.models.tensors import DTYPES, Shape, TensorPart
-from lib.models.weights import plan_stored
+from lib.models.weights import plan_stored, warn_of_unused_tensors
 
 # The state of an optimizer contains pickled numbers. Their descriptions may be loaded; the numbers
 # themselves are never read. torch up to 2.2 described tensors with the last two classes.
@@ -296,7 +296,8 @@ def require_fits(model: PreTrainedModel, directory: Path, model_dir: Path) -> No
     """
     with ForeignTensors(directory, model) as stored:
         _, problems = plan_stored(model, stored)
-    _raise_if_any(directory, model_dir, problems)
+        _raise_if_any(directory, model_dir, problems)
+        warn_of_unused_tensors(model, stored, directory)
     _warn_if_mixed(directory)
 
 

@@ -259,6 +259,11 @@ def _convert_tensors(
 def _find_ignored(model: PreTrainedModel) -> re.Pattern[str] | None:
     """Return the pattern of tensors in old checkpoints that models no longer read."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+    # Layers for multi-token prediction follow the others. Families ignore those of one size only.
+    text = model.config.get_text_config()
+    count = getattr(text, "num_hidden_layers", None) or 0
+    predicting = getattr(text, "num_nextn_predict_layers", None) or 0
+    patterns |= {rf"(^|\.)layers\.{count + extra}\." for extra in range(predicting)}
     buffers = [name for name, _ in model.named_buffers()]
     # As in transformers' `_adjust_missing_and_unexpected_keys`: these buffers used to be
     # persistent.
@@ -288,7 +293,13 @@ def _list_missing(
             and any(pattern.search(name) for pattern in optional)
         ):
             continue
-        problems += _list_absent(model, name, targets[name], shapes) or [f"missing: {name}"]
+        absent = _list_absent(model, name, targets[name], shapes) or [f"missing: {name}"]
+        if targets[name] is getattr(model.get_output_embeddings(), "weight", None):
+            absent[-1] += (
+                " (tie_word_embeddings in config.json is false, or missing; if the model was "
+                "trained with tied embeddings, set it to true there)"
+            )
+        problems += absent
     return problems
 
 

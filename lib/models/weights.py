@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ def load_pretrained(model: PreTrainedModel, model_dir: Path) -> None:
     """
     with HubTensors(model_dir) as stored:
         load_stored(model, stored, partial(_raise_if_any, model_dir))
-        _warn_of_unused(model, stored, model_dir)
+        warn_of_unused_tensors(model, stored, model_dir)
 
 
 def warn_of_unused(model: PreTrainedModel, model_dir: Path) -> None:
@@ -59,15 +60,16 @@ def warn_of_unused(model: PreTrainedModel, model_dir: Path) -> None:
     """
     if not directory.list_missing_weights(model_dir):
         with HubTensors(model_dir) as stored:
-            _warn_of_unused(model, stored, model_dir)
+            warn_of_unused_tensors(model, stored, model_dir)
 
 
-def _warn_of_unused(model: PreTrainedModel, stored: StoredTensors, model_dir: Path) -> None:
+def warn_of_unused_tensors(model: PreTrainedModel, stored: StoredTensors, model_dir: Path) -> None:
+    """Warn about stored tensors that a model does not load. model_dir: where they are stored."""
     unused = keys.plan_loading(model, stored.shapes).unused
     if not unused or log.rank() != 0:
         return
     count = sum(math.prod(stored.shapes[key]) for key in unused)
-    parts = sorted({".".join(key.split(".")[:2]) for key in unused})
+    parts = sorted({re.sub(r"^([^.]+\.[^.]+(\.\d+)?).*", r"\1", key) for key in unused})
     log.warn(
         f"{own_class(model).__name__} does not use {units.count(count)} parameters "
         f"({', '.join(parts[:3])}{' …' if parts[3:] else ''}) of {model_dir}; they are not "

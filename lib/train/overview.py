@@ -15,6 +15,7 @@ from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.models.sharded import describe_size
+from lib.models.weights import warn_of_unused
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, peaks, sizes
@@ -136,6 +137,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
             **_describe_ranks(config),
         }
     )
+    if not inputs.scratch:
+        warn_of_unused(model, inputs.model_dir)
     data, samples = _open_or_estimate(config, inputs, model.config.get_text_config().vocab_size)
     configs = memory_fit.fit_to_planned_gpus(config, inputs, model) or {
         plans.get_world_size(): config

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lib.core import log
 from lib.core.errors import ArtifactError
+from lib.models import weights
 from lib.models.architecture import build_on_meta
 from lib.models.directory import INDEX, WEIGHTS, has_weights
 from lib.models.tensors import HubTensors
@@ -352,3 +360,43 @@ def test_a_part_is_read_alone(tmp_path: Path) -> None:
     with HubTensors(tmp_path) as checkpoint:
         part = checkpoint.read("lm_head.weight", (slice(90, 97), slice(3, 5)))
     assert torch.equal(part, weight[90:97, 3:5])
+
+
+def _add_tensors(directory: Path, **tensors: torch.Tensor) -> None:
+    """Add tensors to the weights of a saved model."""
+    path = directory / "model.safetensors"
+    save_file({**load_file(path), **tensors}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_layers_for_multi_token_prediction_are_counted(
+    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup()
+    sizes = {"vocab_size": 97, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16}
+    if family == "deepseek_v3":
+        ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+        config = DeepseekV3Config(
+            **sizes, **heads, **ranks, first_k_dense_replace=1, num_nextn_predict_layers=1
+        )
+        layer = "model.layers.1"
+    else:
+        linear = {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
+        config = Qwen3NextConfig(**sizes, **heads, **linear, mlp_only_layers=[0])
+        layer = "mtp.layers.0"
+    make_checkpoint(tmp_path, config)
+    _add_tensors(tmp_path, **{f"{layer}.eh_proj.weight": torch.zeros(30, 100)})
+    weights.warn_of_unused(build_on_meta(tmp_path), tmp_path)
+    printed = capsys.readouterr()
+    assert re.search(rf"does not use 3K parameters \({layer}\)", printed.out + printed.err)
+
+
+def test_a_config_without_tying_and_files_without_a_head_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, FAMILIES["llama"](97, tie_word_embeddings=True))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    model = build_on_meta(tmp_path).to_empty(device="cpu")
+    with pytest.raises(ArtifactError, match="do not fit") as error:
+        load_pretrained(model, tmp_path)
+    assert "missing: lm_head.weight (tie_word_embeddings" in error.value.found
