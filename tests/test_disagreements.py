@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from transformers import AutoTokenizer
 
+from lib.core import paths
 from lib.tokens import store
 from lib.tokens.encode import Encoder
 from tests.conftest import run_stage
@@ -73,3 +75,21 @@ def test_each_disagreement_is_a_line_and_a_large_tokenizer_is_refused(project: P
         code=2,
         says="larger than the model's vocabulary",
     )
+
+
+@pytest.mark.slow
+def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project: Path) -> None:
+    train_model(project, "exp", *RUN)
+    run = project / "outputs/exp"
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
+    recorded["options"]["resume_from_foreign"] = "somewhere"
+    recorded["identity"]["inputs"]["foreign weights"] = "digest"
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded))
+    (path,) = run.glob(f"checkpoints/*/{paths.COMMIT}")
+    content = json.loads(path.read_text())
+    content["identity"]["inputs"]["foreign weights"] = "digest"
+    path.write_text(json.dumps(content))
+    printed = train_model(project, "exp", *RUN, "--max-steps", 2)
+    assert "--resume-from-foreign" in printed and "resumed from" in printed
+    printed = train_model(project, "other", "--config", run / "config.yaml")
+    assert "resume_from_foreign, which this version does not know and ignores" in printed

@@ -144,8 +144,11 @@ def find_inputs(
         **_identify_data(config, model_dir, synthetic or shards or corpora),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
         **identify_adapter(config, adapter, identity),
+        **previous_run.keep_foreign_weights(identity),
     }
-    scratch = _is_from_scratch(config, model_dir, bool(earlier_run or named))
+    scratch = previous_run.FOREIGN not in fingerprints and _is_from_scratch(
+        config, model_dir, bool(earlier_run or named)
+    )
     return Inputs(
         model_dir,
         corpora,
