@@ -82,6 +82,13 @@ def find_hf_home() -> Path:
     return Path(os.path.expandvars(home)).expanduser()
 
 
+def short_name(model_dir: Path) -> str:
+    """Return org/name for a snapshot in the Hugging Face cache, and the path of other models."""
+    repository = model_dir.parent.parent.name
+    is_snapshot = model_dir.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.removeprefix("models--").replace("--", "/") if is_snapshot else str(model_dir)
+
+
 def expand_save_dir(opts: Options) -> None:
     """Set -e to the experiment's name and --save-dir to the directory that contains it.
 

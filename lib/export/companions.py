@@ -125,16 +125,18 @@ def _make_agree(out: Path) -> None:
     transformers 4 and 5 then add the same tokens to a text, and other programs stop where documents
     ended in training.
     """
-    from lib.models import chat_files
+    from lib.models import chat_files, tokenizer
     from lib.tokens import framing
     from lib.tokens.encode import Encoder
 
     encoder = Encoder(out, 1)
     framing.write_agreeing(encoder.tokenizer, out, bool(encoder.disagreements))
     for line in encoder.disagreements:
-        log.info(line)
+        log.info(f"{out}: {line}")
     if encoder.eos is not None:
         chat_files.add_stop(out, encoder.eos)
+    if line := tokenizer.describe_readers(out, encoder.tokenizer.get_vocab()):
+        log.info(line)
 
 
 def _write_configs(

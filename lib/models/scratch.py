@@ -224,7 +224,6 @@ class Design:
                 limit=limit,
                 kind=self.tokenizer_kind,
             )
-            log.detail(tokenizer.describe_readers(self.tokenizer_kind))
 
     def describe_tokenizer(self) -> str:
         """Return a text that says where the tokenizer comes from."""

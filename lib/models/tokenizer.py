@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ BYTE_LEVEL = "byte-level"
 PIECES = "sentencepiece"
 KINDS = (BYTE_LEVEL, PIECES)
 SAMPLE_BYTES = 100_000_000  # more text hardly changes the merges; training takes about a minute
+_SAMPLE_BYTES_PER_TOKEN = 10_000  # so that a small vocabulary takes a tenth of the time
 
 _CONFIG = "tokenizer_config.json"
 # For programs that read tokenizer.model: no space is added before a text.
@@ -123,6 +124,7 @@ def train_tokenizer(
         if training:
             dataset = training.texts
             sample = Sample(0, len(dataset), 0, _count_text_bytes(dataset))
+            limit = min(limit, _SAMPLE_BYTES_PER_TOKEN * vocabulary)
             total = min(limit, sample.bytes_total)
             progress = stack.enter_context(
                 Progress("text for the tokenizer", total, "B", show_progress)
@@ -158,13 +160,14 @@ def train_tokenizer(
     return used_tokens, sample
 
 
-def describe_readers(kind: str) -> str:
-    """Return which programs will not know a trained tokenizer, and what to do."""
-    if kind == PIECES:
-        return (
-            "all programs that read tokenizer.json or tokenizer.model know this tokenizer, also "
-            "converters to GGUF; it decodes the character ▁ as a space"
-        )
+def describe_readers(directory: Path, tokens: Mapping[str, int]) -> str:
+    """Return which program will not know a byte-level tokenizer that was trained here, else "".
+
+    tokens: the ID of each token.
+    """
+    is_ours = tokens.get(BOS) == 0 and PAD in tokens
+    if not is_ours or (directory / piece_tokenizer.MODEL_FILE).exists():
+        return ""
     return (
         "the converter of llama.cpp will not know this tokenizer (Ollama, vLLM, SGLang, mlx-lm and "
         f"CTranslate2 do); stage 03 with --tokenizer-kind {PIECES} trains one that it knows"

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from lib.core import log, units, workers
 from lib.core.errors import ArtifactError
+from lib.core.paths import short_name
 from lib.models import directory, keys, lookup
 from lib.models.architecture import decoder_layers
 from lib.models.keys import AddedModule, LoadPlan
@@ -70,10 +71,10 @@ def warn_of_unused_tensors(model: PreTrainedModel, stored: StoredTensors, model_
         return
     count = sum(math.prod(stored.shapes[key]) for key in unused)
     parts = sorted({re.sub(r"^([^.]+\.[^.]+(\.\d+)?).*", r"\1", key) for key in unused})
+    listed = ", ".join(parts[:3]) + (" …" if parts[3:] else "")
     log.warn(
-        f"{own_class(model).__name__} does not use {units.count(count)} parameters "
-        f"({', '.join(parts[:3])}{' …' if parts[3:] else ''}) of {model_dir}; they are not "
-        "trained, and an export does not contain them"
+        f"{own_class(model).__name__} does not use {units.count(count)} parameters ({listed}) of "
+        f"{short_name(model_dir)}; they are not trained, and an export does not contain them"
     )
 
 

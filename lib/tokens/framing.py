@@ -43,7 +43,7 @@ def follow_settings(tokenizer: Any, directory: Path) -> list[str]:
         tokenizer.add_bos_token = wanted[_BOS]
         tokenizer.add_eos_token = wanted[_EOS]
     return [
-        _describe(directory, settings, name, added[name], wanted[name])
+        _describe(settings, name, added[name], wanted[name])
         for name in _TOKENS
         if settings.get(name, wanted[name]) != added[name]
     ]
@@ -120,9 +120,7 @@ def _find_wanted(
     }
 
 
-def _describe(
-    directory: Path, settings: dict[str, Any], name: str, is_added: bool, is_wanted: bool
-) -> str:
+def _describe(settings: dict[str, Any], name: str, is_added: bool, is_wanted: bool) -> str:
     """Return the line about a setting that disagrees with the encoder, and about what counts."""
     token = _TOKENS[name]
     source = TOKENIZER_CONFIG if name in settings else f"class {settings.get('tokenizer_class')}"
@@ -131,6 +129,6 @@ def _describe(
     counts = TOKENIZER if is_wanted == is_added else f"{source}, as in transformers 4,"
     result = "gets" if is_wanted else "does not get"
     return (
-        f"{directory}: {source} says {name}: {value}, but {TOKENIZER} {adds} {token}; {counts} "
+        f"{source} says {name}: {value}, but {TOKENIZER} {adds} {token}; {counts} "
         f"counts, and a text {result} {token}"
     )

@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from lib.core import log
 from lib.core.artifacts import TOKENIZER_CONFIG
+from lib.core.paths import short_name
 from lib.models import chat_files
 from lib.models.directory import CONFIG, list_weight_files, read_header
 from lib.models.tensors import FLOATING
@@ -41,7 +42,7 @@ def report_disagreements(config: Config, inputs: Inputs, shape: PretrainedConfig
     if not inputs.scratch:
         findings += _compare_dtypes(inputs.model_dir)
     for finding in findings:
-        log.info(finding)
+        log.info(f"{short_name(inputs.model_dir)}: {finding}")
 
 
 def _compare_ends(encoder: Encoder, inputs: Inputs) -> Iterator[str]:
@@ -55,13 +56,13 @@ def _compare_ends(encoder: Encoder, inputs: Inputs) -> Iterator[str]:
         stops = chat_files.list_stops(chat_files.read_object(inputs.model_dir / name))
         if stops and eos not in stops:
             yield (
-                f"{inputs.model_dir}: {name} says eos_token_id: {stops}, but the EOS of the "
+                f"{name} says eos_token_id: {stops}, but the EOS of the "
                 f"tokenizer is {token}; the tokenizer counts, and the generation_config.json of "
                 "an export names both"
             )
     if tokenizer.pad_token_id == eos and not inputs.template:
         yield (
-            f"{inputs.model_dir}: the pad token is the EOS {token}; the EOS is trained all the "
+            f"the pad token is the EOS {token}; the EOS is trained all the "
             "same, since samples are not padded with tokens that count"
         )
 
@@ -72,7 +73,7 @@ def _compare_lengths(encoder: Encoder, shape: PretrainedConfig, length: int) -> 
     longest = getattr(shape.get_text_config(), "max_position_embeddings", None)
     if length > limit:
         yield (
-            f"{encoder.directory}: {TOKENIZER_CONFIG} says model_max_length: {int(limit):,}, but "
+            f"{TOKENIZER_CONFIG} says model_max_length: {int(limit):,}, but "
             f"{CONFIG} allows {f'{longest:,}' if longest else 'any number of'} positions; {CONFIG} "
             f"counts, so --seq-length {length:,} is used"
         )
@@ -99,6 +100,6 @@ def _compare_dtypes(model_dir: Path) -> Iterator[str]:
     stored = counts.most_common(1)[0][0]
     if stored != said.removeprefix("torch."):
         yield (
-            f"{model_dir}: {CONFIG} says dtype: {said}, but the weights are {stored}; the weights "
+            f"{CONFIG} says dtype: {said}, but the weights are {stored}; the weights "
             "count, and are read into float32 master weights"
         )

@@ -316,7 +316,8 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
             )
         if is_bare and not (config.from_scratch or has_begun):
             log.detail(
-                f"{model_dir} has no weights: they are initialised from --seed {config.seed}"
+                f"{paths.short_name(model_dir)} has no weights: they are initialised from --seed "
+                f"{config.seed}"
             )
         return True
     if has_begun and not config.trains_lora:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lib.core import commands, log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
-from lib.core.paths import Experiment
+from lib.core.paths import Experiment, short_name
 from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
@@ -207,7 +207,7 @@ def _load_frozen(
     load_pretrained(model, inputs.model_dir)
     inputs.require_unchanged()
     log.detail(
-        f"frozen weights: read from {inputs.model_dir} in "
+        f"frozen weights: read from {short_name(inputs.model_dir)} in "
         f"{units.duration(time.monotonic() - began)}"
     )
 
@@ -251,7 +251,7 @@ def describe_weights(config: Config, inputs: Inputs) -> str:
         return f"initialised from seed {config.seed}"
     return (
         f"{'missing' if directory.list_missing_weights(inputs.model_dir) else 'read'} from "
-        f"{inputs.model_dir}"
+        f"{short_name(inputs.model_dir)}"
     )
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
-from lib.core.paths import Experiment
+from lib.core.paths import Experiment, short_name
 from lib.models.sharded import describe_size
 from lib.models.weights import warn_of_unused
 from lib.parallel import parallelize
@@ -340,7 +340,7 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
 def describe_model(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
     if not config.makes_model:
-        return str(inputs.model_dir)
+        return short_name(inputs.model_dir)
     tokenizer = "with a tokenizer trained on the dataset"
     if config.tokenizer:
         tokenizer = f"with the tokenizer of {config.tokenizer}"

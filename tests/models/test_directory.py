@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import log, manifest
+from lib.core import log, manifest, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import lookup
 from lib.models.lookup import find_model
@@ -120,6 +120,8 @@ def test_a_complete_snapshot_in_the_hugging_face_cache_is_found(cache, monkeypat
     assert "only a part of org/cached" in caught.value.found
     (snapshot / "model.safetensors").write_bytes(b"")
     assert find_model("org/cached", cache) == snapshot
+    assert paths.short_name(snapshot) == "org/cached"
+    assert paths.short_name(Path("models/a")) == "models/a"
     assert "a snapshot in the Hugging Face cache" in capsys.readouterr().out
     with pytest.raises(ArtifactError) as caught:
         find_model("org/other", cache)
