@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from lib.core.conversation import Conversation
 from lib.tokens import framing
+from lib.tokens.chat.encode import ChatEncoder
+from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.encode import Encoder
+from lib.train.experiment import add_bos_to_template
 from tests.tokens.conftest import save_tokenizer
 
 LLAMA = {"tokenizer_class": "LlamaTokenizerFast"}
@@ -54,3 +58,22 @@ def test_bos_is_added_as_in_training_and_exports_agree(
     written = json.loads((out / "tokenizer_config.json").read_text())
     if written["tokenizer_class"].startswith("Llama"):  # transformers 4 reads only the settings
         assert written.get("add_bos_token", True) is bos
+
+
+@pytest.mark.parametrize("begin", ["{{ bos_token }}", ""])
+def test_a_conversation_gets_one_bos(tmp_path: Path, begin: str) -> None:
+    directory = save_tokenizer(tmp_path / "tokenizer", bos=False)
+    path = directory / "tokenizer_config.json"
+    settings = LLAMA | {"add_bos_token": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    template = begin + (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    policy = ChatPolicy(template, "assistant", "drop", 1000)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    encoded = ChatEncoder(policy, Encoder(directory, 1)).encode([Conversation(messages)])
+    assert not encoded.dropped
+    assert encoded.tokens[0] == 0 and (encoded.tokens == 0).sum() == 1
+    exported = add_bos_to_template(template, directory)
+    assert exported.count("bos_token") == 1
