@@ -39,6 +39,8 @@ from lib.core.progress import Progress
 from lib.export import card, checkpoint_choice, companions
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from lib.export.base_model import BaseModel
     from lib.export.formats import Export
 
@@ -184,7 +186,6 @@ def main(argv: list[str]) -> None:
     from lib.export.formats import AdapterExport, ModelExport
     from lib.export.lora_run import LoraRun
     from lib.models import architecture
-    from lib.models import weights as model_weights
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
     dtype = getattr(torch, opts.dtype)
@@ -203,15 +204,20 @@ def main(argv: list[str]) -> None:
             f"{units.counted(export.files, 'file')}",
         }
     )
-    base_dir = base.directory if base else Path(config.get("model_dir", experiment.model))
-    model_weights.warn_of_unused(model, base_dir)
-    if damage is None:
-        return
-    checkpoint_choice.require_undamaged(checkpoint, damage.result())
-    if base and lora_run:
-        base.require_same_weights(checkpoint, not opts.no_progress)
-        lora_run.load()
-    write_export(opts, experiment, config, export, base, out, identity)
+    warn_of_unused(model, base.directory if base else config.get("model_dir", experiment.model))
+    if damage is not None:
+        checkpoint_choice.require_undamaged(checkpoint, damage.result())
+        if base and lora_run:
+            base.require_same_weights(checkpoint, not opts.no_progress)
+            lora_run.load()
+        write_export(opts, experiment, config, export, base, out, identity)
+
+
+def warn_of_unused(model: PreTrainedModel, model_dir: Path | str) -> None:
+    """Warn about the weights of the model that the run began with, if its class ignores some."""
+    from lib.models import weights
+
+    weights.warn_of_unused(model, Path(model_dir))
 
 
 def write_export(
