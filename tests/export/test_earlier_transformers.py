@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -241,27 +242,30 @@ def test_transformers_4_reads_a_tokenizer_that_transformers_5_saved(
     assert "<|unused_270|>" in now["special"] and now["batch"][1][-1] == 0
 
 
-@pytest.mark.parametrize("settings", [{"add_bos_token": True}, {"add_bos_token": False}, {}])
-@pytest.mark.parametrize("bos", [True, False])
 def test_transformers_4_and_5_add_bos_to_the_same_exports(
-    tmp_path: Path, earlier_python: Path, group: None, bos: bool, settings: dict[str, bool]
+    tmp_path: Path, earlier_python: Path, group: None
 ) -> None:
-    make_checkpoint(tmp_path / "model", FAMILIES["llama"](300))
-    save_run(tmp_path, tmp_path / "model")
-    directory = save_tokenizer(tmp_path / "tokenizer", bos=bos)
-    path = directory / "tokenizer_config.json"
-    settings |= {"tokenizer_class": "LlamaTokenizerFast"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    shutil.copytree(directory, tmp_path / "exp/model", dirs_exist_ok=True)
-    out = tmp_path / "out"
-    run_stage_05("-e", "exp", "--save-dir", tmp_path, "--out", out, "--dtype", "float32")
-    torch.save(torch.arange(4)[None], out / "ids.pt")
+    exports = {}
+    for bos, add in itertools.product((True, False), (True, False, None)):
+        root = tmp_path / f"{bos}-{add}"
+        make_checkpoint(root / "model", FAMILIES["llama"](300))
+        save_run(root, root / "model")
+        directory = save_tokenizer(root / "tokenizer", bos=bos)
+        path = directory / "tokenizer_config.json"
+        settings = {"tokenizer_class": "LlamaTokenizerFast", "pad_token": "</s>"}
+        settings |= {} if add is None else {"add_bos_token": add}
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+        shutil.copytree(directory, root / "exp/model", dirs_exist_ok=True)
+        out = root / "out"
+        run_stage_05("-e", "exp", "--save-dir", root, "--out", out, "--dtype", "float32")
+        torch.save(torch.arange(4)[None], out / "ids.pt")
+        exports[out] = (Encoder(directory, 1).tokenizer, add is not False)
     reader = Path(earlier_reader.__file__)
-    subprocess.run([earlier_python, reader, out], check=True, env=clean_environment())
-    earlier = torch.load(out / "read.pt")
-    assert "error" not in earlier, earlier["error"]
-    now = earlier_reader.read_model(out)
-    assert earlier["texts"] == now["texts"]
-    trained = Encoder(directory, 1).tokenizer
-    assert now["texts"] == [trained(text)["input_ids"] for text in earlier_reader.TEXTS]
-    assert (now["text"][0] == 0) == settings.get("add_bos_token", True)
+    subprocess.run([earlier_python, reader, *exports], check=True, env=clean_environment())
+    for out, (trained, has_bos) in exports.items():
+        earlier = torch.load(out / "read.pt")
+        assert "error" not in earlier, earlier["error"]
+        now = earlier_reader.read_model(out)
+        expected = [trained(text)["input_ids"] for text in earlier_reader.TEXTS]
+        assert earlier["texts"] == now["texts"] == expected
+        assert (now["text"][0] == 0) == has_bos
