@@ -92,7 +92,7 @@ def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project:
     text = json.dumps(content, sort_keys=True)
     content["digest"] = hashing.bytes_digest(text.encode(), "sha256")
     path.write_text(json.dumps(content))
-    printed = train_model(project, "exp", *RUN, "--max-steps", 2)
-    assert "--resume-from-foreign" in printed and "resumed from" in printed
     printed = train_model(project, "other", "--config", run / "config.yaml")
     assert "resume_from_foreign, which this version does not know and ignores" in printed
+    printed = train_model(project, "exp", *RUN, "--max-steps", 2)
+    assert "--resume-from-foreign" in printed and "resumed from" in printed

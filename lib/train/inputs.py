@@ -37,6 +37,7 @@ from lib.train.config import DEFAULTS, Config
 from lib.train.plan import Plan
 from lib.train.previous_run import KeptTemplate
 
+_FOREIGN = "foreign weights"  # input of --resume-from-foreign of an earlier version
 _CHAT_OPTIONS = ("chat_template", "chat_template_kwargs", "train_on", "too_long")
 
 
@@ -144,9 +145,9 @@ def find_inputs(
         **_identify_data(config, model_dir, synthetic or shards or corpora),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
         **identify_adapter(config, adapter, identity),
-        **previous_run.keep_foreign_weights(identity),
+        **_keep_foreign_weights(identity),
     }
-    scratch = previous_run.FOREIGN not in fingerprints and _is_from_scratch(
+    scratch = _FOREIGN not in fingerprints and _is_from_scratch(
         config, model_dir, bool(earlier_run or named)
     )
     return Inputs(
@@ -188,6 +189,18 @@ def identify_adapter(
         return {}
     name = previous_run.ADAPTER
     return {name: adapter.fingerprint if adapter else identity["inputs"][name]}
+
+
+def _keep_foreign_weights(identity: dict[str, Any]) -> dict[str, str]:
+    """Return the input of a run that an earlier version began with --resume-from-foreign, or {}."""
+    recorded = identity.get("inputs", {}).get(_FOREIGN)
+    if recorded is None:
+        return {}
+    log.info(
+        "the run began with --resume-from-foreign of an earlier version, which is no longer an "
+        "option; it continues from its checkpoints, which contain those weights"
+    )
+    return {_FOREIGN: recorded}
 
 
 def _find_model(

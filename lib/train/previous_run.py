@@ -27,7 +27,6 @@ from lib.train.output import journal
 # Names of inputs in the identity of a run.
 TEMPLATE = TEMPLATE_INPUT  # only with chat datasets
 ADAPTER = "adapter"  # only with --lora-from
-FOREIGN = "foreign weights"  # only with --resume-from-foreign of an earlier version
 BOS_PREFIX = "{{- bos_token }}"  # what lib/train/experiment.py adds to a template
 
 _SAMPLES = "samples in an epoch"
@@ -87,18 +86,6 @@ def read_previous(experiment: Experiment) -> dict[str, Any]:
         return recorded
     checkpoint = commit.find_newest(experiment.checkpoints)
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}
-
-
-def keep_foreign_weights(identity: dict[str, Any]) -> dict[str, str]:
-    """Return the input of a run that an earlier version began with --resume-from-foreign, or {}."""
-    recorded = identity.get("inputs", {}).get(FOREIGN)
-    if recorded is None:
-        return {}
-    log.info(
-        "the run began with --resume-from-foreign of an earlier version, which is no longer an "
-        "option; it continues from its checkpoints, which contain those weights"
-    )
-    return {FOREIGN: recorded}
 
 
 def find_previous_model(
