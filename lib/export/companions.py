@@ -129,7 +129,11 @@ def _make_agree(out: Path) -> None:
     from lib.tokens import framing
     from lib.tokens.encode import Encoder
 
-    encoder = Encoder(out, 1)
+    try:
+        encoder = Encoder(out, 1)
+    except ArtifactError as error:
+        log.warn(f"{error}; its files are exported as they are")
+        return
     framing.write_agreeing(encoder.tokenizer, out, bool(encoder.disagreements))
     for line in encoder.disagreements:
         log.info(f"{out}: {line}")

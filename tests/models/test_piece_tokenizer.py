@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import struct
 from collections.abc import Iterator
@@ -140,15 +139,14 @@ def test_a_chat_tokenizer_has_the_tokens_of_its_template(tmp_path: Path) -> None
     assert added == ["<unk>", tokenizer.BOS, tokenizer.EOS, *tokenizer.TURN, tokenizer.PAD]
 
 
-def test_stage_03_says_which_programs_know_the_tokenizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "pipeline")
-    for kind, says in ((tokenizer.BYTE_LEVEL, "will not know"), (tokenizer.PIECES, "also conver")):
-        caplog.clear()
+def test_a_tokenizer_that_llama_cpp_does_not_know_is_named(tmp_path: Path) -> None:
+    for kind, says in ((tokenizer.BYTE_LEVEL, "llama.cpp"), (tokenizer.PIECES, "")):
         design = scratch.Design("1M", None, 300, (), None, tokenizer_kind=kind)
-        design.write_tokenizer(tmp_path, 1, False)
-        assert says in caplog.text
+        (tmp_path / kind).mkdir()
+        design.write_tokenizer(tmp_path / kind, 1, False)
+        tokens = AutoTokenizer.from_pretrained(tmp_path / kind).get_vocab()
+        line = tokenizer.describe_readers(tmp_path / kind, tokens)
+        assert says in line and bool(says) == bool(line)
     with pytest.raises(UsageError, match="too few"):
         scratch.Design("1M", None, 259, (), None, tokenizer_kind=kind).write_tokenizer(
             tmp_path, 1, False
