@@ -38,14 +38,14 @@ def follow_settings(tokenizer: Any, directory: Path) -> list[str]:
         return []  # transformers 5 follows the settings if it does not read tokenizer.json
     settings = _read_settings(directory)
     added = _find_added(tokenizer)
-    wanted = _find_wanted(tokenizer, settings, added)
-    if wanted != added:
-        tokenizer.add_bos_token = wanted[_BOS]
-        tokenizer.add_eos_token = wanted[_EOS]
+    in_training = _find_added_in_training(tokenizer, settings, added)
+    if in_training != added:
+        tokenizer.add_bos_token = in_training[_BOS]
+        tokenizer.add_eos_token = in_training[_EOS]
     return [
-        _describe(settings, name, added[name], wanted[name])
+        _describe_setting(settings, name, added[name], in_training[name])
         for name in _TOKENS
-        if settings.get(name, wanted[name]) != added[name]
+        if settings.get(name, in_training[name]) != added[name]
     ]
 
 
@@ -98,7 +98,7 @@ def _find_added(tokenizer: Any) -> dict[str, bool]:
     }
 
 
-def _find_wanted(
+def _find_added_in_training(
     tokenizer: Any, settings: dict[str, Any], added: dict[str, bool]
 ) -> dict[str, bool]:
     """Return by setting whether a text got the token in training.
@@ -109,25 +109,25 @@ def _find_wanted(
     defaults = _list_defaults(settings)
     if _SAVED_BY_5 in settings and settings.keys().isdisjoint(_TOKENS):
         defaults = {}
-    wanted = added | defaults
+    in_training = added | defaults
     if defaults:
-        wanted |= {name: settings[name] for name in _TOKENS if name in settings}
+        in_training |= {name: settings[name] for name in _TOKENS if name in settings}
     elif settings.get(_BOS):
-        wanted[_BOS] = True
+        in_training[_BOS] = True
     return {
-        _BOS: wanted[_BOS] and tokenizer.bos_token_id is not None,
-        _EOS: wanted[_EOS] and tokenizer.eos_token_id is not None,
+        _BOS: in_training[_BOS] and tokenizer.bos_token_id is not None,
+        _EOS: in_training[_EOS] and tokenizer.eos_token_id is not None,
     }
 
 
-def _describe(settings: dict[str, Any], name: str, is_added: bool, is_wanted: bool) -> str:
+def _describe_setting(settings: dict[str, Any], name: str, is_added: bool, was_added: bool) -> str:
     """Return the line about a setting that disagrees with the encoder, and about what counts."""
     token = _TOKENS[name]
     source = TOKENIZER_CONFIG if name in settings else f"class {settings.get('tokenizer_class')}"
-    value = json.dumps(settings.get(name, is_wanted))
+    value = json.dumps(settings.get(name, was_added))
     adds = "adds" if is_added else "does not add"
-    counts = TOKENIZER if is_wanted == is_added else f"{source}, as in transformers 4,"
-    result = "gets" if is_wanted else "does not get"
+    counts = TOKENIZER if was_added == is_added else f"{source}, as in transformers 4,"
+    result = "gets" if was_added else "does not get"
     return (
         f"{source} says {name}: {value}, but {TOKENIZER} {adds} {token}; {counts} "
         f"counts, and a text {result} {token}"

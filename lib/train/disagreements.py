@@ -46,12 +46,11 @@ def report_disagreements(config: Config, inputs: Inputs, shape: PretrainedConfig
 
 
 def _compare_ends(encoder: Encoder, inputs: Inputs) -> Iterator[str]:
-    """Yield a line if the configs name another EOS than the tokenizer, or padding equals EOS."""
+    """Yield a line for each config that names another EOS than the tokenizer."""
     eos = encoder.eos
     if eos is None:
         return
-    tokenizer = encoder.tokenizer
-    token = f"{tokenizer.eos_token} ({eos})"
+    token = f"{encoder.tokenizer.eos_token} ({eos})"
     for name in (CONFIG, _GENERATION):
         stops = chat_files.list_stops(chat_files.read_object(inputs.model_dir / name))
         if stops and eos not in stops:
@@ -60,11 +59,6 @@ def _compare_ends(encoder: Encoder, inputs: Inputs) -> Iterator[str]:
                 f"tokenizer is {token}; the tokenizer counts, and the generation_config.json of "
                 "an export names both"
             )
-    if tokenizer.pad_token_id == eos and not inputs.template:
-        yield (
-            f"the pad token is the EOS {token}; the EOS is trained all the "
-            "same, since samples are not padded with tokens that count"
-        )
 
 
 def _compare_lengths(encoder: Encoder, shape: PretrainedConfig, length: int) -> Iterator[str]:
@@ -85,7 +79,7 @@ def _compare_dtypes(model_dir: Path) -> Iterator[str]:
     text = config.get("text_config")
     places = (config, text if isinstance(text, dict) else {})
     values = [part.get(key) for part in places for key in ("dtype", "torch_dtype")]
-    said = next((value for value in values if isinstance(value, str)), None)
+    declared = next((value for value in values if isinstance(value, str)), None)
     counts: Counter[str] = Counter()
     for name in list_weight_files(model_dir):
         try:
@@ -95,11 +89,11 @@ def _compare_dtypes(model_dir: Path) -> Iterator[str]:
         for tensor in header.values():
             start, end = tensor["data_offsets"]
             counts[FLOATING.get(tensor["dtype"], tensor["dtype"])] += end - start
-    if not said or not counts:
+    if not declared or not counts:
         return
     stored = counts.most_common(1)[0][0]
-    if stored != said.removeprefix("torch."):
+    if stored != declared.removeprefix("torch."):
         yield (
-            f"{CONFIG} says dtype: {said}, but the weights are {stored}; the weights "
+            f"{CONFIG} says dtype: {declared}, but the weights are {stored}; the weights "
             "count, and are read into float32 master weights"
         )
