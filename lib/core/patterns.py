@@ -2,15 +2,23 @@
 
 Python's `re` tries all ways to divide a text between repetitions. If one repetition contains
 another, the number of ways doubles with each character. Several repetitions in a row cost the
-length of the text to the power of their number.
+length of the text to the power of their number. Alternatives in a row multiply the ways too, but
+only if they match the same text. So an expression of usual form is tried on some names, and
+matching has a time limit.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
+
+from lib.core.errors import UsageError
 
 if sys.version_info >= (3, 11):
     from re import _parser
@@ -20,6 +28,11 @@ else:
 _MOST_REPETITIONS = 3
 _MOST_CHARACTERS = 20_000
 _MOST_OPTIONAL = 4  # each one doubles the time at most
+_LIMIT_S = 2.0  # of processor time; usual patterns match all names of a model in milliseconds
+_NAMES = (
+    "model.layers.10.self_attn.q_proj",
+    "model.language_model.layers.31.block_sparse_moe.experts.127.gate_up_proj",
+)
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
@@ -41,7 +54,39 @@ def find_problem(pattern: str) -> str:
         return f"it has more than {_MOST_REPETITIONS} repetitions, and may take very long"
     if len(repetitions) - len(bodies) > _MOST_OPTIONAL:
         return f"it has more than {_MOST_OPTIONAL} optional parts, and may take very long"
+    try:
+        with limit_time("it"):
+            for name in _NAMES:
+                re.fullmatch(pattern, name)
+    except UsageError as error:
+        return error.problem
     return ""
+
+
+@contextmanager
+def limit_time(subject: str) -> Iterator[None]:
+    """Raise UsageError if a block that matches a regular expression takes too long.
+
+    subject: the option in the message. `re` looks for signals while it matches. Threads other than
+    the main thread get no signals, and no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise UsageError(
+            f"{subject} takes more than {_LIMIT_S:.0f} s to match the name of a layer",
+            expected="alternatives that differ, such as 'q_proj|v_proj'",
+        )
+
+    earlier = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, earlier)
 
 
 def _list_repetitions(parsed: Any) -> Iterator[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from lib.core import patterns
 from lib.core.errors import UsageError
 from lib.models.architecture import decoder_layers
 from lib.models.float8 import ROUTERS
@@ -36,7 +38,7 @@ def choose_linears(model: PreTrainedModel, targets: str) -> list[str]:
             name for name, kind in kinds.items() if kind != "router" and targets in (ALL, kind)
         ]
     else:
-        chosen = [name for name in kinds if matches_name(targets, name)]
+        chosen = _filter_names(targets, kinds)
         if len(chosen) < len(kinds):  # a pattern such as `.*` is meant for all layers of the blocks
             _require_in_blocks(model, targets)
     if not chosen and not choose_experts(model, targets):
@@ -58,16 +60,23 @@ def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
     """
     if targets in (ALL, ATTENTION, MLP):
         return []
-    return [
-        name
-        for name in list_expert_weights(model)
-        if matches_name(targets, name) or matches_name(targets, name.rpartition(".")[0])
-    ]
+    weights = list_expert_weights(model)
+    modules = _filter_names(targets, {name.rpartition(".")[0] for name in weights})
+    matching = _filter_names(targets, weights)
+    return [name for name in weights if name in matching or name.rpartition(".")[0] in modules]
 
 
-def matches_name(pattern: str, name: str) -> bool:
-    """Return whether a regular expression matches the whole name or the whole last part of it."""
-    return any(re.fullmatch(pattern, text) for text in (name, name.rpartition(".")[2]))
+def _filter_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a regular expression matches as a whole, or in their last part.
+
+    Raises UsageError if that takes too long.
+    """
+    with patterns.limit_time(f"--lora-targets {pattern}"):
+        return [
+            name
+            for name in names
+            if any(re.fullmatch(pattern, text) for text in (name, name.rpartition(".")[2]))
+        ]
 
 
 def list_linears(model: PreTrainedModel) -> dict[str, str]:
@@ -104,11 +113,8 @@ def list_expert_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
 def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
     """Raise UsageError if a regular expression matches an embedding or the output layer."""
     excluded = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
-    if outside := [
-        name
-        for name, module in model.named_modules()
-        if id(module) in excluded and matches_name(pattern, name)
-    ]:
+    names = [name for name, module in model.named_modules() if id(module) in excluded]
+    if outside := _filter_names(pattern, names):
         raise UsageError(
             f"--lora-targets {pattern} matches {' and '.join(outside)}, which cannot have an "
             "adapter: only linear layers of the blocks can"

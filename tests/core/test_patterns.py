@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import time
 
 import pytest
 
 from lib.core import patterns
+from lib.core.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -28,10 +31,15 @@ from lib.core import patterns
         "a{1}b?",
         r"(?:base\.)?model\.layers\.\d\d?\.(?:attn|mlp)?.*_proj",
         r".*\.\d+\..*_projs?",
+        rf"model\.layers\.({'|'.join(map(str, range(100)))})\..*(q|k|v|o|gate|up|down)_proj",
+        "|".join(f"model.layers.{n}.self_attn.(q|k)_proj" for n in range(100)),
+        r"(model|base)\.(layers|blocks)\.(1|2|3)\.(mlp|attn)\.(up|down|gate)_(proj|lin)",
     ],
 )
 def test_usual_patterns_are_accepted(pattern: str) -> None:
+    began = time.process_time()
     assert patterns.find_problem(pattern) == ""
+    assert time.process_time() - began < 1  # 0.01, but the garbage collector may run meanwhile
 
 
 @pytest.mark.parametrize(
@@ -61,9 +69,25 @@ def test_usual_patterns_are_accepted(pattern: str) -> None:
         "(?:.??){26}#",
         "(?:a?)+b",
         "(?:.*.*)?(?:.*.*)?#",
+        "(.*a){20}",
+        "(?:[a-z_.0-9]|.|[^!])" * 24 + "!",
+        "(?=" + "(?:.|[a-z]|[^!])" * 24 + "!).*",
+        "(?:|.)" * 26 + "#",
+        "(?:(?:.|[^!])(?:.|[^!])|..|[^!].)" * 13 + "!",
     ],
 )
 def test_patterns_that_backtrack_are_refused(pattern: str) -> None:
     began = time.process_time()
     assert patterns.find_problem(pattern)
     assert time.process_time() - began < 5
+
+
+def test_matching_real_names_has_a_time_limit() -> None:
+    before = signal.getsignal(signal.SIGVTALRM)
+    began = time.process_time()
+    slow = pytest.raises(UsageError, match="--lora-targets x takes more than")
+    with slow, patterns.limit_time("--lora-targets x"):
+        re.fullmatch("(?:a|.|[^!])" * 24 + "!", "a" * 40)
+    assert time.process_time() - began < 10
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
