@@ -38,7 +38,7 @@ def choose_linears(model: PreTrainedModel, targets: str) -> list[str]:
             name for name, kind in kinds.items() if kind != "router" and targets in (ALL, kind)
         ]
     else:
-        chosen = _filter_names(targets, kinds)
+        chosen = filter_names(targets, kinds)
         if len(chosen) < len(kinds):  # a pattern such as `.*` is meant for all layers of the blocks
             _require_in_blocks(model, targets)
     if not chosen and not choose_experts(model, targets):
@@ -61,12 +61,12 @@ def choose_experts(model: PreTrainedModel, targets: str) -> list[str]:
     if targets in (ALL, ATTENTION, MLP):
         return []
     weights = list_expert_weights(model)
-    modules = _filter_names(targets, {name.rpartition(".")[0] for name in weights})
-    matching = _filter_names(targets, weights)
+    modules = filter_names(targets, {name.rpartition(".")[0] for name in weights})
+    matching = filter_names(targets, weights)
     return [name for name in weights if name in matching or name.rpartition(".")[0] in modules]
 
 
-def _filter_names(pattern: str, names: Iterable[str]) -> list[str]:
+def filter_names(pattern: str, names: Iterable[str]) -> list[str]:
     """Return the names that a regular expression matches as a whole, or in their last part.
 
     Raises UsageError if that takes too long.
@@ -114,7 +114,7 @@ def _require_in_blocks(model: PreTrainedModel, pattern: str) -> None:
     """Raise UsageError if a regular expression matches an embedding or the output layer."""
     excluded = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     names = [name for name, module in model.named_modules() if id(module) in excluded]
-    if outside := _filter_names(pattern, names):
+    if outside := filter_names(pattern, names):
         raise UsageError(
             f"--lora-targets {pattern} matches {' and '.join(outside)}, which cannot have an "
             "adapter: only linear layers of the blocks can"
