@@ -102,6 +102,7 @@ _CONTROLS = bytes(set(range(0x20)) - set(b"\b\t\n\f\r\x1b")) + b"\x7f"
 _PRINTABLE = bytes(range(0x20, 0x7F))
 _LAYOUT = "\t\n\f\r"
 _MAX_CONTROL_SHARE = 0.05
+_BEGINNING = 1024  # bytes
 _MAX_STRANGE_SHARE = 0.005  # of characters that are rare in text of UTF-16
 _STRANGE = {"Cc", "Cn", "Co", "Cs"}  # control, unassigned, private use and lone surrogates
 _MIN_NUL_SHARE = 0.4  # of the bytes of UTF-16, if without NUL they would be an 8-bit text
@@ -265,20 +266,28 @@ def mark_utf16(head: bytes) -> bytes:
         return head
     ascii_counts = {}
     for codec, mark in _UTF16_BOMS.items():
-        text = codecs.getincrementaldecoder(codec)("surrogatepass").decode(head)
-        counts = Counter(text)
-        strange = sum(
-            count
-            for character, count in counts.items()
-            if character not in _LAYOUT and unicodedata.category(character) in _STRANGE
-        )
-        if strange <= _MAX_STRANGE_SHARE * len(text):
-            ascii_counts[mark] = sum(
-                counts[character] for character in counts if character < "\x80"
-            )
+        # Most binary data is recognised by its beginning, which is 16 times faster.
+        if _read_utf16(head[:_BEGINNING], codec, _MAX_CONTROL_SHARE) is not None:
+            ascii_counts[mark] = _read_utf16(head, codec, _MAX_STRANGE_SHARE) or 0
     if not any(ascii_counts.values()):
         return head
     return max(ascii_counts, key=ascii_counts.__getitem__) + head
+
+
+def _read_utf16(data: bytes, codec: str, most: float) -> int | None:
+    """Return how many characters of a text in UTF-16 are ASCII, None if it is hardly a text.
+
+    most: share of characters that may be strange.
+    """
+    counts = Counter(codecs.getincrementaldecoder(codec)("surrogatepass").decode(data))
+    strange = sum(
+        count
+        for character, count in counts.items()
+        if character not in _LAYOUT and unicodedata.category(character) in _STRANGE
+    )
+    if strange > most * counts.total():
+        return None
+    return sum(count for character, count in counts.items() if character < "\x80")
 
 
 def _is_8_bit_text(head: bytes) -> bool:
