@@ -39,8 +39,9 @@ ENVIRONMENT = {
 @pytest.fixture
 def place(project: Path) -> Path:
     (project / "suite").mkdir()
-    row = json.dumps({"context": "kalo mi ru se lota " * 8, "answer": " kan lova rux se mi kata"})
-    (project / "suite/long.jsonl").write_text("\n".join(row for _ in range(LINES)))
+    words = "kalo mi ru se lota " * 8
+    rows = [{"context": f"{words}{n}", "answer": " kan lova rux se mi kata"} for n in range(LINES)]
+    (project / "suite/long.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return project
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import statistics
@@ -88,7 +89,8 @@ def summarise_run(run: Stage) -> dict[str, Any]:
         )
     }
     tokens_per_s = medians["perf/tokens_per_sec_per_device"]
-    peak, square, causal = map(float, re.search(_PEAK_LINE, "\n".join(run.log_lines)).groups())
+    line = re.search(_PEAK_LINE, "\n".join(run.log_lines))
+    peak, square, causal = map(float, line.groups()) if line else (math.inf, 0, 0)  # on a CPU
     return medians | {
         "mfu_causal": tokens_per_s * causal * 1e9 / (peak * 1e12),
         "mfu_whole_square": tokens_per_s * square * 1e9 / (peak * 1e12),
