@@ -479,6 +479,9 @@ def test_a_run_resumes_from_a_named_checkpoint(experiment: Path, trained: Path):
 
 
 def test_epochs_end_and_dropped_samples_are_reported(project: Path):
+    for name in ("config.json", "generation_config.json"):  # another EOS would be one more line
+        config = project / "model" / name
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 1}))
     one = ("-e", "epochs", *COMMON, "-b", 50)
     done = run_stage("04_train_fsdp.py", *one, "--num-epochs", 2, "--grad-clip", 0, cwd=project)
     state = json.loads((project / "outputs" / "epochs" / "state.json").read_text())
