@@ -23,11 +23,10 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import commands, declared, log, options, stage
-from lib.core.errors import UsageError
 from lib.core.events import Event
 from lib.core.figures import Status
 from lib.core.paths import Experiment
-from lib.train.command_line import add_options, read_options
+from lib.train.command_line import add_options, read_options, require_names
 from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
@@ -60,12 +59,7 @@ def parse(argv: list[str]) -> Config:
     config = read_options(parser, argv)
     if config.bench:
         return start_bench(config)
-    if not config.experiment_name or not config.dataset_name:
-        raise UsageError(
-            "-e and -d are needed: a name for the run, and a dataset",
-            expected="-e exp -d hf_datasets/corpus, say",
-            run=commands.help_of(),
-        )
+    require_names(config, run=commands.help_of())
     return config
 
 

@@ -158,8 +158,8 @@ def parse(argv: list[str]) -> Options:
 def read_stage_options(words: list[str]) -> Config:
     """Return the options of stage 04. Raises UsageError without an experiment or a dataset."""
     opts = command_line.parse_options(words)
-    if not opts.bench and not (opts.experiment_name and opts.dataset_name):
-        raise UsageError("-e and -d are missing after `--`: a name for the run, and a dataset")
+    if not opts.bench:
+        command_line.require_names(opts, hint="options of stage 04 follow `--`")
     return opts
 
 

@@ -187,7 +187,7 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
                 "--node-rank: expected",
             ),
         ),
-        (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-e and -d are missing")),
+        (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-d (a dataset) is missing")),
         (
             ("--nnodes", 2, "--node-rank", 5, "--", "-e", "x", "-d", "y"),
             ("the run has 2 nodes", "0 to 1", "--head is missing"),

@@ -204,6 +204,21 @@ def require_divisible(config: Config, ranks: int) -> None:
     problems.raise_if_any()
 
 
+def require_names(config: Config, run: str = "", hint: str = "") -> None:
+    """Raise UsageError if the name of the run or the dataset is missing. run, hint: as there."""
+    names = {
+        "-e (a name for the run)": config.experiment_name,
+        "-d (a dataset)": config.dataset_name,
+    }
+    if missing := [name for name, value in names.items() if not value]:
+        raise UsageError(
+            f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} missing",
+            expected="-e exp -d hf_datasets/corpus, say",
+            hint=hint,
+            run=run,
+        )
+
+
 def _make_parser() -> options.Parser:
     parser = options.Parser(None)
     add_options(parser)
