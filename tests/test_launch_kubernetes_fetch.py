@@ -15,7 +15,7 @@ import pytest
 from launch.kube import fetch, sender
 from launch.kube.kubectl import Kubectl
 from lib.core import partial_dirs
-from lib.core.errors import ArtifactError
+from lib.core.errors import ArtifactError, UsageError
 from tests.kube_cluster import SCRIPT, run_launcher
 from tests.kube_exec import Call
 from tests.kube_node import Node, list_pods
@@ -146,6 +146,57 @@ def test_a_path_outside_of_the_volume_is_refused_before_a_pod_exists(
     assert "PATH: expected a path, got ''" in empty.stderr
     if path.startswith("/bucket"):
         run_launcher(*words, "--bucket-pvc", "b", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        ([["a\0b", 1, 1]], "not a relative path"),
+        ([["../a", 1, 1]], "not a relative path"),
+        ([[7, 1, 1]], "not a relative path"),
+        ([["\ud800", 1, 1]], "not a relative path"),
+        ([["a" * 300, 1, 1]], "not a relative path"),
+        ([["a", 1, 1], ["a/b/c", 1, 1]], "both a file 'a' and a file 'a/b/c' inside it"),
+        ([["a", 1, 1], ["a", 2, 1]], "not valid"),
+        ([["a", -1, 1]], "not valid"),
+        ([["a", "1", 1]], "not valid"),
+        ([["a"]], "not valid"),
+        ([7], "not valid"),
+        (7, "not valid"),
+        (None, "not valid"),
+        ([], "contains no files"),
+        ([[".fetched.json", 1, 1]], "has its record in"),
+        ([[".fetched.json/a", 1, 1]], "has its record in"),
+    ],
+)
+def test_a_list_that_no_directory_can_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch, files: object, says: str
+) -> None:
+    source = fetch.Source(Kubectl("default"), "pod", "/data/x")
+    monkeypatch.setattr(source, "_query", lambda: {"files": files})
+    with pytest.raises(UsageError, match=says):
+        source.list_files()
+
+
+def test_a_file_in_place_of_an_earlier_directory_is_copied(node: Node, kube: Cluster) -> None:
+    """An interrupted copy may contain a directory where the volume has a file now."""
+    make_export(node.volume)
+    path = str(node.volume / "outputs" / "exp" / "export")
+    copy = fetch.Copy(fetch.Source(Kubectl("default"), "pod", path), Path("copy"), ORIGIN)
+    copy._partial.mkdir()
+    partial_dirs.claim_directory(copy._partial)
+    (copy._content / "empty" / "old").mkdir(parents=True)
+    (copy._content / "empty" / "old" / "file").write_text("x")
+    (copy._partial / "files.json").write_text('{"empty/old/file": [1, 1]}')
+    run_launcher(*FETCH, *node.options())
+    assert Path("copy/empty").is_file()
+
+
+def test_a_file_with_the_name_of_the_record_is_not_overwritten(node: Node, kube: Cluster) -> None:
+    make_export(node.volume)
+    (node.volume / "outputs" / "exp" / "export" / fetch.RECORD).write_text("{}")
+    refused = run_launcher(*FETCH, *node.options(), expect=2)
+    assert "has its record in" in refused.stderr and not Path("copy").exists()
 
 
 def test_a_file_that_has_become_shorter_ends(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from launch.kube import sender
@@ -31,6 +31,8 @@ from lib.core.retry import backoff, retry
 RECORD = ".fetched.json"  # in each copy: its origin, and the SHA-256 of its files
 _KIND = "fetched/1"
 _CHUNK = 1 << 20
+_LONGEST_NAME = 255  # bytes, on the file systems of Linux
+_LONGEST_PATH = 3000  # bytes; with the directory of the copy at most 4096
 _SILENT_S = 120.0
 _ATTEMPTS = 6  # in a row without a new byte
 _FIRST_PAUSE_S = 1.0
@@ -80,20 +82,18 @@ class Source:
         answer = retry(self._query, _LIST_PAUSES_S, lambda error: isinstance(error, Interrupted))
         if error := answer.get("error"):
             raise UsageError(
-                f"{self.path} is not on the volume" if error == "missing" else error,
+                f"{self.path} is not on the volume" if error == "missing" else str(error),
                 expected="a directory of files, or a file; relative paths start from the "
                 "directory with outputs/",
             )
-        for name, *_ in answer["files"]:
-            if {"", ".", ".."} & {*name.split("/")}:
-                raise UsageError(f"the pod names a file {name!r}, which is not a relative path")
-        if not answer["files"]:
+        files = _parse_files(answer.get("files"))
+        if not files:
             raise UsageError(f"{self.path} contains no files")
-        return {name: facts for name, *facts in answer["files"]}
+        return files
 
     def _query(self) -> dict[str, Any]:
         with self._request({"path": self.path}) as stream:
-            return json.loads(stream.read_line())
+            return stream.read_object()
 
     @contextmanager
     def send(self, files: list[tuple[str, int]]) -> Iterator[_Stream]:
@@ -116,6 +116,48 @@ class Source:
         finally:
             process.kill()
             process.communicate()
+
+
+def _parse_files(entries: Any) -> dict[str, list[int]]:
+    """Return size and time of each file in the answer of a pod, by name.
+
+    Raises UsageError if no directory can contain these files, or if one of them would replace the
+    record of the copy.
+    """
+    files: dict[str, list[int]] = {}
+    try:
+        for name, size, mtime_ns in entries:
+            if not _is_relative(name):
+                raise UsageError(
+                    f"the pod names a file {units.shorten_text(repr(name))}, which is not a "
+                    "relative path"
+                )
+            if type(size) is not int or size < 0 or type(mtime_ns) is not int or name in files:
+                raise ValueError
+            files[name] = [size, mtime_ns]
+    except (TypeError, ValueError):
+        raise UsageError("the pod sends a list of files that is not valid") from None
+    for name in files:
+        if inside := next((str(p) for p in PurePosixPath(name).parents if str(p) in files), ""):
+            raise UsageError(f"the pod names both a file {inside!r} and a file {name!r} inside it")
+        if name.partition("/")[0] == RECORD:
+            raise UsageError(
+                f"the directory on the volume contains {name}, but each copy has its record in "
+                f"{RECORD}",
+                hint="rename it on the volume (`launch/kubernetes.py shell` opens a shell there)",
+            )
+    return files
+
+
+def _is_relative(name: Any) -> bool:
+    """Return whether a value is the relative path of a file that can exist on this machine."""
+    if not isinstance(name, str) or "\0" in name or {"", ".", ".."} & {*name.split("/")}:
+        return False
+    try:
+        path = os.fsencode(name)
+    except UnicodeEncodeError:  # a surrogate that stands for no byte
+        return False
+    return len(path) <= _LONGEST_PATH and max(map(len, path.split(b"/"))) <= _LONGEST_NAME
 
 
 class _Stream:
@@ -142,6 +184,17 @@ class _Stream:
             line, _, self._buffer = self._buffer.partition(b"\n")
             if line:
                 return line
+
+    def read_object(self) -> dict[str, Any]:
+        """Return the JSON object in the next line."""
+        line = self.read_line()
+        try:
+            content = records.parse_json(line)
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise Interrupted(f"the pod sends {line[:80]!r} instead of a JSON object")
+        return content
 
     def read_some(self, most: int) -> bytes:
         """Return at least one byte, and at most `most`."""
@@ -244,6 +297,9 @@ class Copy:
             name = path.relative_to(self._content).as_posix()
             if known.get(name) != files.get(name):
                 path.unlink()
+        for folder, _, _ in os.walk(self._content, topdown=False):
+            if folder != str(self._content) and not any(Path(folder).iterdir()):
+                Path(folder).rmdir()  # a file may have its name now
         manifest.write_json(state, files)
 
     def _receive_all(self, files: dict[str, list[int]], total: int) -> None:
@@ -270,7 +326,7 @@ class Copy:
         ]
         with self._source.send(requests) as stream:
             for name, start in requests:
-                header = json.loads(stream.read_line())
+                header = stream.read_object()
                 if header != {"name": name, "start": start}:
                     raise Interrupted(f"the pod sends {header} instead of {name}")
                 path = self._content / name

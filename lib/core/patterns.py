@@ -86,7 +86,7 @@ def limit_time(subject: str) -> Iterator[None]:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, earlier)
+        signal.signal(signal.SIGVTALRM, earlier or signal.SIG_DFL)
 
 
 def _list_repetitions(parsed: Any) -> Iterator[Any]:
