@@ -13,7 +13,7 @@ from lib.core import log
 from lib.core.artifacts import TOKENIZER_CONFIG
 from lib.core.paths import short_name
 from lib.models import chat_files
-from lib.models.directory import CONFIG, list_weight_files, read_header
+from lib.models.directory import CONFIG, INDEX, WEIGHTS, list_weight_files, read_header
 from lib.models.tensors import FLOATING
 from lib.tokens.build import require_vocabulary
 from lib.tokens.encode import Encoder
@@ -40,25 +40,28 @@ def report_disagreements(config: Config, inputs: Inputs, shape: PretrainedConfig
         findings += _compare_ends(encoder, inputs)
         findings += _compare_lengths(encoder, shape, config.seq_length)
     if not inputs.scratch:
+        findings += _compare_weight_files(inputs.model_dir)
         findings += _compare_dtypes(inputs.model_dir)
     for finding in findings:
         log.info(f"{short_name(inputs.model_dir)}: {finding}")
 
 
 def _compare_ends(encoder: Encoder, inputs: Inputs) -> Iterator[str]:
-    """Yield a line for each config that names another EOS than the tokenizer."""
+    """Yield a line for each EOS of the configs that is not the tokenizer's."""
     eos = encoder.eos
     if eos is None:
         return
-    token = f"{encoder.tokenizer.eos_token} ({eos})"
+    others: dict[tuple[int, ...], list[str]] = {}
     for name in (CONFIG, _GENERATION):
         stops = chat_files.list_stops(chat_files.read_object(inputs.model_dir / name))
         if stops and eos not in stops:
-            yield (
-                f"{name} says eos_token_id: {stops}, but the EOS of the "
-                f"tokenizer is {token}; the tokenizer counts, and the generation_config.json of "
-                "an export names both"
-            )
+            others.setdefault(tuple(stops), []).append(name)
+    for stops, names in others.items():
+        yield (
+            f"eos_token_id is {', '.join(map(str, stops))} in {' and '.join(names)}, but the EOS "
+            f"of the tokenizer is {encoder.tokenizer.eos_token} ({eos}); the tokenizer counts, and "
+            "the configs of an export name both"
+        )
 
 
 def _compare_lengths(encoder: Encoder, shape: PretrainedConfig, length: int) -> Iterator[str]:
@@ -71,6 +74,12 @@ def _compare_lengths(encoder: Encoder, shape: PretrainedConfig, length: int) -> 
             f"{CONFIG} allows {f'{longest:,}' if longest else 'any number of'} positions; {CONFIG} "
             f"counts, so --seq-length {length:,} is used"
         )
+
+
+def _compare_weight_files(model_dir: Path) -> Iterator[str]:
+    """Yield a line if a directory contains the weights twice, in one file and in shards."""
+    if (model_dir / WEIGHTS).is_file() and (model_dir / INDEX).is_file():
+        yield f"{WEIGHTS} and {INDEX} are both there; {WEIGHTS} counts, as in transformers"
 
 
 def _compare_dtypes(model_dir: Path) -> Iterator[str]:
