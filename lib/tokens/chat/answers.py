@@ -24,6 +24,8 @@ from lib.tokens.chat.render import LimitError, Rendered, Span, Template, Templat
 
 # Special tokens that an answer may contain: they enclose thoughts.
 _THOUGHT = re.compile(r"think|thought|reason", re.IGNORECASE)
+_OPENING = "<think>"
+_CLOSING = "</think>"
 _WORD = "Kingfisher"  # no template changes this answer
 _USER = {"role": "user", "content": "Which bird?"}
 _ANSWER = {"role": "assistant", "content": _WORD}
@@ -160,6 +162,8 @@ class AnswerFinder:
                 _require_calls(messages[i], i + 1, answer.text[answer.spans[0][0] : end])
                 if _are_thoughts_missing(messages[i], answer.text):
                     self.template_omissions["thoughts"] += 1
+            if _is_opening_missing(messages[i], answer.text[:end]):
+                self.template_omissions[f"{_OPENING} before thoughts"] += 1
             if texts and (
                 answer.text is texts[-1].text or texts[-1].text.startswith(answer.text[:end])
             ):
@@ -386,6 +390,17 @@ def _is_system_prompt_missing(message: Message, text: str) -> bool:
         message["role"] in ("system", "developer")
         and (message.get("content") or "").strip() not in text
     )
+
+
+def _is_opening_missing(message: Message, text: str) -> bool:
+    """Return whether thoughts that an answer only closes have no beginning in the text.
+
+    A prompt may open the thoughts, so that answers contain only their end. Some templates take this
+    for an answer without thoughts. text: the rendered text up to the end of the answer.
+    """
+    content = str(message.get("content"))
+    is_only_closed = _CLOSING in content and _OPENING not in content
+    return is_only_closed and text.count(_CLOSING) > text.count(_OPENING)
 
 
 def _are_thoughts_missing(message: Message, text: str) -> bool:

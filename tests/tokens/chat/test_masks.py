@@ -474,6 +474,11 @@ def test_omissions_of_a_template_are_counted(encoders: Encoders) -> None:
         "thoughts": 2,
         "system prompt": 2,
     }
+    closed = make_chat("a", "hm</think>b")
+    assert coder(encoder, CHATML).encode([closed]).template_omissions == {
+        "<think> before thoughts": 1
+    }
+    assert coder(encoder, "<think>" + CHATML).encode([closed]).template_omissions == {}
 
 
 def test_variables_of_records_and_of_the_option_reach_the_template(encoders: Encoders) -> None:
