@@ -56,9 +56,9 @@ def _compare_ends(encoder: Encoder, inputs: Inputs) -> Iterator[str]:
         stops = chat_files.list_stops(chat_files.read_object(inputs.model_dir / name))
         if stops and eos not in stops:
             others.setdefault(tuple(stops), []).append(name)
-    for stops, names in others.items():
+    for ends, names in others.items():
         yield (
-            f"eos_token_id is {', '.join(map(str, stops))} in {' and '.join(names)}, but the EOS "
+            f"eos_token_id is {', '.join(map(str, ends))} in {' and '.join(names)}, but the EOS "
             f"of the tokenizer is {encoder.tokenizer.eos_token} ({eos}); the tokenizer counts, and "
             "the configs of an export name both"
         )
