@@ -120,7 +120,7 @@ def streamed(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 def test_two_ranks_learn_and_the_log_shows_the_source(streamed: Path):
     measured = losses(streamed, "whole")
     assert len(measured) == STEPS and measured[STEPS] < measured[1] - 0.5
-    log = (streamed / "whole.log").read_text()
+    log = (streamed / "outputs/whole/logs/rank_00000.log").read_text()
     assert "1 worker process per rank" in log and "none with --streaming" in log
     other = (streamed / "outputs/whole/logs/rank_00001.log").read_text()
     assert re.search(
