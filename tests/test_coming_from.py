@@ -422,6 +422,7 @@ def test_packing_is_a_switch_or_has_a_value(tmp_path: Path, line: str, kind: str
     assert asked("--config", file, "-d", "corpus").packing == kind
     name, value = line.split(": ")
     assert asked(f"--{name}={value}").packing == asked(f"--{name}", value).packing == kind
+    assert asked(f"--{name}").packing == "documents"
     with pytest.raises(UsageError, match=r"concat.*documents.*none"):
         asked("--packing", "all")
 

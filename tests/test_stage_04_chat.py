@@ -89,13 +89,13 @@ def project(trained: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(trained, tmp_path / "project"))
 
 
-def samples_of(root: Path, dataset: str, packed: bool = True, split: str = "train") -> Samples:
+def samples_of(root: Path, dataset: str, way: str = "documents", split: str = "train") -> Samples:
     [directory] = (
         path for path in (root / ".cache/tokens").glob(f"{dataset}-*") if ".packs-" not in path.name
     )
     opened = store.open_store(directory)
-    if packed:
-        return packing.prepare_packs(opened, LENGTH)[split]
+    if way != "concat":
+        return packing.prepare_packs(opened, LENGTH, way == "none")[split]
     store_split = opened.splits[split]
     return Windows(store_split.tokens, LENGTH, store_split.labels)
 
@@ -108,7 +108,9 @@ def one_by_one(model: torch.nn.Module, samples: Samples, numbers: np.ndarray) ->
         rows = samples.read_samples(np.array([number]))
         inputs, labels = (torch.from_numpy(part.copy())[0] for part in rows[:2])
         begins = [0] if rows.positions is None else np.flatnonzero(rows.positions[0] == 0).tolist()
-        for begin, end in zip(begins, [*begins[1:], len(inputs)], strict=True):
+        last = len(inputs) if rows.lengths is None else int(rows.lengths[0])
+        begins = [begin for begin in begins if begin < last]  # without the padding
+        for begin, end in zip(begins, [*begins[1:], last], strict=True):
             if (labels[begin:end] != IGNORED).any():
                 logits = model(inputs[None, begin:end], use_cache=False).logits[0]
                 total = total + F.cross_entropy(
@@ -258,7 +260,9 @@ def test_a_run_keeps_the_chat_template_it_started_with(project: Path) -> None:
     assert "has no chat template" in done.stderr
 
 
-@pytest.mark.parametrize("way", ["concat", "documents"])
+@pytest.mark.parametrize(
+    "way", ["concat", "documents", pytest.param("none", marks=pytest.mark.slow)]
+)
 def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
     run_stage(
         *TRAIN,
@@ -282,11 +286,10 @@ def test_a_mixture_of_conversations_and_text(project: Path, way: str) -> None:
     corpora = mixture.open_corpora(
         [f"{project}/hf_datasets/{name}={weight}" for name, weight in (("talks", 2), ("text", 1))]
     )
-    packed = way == "documents"
     samples = mixture.mix_samples(
-        corpora, [samples_of(project, name, packed) for name in ("talks", "text")]
+        corpora, [samples_of(project, name, way) for name in ("talks", "text")]
     )
-    held_out = samples_of(project, "talks", packed, "validation")
+    held_out = samples_of(project, "talks", way, "validation")
     expected, held = reference(project / "model", samples, 4, held_out)
     assert losses(project, "mixed") == pytest.approx(expected, rel=1e-5)
     assert metrics(project, "mixed")[-1]["eval/loss"] == pytest.approx(held, rel=1e-5)

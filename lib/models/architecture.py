@@ -117,20 +117,22 @@ def build_on_meta(
     All parameters and `config.dtype` are float32, whatever the dtype in config.json, so an export
     must set its dtype itself. Weights are tied as the config says, and `use_cache` is off.
     attention: a name in transformers' attention interface; for a family without sdpa, eager is used
-    with a warning. trust_code: see `read_config`. Raises UsageError if the directory does not
-    contain a causal language model, if it is quantised or cannot be built, or if its code fails.
+    instead of sdpa and varlen, with a warning. trust_code: see `read_config`. Raises UsageError if
+    the directory does not contain a causal language model, if it is quantised or cannot be built,
+    or if its code fails.
     """
     config = read_config(model_dir, trust_code)
     runs_code = not type(config).__module__.startswith("transformers.models.")
     find_class = _find_custom_class if runs_code else _find_causal_class
     family = find_class(model_dir, config)
-    if attention == "sdpa" and not getattr(family, "_supports_sdpa", True):
-        attention = "eager"
+    if attention in ("sdpa", "varlen") and not getattr(family, "_supports_sdpa", True):
         if log.rank() == 0:
             log.warn(
-                f"{config.model_type} does not support sdpa attention; eager attention is used, "
-                "which is slower and needs memory that grows with the square of the sequence length"
+                f"{config.model_type} does not support {attention} attention; eager attention is "
+                "used, which is slower and needs memory that grows with the square of the sequence "
+                "length"
             )
+        attention = "eager"  # with varlen, transformers would make no causal mask
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         part.use_cache = False
     try:

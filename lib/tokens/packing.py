@@ -40,6 +40,10 @@ from lib.tokens.store import Numbers, Split, TokenStore
 
 KIND = "packs/1"
 _MUCH = 0.1  # of the documents; if more are cut, that causes a warning
+_MUCH_PADDING = 0.5  # of rows of one document; more causes a warning if shorter rows would do
+_LENGTH_STEP = (
+    16  # tokens; the warning advises a multiple, since products in 8 bits need such sizes
+)
 _LEAST_LIMIT = 64  # documents that a pack of any length may contain
 _TOKENS_EACH = 32  # a longer pack may contain one document per this many tokens
 _PACKS_PER_ADDED = 100  # splitting may add one pack per this many
@@ -143,6 +147,18 @@ def _warn_about_cuts(split: Split, cut: float, seq_length: int) -> None:
     )
 
 
+def _warn_about_padding(split: Split, padding: float, seq_length: int) -> None:
+    """Warn that rows of one document are mostly padding, if shorter rows would do."""
+    longest = int(np.diff(split.ends[:], prepend=0).max(initial=0))
+    shorter = _LENGTH_STEP * units.ceil_div(longest, _LENGTH_STEP)
+    if shorter < seq_length:
+        log.warn(
+            f"{100 * padding:.3g} % of the tokens that the model computes are padding. The longest "
+            f"document has {longest:,} tokens: --seq-length {shorter} keeps all documents whole "
+            "and takes less time"
+        )
+
+
 def prepare_packs(tokens: TokenStore, seq_length: int, is_single: bool = False) -> dict[str, Packs]:
     """Return the packs of every split; build the index if there is none.
 
@@ -172,6 +188,8 @@ def prepare_packs(tokens: TokenStore, seq_length: int, is_single: bool = False) 
             is_text = tokens.splits[name].labels is None
             if is_text and facts["cut"] > _MUCH and log.rank() == 0:
                 _warn_about_cuts(tokens.splits[name], facts["cut"], seq_length)
+            if is_single and facts["padding"] > _MUCH_PADDING and log.rank() == 0:
+                _warn_about_padding(tokens.splits[name], facts["padding"], seq_length)
             log.detail(
                 f"packs of {name}: {facts['packs']:,} of {seq_length} tokens, "
                 f"{100 * facts['padding']:.3g} % padding, {100 * facts['cut']:.3g} % of the "

@@ -206,7 +206,9 @@ def _check_streaming(config: Config, problems: Problems) -> None:
     if config.packing in ("documents", "none"):
         problems.add(
             f"--streaming does not work with --packing {config.packing}: it needs all documents",
-            hint="stage 02 makes a dataset of them, or leave out --packing",
+            hint="stage 02 makes a dataset of them; or let samples be windows, in which documents "
+            "see each other:",
+            run=commands.as_typed("--packing", "concat"),
         )
     if len(config.dataset_name) > 1:
         problems.add(

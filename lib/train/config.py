@@ -364,6 +364,8 @@ class Config:
         role=RESULT,
         renumbers=True,
         parse=_or_switch("documents", "none"),
+        nargs="?",
+        const="documents",
         choices=("concat", "documents", "none"),
         help="concat: samples are windows over the concatenated documents. documents: samples "
         "consist of whole documents with padding, and attention does not cross their boundaries. "

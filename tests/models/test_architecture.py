@@ -84,14 +84,15 @@ def test_unknown_attention_is_refused(tmp_path: Path) -> None:
         build_on_meta(_directory(tmp_path, _LLAMA), attention="telepathy")
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
 def test_family_without_sdpa_gets_eager_and_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
     warnings: list[str] = []
     monkeypatch.setattr("lib.core.log.warn", warnings.append)
-    model = build_on_meta(_directory(tmp_path, {"model_type": "bloom"}))
+    model = build_on_meta(_directory(tmp_path, {"model_type": "bloom"}), attention)
     assert model.config._attn_implementation == "eager"
-    assert len(warnings) == 1 and "eager" in warnings[0]
+    assert len(warnings) == 1 and attention in warnings[0] and "eager" in warnings[0]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

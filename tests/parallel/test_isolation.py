@@ -8,14 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lib.core.errors import UsageError
 from lib.parallel import attention
 from lib.parallel.trial import require_isolation
 from lib.tokens.batches import MicroBatch, find_boundaries
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, SIZES
 from tests.parallel.test_attention import FakeModel
 from tests.train.test_no_waiting import WaitForbidden
 
@@ -42,6 +48,23 @@ def test_a_family_keeps_documents_apart_or_is_refused(family: str, way: str) -> 
     else:
         require_isolation(model, CPU)
     assert torch.equal(before, torch.get_rng_state()) and model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("lfm2", {**SIZES, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    ],
+)
+def test_a_small_leak_of_random_weights_is_noticed(
+    kind: str, fields: dict, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, vocab_size=97, **fields)
+    with pytest.raises(UsageError, match="see each other"):
+        require_isolation(AutoModelForCausalLM.from_config(config, dtype=dtype), CPU)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "varlen"])

@@ -162,6 +162,17 @@ def test_single_documents_have_a_row_each_in_the_order_of_the_store(tmp_path: Pa
     assert packed.most_documents > 1, "both kinds of index exist side by side"
 
 
+def test_a_shorter_sequence_length_is_advised_for_much_padding(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_packs([3, 20, 17], tmp_path, 64, is_single=True)
+    assert "79.2 % of the tokens" in caplog.text and "--seq-length 32 " in caplog.text
+    caplog.clear()
+    make_packs([3, 20, 17], tmp_path, 32, is_single=True)
+    make_packs([3], tmp_path, 64)
+    assert "--seq-length" not in caplog.text
+
+
 def test_a_document_that_fits_is_never_cut(tmp_path: Path) -> None:
     documents = [5, 8, 3, 7, 8, 1, 2, 6]
     _, packs = make_packs(documents, tmp_path, 8)
