@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,18 @@ def test_a_resume_on_another_number_of_ranks_keeps_the_losses(project: Path) -> 
     assert metrics(project, "run")[-1]["train/tokens_seen"] == tokens
     done = run_stage(*RUN, *lora, "--packing", "concat", cwd=project, expect=2)
     assert "--packing" in done.stderr and "other settings" in done.stderr
+
+
+@pytest.mark.slow
+def test_streaming_refuses_rows_and_prints_a_command_that_works(project: Path) -> None:
+    save_tiny(project, "llama")
+    (project / "raw.jsonl").write_text('{"text": "some words to train on"}\n' * 200)
+    stream = ("-e", "raw", "-d", "raw.jsonl", "--streaming", "--max-steps", 1, "-b", 1)
+    refused = run_stage(*TRAIN, *stream, cwd=project, expect=2)
+    assert "--streaming does not work with --packing none" in refused.stderr
+    command = shlex.split(refused.stderr.partition("run:")[2].splitlines()[0])
+    run_stage(TRAIN[0], *command[2:], cwd=project)
+    assert len(losses(project, "raw")) == 1
 
 
 @pytest.mark.slow
