@@ -345,7 +345,7 @@ def next_command(out: Path, is_adapter: bool) -> str:
         )
     return (
         "next: "
-        + commands.python("-m", "lib.generate", out, "--prompt", "Once upon a time")
+        + commands.module("lib.generate", out, "--prompt", "Once upon a time")
         + f"\nor:   AutoModelForCausalLM.from_pretrained({str(out)!r}), or stage 04 with "
         + commands.shell("-m", out)
     )

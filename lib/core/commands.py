@@ -105,6 +105,12 @@ def python(*words: object) -> str:
     return _join_words([_python(), *_words(words)])
 
 
+def module(name: str, *words: object) -> str:
+    """Return the command that runs a module of this project, such as `lib.generate`."""
+    place = "" if Path.cwd() == ROOT else _join_words([f"PYTHONPATH={ROOT}"]) + " "
+    return place + python("-m", name, *words)
+
+
 def train(*words: object) -> str:
     """Return a command of stage 04, through the launcher if the machine has several GPUs."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (start := _launcher()):

@@ -73,7 +73,7 @@ def prepare_suite(stage: str, opts: CommonOptions) -> None:
         "next: --eval-suite "
         + commands.shell(name)
         + " of stage 04, or "
-        + (commands.python("-m", "lib.evaluate", "MODEL", "--suite", name))
+        + commands.module("lib.evaluate", "MODEL", "--suite", name)
     )
     if publish.is_done(target, tasks.KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {target} (--overwrite repeats it)\n{hint}")
