@@ -84,9 +84,9 @@ def _compare_weight_files(model_dir: Path) -> Iterator[str]:
 
 def _compare_dtypes(model_dir: Path) -> Iterator[str]:
     """Yield a line if most weights have another dtype than config.json says."""
-    config: dict[str, Any] = chat_files.read_object(model_dir / CONFIG)
-    text = config.get("text_config")
-    places = (config, text if isinstance(text, dict) else {})
+    content: dict[str, Any] = chat_files.read_object(model_dir / CONFIG)
+    text = content.get("text_config")
+    places = (content, text if isinstance(text, dict) else {})
     values = [part.get(key) for part in places for key in ("dtype", "torch_dtype")]
     declared = next((value for value in values if isinstance(value, str)), None)
     counts: Counter[str] = Counter()
