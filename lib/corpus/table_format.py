@@ -28,6 +28,7 @@ _ENOUGH = 0.5  # share of the rows that the usual separator must fit
 _MIN_ROWS = 10  # that show that the header is wrong or misread
 _MIN_CELLS = 10  # beyond those of the header, in rows of equal length
 _MARKER = re.compile(r"\"?sep=(\\t|[^\"'\\\r\n])?\"?[ \t]*(?:\r?\n|\r|$)", re.IGNORECASE)
+_NO_DECIMAL = re.compile(r"(?<!\d),|,(?!\d)")  # a comma that is no decimal comma
 _NAME = re.compile(r"[^\W\d]\w*")  # of a column
 _LINE_END = re.compile(r"[\r\n]+")
 _QUOTED = re.compile(r'"[^"]*(?:"|$)')
@@ -157,6 +158,17 @@ class _Reading(NamedTuple):
         )
         return fits / len(self.rows) if self.rows else float(self.columns > 0)
 
+    def splits_rows(self) -> bool:
+        """Return whether a tenth of the rows contains the separator, or there is no row."""
+        count = sum(row is None or len(row) > 1 for row in self.rows)
+        return count >= (1 - _NEARLY_ALL) * len(self.rows)
+
+    def contains_escapes(self, form: TableFormat) -> bool:
+        """Return whether more rows would change by the escapes of a format than do not fit yet."""
+        fitting = [row for row in self.rows if row and len(row) == self.columns]
+        changes = sum(any(map(form.finds_escapes, row)) for row in fitting)
+        return changes > len(self.rows) - len(fitting)
+
     def encloses(self, quote: str) -> bool:
         """Return whether all cells of the header or of some column begin and end with a quote."""
         fitting = [row for row in self.rows if row and len(row) == self.columns]
@@ -198,11 +210,13 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
     others.sort(key=lambda other: (other.columns > 1, other.share, other.columns), reverse=True)
     if others and others[0].columns > 1:
         best = others[0]
+        is_surely_usual = reading.share >= _NEARLY_ALL and not _has_decimal_commas(text, usual)
         if best.share >= _NEARLY_ALL and (
-            reading.share < _ENOUGH or best.columns > max(1, reading.columns)
+            reading.share < _ENOUGH
+            or (best.columns > reading.columns and not (reading.columns > 1 and is_surely_usual))
         ):
             return best.form
-        if reading.columns == 1:
+        if reading.columns == 1 and best.splits_rows():
             raise _describe_doubt(reading, best)
     if reading.columns == 1:
         return _read_one_column(text, reading, is_cut)
@@ -218,9 +232,17 @@ def find_format(head: bytes, kind: str, fallback: str = "") -> TableFormat:
     return reading.form
 
 
+def _has_decimal_commas(text: str, usual: TableFormat) -> bool:
+    """Return whether the usual separator is a comma that the rows use in numbers alone."""
+    rows = text.lstrip("\n").partition("\n")[2]
+    return usual.separator == "," and not _NO_DECIMAL.search(rows)
+
+
 def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
     """Return the format of a table whose header has one column in every format."""
     form = usual.form
+    if usual.share == 1 and any(len(row or ()) > 1 for row in usual.rows):
+        return form  # separators at the ends of the lines
     header = text.lstrip("\n").split("\n", 1)[0]
     for separator in dict.fromkeys(_ODD_SEPARATOR.findall(header[1:-1])):
         reading = _read_best(text, replace(form, separator=separator), is_cut)
@@ -231,7 +253,9 @@ def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
     for separator in _SEPARATORS:
         name = name_separator(separator)
         rows = _read_best(text, replace(form, separator=separator), is_cut).rows
-        [(columns, count)] = Counter(len(row or ()) for row in rows).most_common(1) or [(0, 0)]
+        [(columns, count)] = Counter(map(_count_cells, rows)).most_common(1) or [(0, 0)]
+        if (form.separator, separator, columns) == ("\t", ",", 2):
+            continue  # a comma in each row, as in "Paris, France"
         names = (rows[0] if rows else None) or [""]
         is_header = all(map(_NAME.fullmatch, names)) and not _NAME.fullmatch(header)
         is_sure = is_header or count * (columns - 1) >= _MIN_CELLS
@@ -252,6 +276,11 @@ def _read_one_column(text: str, usual: _Reading, is_cut: bool) -> TableFormat:
     return single.form
 
 
+def _count_cells(row: Sequence[str] | None) -> int:
+    """Return the number of cells of a row up to the last one with text."""
+    return max((number for number, cell in enumerate(row or (), 1) if cell), default=0)
+
+
 def _describe_doubt(usual: _Reading, other: _Reading) -> UnclearTable:
     name = name_separator(other.form.separator)
     return UnclearTable(
@@ -267,6 +296,8 @@ def _read_best(text: str, form: TableFormat, is_cut: bool) -> _Reading:
     best = _read_head(text, form, is_cut)
     for style in _list_styles(text, form):
         reading = _read_head(text, style, is_cut)
+        if style.escapes and best.contains_escapes(style):
+            continue
         is_other_quote = style.skips_space or style.quote != form.quote
         if (reading.share, -reading.invalid) > (best.share, -best.invalid) or (
             is_other_quote

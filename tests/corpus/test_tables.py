@@ -38,9 +38,12 @@ from lib.corpus.row_options import RowOptions
         ("id,text\n1,a;b\n2,c;d\n", ["a;b", "c;d"]),
         ("id,a;b\n1,c;d\n", ["c;d"]),
         ("a,b,c\nx,y\nz,w\n", ["x\ny", "z\nw"]),
+        ("q,choices (a|b|c)\n" + "what 1x?,yes|no|maybe\n" * 12, ["what 1x?\nyes|no|maybe"] * 12),
         # one column
         ("text\none; two; three\nfour\n", ["one; two; three", "four"]),
         ("text\none, two\nthree, four, five\n", ["one, two", "three, four, five"]),
+        ("Name (first|last)\nAda\nBen\n", ["Ada", "Ben"]),
+        ("text\n" + '"foo, bar",\n' * 12, ["foo, bar"] * 12),
         ('text\n"quoted, text"\n"He", she said\n', ["quoted, text", '"He", she said']),
         ("text\none\ntwo\n", ["one", "two"]),
         # quotes
@@ -57,6 +60,10 @@ from lib.corpus.row_options import RowOptions
         ),
         ('"text"\n"C:\\\\dir"\n"5\\" disc"\n', ["C:\\dir", '5" disc']),
         ('id,text\n1,"one\\"\n2,"C:\\dir\\"\n', ["one\\", "C:\\dir\\"]),
+        (
+            "id,text\n" + '1,"Let $f\\,dx$, so"\n' * 12 + "2,See $g\\,dx$\n",
+            ["Let $f\\,dx$, so"] * 12 + ["See $g,dx$"],
+        ),
         ('id,text\n1,"a \\"b\\"\nc"\n2,\\N\n3,three\n', ['a "b"\nc', "three"]),
         # line ends
         ("id,text\r1,one\r2,two\r", ["one", "two"]),
@@ -85,6 +92,11 @@ def test_a_table_is_read_in_its_format(read, table, rows):
         ("id\ttext\n1\tone\\\nmore\n2\t\\N\n3\ta\\\tb\\\\c\n", ["one\nmore", "a\tb\\c"]),
         ("id\ttext\n1\t\\alpha \\\\ \\beta\n", ["\\alpha \\\\ \\beta"]),
         ("id\ttext\r1\tone\r2\ttwo", ["one", "two"]),
+        (
+            "name (last, first)\tborn (month day, year)\n" + "Smith, John\tMay 5, 2020\n" * 12,
+            ["Smith, John\nMay 5, 2020"] * 12,
+        ),
+        ("city\n" + "Paris, France\n" * 12, ["Paris, France"] * 12),
     ],
 )
 def test_quotes_and_backslashes_of_tsv_may_be_text(read, table, rows):
