@@ -32,12 +32,14 @@ class EvaluatedModel:
     """Describes the model to evaluate.
 
     directory: contains the config and the tokenizer, and the weights if `checkpoint` is None. base:
-    the base model if the checkpoint belongs to a LoRA run.
+    the base model if the checkpoint belongs to a LoRA run. template_variables: the value of
+    --chat-template-kwargs of the run.
     """
 
     directory: Path
     checkpoint: Checkpoint | None = None
     base: BaseModel | None = None
+    template_variables: str = ""
 
     @property
     def path(self) -> Path:
@@ -89,7 +91,8 @@ def find_evaluated_model(
         )
     config = run_records.read_config(run)
     base_model = BaseModel.find(base, config, checkpoint) if is_lora else None
-    return EvaluatedModel(run.model, checkpoint, base_model)
+    variables = str(config.get("chat_template_kwargs") or "")
+    return EvaluatedModel(run.model, checkpoint, base_model, variables)
 
 
 def load_model(

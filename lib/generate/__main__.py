@@ -38,7 +38,8 @@ def main(argv: list[str]) -> None:
             f"lib.generate runs as one process, not as {processes}",
             hint="run it without torchrun; --device cpu serves a model that no GPU can hold",
         )
-    texts = opts.prompt or [sys.stdin.read()]
+    typed = None if opts.prompt else sys.stdin.buffer.read().decode("utf-8", "replace")
+    texts = opts.prompt or [(typed or "").removesuffix("\n")]
     if not any(text.strip() for text in texts):
         raise UsageError("there is no prompt", hint="--prompt TEXT, or text on standard input")
 
@@ -179,7 +180,9 @@ def encode_texts(
         messages = [{"role": "system", "content": opts.system}] if opts.system else []
         messages.append({"role": "user", "content": text.rstrip("\n")})
         prompts.append(RawPrompt(f"prompt {number}", text, messages if is_chat else None))
-    return encode_prompts(prompts, source.directory, "", context_length, 1)
+    return encode_prompts(
+        prompts, source.directory, "", context_length, 1, source.template_variables
+    )
 
 
 def make_settings(
@@ -201,6 +204,7 @@ def make_settings(
     sampling: dict[str, Any] = {"do_sample": False}
     if opts.temperature:
         sampling = {"do_sample": True, "temperature": opts.temperature, "top_p": opts.top_p}
+        sampling["top_k"] = 0  # transformers would draw from 50 tokens
     return GenerationConfig(
         eos_token_id=sorted(ends) or None,
         pad_token_id=min(ends, default=0),
@@ -220,16 +224,17 @@ def print_continuation(
     import torch
     from transformers import TextStreamer
 
-    # A rendered question is full of markup; the text that is continued stands in one line with it.
+    # A rendered question is full of markup. The streamer prints a text together with its
+    # continuation, since some tokenizers decode a space only between two tokens.
     is_question = prompt.text != text
-    print(f"\n--- {text.strip()}\n" if is_question else f"\n{text}", end="", flush=True)
+    print(f"\n--- {text.strip()}" if is_question else "")
     ids = torch.tensor([prompt.ids], device=model.device)
     with torch.no_grad():
         output = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             generation_config=settings,
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=TextStreamer(tokenizer, skip_prompt=is_question, skip_special_tokens=True),
         )
     new_tokens = output.shape[1] - ids.shape[1]
     if new_tokens == settings.max_new_tokens and output[0, -1] not in (settings.eos_token_id or []):

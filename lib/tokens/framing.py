@@ -60,7 +60,17 @@ def write_agreeing(tokenizer: Any, directory: Path, has_disagreements: bool) -> 
     added = _find_added(tokenizer)
     if has_disagreements:
         manifest.write_json(directory / TOKENIZER, json.loads(tokenizer.backend_tokenizer.to_str()))
-        settings["tokenizer_class"] = _GENERIC
+        # The class of a model may have other defaults than the generic one.
+        settings |= {
+            "tokenizer_class": _GENERIC,
+            "padding_side": tokenizer.padding_side,
+            "model_input_names": list(tokenizer.model_input_names),
+            **{
+                name: token
+                for name, token in tokenizer.special_tokens_map.items()
+                if isinstance(token, str)
+            },
+        }
     stored = records.read_mapping(directory / TOKENIZER_CONFIG)
     by_4 = {name: stored.get(name, add) for name, add in _list_defaults(settings).items()}
     if has_disagreements or by_4 not in ({}, added):

@@ -151,7 +151,7 @@ def _warn_about_padding(split: Split, padding: float, seq_length: int) -> None:
     """Warn that rows of one document are mostly padding, if shorter rows would do."""
     longest = int(np.diff(split.ends[:], prepend=0).max(initial=0))
     shorter = _LENGTH_STEP * units.ceil_div(longest, _LENGTH_STEP)
-    if shorter < seq_length:
+    if 0 < shorter < seq_length:
         log.warn(
             f"{100 * padding:.3g} % of the tokens that the model computes are padding. The longest "
             f"document has {longest:,} tokens: --seq-length {shorter} keeps all documents whole "
