@@ -71,7 +71,7 @@ class TableFormat:
     def read_rows(self, lines: Iterable[str]) -> Reader:
         """Return a csv.reader of lines in this format."""
         if self.escapes:
-            # csv drops a backslash before any character, so those that are text are doubled.
+            # csv drops a backslash before any character, so backslashes that are text are doubled.
             pattern = _find_backslashes(self.quote, self.separator)
             lines = map(partial(pattern.sub, lambda match: match[1] or r"\\"), lines)
         return csv.reader(

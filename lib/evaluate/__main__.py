@@ -23,6 +23,7 @@ from lib.core.errors import UsageError
 from lib.core.options import Options
 from lib.core.progress import Progress
 from lib.evaluate import tasks as task_files
+from lib.evaluate.model_options import add_model_options
 
 if TYPE_CHECKING:
     from lib.evaluate.open_model import EvaluatedModel
@@ -76,24 +77,7 @@ def main(argv: list[str]) -> None:
 def parse(argv: Sequence[str]) -> Options:
     """Return the options of the command line."""
     parser = options.Parser(__doc__, "MODEL_OR_RUN [options]")
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_RUN",
-        help="model directory, prepared model, name of a run, its directory, or a checkpoint in it",
-    )
-    parser.add_argument(
-        "--step",
-        metavar="N|latest|best",
-        help="which checkpoint of a run; best is the checkpoint with the best value of the run's "
-        "--best-by (default: latest, or the newest export if the run has no checkpoint)",
-    )
-    parser.add_argument(
-        "-m",
-        "--model-name",
-        metavar="NAME|DIR",
-        help="for a LoRA run, the base model, if it was moved since the run (default: where the "
-        "run found it)",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "--suite",
         default=task_files.SMALL,
@@ -121,27 +105,7 @@ def parse(argv: Sequence[str]) -> Options:
         help="context length in tokens; a longer prompt is cut at the left (default: the "
         "model's maximum)",
     )
-    parser.add_argument(
-        "--precision",
-        choices=("bf16", "fp16", "fp32"),
-        help="dtype of weights and compute (default: bf16 on a GPU that supports it, else fp32)",
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu"), default="auto", help="auto: the GPUs, if there are any"
-    )
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        default=Path(".cache"),
-        metavar="DIR",
-        help="directory of prepared models and suites",
-    )
     output_file.add_json_option(parser, "figures", "model", "suite", "tasks")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that came with the model, if its model type needs that",
-    )
     parser.add_argument("--no-progress", action="store_true", help="show no progress")
     return parser.parse(argv)
 

@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import log, options, stage
 from lib.core.errors import UsageError
 from lib.core.options import Options
+from lib.evaluate.model_options import add_model_options
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -75,11 +75,7 @@ def main(argv: list[str]) -> None:
 def parse(argv: Sequence[str]) -> Options:
     """Return the options of the command line."""
     parser = options.Parser(__doc__, "MODEL_OR_RUN [options]")
-    parser.add_argument(
-        "model",
-        metavar="MODEL_OR_RUN",
-        help="model directory, prepared model, name of a run, its directory, or a checkpoint in it",
-    )
+    add_model_options(parser)
     parser.add_argument(
         "-p",
         "--prompt",
@@ -122,39 +118,6 @@ def parse(argv: Sequence[str]) -> Options:
     )
     parser.add_argument(
         "--seed", type=options.seed, default=0, metavar="N", help="seed of the drawn tokens"
-    )
-    parser.add_argument(
-        "--step",
-        metavar="N|latest|best",
-        help="which checkpoint of a run (default: latest, or the newest export if the run has no "
-        "checkpoint)",
-    )
-    parser.add_argument(
-        "-m",
-        "--model-name",
-        metavar="NAME|DIR",
-        help="for a LoRA run, the base model, if it was moved since the run (default: where the "
-        "run found it)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("bf16", "fp16", "fp32"),
-        help="dtype of weights and compute (default: bf16 on a GPU that supports it, else fp32)",
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu"), default="auto", help="auto: the GPU, if there is one"
-    )
-    parser.add_argument(
-        "--cache-dir",
-        type=Path,
-        default=Path(".cache"),
-        metavar="DIR",
-        help="directory of prepared models",
-    )
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="run the code that came with the model, if its model type needs that",
     )
     return parser.parse(argv)
 

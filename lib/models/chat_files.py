@@ -89,7 +89,7 @@ def _as_list(ids: Any) -> list[Any]:
 
 
 def add_stop(directory: Path, stop: int) -> None:
-    """Add a token to those that end a text, in both configs of a model that name only others."""
+    """Add a stop token to each config of a model that names only other stop tokens."""
     for name in (_GENERATION, _MODEL):
         content = read_object(directory / name)
         stops = list_stops(content)

@@ -1,4 +1,4 @@
-# covers: lib/generate/*
+# covers: lib/generate/*, lib/evaluate/model_options.py
 """A model continues prompts and answers questions as transformers does."""
 
 from __future__ import annotations

@@ -422,7 +422,7 @@ class Report:
             )
 
     def _describe_files(self) -> str:
-        """Return the paths of report, plot and metrics, without those that could not be written."""
+        """Return the paths of the report, the plot and the metrics that were written."""
         failed = {
             self._experiment.report: self._page.is_failing,
             self._experiment.plot: self._plot_may_fail.is_failing,
