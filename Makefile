@@ -5,7 +5,7 @@
 # make test-faults         kill stages 200 times and check that nothing is lost (5 minutes)
 # make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
 # make test-gpu            run the tests that need a GPU (without one: tiny sizes on the CPU)
-# make bench-gpu           measure speed on a GPU (test-gpu and bench-gpu: about 40 minutes together)
+# make bench-gpu           measure speed on a GPU (test-gpu and bench-gpu: half an hour together)
 # make lint                check style, format and types with ruff and mypy
 # make reference           write the generated pages of docs/reference/
 # make memory-table        print the memory per GPU of known models, as in docs/how-to/speed.md
