@@ -21,9 +21,9 @@ from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import MicroBatch, Rank, find_boundaries
 
 LENGTH = 16  # tokens of a trial row
-_DOCUMENTS = (9, 14)  # tokens of the two documents in the row that `require_isolation` tries
+_DOCUMENTS = (9, 15)  # tokens of the two documents in each row that `require_isolation` tries
 # Shares of the logits' standard deviation. Random weights may leak only little, 0.001 for LFM2. The
-# larger one is above rounding, if a token's rounding depends on other tokens (float8, experts).
+# larger one is above rounding, if a token's rounding depends on other tokens (experts).
 _LEAK = 1e-4
 _ROUNDED_LEAK = 0.05
 
@@ -88,7 +88,7 @@ def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> Mi
 def require_isolation(model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Raise UsageError if the second of two packed documents depends on the first.
 
-    All ranks must call this. It runs four forward passes over a row of 23 tokens. In a causal
+    All ranks must call this. It runs four forward passes over two rows of 24 tokens. In a causal
     model, the tokens after a document can only change how its logits are rounded.
     """
     first, second = _DOCUMENTS
@@ -112,15 +112,19 @@ def _measure_change(
 ) -> tuple[Tensor, Tensor]:
     """Return how much the logits of a document change if the other one in its row changes.
 
+    The two variants of the row are one batch, which is computed a second time with its rows
+    swapped. So both passes contain the same tokens, and numbers that a layer takes from all tokens,
+    such as the scale of float8, stay the same: only other tokens of its row can change a document.
+
     tokens: int64 [2, T], two rows of the documents of `_DOCUMENTS`. document: its place in a row.
     Returns the largest change, and the standard deviation of the logits.
     """
     rows = tokens.clone()
     rows[1, document] = rows[0, document]
-    logits, changed_logits = [
-        model(**attention.make_inputs(model, trial_batch(row[None], layout, _DOCUMENTS)))
-        .logits[0, document]
+    logits, swapped_logits = [
+        model(**attention.make_inputs(model, trial_batch(batch, layout, _DOCUMENTS)))
+        .logits[:, document]
         .float()
-        for row in rows
+        for batch in (rows, rows.flip(0))
     ]
-    return (logits - changed_logits).abs().max(), logits.std()
+    return (logits - swapped_logits).abs().max(), logits.std()

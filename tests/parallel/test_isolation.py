@@ -18,8 +18,10 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lib.core.errors import UsageError
+from lib.models.float8 import Float8
+from lib.models.sharded import Placement
 from lib.parallel import attention
-from lib.parallel.trial import require_isolation
+from lib.parallel.trial import require_isolation, trial_batch
 from lib.tokens.batches import MicroBatch, find_boundaries
 from tests.models.families import FAMILIES, SIZES
 from tests.parallel.test_attention import FakeModel
@@ -65,6 +67,50 @@ def test_a_small_leak_of_random_weights_is_noticed(
     config = AutoConfig.for_model(kind, vocab_size=97, **fields)
     with pytest.raises(UsageError, match="see each other"):
         require_isolation(AutoModelForCausalLM.from_config(config, dtype=dtype), CPU)
+
+
+@pytest.mark.parametrize("leak", [False, True], ids=["isolated", "leaking"])
+@pytest.mark.parametrize("scaling", ["stand-in", pytest.param("float8", marks=pytest.mark.slow)])
+def test_a_scale_of_the_whole_tensor_is_no_leak_and_hides_none(scaling: str, leak: bool) -> None:
+    """It rounds each token by the largest value of all tokens, so it changes all logits."""
+    torch.manual_seed(0)
+    model = build_model("llama", "varlen")
+    if leak:
+        model.model.norm.register_forward_hook(lambda _, inputs, out: out + 0.1 * out.mean(1, True))
+        leaked = measure_change(model)
+    if scaling == "stand-in":
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda _, inputs: (round_by_largest(*inputs),))
+    else:
+        Float8("tensorwise").convert(model, Placement())
+    rounded = measure_change(model)
+    assert rounded > 0.05
+    if not leak:
+        require_isolation(model, CPU)
+        return
+    assert leaked < rounded
+    with pytest.raises(UsageError, match="see each other"):
+        require_isolation(model, CPU)
+
+
+def round_by_largest(values: torch.Tensor) -> torch.Tensor:
+    """Round values to a few multiples of the largest one, as a scale of the whole tensor does."""
+    scale = values.abs().max() / 3
+    return (values / scale).round() * scale
+
+
+def measure_change(model: PreTrainedModel) -> float:
+    """Return how much the logits of a document depend on the one before it, in deviations."""
+    tokens = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(1))
+    tokens[1, 9:] = tokens[0, 9:]
+    with torch.no_grad():
+        one, other = (
+            model(**attention.make_inputs(model, trial_batch(row[None], CPU, (9, 15)))).logits[
+                0, 9:
+            ]
+            for row in tokens
+        )
+    return ((one - other).abs().max() / one.std()).item()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "varlen"])
