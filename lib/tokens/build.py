@@ -33,23 +33,32 @@ def prepare_store(
     progress: bool,
     verify: bool = False,
     chat: ChatPolicy | None = None,
+    has_begun: bool = False,
 ) -> Path:
     """Return the path of the token store for a dataset and a tokenizer; build it if needed.
 
     Every process of a launch may call this function (see `build_once`). model_vocab: the number of
     ids the model can embed. verify: hash an existing store even if it has not changed since the
-    last time. chat: the options for conversations, for a chat dataset. Raises UsageError if the
-    tokenizer contains larger ids, the dataset was replaced meanwhile, or no conversation can be
-    trained on. Raises ArtifactError if the existing store is damaged.
+    last time. chat: the options for conversations, for a chat dataset. has_begun: see
+    `store.find_store`. Raises UsageError if the tokenizer contains larger ids, the dataset was
+    replaced meanwhile, or no conversation can be trained on. Raises ArtifactError if the existing
+    store is damaged.
     """
-    identity = store.make_identity(dataset, tokenizer_dir, chat.identity() if chat else None)
-    target = store.find_store_dir(cache_dir, dataset, identity)
 
     @cache  # `build_once` may call `build` several times
     def load_encoder() -> Encoder:
         encoder = Encoder(tokenizer_dir, num_workers)
         require_vocabulary(encoder.vocab_size, model_vocab, tokenizer_dir)
         return encoder
+
+    target, identity = store.find_store(
+        cache_dir,
+        dataset,
+        load_encoder,
+        tokenizer_dir,
+        chat.identity() if chat else None,
+        has_begun,
+    )
 
     def build() -> None:
         _build_store(dataset, load_encoder(), target, identity, num_workers, progress, chat)

@@ -118,7 +118,7 @@ class Encoder:
     A document becomes [BOS] ids [EOS]: BOS if the tokenizer itself adds one before a text, EOS if
     the tokenizer has one.
 
-    vocab_size: the largest id plus one. disagreements: see framing.follow_settings. Raises
+    vocab_size: the largest id plus one. changes, disagreements: see framing.follow_settings. Raises
     ArtifactError if the tokenizer cannot be read.
     """
 
@@ -132,7 +132,7 @@ class Encoder:
             self.tokenizer = AutoTokenizer.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
             )
-            self.disagreements = framing.follow_settings(self.tokenizer, directory)
+            self.changes, self.disagreements = framing.follow_settings(self.tokenizer, directory)
             self.vocab_size = max(self.tokenizer.get_vocab().values()) + 1
             self.bos = self._find_leading_bos()
         except Exception as error:  # each tokenizer class raises other errors

@@ -29,24 +29,33 @@ _SAVED_BY_5 = "backend"  # a key that only transformers 5 writes; it leaves both
 _GENERIC = "PreTrainedTokenizerFast"  # transformers 4 and 5 read tokenizer.json for it as it is
 
 
-def follow_settings(tokenizer: Any, directory: Path) -> list[str]:
-    """Let a tokenizer add BOS and EOS as in training, and return a line for each disagreement.
+def may_differ(directory: Path) -> bool:
+    """Return whether the settings of a tokenizer may add other tokens than its tokenizer.json."""
+    settings = _read_settings(directory)
+    return bool(_list_defaults(settings) or settings.get(_BOS))
 
-    tokenizer: loaded by transformers from the files in the directory.
+
+def follow_settings(tokenizer: Any, directory: Path) -> tuple[dict[str, bool], list[str]]:
+    """Let a tokenizer add BOS and EOS as in training; return its changes and disagreements.
+
+    tokenizer: loaded by transformers from the files in the directory. Changes: by setting whether a
+    text gets the token, {} if it was so before. Disagreements: a line for each.
     """
     if not (directory / TOKENIZER).is_file() or not hasattr(tokenizer, "update_post_processor"):
-        return []  # transformers 5 follows the settings if it does not read tokenizer.json
+        return {}, []  # transformers 5 follows the settings if it does not read tokenizer.json
     settings = _read_settings(directory)
     added = _find_added(tokenizer)
     in_training = _find_added_in_training(tokenizer, settings, added)
-    if in_training != added:
+    changes = {} if in_training == added else in_training
+    if changes:
         tokenizer.add_bos_token = in_training[_BOS]
         tokenizer.add_eos_token = in_training[_EOS]
-    return [
+    disagreements = [
         _describe_setting(settings, name, added[name], in_training[name])
         for name in _TOKENS
         if settings.get(name, in_training[name]) != added[name]
     ]
+    return changes, disagreements
 
 
 def write_agreeing(tokenizer: Any, directory: Path, has_disagreements: bool) -> None:

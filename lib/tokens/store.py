@@ -20,7 +20,7 @@ lib/tokens/text_bytes.py adds the bytes and sources of the validation split.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ import numpy as np
 from lib.core import commands, hashing, log, manifest, paths, units
 from lib.core.artifacts import SPLITS, tokenizer_fingerprint
 from lib.core.errors import ArtifactError
-from lib.tokens import text_bytes
+from lib.tokens import framing, text_bytes
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
 from lib.tokens.synthetic import SyntheticTokens
@@ -143,6 +143,30 @@ class TokenStore:
     summary: dict[str, Any]
     splits: dict[str, Split]
     reads: str
+
+
+def find_store(
+    cache_dir: Path,
+    dataset: Dataset,
+    load_encoder: Callable[[], Encoder],
+    tokenizer_dir: Path,
+    further: Mapping[str, Any] | None = None,
+    has_begun: bool = False,
+) -> tuple[Path, dict[str, Any]]:
+    """Return the directory of a store, which may not exist yet, and the store's identity.
+
+    load_encoder: called only if the settings of the tokenizer may add tokens. further: inputs
+    besides the dataset and the tokenizer. has_begun: a run that an earlier version began keeps its
+    store without those tokens. Raises ArtifactError if the tokenizer cannot be read.
+    """
+    plain = make_identity(dataset, tokenizer_dir, further)
+    changes = load_encoder().changes if framing.may_differ(tokenizer_dir) else {}
+    identities = [plain]
+    if changes:
+        identities.insert(0, make_identity(dataset, tokenizer_dir, {**(further or {}), **changes}))
+    choices = [(find_store_dir(cache_dir, dataset, identity), identity) for identity in identities]
+    existing = [choice for choice in choices if has_begun and choice[0].exists()]
+    return (existing or choices)[0]
 
 
 def make_identity(

@@ -136,6 +136,7 @@ def _prepare_samples(config: Config, inputs: Inputs, vocab_size: int) -> Data:
             not config.no_progress,
             config.prepare_only,
             make_chat_policy(config, inputs.template, corpus.dataset),
+            bool(inputs.identity),
         )
         tokens = store.open_store(path, config.token_reads)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)

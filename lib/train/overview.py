@@ -247,13 +247,14 @@ def _open_or_estimate(
         make_chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora
     ]
     targets = [
-        store.find_store_dir(
+        store.find_store(
             config.cache_dir,
             corpus.dataset,
-            store.make_identity(
-                corpus.dataset, inputs.model_dir, policy.identity() if policy else None
-            ),
-        )
+            lambda: encode.Encoder(inputs.model_dir, config.num_workers),
+            inputs.model_dir,
+            policy.identity() if policy else None,
+            bool(inputs.identity),
+        )[0]
         for corpus, policy in zip(inputs.corpora, policies, strict=True)
     ]
     if missing := [str(target) for target in targets if not target.exists()]:

@@ -12,9 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from lib.core.conversation import Conversation
-from lib.tokens import framing
+from lib.tokens import build, framing, store
 from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import ChatPolicy
+from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
 from lib.train.experiment import add_bos_to_template
 from tests.tokens.conftest import save_tokenizer
@@ -58,6 +59,31 @@ def test_bos_is_added_as_in_training_and_exports_agree(
     written = json.loads((out / "tokenizer_config.json").read_text())
     if written["tokenizer_class"].startswith("Llama"):  # transformers 4 reads only the settings
         assert written.get("add_bos_token", True) is bos
+
+
+def test_only_a_run_that_has_begun_keeps_a_store_of_a_version_that_ignored_the_settings(
+    of_stage_02: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tokenizer(tmp_path / "tokenizer", bos=False)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | LLAMA))
+
+    def prepare(has_begun: bool) -> Path:
+        return build.prepare_store(
+            open_dataset(of_stage_02), directory, tmp_path, 9999, 1, False, has_begun=has_begun
+        )
+
+    def first_token(path: Path) -> int:
+        return int(store.open_store(path).splits["train"].tokens[0])
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(framing, "follow_settings", lambda *given: ({}, []))
+        old = prepare(has_begun=False)
+    assert first_token(old) != 0
+    assert prepare(has_begun=True) == old
+    new = prepare(has_begun=False)
+    assert first_token(new) == 0
+    assert prepare(has_begun=True) == new, "its own, if it was begun by this version"
 
 
 @pytest.mark.parametrize("begin", ["{{ bos_token }}", ""])
