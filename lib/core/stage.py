@@ -6,9 +6,11 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from lib.core import commands, launcher, log, offline, streams
@@ -31,6 +33,7 @@ def run_main(
         offline.enable_offline_mode()
     faulthandler.enable()
     log.setup()
+    _lock_bars_in_this_process()
     ended_by: BaseException | None = None
     try:
         main(sys.argv[1:])
@@ -49,6 +52,18 @@ def run_main(
     for function in _at_end:
         function(code, ended_by)
     _end_process(code)
+
+
+def _lock_bars_in_this_process() -> None:
+    """Give tqdm a lock of threads before a library shows a bar.
+
+    Its own lock is shared with other processes. With Python 3.14 that starts a process, which
+    complains about the lock when a stage ends without Python's teardown.
+    """
+    with suppress(ImportError):  # a launcher runs where only Python is installed
+        from tqdm import tqdm
+
+        tqdm.set_lock(threading.RLock())
 
 
 def call_at_end(function: Callable[[int, BaseException | None], object]) -> None:

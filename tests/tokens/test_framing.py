@@ -77,7 +77,7 @@ def test_only_a_run_that_has_begun_keeps_a_store_of_a_version_that_ignored_the_s
         return int(store.open_store(path).splits["train"].tokens[0])
 
     with monkeypatch.context() as earlier:
-        earlier.setattr(framing, "follow_settings", lambda *given: ({}, []))
+        earlier.setattr(framing, "follow_settings", lambda *arguments: ({}, []))
         old = prepare(has_begun=False)
     assert first_token(old) != 0
     assert prepare(has_begun=True) == old
