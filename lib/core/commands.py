@@ -150,10 +150,11 @@ def pip_install(*words: object) -> str:
     return _join_words([_python(), "-m", "pip", "install", *local, *_words(words)])
 
 
-def pip_install_optional(name: str) -> str:
-    """Return the command that installs a package of requirements-optional.txt."""
-    pins = (ROOT / "requirements-optional.txt").read_text(encoding="utf-8").splitlines()
-    return pip_install(next(pin for pin in pins if pin.partition("==")[0] == name))
+def pip_install_optional(*names: str) -> str:
+    """Return the command that installs packages of requirements-optional.txt."""
+    lines = (ROOT / "requirements-optional.txt").read_text(encoding="utf-8").splitlines()
+    pins = {re.split(r"[\[=]", line)[0]: line for line in lines}  # `name[extra]==version`
+    return pip_install(*(pins[name] for name in names))
 
 
 def shell(*words: object) -> str:

@@ -41,6 +41,10 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # A function of transformers' attention interface: it takes (module, query, key, value, mask) and
 # options by name, and returns the output [B, T, H, D] and the weights or None.
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
+# A kernel for packed documents. It takes queries and keys [tokens, H, D], values [tokens, H, V],
+# the boundaries of documents, a length that no document exceeds, the factor of scores, and how many
+# tokens each token sees (0: all before it). It returns [tokens, H, V]. Keys may have fewer heads.
+PackedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
 
 
 class HeadSizes(NamedTuple):
@@ -110,7 +114,10 @@ def flash_problem(precision: str, config: PretrainedConfig) -> str:
     """Return why the package flash_attn cannot train a model on this GPU, or ""."""
     if not torch.cuda.is_available():
         return "flash_attn needs a GPU"
-    if not find_spec("flash_attn"):
+    package = find_spec("flash_attn")
+    if (
+        not package or not package.origin
+    ):  # flash-attn-4 alone puts a directory without a module there
         return "the package flash_attn is not installed"
     if precision == "fp32":
         return "flash_attn does not support fp32"
@@ -326,21 +333,20 @@ def _group_arguments(kernel: Callable[..., Any]) -> dict[str, bool]:
 _GROUPS = _group_arguments(varlen_attn)  # computed here because `_attend_by_kernel` is traced
 
 
-def _attend_by_kernel(
+def _call_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     boundaries: Tensor,
     longest: int,
-    scaling: float | None,
+    scale: float,
     window: int,
 ) -> Tensor:
-    """Compute attention within each document with torch's kernel; returns [B·T, H, V].
+    """Compute attention within each document with torch's kernel; see `PackedKernel`.
 
-    query, key: [B·T, H, D]; value: [B·T, H, V]. The kernel needs heads of one size, a multiple of
-    eight. Other heads are padded with zeros, which add nothing to a score.
+    The kernel needs heads of one size, a multiple of eight. Other heads are padded with zeros,
+    which add nothing to a score.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     width = max(query.shape[-1], value.shape[-1])
     width += -width % _ALIGNMENT
     parts = [
@@ -353,11 +359,34 @@ def _attend_by_kernel(
         boundaries,
         longest,
         longest,
-        scale=scaling,
+        scale=scale,
         window_size=(window - 1, 0) if window else (-1, 0),
         **_GROUPS,
     )
     return out[..., : value.shape[-1]]
+
+
+_packed_kernel: PackedKernel = _call_torch
+
+
+def use_packed_kernel(kernel: PackedKernel | None) -> None:
+    """Set the kernel that `varlen` uses on a GPU; None: torch's. Models are compiled after it."""
+    global _packed_kernel
+    _packed_kernel = kernel or _call_torch
+
+
+def _attend_by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scaling: float | None,
+    window: int,
+) -> Tensor:
+    """Compute attention within each document with the GPU's kernel; see `PackedKernel`."""
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return _packed_kernel(query, key, value, boundaries, longest, scaling, window)
 
 
 @torch.compiler.disable  # otherwise each division of a row into documents would be compiled

@@ -47,6 +47,7 @@ _KEPT = {
     "experts::group_by_group",
     "aten::_scaled_mm",
     "torch_attn::_varlen_attn",
+    "flash_4::attend",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
