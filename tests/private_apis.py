@@ -23,6 +23,7 @@ PACKAGES = {
     "accelerate",
     "amzn_sagemaker_checkpointing",
     "datasets",
+    "flash_attn",
     "gigatoken",
     "huggingface_hub",
     "jinja2",
@@ -36,7 +37,7 @@ PACKAGES = {
     "transformers",
 }
 # Each of these is for one option, so the check does not need them installed.
-OPTIONAL = {"amzn_sagemaker_checkpointing", "torchao"}
+OPTIONAL = {"amzn_sagemaker_checkpointing", "flash_attn", "torchao"}
 # Modules with public names that the documentation of their package does not mention.
 UNDOCUMENTED = (
     "huggingface_hub.constants",
