@@ -26,11 +26,13 @@ import json
 import multiprocessing
 import os
 import shutil
+import site
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -48,9 +50,21 @@ _PROBE_S = 180.0
 _MAX_JOBS = 5
 _CORES_PER_JOB = 3
 _EARLY_PACKAGES = ("xxhash", "orjson", "pytest", "pluggy", "iniconfig", "packaging", "pygments")
+# These follow later: transformers would import torchao, and that may initialise CUDA. The others
+# are FlashAttention 4, which a kit contains if it was made with --flash-4.
 _LATE_PACKAGES = (
     "torchao",
-)  # not earlier: transformers would import it, and that may initialise CUDA
+    "flash_attn_4",
+    "nvidia_cutlass_dsl",
+    "nvidia_cutlass_dsl_libs_base",
+    "nvidia_cutlass_dsl_libs_core",
+    "nvidia_cutlass_dsl_libs_cu13",
+    "quack_kernels",
+    "apache_tvm_ffi",
+    "torch_c_dlpack_ext",
+    "einops",
+    "protobuf",
+)
 
 
 def main() -> None:
@@ -172,7 +186,7 @@ def _install_missing(kit: Path, target: Path, packages: tuple[str, ...]) -> None
     wheels = [
         wheel
         for wheel in kit.glob(".cache/wheelhouse/*/*.whl")
-        if (name := wheel.name.partition("-")[0].lower()) in packages and not find_spec(name)
+        if (name := wheel.name.partition("-")[0].lower()) in packages and not _is_installed(name)
     ]
     for wheel in wheels:  # one by one, since pip refuses a wheel for another Python
         subprocess.run(
@@ -192,7 +206,13 @@ def _install_missing(kit: Path, target: Path, packages: tuple[str, ...]) -> None
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-    sys.path.append(str(target))
+    site.addsitedir(str(target))  # which also reads .pth files, as nvidia_cutlass_dsl needs
+
+
+def _is_installed(distribution: str) -> bool:
+    with suppress(metadata.PackageNotFoundError):
+        return bool(metadata.version(distribution))
+    return False
 
 
 def _prepare_start(rehearse: bool) -> tuple[str, dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,16 @@ MAX_ERROR = 2e-2  # relative error that bf16 may cause in the gradient of any pa
 
 
 class Setting(NamedTuple):
-    """How a block computes. attention: sdpa for windows, varlen for packed documents."""
+    """How a block computes.
+
+    attention: sdpa for windows, varlen for packed documents. flash: the name of a FlashAttention
+    that replaces torch's own, "" for none.
+    """
 
     attention: str
     precision: str
     compiled: bool = False
-    flash_3: bool = False
+    flash: str = ""
 
     @property
     def packing(self) -> str:
@@ -40,10 +44,10 @@ def block(place: Place) -> None:
     )
     precision = place.size("bf16", "fp32")
     settings = [
-        Setting(attention, precision, compiled, flash_3)
+        Setting(attention, precision, compiled, flash)
         for attention in ("sdpa", "varlen")
         for compiled in place.size((False, True), (False,))
-        for flash_3 in ((False, True) if _has_flash_3(place) else (False,))
+        for flash in ("", *_find_flash(place, attention))
     ]
     expected = {
         packing: compute_gradients(place, directory, REFERENCE, packing)
@@ -62,7 +66,7 @@ def block(place: Place) -> None:
                     (
                         setting.attention,
                         "compiled" if setting.compiled else "eager",
-                        *(["FlashAttention 3"] if setting.flash_3 else []),
+                        *filter(None, [setting.flash]),
                     )
                 ): {"worst": worst_name, "error": errors[worst_name]}
             }
@@ -70,12 +74,18 @@ def block(place: Place) -> None:
         assert errors[worst_name] < MAX_ERROR, (setting, worst_name, errors[worst_name])
 
 
-def _has_flash_3(place: Place) -> bool:
-    return (
-        place.on_gpu
-        and find_spec("flash_attn_interface") is not None
-        and torch.cuda.get_device_capability()[0] == 9
-    )
+def _find_flash(place: Place, attention: str) -> list[str]:
+    """Return the names of the versions of FlashAttention that a run could use here."""
+    from lib.parallel import attention_kernel as kernels
+
+    if not place.on_gpu:
+        return []
+    major = torch.cuda.get_device_capability()[0]
+    return [
+        kernel.name
+        for kernel in (kernels.PACKED_KERNELS if attention == "varlen" else (kernels.FLASH_3,))
+        if major in kernel.majors and kernel.find_version() is not None
+    ]
 
 
 def compute_gradients(
@@ -87,20 +97,20 @@ def compute_gradients(
     with _sharded_model(directory, setting) as (model, device):
         if setting != REFERENCE:  # the reference needs its mask, and this change cannot be undone
             attention.avoid_device_reads(model, packing, 8192)
-        if setting.flash_3:
-            kernel = attention_kernel.pick_attention_kernel(
-                model, packing, setting.precision, device
-            )
-            assert "FlashAttention 3" in kernel, kernel
+        if setting.flash:
+            versions = attention_kernel.PACKED_KERNELS
+            chosen = tuple(version for version in versions if version.name == setting.flash)
+            with mock.patch.object(attention_kernel, "PACKED_KERNELS", chosen):
+                kernel = attention_kernel.pick_attention_kernel(
+                    model, packing, setting.precision, device
+                )
+            assert f"by {setting.flash}" in kernel, kernel
         loss.token_loss_sum(model, _make_batch(place, packing, model.config.vocab_size)).backward()
         gradients = {
             name: local_part(parameter.grad).detach().clone()
             for name, parameter in model.named_parameters()
         }
-    if setting.flash_3:
-        from torch.nn.attention import restore_flash_attention_impl
-
-        restore_flash_attention_impl()
+    attention_kernel.restore_flash_2()
     return gradients
 
 

@@ -149,7 +149,7 @@ def varlen(place: Place) -> None:
                 **({"max_length_q": longest} if longest else {}),
             )
             float32_parts = [part.detach().float().requires_grad_() for part in parts]
-            expected = _attend_with_mask(*float32_parts, offsets, window)
+            expected = attend_with_mask(*float32_parts, offsets, window)
             weights = torch.randn_like(expected)
             reference = torch.autograd.grad(expected, float32_parts, weights)
             gradients = torch.autograd.grad(output, parts, weights.to(dtype))
@@ -163,7 +163,7 @@ def varlen(place: Place) -> None:
             assert worst < 2 * BF16_TOLERANCE, f"relative error {worst}"
 
 
-def _attend_with_mask(
+def attend_with_mask(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, window: int | None
 ) -> Tensor:
     """Return attention with a mask of documents, [1, T, H, D]. query, key, value: [1, H, T, D]."""

@@ -9,7 +9,8 @@
         .cache/wheelhouse/   wheels that an image with torch and transformers may lack
         models/…          configurations (_MODELS), all with the same byte tokenizer
 
-The kit takes about 30 MB. Its digests are SHA-256, so a machine without xxhash can check them.
+The kit takes about 30 MB, or 130 MB with --flash-4, which adds FlashAttention 4. Its digests are
+SHA-256, so a machine without xxhash can check them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,18 @@ _EXCLUDED = (
     "tkinter",
     "turtledemo",
 )
-_MAX_BYTES = 40 << 20
+# FlashAttention 4 and what it needs beside torch. pip would add torch itself.
+_FLASH_4_WHEELS = (
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "apache-tvm-ffi<0.2",
+    "torch-c-dlpack-ext",
+    "einops",
+    "protobuf",
+)
+_FLASH_4_LIBRARIES = ("base", "core", "cu13")  # of nvidia-cutlass-dsl, with its version
+_MAX_BYTES = 40 << 20  # without FlashAttention 4
 CHAT_LENGTHS = (256, 8192)  # a token store of conversations is for one --seq-length
 
 _LLAMA = {
@@ -158,8 +170,13 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 Stage = Callable[..., object]  # runs a script with arguments; raises an error if it fails
 
 
-def make_kit(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
-    """Make the kit; its directory appears once it is complete. texts: raw text for the dataset."""
+def make_kit(
+    kit: Path, stage: Stage, texts: Path, wheels: bool = True, flash_4: bool = False
+) -> None:
+    """Make the kit; its directory appears once it is complete.
+
+    texts: raw text for the dataset. flash_4: add the wheels of FlashAttention 4.
+    """
     partial = kit.with_name(f"{kit.name}.partial-kit")
     shutil.rmtree(partial, ignore_errors=True)
     for name, (config, sizes) in _MODELS.items():
@@ -189,6 +206,8 @@ def make_kit(kit: Path, stage: Stage, texts: Path, wheels: bool = True) -> None:
     size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     if size > _MAX_BYTES:
         sys.exit(f"error: the kit would take {size:,} bytes, more than {_MAX_BYTES:,}")
+    if flash_4:
+        _fetch_flash_4(partial / ".cache/wheelhouse/flash-4")
     shutil.rmtree(kit, ignore_errors=True)
     partial.rename(kit)
     print(
@@ -269,18 +288,42 @@ def _fetch_wheels(cache_dir: Path) -> None:
     """Fetch wheels and their dependencies, at the versions that the requirements pin."""
     from launch.bundles import wheelhouse
 
-    pinned = {
-        line.partition("==")[0]: line.partition(";")[0]
-        for path in sorted(ROOT.glob("requirements*.txt"))
-        for line in path.read_text().splitlines()
-        if re.match(r"[a-z]", line)
-    }
+    pinned = _read_pins()
     requirements = "\n".join(pinned[name] for name in _WHEELS)
     wheelhouse.prepare_wheelhouse(
         cache_dir,
         {"requirements.txt": requirements.encode()},
         wheelhouse.parse_target(PYTHON, PLATFORM),
         [],
+    )
+
+
+def _read_pins() -> dict[str, str]:
+    """Return the pinned requirement of each package, without extras and conditions."""
+    return {
+        (
+            name := re.split(r"[\[=]", line)[0]
+        ): f"{name}=={line.partition('==')[2].partition(';')[0]}"
+        for path in sorted(ROOT.glob("requirements*.txt"))
+        for line in path.read_text().splitlines()
+        if re.match(r"[a-z]", line)
+    }
+
+
+def _fetch_flash_4(directory: Path) -> None:
+    """Fetch the wheels of FlashAttention 4 and of the packages that it needs beside torch."""
+    pins = _read_pins()
+    version = pins["nvidia-cutlass-dsl"].partition("==")[2]
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+            *("--no-deps", "--only-binary=:all:", "--python-version", PYTHON),
+            *("--platform", PLATFORM, "--platform", "manylinux2014_x86_64"),
+            *("--dest", str(directory)),
+            *(pins.get(name, name) for name in _FLASH_4_WHEELS),
+            *(f"nvidia-cutlass-dsl-libs-{name}=={version}" for name in _FLASH_4_LIBRARIES),
+        ],
+        check=True,
     )
 
 
@@ -302,4 +345,8 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=DIRECTORY, help="where to make it")
-    make_kit(parser.parse_args().out, _run_stage, _find_library())
+    parser.add_argument(
+        "--flash-4", action="store_true", help="add FlashAttention 4 for CUDA 13, 100 MB"
+    )
+    args = parser.parse_args()
+    make_kit(args.out, _run_stage, _find_library(), flash_4=args.flash_4)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT, run_stage
-from tests.gpu import items, kit, machine, memory, ready, runner, several, traces
+from tests.gpu import attention, items, kit, machine, memory, ready, runner, several, traces
 from tests.gpu.items import Item
 from tests.gpu.place import NotHere, Place, Stage
 
@@ -64,6 +64,27 @@ def test_a_process_that_has_used_the_gpu_forks_no_stage(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(AssertionError, match="has used the GPU"):
         place.train("x")
+
+
+def test_the_comparison_of_attention_notices_errors_and_leaks(place: Place) -> None:
+    """Right results pass. A kernel that sees the document before, or scales wrongly, does not."""
+    by_document = attention._attend_by_varlen
+
+    def leak(query, key, value, ends, longest):
+        return by_document(query, key, value, torch.cat([ends[:-2], ends[-1:]]), longest)
+
+    def scale(query, *others):
+        return by_document(1.1 * query, *others)
+
+    assert attention._find_error(place, "right", by_document, 16) == ""
+    assert attention._find_error(place, "scaled", scale, 16) == attention._WRONG
+    assert attention._find_error(place, "leaking", leak, 16) == attention._WRONG
+    assert (
+        place.figures[f"leaking, {attention._LEAK}"]
+        > 0
+        == place.figures[f"right, {attention._LEAK}"]
+    )
+    assert sum(attention.make_lengths(8192)) == 8192 and min(attention.make_lengths(8192)) > 0
 
 
 def test_the_kit_asks_pip_for_pinned_wheels(
