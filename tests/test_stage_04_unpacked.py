@@ -228,4 +228,5 @@ def test_a_mixture_of_conversations_and_long_text(project: Path) -> None:
     assert len(rows) == STEPS and rows[-1]["train/loss"] < rows[0]["train/loss"]
     assert rows[-1]["train/tokens_seen"] < STEPS * BATCH * 64
     log = read_log(project, "run")
+    assert "none in this family" in log and "eager" not in log
     assert "documents cut, one per pack" in log

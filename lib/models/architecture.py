@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def build_on_meta(
     find_class = _find_custom_class if runs_code else _find_causal_class
     family = find_class(model_dir, config)
     if attention in ("sdpa", "varlen") and not getattr(family, "_supports_sdpa", True):
-        if log.rank() == 0:
+        if log.rank() == 0 and has_attention(config):
             log.warn(
                 f"{config.model_type} does not support {attention} attention; eager attention is "
                 "used, which is slower and needs memory that grows with the square of the sequence "
@@ -153,6 +154,18 @@ def build_on_meta(
             expected="fields of config.json that fit together",
         ) from error
     return model.train()
+
+
+def has_attention(config: PretrainedConfig) -> bool:
+    """Return whether a family has attention; Mamba, for example, has none."""
+    names = list_names(config)
+    return not names or any(name.endswith("Attention") for name in names)
+
+
+def list_names(config: PretrainedConfig) -> list[str]:
+    """Return the names in transformers' module of a family; none for a model with its own code."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return list(vars(sys.modules[family.__module__])) if family else []
 
 
 def decoder_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -29,6 +29,7 @@ from transformers import (
 
 from lib.core import commands, log
 from lib.core.errors import UsageError
+from lib.models.architecture import list_names
 from lib.tokens.batches import MicroBatch
 
 VARLEN = "varlen"
@@ -143,6 +144,8 @@ def varlen_problem(precision: str, config: PretrainedConfig, any_gpu: bool = Fal
         return "the kernel for packed documents does not support fp32"
     if has_dropout(config):
         return "the kernel for packed documents does not support the dropout of this model"
+    if _has_own_table(config):
+        return f"transformers lets {config.model_type} models use only attention of their own"
     widest = max(find_head_sizes(config))
     if widest > _MAX_HEAD_SIZE:
         return (
@@ -158,6 +161,11 @@ def varlen_problem(precision: str, config: PretrainedConfig, any_gpu: bool = Fal
     if 192 < widest <= 224 and ((8, 6) <= capability <= (8, 9) or capability[0] == 12):
         return f"{name} has no backward kernel for packed documents with {widest} numbers per head"
     return ""
+
+
+def _has_own_table(config: PretrainedConfig) -> bool:
+    """Return whether a family has a table of the attention that it can use (Falcon, GPT-J)."""
+    return any(name.endswith("_ATTENTION_CLASSES") for name in list_names(config))
 
 
 def has_dropout(config: PretrainedConfig) -> bool:

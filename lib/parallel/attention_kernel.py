@@ -27,6 +27,7 @@ from torch.nn.attention import (
 from transformers import AttentionInterface, PretrainedConfig
 
 from lib.core import commands
+from lib.models.architecture import has_attention
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention, flash_4
 
@@ -115,6 +116,8 @@ def pick_attention_kernel(
     name = config._attn_implementation
     by_mask = packing == "documents" and name == "sdpa"
     label = "sdpa with a mask" if by_mask else name
+    if not has_attention(config):
+        return "none in this family"
     if name in _OTHERS:
         return _OTHERS[name]
     if device.type != "cuda":
@@ -163,8 +166,8 @@ def _find_problem(kernel: FlashKernel, config: PretrainedConfig, device: torch.d
     if torch.cuda.get_device_capability(device)[0] not in kernel.majors:
         supported = " or ".join(f"{major}.x" for major in kernel.majors)
         return f"{kernel.name} needs compute capability {supported}"
-    if torch.are_deterministic_algorithms_enabled():
-        return f"--deterministic on rules out {kernel.name}"
+    if torch.are_deterministic_algorithms_enabled():  # torch itself then avoids cuDNN too
+        return f"--deterministic on rules out cuDNN and {kernel.name}"
     if attention.has_dropout(config):
         return f"{kernel.name} does not support the dropout of this model"
     if kernel.find_version() is None:

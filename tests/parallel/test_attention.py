@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DeepseekV3Config,
+    FalconConfig,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GPT2Config,
@@ -61,6 +62,7 @@ def test_packed_documents_use_the_varlen_kernel_if_it_can_train(gpu) -> None:
         ((9, 0), "bf16", Gemma4TextConfig(), "this model has 512"),
         ((9, 0), "bf16", GPT2Config(), "dropout of this model"),
         ((8, 6), "bf16", LlamaConfig(head_dim=208), "no backward kernel"),
+        ((9, 0), "bf16", FalconConfig(), "attention of their own"),
     ]
     for capability, precision, config, reason in cases:
         gpu(*capability)

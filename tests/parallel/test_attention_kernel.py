@@ -14,7 +14,7 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     restore_flash_attention_impl,
 )
-from transformers import GPT2Config, LlamaConfig, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, Mamba2Config, PretrainedConfig
 
 from lib.parallel import attention_kernel
 
@@ -115,7 +115,11 @@ def test_the_reason_for_not_trying_flash_attention_3_is_logged(
 ) -> None:
     assert "the dropout of this model" in pick_kernel(config=GPT2Config(n_embd=64, n_head=4))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert pick_kernel() == "sdpa, by cuDNN (--deterministic on rules out FlashAttention 3)"
+    let_torch_choose(monkeypatch, SDPBackend.FLASH_ATTENTION)  # as torch does in this mode
+    assert (
+        pick_kernel() == "sdpa, by FlashAttention 2 of torch (--deterministic on rules out cuDNN "
+        "and FlashAttention 3)"
+    )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: None)
     assert (
@@ -138,6 +142,7 @@ def test_other_kernels_are_named(hopper, monkeypatch: pytest.MonkeyPatch) -> Non
         pick_kernel("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the "
         "kernel for packed documents does not support fp32; that is several times slower"
     )
+    assert pick_kernel("eager", config=Mamba2Config()) == "none in this family"
     assert pick_kernel("eager") == "eager, by matrix products, which is slow"
     assert pick_kernel(device=CPU) == "sdpa, by torch's kernel for CPUs"
 

@@ -87,7 +87,7 @@ def test_the_command_that_installs_it_is_logged(gpu, monkeypatch: pytest.MonkeyP
     assert kernel.startswith("varlen, by FlashAttention 3 of flash_attn_3 (FlashAttention 4, which")
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     kernel = pick_kernel("varlen", "documents")
-    assert kernel.endswith("torch (--deterministic on rules out FlashAttention 4)")
+    assert kernel.endswith("torch (--deterministic on rules out cuDNN and FlashAttention 4)")
 
 
 FAULTS = {
