@@ -10,7 +10,7 @@ import copy
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from lib.core.errors import ArtifactError
 from lib.core.paths import short_name
 from lib.models import directory, keys, lookup
 from lib.models.architecture import decoder_layers
+from lib.models.host_draws import HostDraws
 from lib.models.keys import AddedModule, LoadPlan
 from lib.models.recipes import Recipe
 from lib.models.sharded import (
@@ -154,22 +155,24 @@ def _raise_if_any(model_dir: Path, problems: list[str]) -> None:
 def initialise_model(model: PreTrainedModel, seed: int) -> None:
     """Initialise all parameters by the family's own rules, and restore the buffers.
 
-    model: sharded or plain, allocated with `to_empty`. The result depends on the seed, the names of
-    the blocks and the type of device, but not on the sharding. For a short time this needs the
-    memory of one unsharded block.
+    model: sharded or plain, allocated with `to_empty`. The result depends on the seed and the
+    model, but not on the sharding or the device. The numbers are drawn in host memory, of
+    which this needs for a short time as much as this rank's part of one block.
     """
     restore_ties(model)
     uninitialised: list[str] = []
-    for name, block, with_children in _find_blocks(model):
-        with (
-            own_classes(block),
-            _unsharded(block, name, with_children, model.all_tied_weights_keys) as parameters,
-            _own_random_stream(f"{seed}/{name}", {full.device for _, full in parameters.values()}),
-        ):
-            _apply_rules(block, _find_owner(model, name), with_children)
-            uninitialised += _copy_shards(parameters)
-    if uninitialised:
-        _copy_constructed(model, uninitialised, seed)
+    with workers.thread_pool(torch.get_num_threads(), "draws") as pool:
+        draws = HostDraws(seed, pool)
+        for name, block, with_children in _find_blocks(model):
+            with (
+                own_classes(block),
+                _unsharded(block, name, with_children, model.all_tied_weights_keys) as parameters,
+            ):
+                draws.begin({full: local_slice(shard) for shard, full in parameters.values()})
+                with _own_random_stream(f"{seed}/{name}"), draws:
+                    _apply_rules(block, _find_owner(model, name), with_children)
+                uninitialised += _copy_shards(parameters)
+    _copy_constructed(model, uninitialised, seed)
     restore_buffers(model)
 
 
@@ -203,15 +206,22 @@ def restore_buffers(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _copy_constructed(model: PreTrainedModel, names: list[str], seed: int) -> None:
-    """Set parameters, by name, to the values that their constructors give them."""
-    keys = {
-        (own_class(model.get_submodule(path)), leaf)
-        for path, _, leaf in (name.rpartition(".") for name in names)
-    }
-    twin = build_twin(model, keys, seed)
+    """Replace NaN in parameters, by name, by the values that their constructors give them.
+
+    Each kind of parameter has a twin of its own, so its values do not depend on which other ones
+    this rank needs.
+    """
+    kinds: dict[tuple[type[nn.Module], str], list[str]] = {}
     for name in names:
-        parameter = model.get_parameter(name)
-        local_tensor(parameter).copy_(twin.get_parameter(name)[local_slice(parameter)])
+        path, _, leaf = name.rpartition(".")
+        kinds.setdefault((own_class(model.get_submodule(path)), leaf), []).append(name)
+    for kind, same_kind in kinds.items():
+        twin = build_twin(model, {kind}, seed)
+        for name in same_kind:
+            parameter = model.get_parameter(name)
+            shard = local_tensor(parameter)
+            constructed = twin.get_parameter(name)[local_slice(parameter)].to(shard)
+            shard.copy_(torch.where(shard.isnan(), constructed, shard))
 
 
 def build_twin(model: PreTrainedModel, keys: Kept = frozenset(), seed: int = 0) -> PreTrainedModel:
@@ -262,9 +272,10 @@ def _apply_rules(module: nn.Module, owner: PreTrainedModel, with_children: bool)
 def _unsharded(
     block: nn.Module, name: str, with_children: bool, tied: dict[str, str]
 ) -> Iterator[FullParameters]:
-    """Replace the parameters of a block by unsharded ones full of NaN while this context is open.
+    """Replace the parameters of a block by unsharded ones in host memory within this context.
 
-    A parameter that is tied to another one is on meta, where initialising it has no effect.
+    This rank's part of each is NaN, and the system allocates memory only for what is written. A
+    parameter that is tied to another one is on meta, where initialising it has no effect.
     """
     parameters: FullParameters = {}
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
@@ -273,11 +284,10 @@ def _unsharded(
             if parameter is None:
                 continue
             full_name = ".".join(filter(None, (name, path, leaf)))
-            device = "meta" if full_name in tied else parameter.device
-            full = nn.Parameter(
-                torch.full(plain(parameter).shape, torch.nan, device=device, dtype=parameter.dtype),
-                requires_grad=False,
-            )
+            device = "meta" if full_name in tied else "cpu"
+            empty = torch.empty(plain(parameter).shape, device=device, dtype=parameter.dtype)
+            empty[local_slice(parameter)] = torch.nan
+            full = nn.Parameter(empty, requires_grad=False)
             places.append((module, leaf, parameter))
             module._parameters[leaf] = full
             if full_name not in tied:
@@ -291,25 +301,22 @@ def _unsharded(
 
 @torch.no_grad()
 def _copy_shards(parameters: FullParameters) -> list[str]:
-    """Copy this rank's part of each parameter; return the names of parameters that contain NaN."""
+    """Copy this rank's part of each parameter; return the names of those that contain NaN there."""
     uninitialised = []
     for name, (parameter, full) in parameters.items():
-        local_tensor(parameter).copy_(full[local_slice(parameter)])
-        if full.isnan().any():
+        part = full[local_slice(parameter)]
+        local_tensor(parameter).copy_(part)
+        if part.isnan().any():
             uninitialised.append(name)
     return uninitialised
 
 
 @contextlib.contextmanager
-def _own_random_stream(key: str, devices: Iterable[torch.device] = ()) -> Iterator[None]:
-    """Seed the generators of CPU and GPUs from a key, and restore their states afterwards."""
+def _own_random_stream(key: str) -> Iterator[None]:
+    """Seed the generator of the CPU from a key, and restore its state afterwards."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:7], "big")
-    gpus = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=gpus):
+    with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(seed)
-        for gpu in gpus:
-            with torch.cuda.device(gpu):
-                torch.cuda.manual_seed(seed)
         yield
 
 

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from lib.models import keys, weights
+from lib.models import host_draws, keys, weights
 from lib.models.architecture import build_on_meta, decoder_layers
 from lib.models.sharded import local_slice, local_tensor
 
+PIECE = 50  # elements that are drawn at once: so shards begin within pieces
 TOKENS = torch.arange(24).reshape(2, 12) % 90 + 3
 
 
@@ -122,6 +123,7 @@ def case(directory: Path, placement: int | None, mesh: list[int]) -> dict[str, A
 def main() -> None:
     """Run all cases and save each rank's results as `<case>.rank<r>.pt`."""
     root = Path(sys.argv[1])
+    host_draws.PIECE = PIECE
     dist.init_process_group("gloo")
     for name, options in json.loads((root / "cases.json").read_text()).items():
         result = case(root / name, options["placement"], options["mesh"])
