@@ -219,7 +219,8 @@ def _choose_device(local_rank: int) -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         _bind_to_near_cores(device)
-        torch.set_num_threads(threads)
+        # More threads than cores would wait for each other's time slices in every operation.
+        torch.set_num_threads(min(threads, len(os.sched_getaffinity(0))))
         return device
     torch.set_num_threads(threads)
     log.detail(

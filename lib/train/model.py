@@ -330,7 +330,7 @@ def make_optimizer(
         config.spike_factor,
         device,
         layout.ranks,
-        fold=device.type == "cuda",
+        fold=layout.device.type == "cuda",
         divisor=parallelize.gradient_divisor(layout.fsdp),
     )
     return optimizer, guard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from tests.gpu import traces
 from tests.gpu.place import Place
 from tests.gpu.speed import MEASURED_STEPS, append_profile, run_measured, summarise_run
@@ -146,9 +148,12 @@ def log_rows(place: Place) -> None:
 
 
 def offload_speed(place: Place) -> None:
-    """Compare the phases of a step of the 1B with --cpu-offload on and off."""
+    """Compare the phases of a step of the 1B with --cpu-offload on and off, and time their parts.
+
+    The update with offloading should take at most 1.2 times the longest of its parts.
+    """
     for state in ("off", "on"):
-        run_measured(
+        run = run_measured(
             place,
             f"offload {state}",
             "1b",
@@ -160,3 +165,40 @@ def offload_speed(place: Place) -> None:
             "off",
             steps=8,
         )
+    parts = _time_update_parts(place)
+    parameters, _ = count_parameters(place)
+    bound = max(parts.values()) * parameters / 1e9
+    place.note(
+        update_ms_per_1e9_parameters=parts,
+        update_divided_by_longest_part=summarise_run(run)["time/update"] / bound,
+        cores=len(os.sched_getaffinity(0)),
+    )
+
+
+def _time_update_parts(place: Place) -> dict[str, float]:
+    """Return the milliseconds of each part of an update in host memory, per 10⁹ parameters."""
+    import torch
+
+    from lib.optim import registry
+    from lib.optim.guard import StepGuard
+    from tests.gpu.kernels import time_median
+
+    rows = place.size(1 << 18, 1 << 9)
+    model = torch.nn.Linear(1024, rows, bias=False, device="meta")
+    weight, gradient = (torch.zeros(rows, 1024, pin_memory=place.on_gpu) for _ in range(2))
+    model.weight = torch.nn.Parameter(weight)
+    model.weight.grad = gradient
+    optimizer = registry.build_optimizer("adamw", model, 1e-3)
+    guard = StepGuard("bf16", 0.0, torch.device("cpu"), fold=True)
+    actions = {
+        "norm": lambda: guard.clip(optimizer, 1.0, guard.scale_for(1)),
+        "adamw": optimizer.step,
+    }
+    if place.on_gpu:
+        on_device = torch.empty_like(weight, device="cuda")
+        actions["copy to the GPU"] = lambda: on_device.copy_(weight, non_blocking=True)
+        actions["copy to the host"] = lambda: gradient.copy_(on_device, non_blocking=True)
+    return {
+        name: 1e3 * time_median(place, action, 5) / weight.numel() * 1e9
+        for name, action in actions.items()
+    }

@@ -162,6 +162,17 @@ def test_the_optimizer_may_scale_the_gradients(
         assert (actual - expected).abs().mean() < 1e-5
 
 
+def test_all_threads_compute_the_norm_of_large_gradients() -> None:
+    """With one thread, torch also loses digits: the sum of squares is a single float32."""
+    guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(5_000_001)) for _ in range(2)])
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    expected = 1e-3 * 10_000_002**0.5
+    norm = guard.clip(optimizer, 0.0, guard.scale_for(1))
+    assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
 def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) -> None:
     """An optimizer that ignores `grad_scale` would take unclipped steps."""
     guard = StepGuard("fp32", 0.0, torch.device("cpu"), fold=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from lib.optim import guard
 from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout, make_mesh
 from tests.parallel.summing import train_case
@@ -27,6 +28,7 @@ CASES = [
 
 def main() -> None:
     """Train every case both ways."""
+    guard._ROW = 8  # so that shards have several rows
     layout = ParallelLayout.start()
     results = {}
     ranks = layout.ranks
