@@ -222,7 +222,7 @@ def set_up(
     float8.update_scales_with(optimizer, model)
     set_up_kernels(config, model, layout)
     compute_loss = build_loss(model, layout, config.packing, compiler)
-    meters = Meters(config, experiment, layout, cost.flops, hardware.peak, in_use, state.step)
+    meters = Meters(config, experiment, layout, cost, hardware.peak, in_use, state.step)
     parts = (experiment, journal, state, stream, meters, estimate)
     report = BenchReport(*parts, inputs) if config.bench else Report(*parts)
     return Run(
@@ -402,7 +402,7 @@ def train(run: Run) -> Divergence | None:
             run.routers.end_step(optimizer.found_inf)
             optimizer.zero_grad(set_to_none=True)
         state.advance(step)
-        window.end_step(step.label_tokens)
+        window.end_step(step.label_tokens, sum(batch.count_pairs() for batch in step.batches))
         run.meters.end_step(state.step)
         run.report.count_step()
         run.checkpointer.poll(state)

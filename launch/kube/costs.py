@@ -142,7 +142,7 @@ def measure_model(config: Config) -> tuple[ModelCost, str]:
         raise NoEstimate(f"the size of {name or config.config_json} is unknown on this machine")
     per_parameter = 4 if config.trains_lora else 6
     flops = per_parameter * products + attention
-    return ModelCost(parameters, flops, 0.0, bool(config.model_size), False), source
+    return ModelCost(parameters, flops, attention, 0.0, bool(config.model_size), False), source
 
 
 def _has_experts(model_dir: Path) -> bool:

@@ -95,7 +95,8 @@ METRICS = {
     "perf/tflops": Figure(
         "TFLOP/s",
         "operations of one device in the window, counted as 6 N + 12 L H Q T per token (4 N for "
-        "frozen weights)",
+        "frozen weights). T is the sequence length. Of packed documents, the squares of their "
+        "lengths count instead of the square of T",
         "device_flop_per_second",
     ),
     "perf/mfu": Figure(

@@ -20,7 +20,7 @@ def count_per_token(model: nn.Module, seq_length: int) -> float:
     part in a matrix product for a token (of experts, only the chosen), L layers, H heads of size
     Q, T the sequence length. For frozen parameters it is 4 N: their gradients are not computed. All
     pairs of tokens count in attention, as is usual, though a causal model computes half of them;
-    see `count_causal`.
+    see `count_causal`. Packed documents have fewer pairs, see lib/train/output/rows.py.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
@@ -33,12 +33,12 @@ def count_per_token(model: nn.Module, seq_length: int) -> float:
         share = chosen / experts if chosen and experts and ".experts." in name else 1.0
         if parameter is not embedding or tied:
             products += (6 if parameter.requires_grad else 4) * parameter.numel() * share
-    return products + _count_attention(model, seq_length)
+    return products + count_attention(model, seq_length)
 
 
 def count_causal(model: nn.Module, seq_length: int) -> float:
     """Return the FLOPs per trained token with only the causal half of attention."""
-    return count_per_token(model, seq_length) - _count_attention(model, seq_length) / 2
+    return count_per_token(model, seq_length) - count_attention(model, seq_length) / 2
 
 
 def describe_per_token(model: nn.Module, seq_length: int) -> str:
@@ -49,7 +49,8 @@ def describe_per_token(model: nn.Module, seq_length: int) -> str:
     )
 
 
-def _count_attention(model: nn.Module, seq_length: int) -> float:
+def count_attention(model: nn.Module, seq_length: int) -> float:
+    """Return the FLOPs per trained token between all pairs of tokens of a sample."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads

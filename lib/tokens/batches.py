@@ -80,6 +80,16 @@ class MicroBatch(NamedTuple):
             for part in self
         )
 
+    def count_pairs(self) -> int:
+        """Return the sum of the squared lengths of all documents; without boundaries, of all rows.
+
+        The padding of a packed row is a document too. Call this in host memory.
+        """
+        if self.boundaries is None:
+            rows, length = self.input_ids.shape
+            return rows * length**2
+        return int(self.boundaries.long().diff().square().sum())
+
 
 class Cursor(NamedTuple):
     """The position of a rank in its raw shards: token `token` of the document at `place`.

@@ -52,12 +52,14 @@ class Hardware:
 class ModelCost:
     """The facts about a model that the estimates of a run need.
 
-    flops: floating-point operations per token. checkpoint: bytes of a checkpoint. scratch: the
+    flops: floating-point operations per token. attention: those of them in attention, between all
+    tokens of a sample. checkpoint: bytes of a checkpoint. scratch: the
     weights are initialised from the seed. validates: a dataset has a validation split.
     """
 
     parameters: int
     flops: float
+    attention: float
     checkpoint: float
     scratch: bool
     validates: bool

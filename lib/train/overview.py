@@ -80,6 +80,7 @@ def show_head(
         log.detail(
             f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per GPU ({hardware.source}); "
             + flops.describe_per_token(model, config.seq_length)
+            + ("; less for packed documents" if config.packing == "documents" else "")
         )
 
 
@@ -332,6 +333,7 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
     return ModelCost(
         model.num_parameters(),
         flops.count_per_token(model, config.seq_length),
+        flops.count_attention(model, config.seq_length),
         sizes.count_checkpoint(model, config.optimizer),
         inputs.scratch,
         any("validation" in corpus.dataset.splits for corpus in inputs.corpora),

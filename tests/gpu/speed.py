@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 import statistics
@@ -80,6 +79,7 @@ def summarise_run(run: Stage) -> dict[str, Any]:
         key: statistics.median(row[key] for row in rows)
         for key in (
             "perf/tokens_per_sec_per_device",
+            "perf/tflops",
             "time/data",
             "time/forward",
             "time/backward",
@@ -88,12 +88,8 @@ def summarise_run(run: Stage) -> dict[str, Any]:
             "time/total",
         )
     }
-    tokens_per_s = medians["perf/tokens_per_sec_per_device"]
-    line = re.search(_PEAK_LINE, "\n".join(run.log_lines))
-    peak, square, causal = map(float, line.groups()) if line else (math.inf, 0, 0)  # on a CPU
     return medians | {
-        "mfu_causal": tokens_per_s * causal * 1e9 / (peak * 1e12),
-        "mfu_whole_square": tokens_per_s * square * 1e9 / (peak * 1e12),
+        **_compute_mfu(medians, run.log_lines),
         "peak_gib": max(row["memory/peak_gib"] for row in run.rows),
         "first_step_ms": run.rows[0]["time/total"],
         "said": [
@@ -104,12 +100,26 @@ def summarise_run(run: Stage) -> dict[str, Any]:
     }
 
 
+def _compute_mfu(medians: dict[str, float], log_lines: list[str]) -> dict[str, float]:
+    """Return MFU by both FLOP counts; {} on a CPU. The rows count the whole square of attention."""
+    line = re.search(_PEAK_LINE, "\n".join(log_lines))
+    if line is None:
+        return {}
+    peak, square, causal = map(float, line.groups())
+    products = medians["perf/tokens_per_sec_per_device"] * (2 * causal - square) / 1e3
+    return {
+        "mfu_causal": (medians["perf/tflops"] + products) / 2 / peak,
+        "mfu_whole_square": medians["perf/tflops"] / peak,
+    }
+
+
 def describe_figures(figures: dict[str, Any], target: float | None = None) -> str:
     """Return the figures of a run in one line. target: the MFU that it should reach."""
     target_note = f" (aim {100 * target:.0f} %)" if target else ""
+    mfu = figures.get("mfu_causal")  # absent on a CPU
+    mfu_text = f"{100 * mfu:.1f} % MFU by the causal half{target_note}, " if mfu else ""
     return (
-        f"{figures['perf/tokens_per_sec_per_device']:,.0f} tokens/s, "
-        f"{100 * figures['mfu_causal']:.1f} % MFU by the causal half{target_note}, "
+        f"{figures['perf/tokens_per_sec_per_device']:,.0f} tokens/s, {mfu_text}"
         f"{figures['peak_gib']:.1f} GiB"
     )
 

@@ -292,6 +292,6 @@ def test_a_step_without_trained_tokens_produces_no_nan(model: nn.Module) -> None
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     window = LossWindow(SimpleNamespace(device=torch.device("cpu")))
     window.add(torch.zeros(()))
-    window.end_step(0)
+    window.end_step(0, 0)
     captured = window.capture()
     assert captured.means(*captured.sums.tolist()) == (0, 0) and captured.tokens_per_step == 0

@@ -204,6 +204,7 @@ def test_no_document_exceeds_the_longest_of_its_batch(tmp_path: Path) -> None:
                 batch.position_ids.flatten(), torch.cat([torch.arange(n) for n in lengths])
             )
             assert len(lengths) <= 2 * samples.most_documents
+            assert batch.count_pairs() == sum(n**2 for n in lengths.tolist())
             counts_by_length[batch.longest] += 1
     assert set(counts_by_length) == {128, 256, 512, 1024}
 
@@ -237,6 +238,7 @@ def test_each_row_begins_a_document() -> None:
 
 def test_windows_have_no_boundaries() -> None:
     [[batch]] = [step.batches for step in steps(windows(5), 0, Division(2, 1, 0, 1), 1)]
+    assert batch.count_pairs() == 2 * batch.input_ids.shape[1] ** 2
     assert (
         batch.boundaries is batch.longest is batch.to(SimpleNamespace(device=CPU)).longest is None
     )

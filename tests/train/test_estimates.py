@@ -13,7 +13,7 @@ from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
 from tests.train.test_plan import options
 
-SEVEN_B = ModelCost(7_250_000_000, 4.4e10, 87e9, scratch=False, validates=True)
+SEVEN_B = ModelCost(7_250_000_000, 4.4e10, 0.2e10, 87e9, scratch=False, validates=True)
 H100 = Hardware(8, 989e12, "data sheet of the H100")
 FORTY_GB = 40_000_000_000 // 4 // 1024  # samples of 1,024 tokens
 

@@ -17,7 +17,7 @@ def test_a_window_has_its_own_memory_peak(tmp_path: Path) -> None:
     """The peak of the launch alone would not show which steps need the most memory."""
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"))
     config = make_plan(samples=10, max_steps=1).config
-    meters = Meters(config, Experiment(tmp_path, "exp"), layout, 1.0, 1.0, 0.0, 0)
+    meters = Meters(config, Experiment(tmp_path, "exp"), layout, None, 1.0, 0.0, 0)
     meters.memory()
     torch.ones(1 << 27).sum()  # half a gigabyte, for a moment
     high, after = (meters.memory() for _ in range(2))

@@ -61,7 +61,10 @@ def test_reading_a_row_waits_for_no_later_step(
     timers = Timers(GPU)
     guard = StepGuard("bf16", 30.0, CPU)
     meters = SimpleNamespace(
-        timers=timers, flops=1.0, peak=1.0, memory=lambda: {"memory/peak_gib": 2.0}
+        timers=timers,
+        cost=SimpleNamespace(flops=10.0, attention=4.0),
+        peak=1e3,
+        memory=lambda: {"memory/peak_gib": 2.0},
     )
     stream = SimpleNamespace(epoch=lambda position: 0.5, costs=lambda times: {})
     state = SimpleNamespace(
@@ -73,7 +76,7 @@ def test_reading_a_row_waits_for_no_later_step(
             with timers(phase):
                 pass
         window.add(torch.tensor(loss))
-        window.end_step(4)
+        window.end_step(4, 64)  # a quarter of 4 × 8²
         timers.count_step()
 
     for loss in (2.0, 6.0):
@@ -84,7 +87,11 @@ def test_reading_a_row_waits_for_no_later_step(
     step(100.0)  # the next step, which is not in the row
     guard.clip(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]), 0.0, guard.scale_for(1))
     assert device.reached == 0, "capturing waited for the device"
-    plan = SimpleNamespace(tokens_per_step=32, division=SimpleNamespace(global_batch=4))
+    plan = SimpleNamespace(
+        tokens_per_step=32,
+        division=SimpleNamespace(global_batch=4),
+        config=SimpleNamespace(seq_length=8),
+    )
     row, skipped = read_row(captured, plan, layout, stream, meters)
     assert device.reached == at < device.recorded, "reading waited for the next step"
     assert (row["step"], row["train/loss"], row["train/loss_mean"]) == (3, 1.5, 1.0)
@@ -92,6 +99,9 @@ def test_reading_a_row_waits_for_no_later_step(
     assert row["time/forward"] == STEP_MS and row["time/total"] == STEP_MS * 21 / 2
     assert row["perf/tokens_per_sec"] == pytest.approx(32 * 1000 / row["time/total"])
     assert row["perf/samples_per_sec"] == pytest.approx(4 * 1000 / row["time/total"])
+    per_token = 10 - 4 * 3 / 4  # only the pairs of tokens that attend to each other
+    assert row["perf/mfu"] == pytest.approx(row["perf/tokens_per_sec"] * per_token / 1e3)
+    assert row["perf/tflops"] == pytest.approx(row["perf/mfu"] * 1e3 / 1e12)
     assert skipped == (0, 0, 0)
 
 

@@ -20,6 +20,7 @@ from lib.parallel import flight_recorder
 from lib.parallel.layout import ParallelLayout
 from lib.planning import capacity
 from lib.train.config import Config
+from lib.train.estimates import ModelCost
 
 PHASES = ("data", "forward", "backward", "update", "optimizer")  # `optimizer` is in `update`
 _COLLECT_EVERY = 100  # steps between two garbage collections
@@ -206,9 +207,9 @@ class Meters:
     As a context manager, it makes Python collect garbage every 100 steps, on all ranks in the same
     steps.
 
-    flops: floating-point operations per token, forward and backward. peak: FLOP/s of a GPU,
-    None on a CPU. memory_before: GiB in use before the model was allocated. memory_peak: GiB, the
-    maximum since then.
+    cost: contains the floating-point operations per token. peak: FLOP/s of a GPU, None on a CPU.
+    memory_before: GiB in use before the model was allocated. memory_peak: GiB, the maximum since
+    then.
     """
 
     def __init__(
@@ -216,14 +217,14 @@ class Meters:
         config: Config,
         experiment: Experiment,
         layout: ParallelLayout,
-        flops: float,
+        cost: ModelCost,
         peak: float | None,
         memory_before: float,
         step: int,
     ) -> None:
         """Start to measure a run. step: the step after which the run continues."""
         self._layout = layout
-        self.flops = flops
+        self.cost = cost
         self.peak = peak
         self.memory_before = memory_before
         self.memory_peak = 0.0

@@ -53,13 +53,15 @@ class CapturedLoss(NamedTuple):
     """Contains summed losses of this rank, and numbers of label tokens of all ranks.
 
     sums: [2], the losses of the last step and of the window in nats, see `copy_to_host`. steps:
-    number of steps in the window.
+    number of steps in the window. pairs: of tokens of one document in this rank's samples of the
+    window, see `MicroBatch.count_pairs`.
     """
 
     sums: torch.Tensor
     last_tokens: int
     window_tokens: int
     steps: int
+    pairs: int
 
     @property
     def tokens_per_step(self) -> float:
@@ -83,6 +85,7 @@ class LossWindow:
         self._window_tokens = 0
         self._last_tokens = 0
         self._steps = 0
+        self._pairs = 0
 
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._layout.device)
@@ -91,21 +94,25 @@ class LossWindow:
         """Add the summed loss of a micro-batch of this rank."""
         self._running += loss.detach()
 
-    def end_step(self, label_tokens: int) -> None:
-        """End a step. label_tokens: number of label tokens on all ranks."""
+    def end_step(self, label_tokens: int, pairs: int) -> None:
+        """End a step. label_tokens: number on all ranks. pairs: of this rank, see CapturedLoss."""
         self._last, self._running = self._running, self._zero()
         self._window = self._window + self._last
         self._last_tokens = label_tokens
         self._window_tokens += label_tokens
         self._steps += 1
+        self._pairs += pairs
 
     def capture(self) -> CapturedLoss:
         """Return this rank's loss sums, to be read later, and start a new window."""
         sums = copy_to_host(self._last, self._window)
-        captured = CapturedLoss(sums, self._last_tokens, self._window_tokens, self._steps)
+        captured = CapturedLoss(
+            sums, self._last_tokens, self._window_tokens, self._steps, self._pairs
+        )
         self._window = self._zero()
         self._window_tokens = 0
         self._steps = 0
+        self._pairs = 0
         return captured
 
 
@@ -197,12 +204,17 @@ def read_row(
     times = captured.times.read()
     local_ms = times["time/data"] + times["time/optimizer"]
     peak = captured.memory["memory/peak_gib"]
-    table = layout.gather_table([*captured.loss.sums.tolist(), local_ms, peak])
+    table = layout.gather_table(
+        [*captured.loss.sums.tolist(), local_ms, peak, float(captured.loss.pairs)]
+    )
     loss, mean_loss = captured.loss.means(*table[:, :2].sum(0).tolist())
     seconds = times["time/total"] / 1000
     per_second = plan.tokens_per_step / seconds
     per_device = per_second / layout.ranks
     labels = captured.loss.tokens_per_step
+    all_pairs = plan.tokens_per_step * plan.config.seq_length * captured.loss.steps
+    skipped_share = 1 - table[:, 4].sum().item() / all_pairs  # of attention, 0 without packing
+    per_token = meters.cost.flops - skipped_share * meters.cost.attention
     return {
         "step": captured.step,
         "epoch": captured.epoch,
@@ -216,8 +228,8 @@ def read_row(
         "perf/tokens_per_sec_per_device": per_device,
         "perf/label_tokens_per_sec": labels / seconds,
         "perf/samples_per_sec": plan.division.global_batch / seconds,
-        "perf/tflops": per_device * meters.flops / 1e12,
-        **({"perf/mfu": per_device * meters.flops / meters.peak} if meters.peak else {}),
+        "perf/tflops": per_device * per_token / 1e12,
+        **({"perf/mfu": per_device * per_token / meters.peak} if meters.peak else {}),
         **captured.speeds,
         **times,
         **stream.costs(times),
