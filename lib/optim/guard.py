@@ -13,7 +13,7 @@ from lib.models.sharded import group_by_mesh, local_tensor
 
 _NORM_WINDOW = 100  # good steps in the running mean of the gradient norm
 _NORM_MIN_STEPS = 20  # good steps before a norm can count as a spike
-_ROW = 1 << 16  # numbers whose norm one thread computes
+_ROW = 1 << 12  # numbers whose squares one float32 sums
 _NARROW_PRECISIONS = ("fp16", "fp8")  # precisions in which small gradients underflow
 
 

@@ -170,7 +170,7 @@ def test_all_threads_compute_the_norm_of_large_gradients() -> None:
         parameter.grad = torch.full_like(parameter, 1e-3)
     expected = 1e-3 * 10_000_002**0.5
     norm = guard.clip(optimizer, 0.0, guard.scale_for(1))
-    assert norm.item() == pytest.approx(expected, rel=1e-6)
+    assert norm.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_an_optimizer_that_cannot_scale_gets_scaled_gradients(model: nn.Module) -> None:
