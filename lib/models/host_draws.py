@@ -49,7 +49,7 @@ class HostDraws(TorchDispatchMode):
         The numbers of a tensor depend on the number and sizes of all draws before.
         """
         self._parts = {_address(tensor): (tensor, part) for tensor, part in parts.items()}
-        self._drawn: dict[int, _Draw] = {}  # the last draw of a whole tensor, by its address
+        self._draws: dict[int, _Draw] = {}  # the last draw of a whole tensor, by its address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -75,9 +75,9 @@ class HostDraws(TorchDispatchMode):
         draw = _Draw(func, bounds, self._next, target, self._pool)
         pieces = units.ceil_div(target.numel(), PIECE)
         self._next += pieces
-        whole, part = self._parts.get(_address(tensor), (None, ()))
-        if is_direct and whole is not None and whole.shape == tensor.shape:
-            self._drawn[_address(tensor)] = draw
+        parameter, part = self._parts.get(_address(tensor), (None, ()))
+        if is_direct and parameter is not None and parameter.shape == tensor.shape:
+            self._draws[_address(tensor)] = draw
             draw.fill(list_pieces(tensor.shape, part))
             return
         self._complete(tensor)
@@ -87,7 +87,7 @@ class HostDraws(TorchDispatchMode):
 
     def _complete(self, tensor: Tensor) -> None:
         """Draw the pieces of a tensor that its last draw left out. tensor: may be a view."""
-        draw = self._drawn.get(_address(tensor))
+        draw = self._draws.get(_address(tensor))
         if draw is None or not tensor.numel():
             return
         first = tensor.storage_offset()

@@ -82,9 +82,9 @@ RULES: list[Rule] = [
 @pytest.mark.parametrize("part", PARTS, ids=range(len(PARTS)))
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_a_part_is_the_same_as_in_the_whole(rule: Rule, part: tuple[slice, ...]) -> None:
-    whole = draw(rule)
-    assert not whole.isnan().any()
-    assert torch.equal(draw(rule, part, threads=3)[part], whole[part])
+    expected = draw(rule)
+    assert not expected.isnan().any()
+    assert torch.equal(draw(rule, part, threads=3)[part], expected[part])
 
 
 @pytest.mark.parametrize("part", PARTS, ids=range(len(PARTS)))
