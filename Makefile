@@ -92,7 +92,7 @@ FINISH_slurm = job=$$($(SLURM) --wait --parsable launch/slurm.sbatch $(TRAIN)); 
 FINISH_kubernetes = $(POD) deploy $(POD_JOB) -- $(TRAIN)
 # Commands of test-quick beside the data: here, or in a pod with the volume.
 CLEAN_kubernetes = $(POD) run $(POD_HERE) -- rm -rf splits_test-quick outputs/test-quick
-PREPARE_local = $(PY) launch/prepare.py --quick -- $(TRAIN)
+PREPARE_local = $(PY) launch/cloud/prepare.py --quick -- $(TRAIN)
 PREPARE_slurm = $(PREPARE_local)
 PREPARE_kubernetes = $(POD) prepare --quick $(POD_JOB) -- $(TRAIN)
 BESIDE_local = $(PY)

@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""Check what a run needs: this machine, the network, this checkout and its data, a cluster.
+"""Check what a run needs: this machine, the network, this checkout and its data, Slurm.
 
   python launch/check.py machine                              # GPUs, disk, versions, artifacts
   torchrun --nproc-per-node 8 launch/check.py network         # all nodes and the links between them
   python launch/check.py framework                            # Python, packages, a sharded step
   python launch/check.py setup --deep                         # datasets, models, token stores
-  python launch/check.py cluster --instance-type p5.48xlarge  # Kubernetes, for a job
-  python launch/check.py cluster describe
   python launch/check.py slurm --nodes 4 -- --partition=gpu   # Slurm, for a job
 
 Each check has its own --help. Every finding has a severity and a remedy. Exit codes: 0 ready, 5 a
@@ -34,17 +32,13 @@ def main(argv: list[str]) -> None:
         from launch.checks import setup
 
         setup.main(argv)
-    elif check == "cluster":
-        from launch.kube import cluster
-
-        cluster.main(argv[1:])
     elif check in ("slurm", "slurm-node"):
         from launch.checks import slurm
 
         # `slurm` starts `slurm-node` on the nodes.
         (slurm.main if check == "slurm" else slurm.check_node)(argv[1:])
     else:
-        checks = ("machine", "network", "framework", "setup", "cluster", "slurm")
+        checks = ("machine", "network", "framework", "setup", "slurm")
         parser = options.Parser(__doc__)
         parser.add_argument("check", choices=checks, help="what to check")
         main([parser.parse(argv).check])

@@ -83,7 +83,8 @@ _IMPORTS = {
     "launch": [
         *_modules("lib/core/*.py"),
         *_modules("launch/*.py"),
-        *_modules("launch/[ikr]*/*.py"),
+        *_modules("launch/runs/*.py"),
+        *_modules("launch/cloud/**/*.py"),
         "yaml",
     ],
 }

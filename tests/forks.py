@@ -202,8 +202,6 @@ def choose_kind(script: str, arguments: Sequence[object]) -> str:
     """Return the kind of server for a command: which modules it may find imported."""
     if script in ("launch/build_image.py", "launch/kubernetes.py", "launch/monitor.py"):
         return "launch"
-    if script == "launch/check.py" and arguments[:1] == ("cluster",):
-        return "launch"
     return "bare" if script.startswith("03") and "--trust-remote-code" in arguments else "stages"
 
 

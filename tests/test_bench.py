@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from launch.kube.job import expand_train_options
-from launch.kube.job_options import JobOptions
-from launch.kube.raw_text import RawText, list_preparation_steps
+from launch.cloud.kube.job import expand_train_options
+from launch.cloud.kube.job_options import JobOptions
+from launch.cloud.kube.raw_text import RawText, list_preparation_steps
 from lib.core import paths
 from lib.core.errors import UsageError
 from lib.train import bench

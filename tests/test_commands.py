@@ -26,14 +26,16 @@ TOOLS = [
     ROOT / "launch/bundles/bundle.py",
     ROOT / "launch/checks/network.py",
     ROOT / "launch/checks/setup.py",
-    ROOT / "launch/kube/cluster.py",
-    ROOT / "launch/kube/setup.py",
+    ROOT / "launch/cloud/kube/cluster.py",
+    ROOT / "launch/cloud/kube/setup.py",
     *sorted((ROOT / "tests/demo").glob("*.py")),
     *(
         path
         for path in sorted((ROOT / "launch").glob("*.py"))
         if path.stem not in ("__init__", "torchrun")
     ),
+    ROOT / "launch/cloud/pod.py",
+    ROOT / "launch/cloud/prepare.py",
 ]  # torch's own options
 COMMANDS = [*STAGES, *TOOLS]
 # What a parser of its own reads before the others.

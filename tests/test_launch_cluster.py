@@ -1,6 +1,6 @@
-# covers: launch/kube/cluster.py, launch/kube/cluster_checks.py, launch/kube/aws.py
-# covers: launch/kube/kubeconfig.py
-"""Test check.py cluster with the real kubectl, a small API server, and a stand-in for AWS."""
+# covers: launch/cloud/kube/cluster.py, launch/cloud/kube/cluster_checks.py
+# covers: launch/cloud/kube/aws.py, launch/cloud/kube/kubeconfig.py
+"""Test `kubernetes.py cluster` with the real kubectl, a small API server, and another AWS."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 import yaml
 
 from launch.checks.findings import Finding
-from launch.kube import cluster
-from launch.kube import nodes as cluster_nodes
-from launch.kube.job_options import JobNeeds
-from launch.kube.kubeconfig import ClusterName
+from launch.cloud.kube import cluster
+from launch.cloud.kube import nodes as cluster_nodes
+from launch.cloud.kube.job_options import JobNeeds
+from launch.cloud.kube.kubeconfig import ClusterName
 from lib.core.errors import UsageError
 from tests import kube_server
 from tests.conftest import run_stage
@@ -190,11 +190,11 @@ def test_only_the_named_cluster_is_queried(p5_cluster: ReviewingCluster, tmp_pat
         ("--cluster-name", "b", "--context", "prod", "belongs to my-eks"),
     ]
     for *words, says in refused:
-        result = run_stage("launch/check.py", "cluster", *P5, *words, cwd=tmp_path, expect=2)
+        result = run_stage("launch/kubernetes.py", "cluster", *P5, *words, cwd=tmp_path, expect=2)
         assert says in result.stderr and "Traceback" not in result.stderr
     contexts(tmp_path, ("two", "arn:aws:eks:eu-west-1:1:cluster/my-eks"))
     result = run_stage(
-        "launch/check.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
+        "launch/kubernetes.py", "cluster", *P5, "--cluster-name", "my-eks", cwd=tmp_path, expect=2
     )
     assert "several clusters called my-eks" in result.stderr and "two" in result.stderr
     all_findings, _ = check_cluster(
@@ -282,10 +282,10 @@ def no_aws(root: Path) -> str:
 def check_cluster(
     tmp_path: Path, *arguments: object, expect: int = 0
 ) -> tuple[list[Finding], subprocess.CompletedProcess]:
-    """Run `check.py cluster` and return its findings."""
+    """Run `kubernetes.py cluster` and return its findings."""
     file = tmp_path / "found.json"
     result = run_stage(
-        "launch/check.py", "cluster", *arguments, "--json", file, cwd=tmp_path, expect=expect
+        "launch/kubernetes.py", "cluster", *arguments, "--json", file, cwd=tmp_path, expect=expect
     )
     return [Finding(**f) for f in json.loads(file.read_text())["findings"]], result
 
@@ -534,7 +534,7 @@ def test_forbidden_queries_are_not_checked(p5_cluster: ReviewingCluster, tmp_pat
 
 def test_describe_prints_nodes_storage_and_operators(p5_cluster: ReviewingCluster, tmp_path: Path):
     p5_cluster.add("pods", pod("other", "node-1", 4))
-    result = run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path)
+    result = run_stage("launch/kubernetes.py", "cluster", "describe", cwd=tmp_path)
     assert (
         "p5.48xlarge: 2 nodes, 0 of them unusable; 16 nvidia.com/gpu, 12 of them free; "
         "64 vpc.amazonaws.com/efa"
@@ -550,17 +550,19 @@ def test_a_cluster_that_does_not_answer_is_reported(p5_cluster: ReviewingCluster
     kubeconfig.write_text(json.dumps(content))
     all_findings, result = check_cluster(tmp_path, expect=6)
     assert "refused" in only(all_findings, "API server").text and "Traceback" not in result.stderr
-    run_stage("launch/check.py", "cluster", "describe", cwd=tmp_path, expect=6)
+    run_stage("launch/kubernetes.py", "cluster", "describe", cwd=tmp_path, expect=6)
 
 
 def test_kubectl_is_needed_except_for_a_dry_run(tmp_path: Path):
     result = run_stage(
-        "launch/check.py", "cluster", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)}
+        "launch/kubernetes.py", "cluster", cwd=tmp_path, expect=2, env={"PATH": str(tmp_path)}
     )
     assert "kubectl is not installed" in result.stderr
-    run_stage("launch/check.py", "cluster", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)})
+    run_stage(
+        "launch/kubernetes.py", "cluster", "--dry-run", cwd=tmp_path, env={"PATH": str(tmp_path)}
+    )
     result = run_stage(
-        "launch/check.py",
+        "launch/kubernetes.py",
         "cluster",
         "--cluster-name",
         "foo",
@@ -571,7 +573,7 @@ def test_kubectl_is_needed_except_for_a_dry_run(tmp_path: Path):
         env={"PATH": str(tmp_path)},
     )
     assert "kubectl is not installed" in result.stderr and "Traceback" not in result.stderr
-    result = run_stage("launch/check.py", "cluster", "validat", cwd=tmp_path, expect=2)
+    result = run_stage("launch/kubernetes.py", "cluster", "validat", cwd=tmp_path, expect=2)
     assert "validate" in result.stderr
 
 

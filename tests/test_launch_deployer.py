@@ -1,5 +1,6 @@
-# covers: launch/kubernetes.py, launch/prepare.py, launch/kube/raw_text.py
-# covers: launch/kube/preparation.py, launch/kube/open_options.py
+# covers: launch/kubernetes.py, launch/cloud/kubernetes.py, launch/cloud/prepare.py
+# covers: launch/cloud/kube/raw_text.py, launch/cloud/kube/preparation.py
+# covers: launch/cloud/kube/open_options.py
 """Test the calls and command lines in the documentation of an automated EKS deployer."""
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launch import kubernetes, prepare
 from launch.build_image import build_docker_image
-from launch.images import docker as image_docker
-from launch.kube import aws
-from launch.kube.deploy import Patience
-from launch.kube.job_options import JobOptions
-from launch.kube.kubectl import Kubectl
-from launch.kube.open_options import fill_open_options
+from launch.cloud import kubernetes, prepare
+from launch.cloud.images import docker as image_docker
+from launch.cloud.kube import aws
+from launch.cloud.kube.deploy import Patience
+from launch.cloud.kube.job_options import JobOptions
+from launch.cloud.kube.kubectl import Kubectl
+from launch.cloud.kube.open_options import fill_open_options
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core import declared
 from lib.core.errors import UsageError
@@ -230,7 +231,7 @@ def test_a_cluster_is_managed(eks: Cluster) -> None:
     assert "no cluster is created" in caught.value.hint
     for words in (
         ["launch/kubernetes.py", "deploy", "--job-name", "j"],
-        ["launch/check.py", "cluster"],
+        ["launch/kubernetes.py", "cluster"],
     ):
         refused = run_stage(*words, "--create_if_missing", cwd=Path.cwd(), expect=2)
         assert "no cluster is created" in refused.stderr
@@ -300,7 +301,7 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
         f"{ECR}/fsdp:2", is_pushed=True
     )
     run_stage(
-        "launch/check.py",
+        "launch/kubernetes.py",
         "cluster",
         "--cluster_name",
         "c",
@@ -437,7 +438,7 @@ def test_a_cluster_accepts_the_preparation_job(tmp_path: Path) -> None:
 def steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Callable[..., list[str]]:
-    """Return a function that returns the commands that launch/prepare.py would run."""
+    """Return a function that returns the commands that launch/cloud/prepare.py would run."""
     monkeypatch.chdir(tmp_path)
 
     def of(*words: str) -> list[str]:
@@ -503,11 +504,11 @@ def test_a_run_is_prepared_from_the_hub(hub: HubServer, tmp_path: Path) -> None:
         "-s",
         "64",
     )
-    run_stage("launch/prepare.py", *words, cwd=tmp_path)
+    run_stage("launch/cloud/prepare.py", *words, cwd=tmp_path)
     assert (tmp_path / ".cache/models/org--tiny-llama/manifest.json").is_file()
     assert [*(tmp_path / ".cache" / "tokens").glob("mine-*")]
     hub.requests.clear()
-    second = run_stage("launch/prepare.py", *words, cwd=tmp_path).stdout
+    second = run_stage("launch/cloud/prepare.py", *words, cwd=tmp_path).stdout
     assert (
         second.count("$ python") == 1 and "--prepare-only" in second
     )  # existing artifacts are kept

@@ -1,4 +1,4 @@
-# covers: launch/kube/setup.py, launch/kube/setup_steps.py
+# covers: launch/cloud/kube/setup.py, launch/cloud/kube/setup_steps.py
 """Test the first day on EKS: the steps of `setup`, typed as they stand, lead to a trained run.
 
 kubectl is real and talks to the stand-in server. eksctl, docker, AWS's command line and the

@@ -1,4 +1,4 @@
-# covers: launch/build_image.py, launch/images/*.py
+# covers: launch/build_image.py, launch/cloud/build_image.py, launch/cloud/images/*.py
 """Test launch/build_image.py with a stand-in docker that records its calls and can fail."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import build_image
-from launch.images import versions as image_versions
+from launch.cloud import build_image
+from launch.cloud.images import versions as image_versions
 from lib.core.errors import UsageError
 from lib.parallel.torch_builds import Torch
 from tests.conftest import ROOT, run_stage
@@ -464,7 +464,7 @@ def test_the_dockerfile_accepts_all_build_arguments_and_runs_as_an_unprivileged_
     assert ":latest" not in text
     for python in image_versions.PYTHONS.values():
         assert python.count(".") == 2
-    ignored = (ROOT / "launch" / "Dockerfile.dockerignore").read_text().splitlines()
+    ignored = (ROOT / "launch/cloud/Dockerfile.dockerignore").read_text().splitlines()
     for copied in ("lib", "launch", "recipes", "chat_templates", "requirements.txt", "LICENSE"):
         assert (ROOT / copied).exists()
         assert re.search(rf"^COPY .*{re.sub('[.-].*', '', copied)}", text, re.MULTILINE)

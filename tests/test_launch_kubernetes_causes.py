@@ -1,4 +1,5 @@
-# covers: launch/kube/failure_causes.py, launch/kube/cluster_state.py, launch/kube/kubectl.py
+# covers: launch/cloud/kube/failure_causes.py, launch/cloud/kube/cluster_state.py
+# covers: launch/cloud/kube/kubectl.py
 """Test that every cause of a failed job is found in its pods, events and logs."""
 
 from __future__ import annotations
@@ -7,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from launch.kube import cluster_state
-from launch.kube.failure_causes import REMEDIES, Cause
-from launch.kube.job_options import JobOptions
-from launch.kube.kubectl import Kubectl
+from launch.cloud.kube import cluster_state
+from launch.cloud.kube.failure_causes import REMEDIES, Cause
+from launch.cloud.kube.job_options import JobOptions
+from launch.cloud.kube.kubectl import Kubectl
 from tests.kube_cluster import make_ended_state, make_pod
 from tests.kube_server import Cluster
 

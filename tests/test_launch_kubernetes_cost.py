@@ -1,4 +1,4 @@
-# covers: launch/kube/costs.py, lib/train/estimates.py
+# covers: launch/cloud/kube/costs.py, lib/train/estimates.py
 """Test the hours and the money that launch/kubernetes.py prints before a job starts."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from launch.kube import cluster_files, costs, job_options
-from launch.kube.job import plan_job
-from launch.kube.job_options import JobOptions
+from launch.cloud.kube import cluster_files, costs, job_options
+from launch.cloud.kube.job import plan_job
+from launch.cloud.kube.job_options import JobOptions
 from lib.core import declared
 from lib.core.errors import UsageError
 from lib.models import scratch
@@ -50,7 +50,7 @@ def test_the_default_job_takes_about_as_long_as_the_one_it_replaces() -> None:
     price = job_options.read_instances()["g5.8xlarge"]["price"]  # which users may edit
     dollars = (minutes + seconds / 60) / 60 * 4 * price
     assert rows["money"].startswith(f"${dollars:.2f} = 0.27 hours × 4 nodes × ${price} (")
-    assert rows["money"].endswith("(g5.8xlarge in launch/kube/templates/instances.yaml)")
+    assert rows["money"].endswith("(g5.8xlarge in launch/cloud/kube/templates/instances.yaml)")
 
 
 def test_the_recipe_states_how_its_time_follows() -> None:

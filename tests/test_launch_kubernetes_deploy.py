@@ -1,5 +1,5 @@
-# covers: launch/kubernetes.py, launch/kube/deploy.py, launch/kube/kubectl.py
-# covers: launch/kube/job_commands.py
+# covers: launch/kubernetes.py, launch/cloud/kubernetes.py, launch/cloud/kube/deploy.py
+# covers: launch/cloud/kube/kubectl.py, launch/cloud/kube/job_commands.py
 """Test launch/kubernetes.py with the real kubectl: all commands, failures and remedies."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from launch import kubernetes
-from launch.kube import aws
-from launch.kube.deploy import JobFailed, Patience
+from launch.cloud.kube import aws
+from launch.cloud.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from lib.train import command_line
 from tests.kube_cluster import (
@@ -191,7 +191,7 @@ def test_dry_runs_do_not_query_the_cluster(kube: Cluster) -> None:
 
 
 def test_the_cluster_refuses_unknown_fields(kube: Cluster) -> None:
-    from launch.kube.kubectl import Kubectl, KubectlError
+    from launch.cloud.kube.kubectl import Kubectl, KubectlError
 
     wrong = {
         "apiVersion": "kubeflow.org/v1",

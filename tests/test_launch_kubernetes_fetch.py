@@ -1,4 +1,4 @@
-# covers: launch/kube/fetch.py, launch/kube/sender.py
+# covers: launch/cloud/kube/fetch.py, launch/cloud/kube/sender.py
 """Test copies of directories from the volume, through `kubectl exec` with its real client."""
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.kube import fetch, sender
-from launch.kube.kubectl import Kubectl
+from launch.cloud.kube import fetch, sender
+from launch.cloud.kube.kubectl import Kubectl
 from lib.core import partial_dirs
 from lib.core.errors import ArtifactError, UsageError
 from tests.kube_cluster import SCRIPT, run_launcher

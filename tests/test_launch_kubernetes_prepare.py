@@ -1,4 +1,4 @@
-# covers: launch/kube/preparation.py, launch/kubernetes.py
+# covers: launch/cloud/kube/preparation.py, launch/kubernetes.py, launch/cloud/kubernetes.py
 """Test that `deploy` prepares a run first if no finished job has prepared it on the volume."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from launch import kubernetes
-from launch.kube.deploy import Patience
+from launch.cloud.kube.deploy import Patience
 from lib.core.errors import UsageError
 from tests.kube_cluster import JOB_OPTIONS, TRAIN_OPTIONS, run_launcher
 from tests.kube_node import Node, list_pods

@@ -1,4 +1,5 @@
-# covers: launch/kube/job.py, launch/kube/job_options.py, launch/kube/kinds.py, launch/kube/nodes.py
+# covers: launch/cloud/kube/job.py, launch/cloud/kube/job_options.py
+# covers: launch/cloud/kube/kinds.py, launch/cloud/kube/nodes.py
 """Test the manifests of launch/kubernetes.py: clusters accept them, and options reach them."""
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launch import kubernetes
-from launch.kube import job
-from launch.kube.job import Job
-from launch.kube.job_options import TEMPLATES, JobOptions
-from launch.kube.kinds import KINDS
-from launch.kube.preparation import Preparation
+from launch.cloud import kubernetes
+from launch.cloud.kube import job
+from launch.cloud.kube.job import Job
+from launch.cloud.kube.job_options import TEMPLATES, JobOptions
+from launch.cloud.kube.kinds import KINDS
+from launch.cloud.kube.preparation import Preparation
 from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import command_line
@@ -735,8 +736,8 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
         ROOT / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("__pycache__")
     )
     (tmp_path / "lib").symlink_to(ROOT / "lib")
-    kinds = tmp_path / "launch/kube/kinds.py"
-    templates = tmp_path / "launch/kube/templates"
+    kinds = tmp_path / "launch/cloud/kube/kinds.py"
+    templates = tmp_path / "launch/cloud/kube/templates"
     (row,) = blocks("How to add a kind of job on Kubernetes")
     kinds.write_text(kinds.read_text().replace("\nKINDS = {\n", "\nKINDS = {\n" + row, 1))
     (templates / "other.yaml").write_text(
@@ -758,12 +759,20 @@ def test_another_kind_of_job_is_a_row_and_a_template(tmp_path: Path) -> None:
     container = at(document, TEMPLATE_OF["PyTorchJob"])["spec"]["containers"][0]
     assert document["kind"] == "OtherJob" and container["name"] == "main"
     assert "single_node.sh" in run_script(
-        "pod.py", *container["command"][2:-1], "--nnodes", 1, "--dry-run", "--", *container["args"]
+        "cloud/pod.py",
+        *container["command"][2:-1],
+        "--nnodes",
+        1,
+        "--dry-run",
+        "--",
+        *container["args"],
     )
     assert "otherjobs.example.com exp" in run_script(
         "kubernetes.py", "stop", "--kind", "other", "--job-name", "exp", "--dry-run"
     )
-    assert "claim fsx-claim" in run_script("check.py", "cluster", "--kind", "other", "--dry-run")
+    assert "claim fsx-claim" in run_script(
+        "kubernetes.py", "cluster", "--kind", "other", "--dry-run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -878,7 +887,7 @@ def test_the_policies_allow_exactly_the_calls_and_are_documented() -> None:
             )
         }
 
-    text = "".join(path.read_text() for path in (ROOT / "launch").rglob("*.py"))
+    text = "".join(path.read_text() for path in (ROOT / "launch/cloud").rglob("*.py"))
     calls = set(re.findall(r"(?:query_json|run_aws)\(\s*\"(\w+)\", \"([\w-]+)\"", text))
     for part in re.split(r"query_\w+ = partial\(query_json, ", text)[1:]:
         calls |= {

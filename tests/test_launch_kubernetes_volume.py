@@ -1,4 +1,4 @@
-# covers: launch/kube/volume_commands.py, launch/kube/volume_pod.py
+# covers: launch/cloud/kube/volume_commands.py, launch/cloud/kube/volume_pod.py
 """Test the commands that work beside the data, in pods that are processes of this machine."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launch.kube import volume_commands
-from launch.kube.volume_pod import find_in_image
+from launch.cloud.kube import volume_commands
+from launch.cloud.kube.volume_pod import find_in_image
 from tests.conftest import ROOT
 from tests.kube_cluster import SCRIPT, make_pod, run_launcher
 from tests.kube_node import Node, list_pods
@@ -184,8 +184,10 @@ def test_a_shell_needs_no_terminal(node: Node, kube: Cluster) -> None:
     )
     assert result.returncode == 3 and result.stdout.strip() == str(node.volume), result.stderr
     assert (node.volume / "made").exists() and not list_pods(kube)
-    result = run_launcher("shell", *node.options(), "--", "sh", "-c", "echo $0", "launch/pod.py")
-    assert result.stdout.strip() == f"{ROOT}/launch/pod.py"
+    result = run_launcher(
+        "shell", *node.options(), "--", "sh", "-c", "echo $0", "launch/cloud/pod.py"
+    )
+    assert result.stdout.strip() == f"{ROOT}/launch/cloud/pod.py"
 
 
 def test_a_shell_connects_the_terminal(node: Node, kube: Cluster) -> None:

@@ -1,5 +1,5 @@
-# covers: launch/pod.py
-"""Test launch/pod.py as the operators start it: its rank, its command, its exit codes."""
+# covers: launch/cloud/pod.py
+"""Test launch/cloud/pod.py as the operators start it: its rank, its command, its exit codes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import pod
+from launch.cloud import pod
 from lib.core.errors import UsageError
 from tests.conftest import ROOT, free_port
 from tests.node_namespaces import make_machines
 from tests.training import SMALL_RUN, losses
 
-POD = ROOT / "launch" / "pod.py"
+POD = ROOT / "launch" / "cloud" / "pod.py"
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "-1",
@@ -50,10 +50,13 @@ PATIENCE = 240.0
 
 def test_a_pod_that_a_signal_has_ended_is_retried() -> None:
     """Also after a second SIGINT, since only deleting the job ends the job."""
-    text = (ROOT / "launch/kube/templates/trainjob.yaml").read_text()
+    text = (ROOT / "launch/cloud/kube/templates/trainjob.yaml").read_text()
     [final] = re.findall(r"onExitCodes: .*values: \[([\d, ]+)\]", text)
     assert max(map(int, final.split(","))) < 128 < min(pod.EXIT_INTERRUPTED, pod._EXIT_RETRY)
-    assert "restartPolicy: ExitCode" in (ROOT / "launch/kube/templates/pytorchjob.yaml").read_text()
+    assert (
+        "restartPolicy: ExitCode"
+        in (ROOT / "launch/cloud/kube/templates/pytorchjob.yaml").read_text()
+    )
 
 
 def command(kind: str, nodes: int, *more: object) -> list[str]:

@@ -1,4 +1,4 @@
-# covers: Makefile, launch/kube/raw_text.py, launch/checks/slurm.py
+# covers: Makefile, launch/cloud/kube/raw_text.py, launch/checks/slurm.py
 """Test `make` on clusters: the quick run from raw text to an export, its checks and its state."""
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def test_a_cluster_without_nodes_is_an_error(
 
 def test_the_steps_of_a_quick_preparation_need_no_network(tmp_path: Path) -> None:
     run = ("--", "-d", "hf_datasets/test-quick", "-m", "test-quick")
-    shown = run_stage("launch/prepare.py", "--quick", "--dry-run", *run, cwd=tmp_path).stdout
+    shown = run_stage("launch/cloud/prepare.py", "--quick", "--dry-run", *run, cwd=tmp_path).stdout
     scripts = [line.split()[2] for line in shown.splitlines() if line.startswith("$ python")]
     assert scripts == [
         "01_organize_data.py",

@@ -1,4 +1,4 @@
-# covers: launch/kube/kubeconfig.py, launch/kube/aws.py, launch/kube/kubectl.py
+# covers: launch/cloud/kube/kubeconfig.py, launch/cloud/kube/aws.py, launch/cloud/kube/kubectl.py
 """Test which AWS region is asked, and that every command and error names its cluster."""
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.images import docker as image_docker
-from launch.kube import kubeconfig
-from launch.kube.job_options import JobOptions
-from launch.kube.kubectl import Kubectl, KubectlError
-from launch.kube.open_options import choose_context
+from launch.cloud.images import docker as image_docker
+from launch.cloud.kube import kubeconfig
+from launch.cloud.kube.job_options import JobOptions
+from launch.cloud.kube.kubectl import Kubectl, KubectlError
+from launch.cloud.kube.open_options import choose_context
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core.errors import UsageError
 from tests.conftest import run_stage
@@ -128,7 +128,7 @@ def test_each_command_asks_aws_in_its_region(
     assert words_of_region in calls.read_text().splitlines(keepends=True)[-1]
     with pytest.raises(UsageError, match="no EKS cluster far"):
         manage_eks_cluster("far", region, create_if_missing=True)
-    result = run_stage("launch/check.py", "cluster", *words, cwd=tmp_path, expect=2)
+    result = run_stage("launch/kubernetes.py", "cluster", *words, cwd=tmp_path, expect=2)
     assert "has no cluster far" in result.stderr
 
 
@@ -138,7 +138,7 @@ def test_a_region_that_contradicts_the_context_is_refused(calls: Path, tmp_path:
     with pytest.raises(UsageError, match="--region eu-west-1, but --context prod belongs to"):
         choose_context(job, "")
     result = run_stage(
-        "launch/check.py",
+        "launch/kubernetes.py",
         "cluster",
         "--cluster-name",
         "eks",

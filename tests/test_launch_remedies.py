@@ -1,4 +1,4 @@
-# covers: launch/kube/remedies.py, launch/kube/kinds.py
+# covers: launch/cloud/kube/remedies.py, launch/cloud/kube/kinds.py
 """Test that errors about missing things end with commands that create them, by typing these."""
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.kube import cluster_state, deploy, remedies
-from launch.kube.cluster import check_cluster
-from launch.kube.failure_causes import REMEDIES, Cause
-from launch.kube.job import plan_job
-from launch.kube.job_options import JobNeeds, JobOptions
-from launch.kube.kinds import KINDS
-from launch.kube.kubeconfig import ClusterName
-from launch.kube.kubectl import Kubectl
+from launch.cloud.kube import cluster_state, deploy, remedies
+from launch.cloud.kube.cluster import check_cluster
+from launch.cloud.kube.failure_causes import REMEDIES, Cause
+from launch.cloud.kube.job import plan_job
+from launch.cloud.kube.job_options import JobNeeds, JobOptions
+from launch.cloud.kube.kinds import KINDS
+from launch.cloud.kube.kubeconfig import ClusterName
+from launch.cloud.kube.kubectl import Kubectl
 from lib.core.errors import StageError
 from tests.conftest import ROOT
 from tests.kube_server import CORE_TYPES, CUSTOM_TYPES, Cluster, Server, Type
@@ -188,7 +188,10 @@ def test_the_operator_and_its_version_agree_everywhere(kind: str) -> None:
     """The table, the commands and the documentation name one version and one command."""
     row = KINDS[kind]
     lines = remedies.install_operator(EKS, kind).splitlines()
-    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "launch/kube/templates").rglob("*.yaml")]
+    pages = [
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "launch/cloud/kube/templates").rglob("*.yaml"),
+    ]
     docs = "\n".join(path.read_text() for path in pages)
     flat = re.sub(r"\s*\\\n\s*|\s+", " ", docs)
     for command in row.install_commands():

@@ -1,5 +1,5 @@
-# covers: launch/kube/setup.py, launch/kube/setup_steps.py, launch/kube/cluster_files.py
-# covers: launch/kube/quotas.py
+# covers: launch/cloud/kube/setup.py, launch/cloud/kube/setup_steps.py
+# covers: launch/cloud/kube/cluster_files.py, launch/cloud/kube/quotas.py
 """Test the files that `kubernetes.py setup` renders: their schemas, their facts, their commands."""
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from launch.kube import cluster_files, setup_steps
-from launch.kube.cluster_files import KINDS, ClusterOptions
-from launch.kube.job_options import JobOptions, read_instances
-from launch.kube.kinds import KINDS as JOB_KINDS
-from launch.kube.quotas import count_vcpus, quota_commands
+from launch.cloud.kube import cluster_files, setup_steps
+from launch.cloud.kube.cluster_files import KINDS, ClusterOptions
+from launch.cloud.kube.job_options import JobOptions, read_instances
+from launch.cloud.kube.kinds import KINDS as JOB_KINDS
+from launch.cloud.kube.quotas import count_vcpus, quota_commands
 from lib.core import declared
 from lib.core.errors import Problems, UsageError
 from tests.conftest import ROOT, run_stage

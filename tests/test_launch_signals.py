@@ -1,4 +1,4 @@
-# covers: launch/torchrun.py, launch/supervise.py, launch/pod.py
+# covers: launch/torchrun.py, launch/supervise.py, launch/cloud/pod.py
 """Test signals to all launchers: many signals cause one save, a second SIGINT none."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "NPROC_PER_NODE": "1",
 }
-POD = ("pod.py", "--kind", "trainjob", "--nproc-per-node", "1", "--nnodes")
+POD = ("cloud/pod.py", "--kind", "trainjob", "--nproc-per-node", "1", "--nnodes")
 LAUNCHERS: dict[str, tuple[str, ...]] = {
     "single_node.sh": ("single_node.sh", *TRAIN),
     "multi_node.sh": (

@@ -1,4 +1,4 @@
-# covers: launch/torchrun.py, launch/supervise.py, launch/pod.py, lib/evaluate/scoring.py
+# covers: launch/torchrun.py, launch/supervise.py, launch/cloud/pod.py, lib/evaluate/scoring.py
 """Test that every launcher saves within seconds if a signal comes during a long evaluation."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRAIN = (
 )
 SINGLE = ("bash", ROOT / "launch/single_node.sh", "--nproc-per-node")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-POD = (sys.executable, ROOT / "launch/pod.py", "--kind", "pytorchjob", "--nnodes", 1)
+POD = (sys.executable, ROOT / "launch/cloud/pod.py", "--kind", "pytorchjob", "--nnodes", 1)
 NODE = ("bash", ROOT / "launch/multi_node.sh", "--nproc-per-node", 1, "--nnodes")
 CODES = {  # exit codes after a save; Kubernetes starts a pod again that was ended by a signal
     "single_node.sh": 75,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from launch.checks import setup as setup_check
-from launch.images import versions
+from launch.cloud.images import versions
 from lib.parallel import torch_builds
 from tests.conftest import ROOT
 from tests.make_targets import make_target, person_environment

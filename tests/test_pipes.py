@@ -16,7 +16,11 @@ import pytest
 from tests.conftest import ROOT, run_stage, stage_command, start_stage
 from tests.training import SMALL_RUN, metrics
 
-SCRIPTS = [*sorted(ROOT.glob("0[1-5]_*.py")), *sorted((ROOT / "launch").glob("*.py"))]
+SCRIPTS = [
+    *sorted(ROOT.glob("0[1-5]_*.py")),
+    *sorted((ROOT / "launch").glob("*.py")),
+    *(ROOT / "launch/cloud" / name for name in ("pod.py", "prepare.py")),
+]
 TRAIN = (*SMALL_RUN, "-e", "run", "--max-steps", 2)
 
 

@@ -59,11 +59,13 @@ ROOMS = {
 PACKAGES = {
     "bundles": set(),
     "checks": {"bundles", "supervision"},
-    "kube": {"checks"},
-    "images": {"kube"},
+    "cloud": {"checks", "supervision"},
     "runs": set(),
     "supervision": set(),
 }
+PACKAGES_OF_CLOUD = {"kube": set(), "images": {"kube"}}
+# Only these import what serves a cloud, since users type their names.
+FRONT_DOORS = {"launch/build_image.py", "launch/kubernetes.py"}
 # Tables of data: the options of stage 04, and those of other trainers.
 TABLES = {"lib/core/aliases.py", "lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
@@ -149,9 +151,20 @@ def test_imports_go_down_the_rooms_only(path: Path) -> None:
 
 @check_each(sorted((ROOT / "launch").rglob("*/*.py")))
 def test_packages_of_launch_import_downwards_only(path: Path) -> None:
-    package = path.parent.name
+    package = path.relative_to(ROOT / "launch").parts[0]
     used = {name.split(".")[1] for name in imports(path) if name.split(".")[0] == "launch"}
     assert used <= {package, *PACKAGES[package]}
+    inner = path.parent.name
+    if inner in PACKAGES_OF_CLOUD:
+        used = {name.split(".")[2] for name in imports(path) if name.startswith("launch.cloud.")}
+        assert used <= {inner, *PACKAGES_OF_CLOUD[inner]}
+
+
+@check_each([*CODE, *BENCHMARKS])
+def test_only_front_doors_import_what_serves_a_cloud(path: Path) -> None:
+    is_inside = name_of(path).startswith("launch/cloud/")
+    used = {name for name in imports(path) if name.split(".")[:2] == ["launch", "cloud"]}
+    assert is_inside or name_of(path) in FRONT_DOORS or not used
 
 
 def test_a_class_has_a_name_of_its_own() -> None:

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import build_image, kubernetes
-from launch.kube import cluster_files, setup, setup_steps, volume_commands
-from launch.kube.cluster_files import ClusterOptions
-from launch.kube.costs import describe_cost
-from launch.kube.job import plan_job
-from launch.kube.job_options import JobOptions
-from launch.kube.volume_commands import VOLUME_COMMANDS
+from launch.cloud import build_image, kubernetes
+from launch.cloud.kube import cluster_files, setup, setup_steps, volume_commands
+from launch.cloud.kube.cluster_files import ClusterOptions
+from launch.cloud.kube.costs import describe_cost
+from launch.cloud.kube.job import plan_job
+from launch.cloud.kube.job_options import JobOptions
+from launch.cloud.kube.volume_commands import VOLUME_COMMANDS
 from lib.core import declared
 from lib.train import command_line
 from tests import aws_account

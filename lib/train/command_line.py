@@ -13,7 +13,7 @@ from lib.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "04_train_fsdp.py"
-# The model and dataset of launchers if no option names others; launch/prepare.py makes the dataset.
+# The model and dataset of launchers if no option names others.
 RECIPE = ROOT / "recipes" / "scratch-1b-g5.yaml"
 DATASET = "c4"
 _FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
