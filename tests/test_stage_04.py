@@ -610,9 +610,17 @@ def test_packed_documents_train_on_any_number_of_ranks(project: Path):
     seen = [row["train/tokens_seen"] for row in metrics(project, "one")]
     assert 5 * 400 < seen[-1] < 6 * 400 and seen == sorted(seen)
     assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
+    flops = [count_flops_per_token(project, name) for name in ("one", "two")]
+    assert flops[0] == pytest.approx(flops[1]) and len(set(flops[0])) > 1  # by the documents
     shutil.rmtree(project / "outputs" / "two" / "checkpoints" / "step_00000006")
     run_stage("04_train_fsdp.py", "-e", "two", *one, "-b", 4, cwd=project)
     assert seen == [row["train/tokens_seen"] for row in metrics(project, "two")]
+
+
+def count_flops_per_token(project: Path, name: str) -> list[float]:
+    return [
+        row["perf/tflops"] / row["perf/tokens_per_sec_per_device"] for row in metrics(project, name)
+    ]
 
 
 @pytest.mark.slow
