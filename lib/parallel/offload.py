@@ -8,12 +8,12 @@ module lets prefetching begin the copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from lib.parallel.fsdp_groups import find_groups
 
 _CHUNK = 1 << 26  # elements that are cast at a time, in at most 256 MiB
 
@@ -25,25 +25,8 @@ def copy_ahead(model: nn.Module) -> None:
     prefetched group needs its size in the compute dtype on the device, plus 256 MiB.
     """
     copies = _Copies()
-    for group in _find_groups(model):
+    for group in find_groups(model):
         _CopiedGroup(group, copies)
-
-
-def _find_groups(model: nn.Module) -> Iterator[Any]:
-    """Yield each parameter group of FSDP once; several modules may share one."""
-    seen = set()
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if hasattr(state, "_fsdp_param_groups"):
-            groups = state._fsdp_param_groups
-        else:  # torch 2.11
-            groups = [state._fsdp_param_group]
-        for group in groups:
-            if group is not None and id(group) not in seen:
-                seen.add(id(group))
-                yield group
 
 
 class _Copies:

@@ -32,7 +32,9 @@ from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import experts, placement
 from lib.parallel.compiling import Compiler
+from lib.parallel.fsdp_groups import find_groups
 from lib.parallel.offload import copy_ahead
+from lib.parallel.one_rank import cast_into_place, share_buffers
 from lib.parallel.placement import ParameterPlacement
 
 _AVERAGED_ON = ("cuda",)  # not on CPUs, whose results would change
@@ -207,8 +209,9 @@ def shard(
     _shard_around_blocks(model, blocks, options)
     dtypes = {(p.dtype, p.requires_grad) for p in model.parameters()}
     assert dtypes <= {(torch.float32, True), (compute, False)}, f"wrong dtypes: {dtypes}"
-    if offload and ranks == 1:
-        copy_ahead(model)
+    if ranks == 1:
+        share_buffers(model)
+        copy_ahead(model) if offload else cast_into_place(model)
     _set_reductions(model, mesh)
     replicas = f", {mesh.size(0)} replicas" if mesh.ndim == 2 else ""
     return (
@@ -317,12 +320,7 @@ def separate_reductions(model: nn.Module) -> None:
         return
     model.set_separate_reduce_scatter_group(True)
     # One group for all modules, with NCCL's timeout of ten minutes, as in any new group.
-    mesh = next(
-        group.mesh_info
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    )
+    mesh = find_groups(model)[0].mesh_info
     for device in mesh.shard_process_group._device_types:
         backend = mesh.shard_process_group._get_backend(device)
         if timeout := getattr(getattr(backend, "options", None), "_timeout", None):

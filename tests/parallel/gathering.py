@@ -16,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,6 +28,7 @@ from lib.models.weights import initialise_model
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import loss, parallelize
+from lib.parallel.fsdp_groups import find_groups
 from lib.parallel.layout import ParallelLayout, make_mesh
 from lib.parallel.trial import eval_mode
 from lib.tokens.batches import MicroBatch
@@ -139,12 +139,7 @@ def validate_row(model: PreTrainedModel, row: torch.Tensor) -> float:
     """Return a loss without gradients, and require that everything is sharded afterwards."""
     with torch.no_grad(), eval_mode(model):
         loss_sum = loss.token_loss_sum(model, MicroBatch(row[:, :-1], row[:, 1:])).item()
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in module._get_fsdp_state()._fsdp_param_groups
-    ]
+    groups = find_groups(model)
     assert groups and all(group.is_sharded for group in groups)
     return loss_sum
 

@@ -25,7 +25,7 @@ from lib.models.sharded import Placement, local_tensor
 from lib.models.weights import restore_buffers
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.parallel import offload, parallelize
+from lib.parallel import fsdp_groups, offload, parallelize
 from tests.models.families import make_tiny_llama
 
 CPU = torch.device("cpu")
@@ -105,7 +105,8 @@ def test_losses_are_the_same_to_the_bit(
 ) -> None:
     ahead = shard_model(precision, rank, recompute=recompute)
     on_device = shard_model(precision, rank, offloaded=precision == "fp8", recompute=recompute)
-    monkeypatch.setattr(parallelize, "copy_ahead", lambda model: None)
+    for name in ("copy_ahead", "share_buffers"):
+        monkeypatch.setattr(parallelize, name, lambda model: None)
     by_fsdp = shard_model(precision, rank, recompute=recompute)
     figures = [train_steps(model) for model in (ahead, by_fsdp, on_device)]
     assert figures[0] == figures[1] == figures[2] and len(set(figures[0])) > 5
@@ -303,7 +304,7 @@ def test_a_copy_that_nothing_uses_is_dropped(group: dist.ProcessGroup) -> None:
     model = shard_model(rank=2)
     loss_of(model, tokens(0)).backward()
     embedding = model.get_input_embeddings()
-    [copied] = offload._find_groups(embedding)
+    [copied] = fsdp_groups.list_groups(embedding)
     with copied.use_training_state(type(copied._training_state).FORWARD):
         copied.unshard()
     reference = weakref.ref(copied._all_gather_result.all_gather_output)
