@@ -97,4 +97,9 @@ def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project:
     printed = train_model(project, "other", "--config", run / "config.yaml")
     assert "resume_from_foreign, which this version does not know and ignores" in printed
     printed = train_model(project, "exp", *RUN, "--max-steps", 2)
+    assert "resume_from_foreign, which this version does not know and ignores" in printed
     assert "--resume-from-foreign" in printed and "resumed from" in printed
+    recipe = project / "recipe.yaml"
+    recipe.write_text("suite_freq: 5\n")
+    printed = train_model(project, "third", *RUN, "--config", recipe, "--dry-run")
+    assert "suite_freq, which this version does not know and ignores" in printed

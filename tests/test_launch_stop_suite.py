@@ -21,8 +21,8 @@ from tests.training import SMALL_RUN, list_saved_steps, metrics
 LINES = 60_000  # a suite that takes many minutes
 TRAIN = (
     *SMALL_RUN,
-    *("-e", "run", "-b", 2, "--eval-freq", 0, "--ckpt-freq", 5000, "--max-steps", 5000),
-    *("--eval-suite", "suite", "--suite-freq", 2),
+    *("-e", "run", "-b", 2, "--eval-freq", 2, "--ckpt-freq", 5000, "--max-steps", 5000),
+    *("--eval-suite", "suite", "--eval-batches", 1),
 )
 SINGLE = ("bash", ROOT / "launch/single_node.sh", "--nproc-per-node")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

@@ -649,8 +649,6 @@ def test_a_mixture_trains_and_resumes(project: Path):
         *one,
         "-b",
         2,
-        "--token-reads",
-        "pread",
         cwd=project,
         ranks=2,
     )

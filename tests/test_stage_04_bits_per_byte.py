@@ -164,9 +164,9 @@ def test_bits_per_byte_equal_those_of_a_plain_loop_for_1_2_and_3_ranks(
     """With documents, the evaluation covers all packs; else it ends within a document."""
     expected = loop_over_documents(prepared, packing, batches)
     assert len(expected) == 4
-    for ranks, batch, reads in ((1, 6, "mmap"), (2, 1, "pread"), (3, 2, "mmap")):
+    for ranks, batch in ((1, 6), (2, 1), (3, 2)):
         name = f"{packing}-{ranks}"
-        options = ("--packing", packing, "-b", batch, "--token-reads", reads)
+        options = ("--packing", packing, "-b", batch)
         row = train_one_step(prepared, name, *options, "--eval-batches", batches, ranks=ranks)
         figures = {key: row[key] for key in row if key.endswith("bits_per_byte")}
         assert figures == pytest.approx(expected, rel=1e-5)

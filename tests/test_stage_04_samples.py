@@ -43,7 +43,7 @@ def samples(root: Path, name: str) -> list[dict[str, Any]]:
 def options_of(root: Path, every: int = 2) -> tuple[object, ...]:
     path = root / "prompts.txt"
     path.write_text("\n".join(PROMPTS) + "\n\n")
-    return ("--sample-prompts", path.name, "--sample-freq", every, "--sample-tokens", TOKENS)
+    return ("--sample-prompts", path.name, "--eval-freq", every, "--sample-tokens", TOKENS)
 
 
 @torch.no_grad()
@@ -108,6 +108,7 @@ def test_samples_change_no_loss_and_a_resume_repeats_them(project: Path) -> None
     config = make_tiny_llama(vocab_size=VOCABULARY, attention_dropout=0.2, tie_word_embeddings=True)
     save_model(project / "model", config)
     steps = ("--max-steps", 6, "--lr", 1e-2, "--ckpt-freq", 2, "--ckpt-keep", 0)
+    steps += ("--eval-freq", 1)
     train_samples(project, "without", *steps, ranks=2)
     train_samples(project, "run", *steps, *options_of(project, 1), ranks=2)
     names = ("train/loss", "train/grad_norm", "eval/loss")
@@ -164,7 +165,7 @@ def test_bad_prompts_are_refused_before_the_model_is_loaded(project: Path) -> No
     result = train_samples(project, "run", "--sample-prompts", "long.txt", expect=2, ranks=0)
     assert "2 problems" in result.stderr  # the default of 64 tokens does not fit either
     assert "line 2 is too long" in result.stderr and not (project / "outputs/run").exists()
-    result = train_samples(project, "run", "--sample-freq", 3, expect=2, ranks=0)
+    result = train_samples(project, "run", "--sample-tokens", 3, expect=2, ranks=0)
     assert "belongs to --sample-prompts" in result.stderr
 
 

@@ -407,6 +407,16 @@ ROWS = (
         earlier="plan_mtbf_hours plan_write_gbps plan_step_seconds",
     ),
     # Checkpoints, logs, evaluation.
+    _advise(
+        "--eval-freq",
+        "--eval-freq N: samples and tasks follow it",
+        earlier="sample_freq suite_freq",
+    ),
+    _advise(
+        "--cache-dir",
+        "leave it out, or put the cache on a local disk; pread is used where mmap fails",
+        earlier="token_reads",
+    ),
     _alias(
         "--ckpt-freq",
         offline="ckpt_freq",
@@ -553,6 +563,11 @@ def find_advice(name: str, ours: Collection[str]) -> str:
         if row.text and places and row.option in ours:
             return f"{row.text} ({plain_name} is the name in {' and '.join(places)})"
     return ""
+
+
+def is_gone(name: str) -> bool:
+    """Return whether an option of this name existed in an earlier version."""
+    return any(_normalize_name(name) in row.names.get("earlier", "").split() for row in ROWS)
 
 
 def spellings(options: Collection[str]) -> list[str]:

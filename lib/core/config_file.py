@@ -8,7 +8,7 @@ from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from lib.core import log, records
+from lib.core import aliases, log, records
 from lib.core.commands import REDACTED, is_secret
 from lib.core.errors import UsageError
 
@@ -47,7 +47,9 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
-        return content
+        gone = [key for key in content if key not in ours and aliases.is_gone(key)]
+        _report_gone(f"--config: {config}", gone)
+        return {key: value for key, value in content.items() if key not in gone}
     stage = content.get("stage")
     script = Path(sys.argv[0]).name
     if stage and script != stage and script[:1].isdigit():
@@ -57,12 +59,8 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         for key, value in recorded.items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
-    if unknown := sorted(values.keys() - ours):
-        log.info(
-            f"--config: {config} contains {', '.join(unknown)}, which this version does not know "
-            "and ignores"
-        )
-        values = {key: value for key, value in values.items() if key in ours}
+    _report_gone(f"--config: {config}", sorted(values.keys() - ours))
+    values = {key: value for key, value in values.items() if key in ours}
     if content.get("model_dir") and not values.keys() & {"model_name", "model_size", "config_json"}:
         values["model_name"] = content["model_dir"]
     log.info(
@@ -70,6 +68,20 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         "command line win"
     )
     return values
+
+
+def report_gone(config: Path, recorded: dict[str, Any], ours: Set[str]) -> None:
+    """Log the options in a run's config.yaml that no longer exist, and had a value."""
+    options = recorded.get("options")
+    set_here = options if isinstance(options, dict) else {}
+    _report_gone(str(config), sorted(k for k in set_here.keys() - ours if set_here[k] is not None))
+
+
+def _report_gone(where: str, names: Sequence[str]) -> None:
+    if names:
+        log.info(
+            f"{where} contains {', '.join(names)}, which this version does not know and ignores"
+        )
 
 
 def as_arguments(

@@ -180,7 +180,7 @@ def prepare_packs(tokens: TokenStore, seq_length: int, is_single: bool = False) 
     )
     summary = manifest.read_manifest(target, KIND, "the packs")["summary"]
     packs = {
-        name: Packs(split, _open_index(target, name, tokens.reads), seq_length, is_single)
+        name: Packs(split, _open_index(target, name), seq_length, is_single)
         for name, split in tokens.splits.items()
     }
     try:
@@ -387,8 +387,8 @@ def _count_labels(split: Split, starts: np.ndarray, after: np.ndarray) -> np.nda
     )
 
 
-def _open_index(target: Path, name: str, reads: str) -> dict[str, Numbers]:
+def _open_index(target: Path, name: str) -> dict[str, Numbers]:
     return {
-        part: store.open_file(target / f"{name}.{part}.bin", dtype, reads)
+        part: store.open_file(target / f"{name}.{part}.bin", dtype)
         for part, dtype in _FILES.items()
     }

@@ -133,8 +133,7 @@ class Split:
 class TokenStore:
     """Holds a finished store. vocab_size: the vocabulary size of the tokenizer.
 
-    summary: from its manifest, with the facts that its writer added. reads: `mmap` or `pread`, for
-    the files of the store and of the packs built from it.
+    summary: from its manifest, with the facts that its writer added.
     """
 
     path: Path
@@ -142,7 +141,6 @@ class TokenStore:
     vocab_size: int
     summary: dict[str, Any]
     splits: dict[str, Split]
-    reads: str
 
 
 def find_store(
@@ -211,11 +209,8 @@ def summarise_store(
     }
 
 
-def open_store(path: Path, reads: str = "mmap") -> TokenStore:
-    """Open a finished store. Raises ArtifactError if it is missing, unfinished or truncated.
-
-    reads: `mmap`, or `pread` for file systems that map files badly.
-    """
+def open_store(path: Path) -> TokenStore:
+    """Open a finished store. Raises ArtifactError if it is missing, unfinished or truncated."""
     content = manifest.read_manifest(path, KIND, "the token store")
     manifest.require_intact(path, content, "the token store", run=commands.delete_and_rerun(path))
     summary = content["summary"]
@@ -229,12 +224,11 @@ def open_store(path: Path, reads: str = "mmap") -> TokenStore:
     if not _is_valid_summary(summary):
         raise make_damage_error(path)
     splits = {
-        name: _open_split(path, name, summary, counts, reads)
-        for name, counts in summary["splits"].items()
+        name: _open_split(path, name, summary, counts) for name, counts in summary["splits"].items()
     }
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"].get("inputs"))
-    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits, reads)
+    return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits)
 
 
 def make_damage_error(path: Path) -> ArtifactError:
@@ -246,31 +240,29 @@ def make_damage_error(path: Path) -> ArtifactError:
     )
 
 
-def _open_split(
-    path: Path, name: str, summary: Mapping[str, Any], counts: dict[str, int], reads: str
-) -> Split:
-    tokens = open_file(path / f"{name}.tokens.bin", summary["dtype"], reads)
+def _open_split(path: Path, name: str, summary: Mapping[str, Any], counts: dict[str, int]) -> Split:
+    tokens = open_file(path / f"{name}.tokens.bin", summary["dtype"])
     labels = (
         None
         if "labels" not in counts
         else Labels(
-            open_file(path / f"{name}.{LABEL_MASK}", "uint8", reads), len(tokens), counts["labels"]
+            open_file(path / f"{name}.{LABEL_MASK}", "uint8"), len(tokens), counts["labels"]
         )
     )
-    ends = open_file(path / f"{name}.ends.bin", "int64", reads)
-    return Split(tokens, ends, labels, _open_text(path, name, summary, ends, reads))
+    ends = open_file(path / f"{name}.ends.bin", "int64")
+    return Split(tokens, ends, labels, _open_text(path, name, summary, ends))
 
 
 def _open_text(
-    path: Path, name: str, summary: Mapping[str, Any], ends: Numbers, reads: str
+    path: Path, name: str, summary: Mapping[str, Any], ends: Numbers
 ) -> SplitText | None:
     """Return the bytes and sources of a split; None if the store lacks them."""
     counts = path / f"{name}.{text_bytes.BYTES}"
     if text_bytes.FACT not in summary or not counts.is_file():
         return None
     names = summary[text_bytes.FACT]["sources"]
-    sources = open_file(path / f"{name}.{text_bytes.SOURCES}", "uint8", reads) if names else None
-    return SplitText(open_file(counts, "uint16", reads), ends, sources, names)
+    sources = open_file(path / f"{name}.{text_bytes.SOURCES}", "uint8") if names else None
+    return SplitText(open_file(counts, "uint16"), ends, sources, names)
 
 
 def _is_valid_summary(summary: dict[str, Any]) -> bool:
@@ -302,14 +294,13 @@ def _is_valid_fact(fact: Any) -> bool:
     )
 
 
-def open_file(path: Path, dtype: str, reads: str) -> Numbers:
+def open_file(path: Path, dtype: str) -> Numbers:
     """Open a file of little-endian integers for reading, with pread if it cannot be mapped."""
     little_endian = np.dtype(dtype).newbyteorder("<")
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, little_endian)
-    if reads == "mmap":
-        try:
-            return np.memmap(path, dtype=little_endian, mode="r")
-        except OSError as error:
-            log.warn(f"{path} cannot be mapped ({error.strerror}); reading it with pread instead")
-    return FileNumbers(path, little_endian)
+    try:
+        return np.memmap(path, dtype=little_endian, mode="r")
+    except OSError as error:
+        log.warn(f"{path} cannot be mapped ({error.strerror}); reading it with pread instead")
+        return FileNumbers(path, little_endian)

@@ -37,8 +37,8 @@ _PACKAGES = {
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
     "streaming": ("online", "include", "text_field"),
-    "sample_prompts": ("sample_freq", "sample_tokens"),
-    "eval_suite": ("suite_freq", "suite_limit"),
+    "sample_prompts": ("sample_tokens",),
+    "eval_suite": ("suite_limit",),
     "ckpt_copy_to": ("ckpt_copy_keep", "ckpt_copy_wait"),
     "plan_gpus": ("plan_gpu_memory", "plan_gpu_tflops"),
 }
@@ -102,7 +102,7 @@ def _check_suite(config: Config, problems: Problems) -> None:
     if config.eval_suite and config.is_synthetic:
         problems.add(
             "--eval-suite needs a tokenizer, and a run on synthetic tokens has none",
-            run=commands.as_typed(drop=["--eval-suite", "--suite-freq", "--suite-limit"]),
+            run=commands.as_typed(drop=["--eval-suite", "--suite-limit"]),
         )
 
 

@@ -234,13 +234,6 @@ class Config:
         help="chat datasets: what to do with a conversation of more than --seq-length tokens: drop "
         "it, or split it between turns and repeat the system prompt in each part",
     )
-    token_reads: str = option(
-        "mmap",
-        role=LOCAL,
-        choices=("mmap", "pread"),
-        help="how to read token stores: memory-mapped, or with pread() for file systems with slow "
-        "mmap",
-    )
     resume: str = option(
         "auto",
         role=ALIKE,
@@ -670,12 +663,6 @@ class Config:
         help="continue prompts while training, and write the samples to samples.jsonl: a text file "
         'with a prompt per line, or JSON Lines with "prompt" or "messages" (default: no samples)',
     )
-    sample_freq: int = option(
-        500,
-        role=ALIKE,
-        parse=count,
-        help="with --sample-prompts: steps between samples; 0: only at the end",
-    )
     sample_tokens: int = option(
         64,
         role=ALIKE,
@@ -689,12 +676,6 @@ class Config:
         metavar="DIR|NAME",
         help="evaluate the model on these tasks: a directory, a suite that stage 03 has prepared, "
         "or small, six tasks that come with the code (default: none)",
-    )
-    suite_freq: int = option(
-        0,
-        role=ALIKE,
-        parse=count,
-        help="steps between evaluations on --eval-suite; 0: evaluate only at the end",
     )
     suite_limit: int | None = option(
         None,

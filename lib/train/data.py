@@ -138,7 +138,7 @@ def _prepare_samples(config: Config, inputs: Inputs, vocab_size: int) -> Data:
             make_chat_policy(config, inputs.template, corpus.dataset),
             bool(inputs.identity),
         )
-        tokens = store.open_store(path, config.token_reads)
+        tokens = store.open_store(path)
         build.require_vocabulary(tokens.vocab_size, vocab_size, inputs.model_dir)
         log.detail(f"tokens: {path}, {len(tokens.splits['train'].tokens):,} for training")
         if chat := counts.read_facts(tokens):

@@ -277,7 +277,7 @@ def _open_or_estimate(
         if config.packing == "documents":
             return None, samples
         return None, tokens // config.seq_length
-    stores = [store.open_store(target, config.token_reads) for target in targets]
+    stores = [store.open_store(target) for target in targets]
     is_single = config.packing == "none"
     if config.packing != "concat" and not all(
         packing.find_packs_dir(tokens, config.seq_length, is_single).exists() for tokens in stores

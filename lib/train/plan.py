@@ -80,6 +80,11 @@ class Plan:
         )
         return Schedule(config.lr_scheduler, config.lr, config.min_lr, warmup, self.total_steps)
 
+    def is_evaluated(self, step: int) -> bool:
+        """Return whether --eval-freq evaluates the model after a step; the last one always is."""
+        every = self.config.eval_freq
+        return step == self.total_steps or bool(every and step % every == 0)
+
     def identity(self) -> dict[str, Any]:
         """Return the identity that a launch must share with the run that it resumes."""
         return self.config.identity(self.inputs, self.division.global_batch)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, declared, hashing, log, manifest, paths, run_records
+from lib.core import commands, config_file, declared, hashing, log, manifest, paths, run_records
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.figures import Status
@@ -83,6 +83,9 @@ def read_previous(experiment: Experiment) -> dict[str, Any]:
         return {}
     recorded = run_records.read_config(experiment)
     if "identity" in recorded:
+        if log.rank() == 0:
+            ours = {field.name for field in declared.list_fields(Config)}
+            config_file.report_gone(experiment.config, recorded, ours)
         return recorded
     checkpoint = commit.find_newest(experiment.checkpoints)
     return {"identity": checkpoint.commit()["identity"]} if checkpoint else {}

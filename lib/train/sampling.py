@@ -58,9 +58,8 @@ def describe_cost(
     tokens = config.sample_tokens
     rows = 2 * len(encoded)
     length = _choose_length(config, encoded)
-    when = (
-        f"every {config.sample_freq:,} steps and at the end" if config.sample_freq else "at the end"
-    )
+    every = config.eval_freq
+    when = f"every {every:,} steps and at the end" if every else "at the end"
     seconds = estimates.estimate_forward_seconds(tokens * rows * length, cost, hardware)
     shards = min(config.shard_size or hardware.ranks, hardware.ranks)
     weight = 4 if config.precision == "fp32" else 2
@@ -93,10 +92,7 @@ class Sampling:
 
     def is_due(self, step: int) -> bool:
         """Return whether samples are made after a step."""
-        if not self._prompts:
-            return False
-        every = self._plan.config.sample_freq
-        return step == self._plan.total_steps or bool(every and step % every == 0)
+        return bool(self._prompts) and self._plan.is_evaluated(step)
 
     def make_samples(
         self, model: PreTrainedModel, advance: Callable[[], object] = lambda: None

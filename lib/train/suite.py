@@ -39,15 +39,13 @@ def read_tasks(config: Config, corpora: Sequence[Corpus]) -> list[Task]:
     corpora: those of the run. Raises UsageError or ArtifactError with all problems of the suite, or
     if a task has the name of a part of the validation split.
     """
+    _warn_about_best(config)
     if not config.eval_suite:
-        _warn_about_best(config, config.eval_freq)
         return []
     directory = task_files.find_suite(config.eval_suite, config.cache_dir)
     tasks = task_files.read_suite(directory, config.suite_limit)
     _require_key(config, directory, tasks)
     _require_distinct_names(tasks, corpora)
-    is_of_suite = config.best_by.split("/")[1] in {task.name for task in tasks}
-    _warn_about_best(config, config.suite_freq if is_of_suite else config.eval_freq)
     log.detail(
         f"suite: {directory}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
@@ -82,17 +80,15 @@ def _require_distinct_names(tasks: Iterable[Task], corpora: Sequence[Corpus]) ->
         )
 
 
-def _warn_about_best(config: Config, every: int) -> None:
-    """Warn if --best-by is measured at steps that have no checkpoint.
-
-    every: steps between its measurements; 0 if only the last step has it.
-    """
+def _warn_about_best(config: Config) -> None:
+    """Warn if --best-by is measured at steps that have no checkpoint."""
+    every = config.eval_freq
     if config.best_by == DEFAULTS.best_by or log.rank() != 0:
         return
     if not every:
         log.warn(
             f"only the checkpoint of the last step can be the best by {config.best_by}, which is "
-            "not measured before (--suite-freq and --eval-freq are the steps between measurements)"
+            "not measured before (--eval-freq is the number of steps between measurements)"
         )
     elif every % config.ckpt_freq:
         common = math.lcm(every, config.ckpt_freq)
@@ -104,7 +100,7 @@ def _warn_about_best(config: Config, every: int) -> None:
 
 
 class SuiteEvaluation:
-    """Measures the figures of tasks every --suite-freq steps, and after the last step."""
+    """Measures the figures of tasks every --eval-freq steps, and after the last step."""
 
     def __init__(
         self,
@@ -140,10 +136,7 @@ class SuiteEvaluation:
 
     def is_due(self, step: int) -> bool:
         """Return whether the tasks are evaluated after a step."""
-        if not self._tasks:
-            return False
-        every = self._plan.config.suite_freq
-        return step == self._plan.total_steps or bool(every and step % every == 0)
+        return bool(self._tasks) and self._plan.is_evaluated(step)
 
     def measure(self, step: int, advance: Callable[[int], object]) -> dict[str, float]:
         """Return the figures of all tasks for a row, and log them. All ranks must call this.

@@ -489,6 +489,23 @@ def test_a_modified_store_is_hashed_before_it_is_used(
     prepare_tokens(of_stage_02, tokenizer, cache)  # one rank of a machine does it for all
 
 
+def test_a_store_that_cannot_be_mapped_is_read_all_the_same(
+    of_stage_02: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = prepare_tokens(of_stage_02, tokenizer, tmp_path)
+    mapped = store.open_store(path).splits["train"]
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(np, "memmap", refuse)
+    read = store.open_store(path).splits["train"]
+    assert isinstance(read.tokens, store.FileNumbers)
+    assert read.tokens[3:9].tolist() == mapped.tokens[3:9].tolist()
+    assert read.tokens[np.array([5, 0])].tolist() == mapped.tokens[np.array([5, 0])].tolist()
+    assert np.array_equal(np.asarray(read.ends), mapped.ends)
+
+
 def test_a_tokenizer_without_eos_is_warned_about(
     tmp_path: Path,
     of_stage_02: Path,

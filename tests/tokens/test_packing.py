@@ -111,14 +111,13 @@ def make_packs(
     documents: list[int],
     tmp_path: Path,
     capacity: int,
-    reads: str = "mmap",
     is_single: bool = False,
 ) -> tuple[np.ndarray, packing.Packs]:
     """Pack documents of these lengths; tokens are 1, 2, 3 … so that each is known."""
     ends = np.cumsum(documents).astype(np.int64)
     tokens = np.arange(1, ends[-1] + 1, dtype=np.uint16)
     token_store = TokenStore(
-        tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}, reads
+        tmp_path / "corpus-key", "fingerprint", 9999, {}, {"train": Split(tokens, ends)}
     )
     return tokens, packing.prepare_packs(token_store, capacity, is_single)["train"]
 

@@ -104,10 +104,8 @@ def test_a_text_ends_before_eos_or_a_token_that_ends_answers(
         SimpleNamespace(prompts=[Prompt(f"{index}", [3]) for index in range(3)], stops=[9]),
         Path(),
         SimpleNamespace(
-            config=SimpleNamespace(
-                seed=0, sample_freq=3, sample_tokens=4, seq_length=32, packing="concat"
-            ),
-            total_steps=7,
+            config=SimpleNamespace(seed=0, sample_tokens=4, seq_length=32, packing="concat"),
+            is_evaluated=lambda step: step == 7,
         ),
         SimpleNamespace(rank=0, control=group),
     )
@@ -122,4 +120,4 @@ def test_a_text_ends_before_eos_or_a_token_that_ends_answers(
         ("5,", 1, True),
         ("5,6,7,8,", 4, False),
     ]
-    assert [step for step in range(1, 8) if sampling.is_due(step)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if sampling.is_due(step)] == [7]

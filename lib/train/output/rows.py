@@ -294,10 +294,7 @@ class Evaluation:
 
     def is_loss_due(self, step: int) -> bool:
         """Return whether the validation loss is measured after a step."""
-        if not self._held_out:
-            return False
-        every = self._plan.config.eval_freq
-        return step == self._plan.total_steps or bool(every and step % every == 0)
+        return bool(self._held_out) and self._plan.is_evaluated(step)
 
     def measure(
         self,
