@@ -1,17 +1,16 @@
 #!/usr/bin/env python3
-"""Show runs from their files: all runs at a glance, one run in detail, or two side by side.
+"""Show runs from their files: all runs at a glance, or one run in detail.
 
   python launch/monitor.py                        list the runs in outputs/
   python launch/monitor.py outputs/exp            update until the run is complete or Ctrl-C
   python launch/monitor.py outputs/exp --once     print the run once, for example for a mail
   python launch/monitor.py outputs/exp --log      follow the log of rank 0 from its last lines
-  python launch/monitor.py --compare exp other    figures, options that differ, loss curves
 
 The page of a run shows progress, loss curve, speed, memory, checkpoints and warnings. While the
 run is active, it also shows the GPUs of this machine, if nvidia-smi is installed. For a directory
 of runs, the command lists the runs. It reads state.json, metrics.jsonl, events.jsonl, config.yaml,
 logs/ and lock.json, on any machine that sees them, and changes nothing. The exit code is 2 for bad
-options, and with --once, --log, --json or --compare if there is no such run, otherwise 0.
+options, and with --once, --log or --json if there is no such run, otherwise 0.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.runs import comparison, overview, run_files
+from launch.runs import overview, run_files
 from launch.runs.page import render_page
 from launch.runs.run_files import RunFiles
 from lib.core import commands, options, paths, run_records, stage
@@ -61,30 +60,18 @@ def parse(argv: list[str]) -> Options:
         "--every", type=options.positive, default=2.0, metavar="S", help="seconds between updates"
     )
     parser.add_argument(
-        "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help="show two runs side by side (default: none)",
-    )
-    parser.add_argument(
         "--json", action="store_true", help="print the values as JSON, once, instead of a page"
     )
     opts = parser.parse(argv)
-    if opts.compare and (opts.experiment or opts.log):
-        raise UsageError("--compare names both runs itself", expected="--compare A B alone")
     if opts.log and not opts.experiment:
         raise UsageError("--log follows the log of one run", expected="the name of a run")
     return opts
 
 
 def main(argv: list[str]) -> None:
-    """List runs, compare two runs, or show one run: once, live, or as its log."""
+    """List runs, or show one run: once, live, or as its log."""
     opts = parse(argv)
     width = shutil.get_terminal_size(_NARROW).columns
-    if opts.compare:
-        first, second = opts.compare
-        _print_comparison(first, second, width, opts.json)
-        return
     directory = _find_directory_of_runs(opts.experiment)
     if directory is not None:
         _print_list(directory, width, opts.json)
@@ -128,21 +115,6 @@ def _print_list(directory: Path, width: int, as_json: bool) -> None:
         print("\n".join(overview.render_table(runs, skipped, width)))
     if not runs:
         print(f"no runs in {directory}/; next: {commands.script('04_train_fsdp.py', '--help')}")
-
-
-def _print_comparison(first: str, second: str, width: int, as_json: bool) -> None:
-    """Print two runs side by side."""
-    summaries = []
-    for text in (first, second):
-        experiment = paths.existing_experiment(text)
-        run_files.require_run(experiment)
-        summaries.append(overview.summarise_run(experiment.root.resolve(), experiment.root.name))
-    runs = (summaries[0], summaries[1])
-    if as_json:
-        differences = comparison.list_differences(runs)
-        _print_json({"runs": [run.to_json() for run in runs], "differences": differences})
-        return
-    print("\n".join(comparison.compare_runs(*runs, width)))
 
 
 def _print_json(values: object) -> None:

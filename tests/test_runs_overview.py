@@ -1,6 +1,5 @@
-# covers: launch/monitor.py, launch/runs/overview.py, launch/runs/comparison.py
-# covers: launch/runs/curves.py
-"""launch/monitor.py lists all runs of a directory, and compares two of them."""
+# covers: launch/monitor.py, launch/runs/overview.py, launch/runs/curves.py
+"""launch/monitor.py lists all runs of a directory."""
 
 from __future__ import annotations
 
@@ -14,9 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.runs import comparison, curves, overview
-from launch.runs.comparison import read_history
-from launch.runs.curves import PlotPoint
+from launch.runs import overview
 from tests.conftest import run_stage, start_stage
 from tests.test_monitor import hold_run, make_row
 from tests.training import SMALL_RUN
@@ -63,6 +60,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
 
 
 def test_the_list_shows_each_run_with_the_options_that_differ(tmp_path: Path) -> None:
+    assert "--log" in run_monitor(tmp_path, "--log", expect=2), "without a run"
     outputs = tmp_path / "outputs"
     make_run(outputs / "first", age=3 * 3600 + 5, lr=1e-3)
     make_run(outputs / "second run", "preempted", 200, age=2 * DAY + 5)
@@ -178,81 +176,8 @@ def test_the_list_reads_only_the_end_of_long_files(
     assert summary.step == 5_000_000
 
 
-def test_two_runs_are_compared_where_both_have_rows(tmp_path: Path) -> None:
-    first = make_run(tmp_path / "outputs" / "first", lr=1e-3, deterministic=True)
-    make_run(tmp_path / "outputs" / "second", "failed", 300, model_name="m/b")
-    with (first / "metrics.jsonl").open("a") as file:
-        for step, loss in ((110, 2.5), (120, 2.0), (130, 2.25)):
-            file.write(make_row(step, **{"eval/loss": loss}))
-    text = run_monitor(tmp_path, "--compare", "first", tmp_path / "outputs" / "second")
-    assert re.search(r"A: first +B: second\n", text)
-    assert re.search(r"training loss, step 130 +6.7500 at step 130 +6.7500 at step 130", text)
-    assert re.search(r"validation loss, last +2.2500 at step 130\n", text)
-    assert re.search(r"validation loss, lowest +2.0000 at step 120\n", text)
-    assert re.search(r"--lr +0.001 +0.0003", text) and re.search(r"--deterministic +on\n", text)
-    assert re.search(r"--model-name +m/b", text) and "--seq-length" not in text
-    assert "training loss of A and B (* both), up to 130 steps" in text
-    plot = text.split("up to 130 steps\n")[1].splitlines()
-    assert len(plot) == 15 and "*" in plot[0] and "step 0" in plot[-1] and plot[-1].endswith("130")
-    assert all(len(line) < 120 for line in text.splitlines())
-    values = json.loads(run_monitor(tmp_path, "--compare", "first", "second", "--json"))
-    assert [run["name"] for run in values["runs"]] == ["first", "second"]
-    assert ["--lr", "0.001", "0.0003"] in values["differences"]
-
-
-def test_runs_with_other_batches_are_compared_by_tokens(tmp_path: Path) -> None:
-    make_run(tmp_path / "outputs" / "a")
-    other = make_run(tmp_path / "outputs" / "b")
-    rows = [make_row(step, **{"train/tokens_seen": step * 2000}) for step in range(10, 101, 10)]
-    (other / "metrics.jsonl").write_text("".join(rows))
-    text = run_monitor(tmp_path, "--compare", "a", "b")
-    assert "up to 100K tokens" in text and "tokens 0" in text
-
-
-def test_runs_without_rows_or_differences_are_compared(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (make_run(tmp_path / "outputs" / name) / "metrics.jsonl").unlink()
-    text = run_monitor(tmp_path, "--compare", "a", "b")
-    assert "no options differ" in text and "no plot: one of the runs has no rows yet" in text
-    assert "nan" not in text
-    (tmp_path / "outputs" / "b" / "state.json").unlink()
-    assert " of 0" not in run_monitor(tmp_path, "--compare", "a", "b")
-    assert run_monitor(tmp_path, "--compare", "a", "none", expect=2).startswith(
-        "error: there is no"
-    )
-    assert "--compare" in run_monitor(tmp_path, "a", "--compare", "a", "b", expect=2)
-    assert "--log" in run_monitor(tmp_path, "--log", expect=2)
-
-
-def test_a_long_history_is_sampled_and_keeps_all_evaluations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(comparison, "_MOST_ROWS", 50)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        "".join(
-            make_row(step, **({"eval/loss": 1.0 / step} if step % 97 == 0 else {}))
-            for step in range(1, 2001)
-        )
-    )
-    history = read_history(path)
-    assert 40 <= len(history.rows) <= 110 and history.rows[-1]["step"] == 2000
-    assert [step for step, _ in history.evaluations] == list(range(97, 2001, 97))
-
-
-def test_the_plot_draws_both_curves(monkeypatch: pytest.MonkeyPatch) -> None:
-    falling = [PlotPoint(x, 10 - x / 10) for x in range(1, 101)]
-    flat = [PlotPoint(x, 5.0) for x in range(1, 101)]
-    lines = curves.render_pair((falling, flat), 60, 100, ("step 0", "100"))
-    rows = [line[curves.LABEL_WIDTH + 1 :] for line in lines[:-1]]
-    assert rows[0].startswith("A") and "A" in rows[-1] and "*" in "".join(rows)
-    assert sum("B" in row for row in rows) == 1
-    assert curves.render_pair(([], flat), 60, 100, ("", "")) == []
-    assert curves.render_pair(([PlotPoint(1, math.nan)], flat), 60, 100, ("", "")) == []
-
-
 @pytest.mark.slow
-def test_real_runs_are_listed_while_they_train_and_compared(project: Path) -> None:
+def test_real_runs_are_listed_while_they_train(project: Path) -> None:
     options = (*SMALL_RUN, "-b", 2, "--eval-freq", 2)
     run_stage("04_train_fsdp.py", *options, "-e", "a b", "--max-steps", 6, cwd=project, ranks=2)
     run_stage(
@@ -272,6 +197,3 @@ def test_real_runs_are_listed_while_they_train_and_compared(project: Path) -> No
     assert rows["live"][0] == "running" and rows["a b"][0] == rows["nested/c"][0] == "complete"
     assert "8/8" in rows["nested/c"][1] and "lr 0.001" in rows["nested/c"][-1], text
     assert rows_of(run_monitor(project))["live"][0] == "died"
-    text = run_monitor(project, "--compare", "a b", "nested/c")
-    assert re.search(r"--lr +\S+ +0.001", text) and re.search(r"ranks +2 +3", text)
-    assert "training loss of A and B" in text and "samples/s" in text

@@ -413,6 +413,11 @@ ROWS = (
         earlier="sample_freq suite_freq",
     ),
     _advise(
+        "--once",
+        "python -m lib.report outputs/A outputs/B --out both.html compares runs",
+        earlier="compare",
+    ),
+    _advise(
         "--cache-dir",
         "leave it out, or put the cache on a local disk; pread is used where mmap fails",
         earlier="token_reads",
