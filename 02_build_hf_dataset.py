@@ -10,7 +10,7 @@
   python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
   python 02_build_hf_dataset.py --quality-model good.bin --keep-top 0.1 --mask email,phone
   python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
-  python 02_build_hf_dataset.py --decontaminate .cache/eval/olmo --decontaminate-report-only
+  python 02_build_hf_dataset.py --decontaminate tests --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 

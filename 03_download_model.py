@@ -6,7 +6,6 @@
   python 03_download_model.py --dataset-name ORG/NAME --include 'en/part.0000*.json.gz'
   python 03_download_model.py --from-scratch --model-size tiny --train-tokenizer hf_datasets/corpus
   python 03_download_model.py --from-scratch --config-json FILE --tokenizer .cache/models/ORG--NAME
-  python 03_download_model.py --eval-suite arc_easy/rc_5shot    # tasks for evaluation
   python 03_download_model.py --verify
 
 A model is written to .cache/models/ORG--NAME/ (or .cache/models/scratch-tiny/): config, tokenizer
@@ -32,7 +31,6 @@ from lib.core import artifact_checks as checks
 from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
-from lib.evaluate import prepare
 from lib.hub import raw_text, repository
 from lib.models import directory, lookup, scratch, tokenizer
 from lib.models.scratch import Design
@@ -52,13 +50,11 @@ _MODES = {  # the options that each mode accepts
         "tokenizer_kind",
         "tokenizer",
     },
-    "--eval-suite": {"eval_suite", "eval_wheel", "suite_name"},
     "--verify": {"verify", "dst_root"},
 }
 
 
 @dataclass(frozen=True)
-@declared.with_options_of(prepare.SuiteOptions, after="tokenizer")
 class DownloadOptions(CommonOptions):
     """Contains the options of this stage."""
 
@@ -163,7 +159,7 @@ def parse(argv: Sequence[str]) -> DownloadOptions:
 
 def choose_mode(opts: DownloadOptions) -> str:
     """Return the option that selects the mode of this run."""
-    for mode in ("--verify", "--from-scratch", "--dataset-name", "--eval-suite"):
+    for mode in ("--verify", "--from-scratch", "--dataset-name"):
         if getattr(opts, mode[2:].replace("-", "_")):
             return mode
     return "--model-name"
@@ -209,7 +205,6 @@ def main(argv: list[str]) -> None:
         "--verify": verify_all,
         "--from-scratch": create_from_scratch,
         "--dataset-name": download_dataset,
-        "--eval-suite": partial(prepare.prepare_suite, STAGE),
         "--model-name": download_model,
     }
     modes[choose_mode(opts)](opts)

@@ -413,6 +413,11 @@ ROWS = (
         earlier="sample_freq suite_freq",
     ),
     _advise(
+        "--from-scratch",
+        "lm-eval scores an export with published tasks: docs/how-to/other-programs.md",
+        earlier="eval_suite eval_wheel suite_name",
+    ),
+    _advise(
         "--once",
         "python -m lib.report outputs/A outputs/B --out both.html compares runs",
         earlier="compare",

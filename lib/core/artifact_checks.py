@@ -30,7 +30,6 @@ _KINDS = (
     "dataset",
     "export",
     "wheelhouse",
-    "eval-suite",
 )
 
 
@@ -110,14 +109,10 @@ def find_artifacts(
 
 
 def list_unfinished(cache_dir: Path) -> list[Path]:
-    """Return the directories of models, token stores and suites that have no manifest."""
+    """Return the directories of models and token stores that have no manifest."""
     return [
         path
-        for root in (
-            paths.models_root(cache_dir),
-            paths.tokens_root(cache_dir),
-            paths.suites_root(cache_dir),
-        )
+        for root in (paths.models_root(cache_dir), paths.tokens_root(cache_dir))
         for path in sorted(root.glob("*"))
         if path.is_dir() and not (path / MANIFEST).exists()
     ]
@@ -176,8 +171,6 @@ def _find_remedy(
 ) -> Remedy:
     """Return the parts of an error that say how to fetch or build an artifact again."""
     script = (content or {}).get("stage", "")
-    if content and directory.parent.name == paths.suites_root(Path()).name:
-        return manifest.make_remedy(content, "--overwrite")
     if directory.parent.name == paths.models_root(Path()).name or script.startswith("03"):
         remedy = model_remedy(directory, "--overwrite")
         if content is None and "run" in remedy:

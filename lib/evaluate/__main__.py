@@ -2,12 +2,12 @@
 
   python -m lib.evaluate outputs/exp --step best
   python -m lib.evaluate outputs/exp/export/step_00001000 --suite my_tasks --json results.json
-  torchrun --nproc-per-node 8 -m lib.evaluate org/name --suite olmo --limit 200
+  torchrun --nproc-per-node 8 -m lib.evaluate org/name --suite my_tasks --limit 200
 
 A model is a directory with config, safetensors weights and tokenizer, or the name of a model that
 stage 03 has prepared. A run stands for its newest checkpoint. A suite is a directory of tasks
-(docs/how-to/evaluate.md), or the name of a suite that stage 03 has prepared. With torchrun, the
-model is sharded over the ranks; the results are the same.
+(docs/how-to/evaluate.md). With torchrun, the model is sharded over the ranks; the results are the
+same.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ def parse(argv: Sequence[str]) -> Options:
         "--suite",
         default=task_files.SMALL,
         metavar="DIR|NAME",
-        help="directory of tasks, or a suite that stage 03 has prepared (default: small, six tasks "
-        "that come with the code)",
+        help="directory of tasks (default: small, six tasks that come with the code)",
     )
     parser.add_argument(
         "--limit",

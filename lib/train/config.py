@@ -674,8 +674,8 @@ class Config:
         "",
         role=ALIKE,
         metavar="DIR|NAME",
-        help="evaluate the model on these tasks: a directory, a suite that stage 03 has prepared, "
-        "or small, six tasks that come with the code (default: none)",
+        help="evaluate the model on these tasks: a directory, or small, six tasks that come with "
+        "the code (default: none)",
     )
     suite_limit: int | None = option(
         None,

