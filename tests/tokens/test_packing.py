@@ -192,4 +192,4 @@ def test_the_index_is_built_once_and_reports_padding_and_cuts(
     assert "12.5 % padding, 33.3 % of the documents cut, at most 2 per pack" in caplog.text
     make_packs([20, 4, 4], tmp_path, 8)
     assert (index / "manifest.json").read_bytes() == content
-    assert store.open_file(index / "train.packs.bin", "int64", "mmap")[-1] == 5
+    assert store.open_file(index / "train.packs.bin", "int64")[-1] == 5
