@@ -706,7 +706,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: copying._restore_run(in_bucket, Experiment(Path("lost"), "run"))
     yield lambda: _raise_error(symptoms.explain_error(strict, opts, run))
     yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
-    patch.setattr(gpus, "find_unusable", lambda: gpus.Unusable("a GPU", [gpus.Reason("so", "do")]))
+    patch.setattr(gpus, "find_unusable", lambda: gpus.Unusable("so", "a GPU", "do"))
     yield lambda: gpus.require_usable_gpus(is_plan=False)
     patch.setattr("torch.cuda.is_available", lambda: True)
     patch.setattr("torch.cuda.device_count", lambda: 1)
