@@ -61,7 +61,7 @@ def test_copies_of_weights_and_gradients_are_left_out(
 def test_a_buffer_is_given_out_twice() -> None:
     buffers = one_rank._SharedBuffer()
     cpu = torch.device("cpu")
-    given = [buffers.allocate((n,), dtype=torch.float32, device=cpu) for n in (3, 3, 3, 5, 5)]
-    assert given[0] is given[1] and given[1] is not given[2]
-    assert given[3].shape == (5,), "after an input whose output was not asked for"
-    assert given[3] is given[4]
+    allocated = [buffers.allocate((n,), dtype=torch.float32, device=cpu) for n in (3, 3, 3, 5, 5)]
+    assert allocated[0] is allocated[1] and allocated[1] is not allocated[2]
+    assert allocated[3].shape == (5,), "after an input whose output was not asked for"
+    assert allocated[3] is allocated[4]
