@@ -295,6 +295,7 @@ def make_checkpointer(
     """Return the checkpointer of a run, with a second tier of frequent checkpoints if asked for."""
     import torch
 
+    from lib.checkpoints import vendor_tiers
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
     from lib.core.run_records import read_config
     from lib.planning import capacity
@@ -305,7 +306,7 @@ def make_checkpointer(
     if config.bench:
         return NoCheckpoints()
     tier = make_tier(
-        config.ckpt_hyperpod,
+        vendor_tiers.find_requested(config),
         config.ckpt_local_dir,
         config.experiment_name,
         read_config(experiment)["run"],

@@ -84,7 +84,8 @@ _IMPORTS = {
         *_modules("lib/core/*.py"),
         *_modules("launch/*.py"),
         *_modules("launch/runs/*.py"),
-        *_modules("launch/cloud/**/*.py"),
+        *_modules("launch/cloud/*.py"),
+        *_modules("launch/cloud/[ik]*/*.py"),
         "yaml",
     ],
 }

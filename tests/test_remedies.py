@@ -32,12 +32,13 @@ import torch
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AutoModelForCausalLM
 
+from launch.cloud.checkpoints import hyperpod
 from launch.cloud.kube import remedies
 from launch.cloud.kube.failure_causes import Cause
 from launch.cloud.kube.job_options import JobOptions
 from launch.cloud.kube.kinds import KINDS
 from launch.cloud.kube.kubeconfig import ClusterName
-from lib.checkpoints import commit, copies, hyperpod, storage
+from lib.checkpoints import commit, copies, storage
 from lib.core import file_identity, hashing, identity, offline, paths, publish, stage
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError

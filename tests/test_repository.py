@@ -63,7 +63,7 @@ PACKAGES = {
     "runs": set(),
     "supervision": set(),
 }
-PACKAGES_OF_CLOUD = {"kube": set(), "images": {"kube"}}
+PACKAGES_OF_CLOUD = {"checkpoints": set(), "kube": set(), "images": {"kube"}}
 # Only these import what serves a cloud, since users type their names.
 FRONT_DOORS = {"launch/build_image.py", "launch/kubernetes.py"}
 # Tables of data: the options of stage 04, and those of other trainers.

@@ -1,4 +1,4 @@
-# covers: 04_train_fsdp.py, lib/checkpoints/hyperpod.py
+# covers: 04_train_fsdp.py, launch/cloud/checkpoints/hyperpod.py
 """`--ckpt-hyperpod`: frequent checkpoints in the memory of a HyperPod cluster."""
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -14,10 +15,10 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.contents import RunState, TrainRecord
 from lib.checkpoints.copier import Copier
 from lib.checkpoints.host_copies import HostCopies
-from lib.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints.search import find_newest_valid
 from lib.checkpoints.snapshot import Snapshot
 from lib.checkpoints.tier import LocalTier, Note, Tier, ignore_event
+from lib.checkpoints.vendor_tiers import VENDOR_TIERS
 from lib.core import log, paths, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
 from lib.core.events import Event
@@ -376,7 +377,7 @@ class Checkpointer:
 
 
 def make_tier(
-    hyperpod: str | None,
+    vendor: tuple[str, str] | None,
     local_dir: Path | None,
     experiment: str,
     run: str,
@@ -385,10 +386,13 @@ def make_tier(
 ) -> Tier | None:
     """Return the second tier for frequent checkpoints, or None if no option asks for one.
 
-    hyperpod: the address for HyperPodTier. experiment, run: the experiment's name, the run's ID.
+    vendor: see vendor_tiers.find_requested. experiment, run: the experiment's name, the run's ID.
     """
-    if hyperpod:
-        return HyperPodTier(hyperpod, experiment, run, layout.control, layout.saving, note)
+    if vendor:
+        name, address = vendor
+        make = pkgutil.resolve_name(VENDOR_TIERS[name].tier)
+        tier: Tier = make(address, experiment, run, layout.control, layout.saving, note)
+        return tier
     if local_dir:
         return LocalTier(local_dir / f"{experiment}-{run}", layout.control, layout.saving, note)
     return None

@@ -9,7 +9,7 @@ and each rank writes its own shards:
 
 A local checkpoint exists if every node has committed its part of the same save. Only the same ranks
 on the same nodes can load it; otherwise a run uses the newest shared checkpoint. The other
-implementation of Tier is in hyperpod.py.
+implementations of Tier are those that vendor_tiers.py lists.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lib.checkpoints import commit
+from lib.checkpoints.vendor_tiers import VENDOR_TIERS, find_requested
 from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
@@ -31,7 +32,7 @@ _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # The packages of requirements-optional.txt that options need, by field.
 _PACKAGES = {
     "wandb": "wandb",
-    "ckpt_hyperpod": "amzn-sagemaker-checkpointing",
+    **{name: vendor.package for name, vendor in VENDOR_TIERS.items()},
     "ckpt_copy_to": "boto3",  # for a bucket
 }
 # Options that have an effect only with another one, by that one, their owner.
@@ -240,21 +241,25 @@ def _check_batch(config: Config, problems: Problems) -> None:
 
 
 def _check_checkpoints(config: Config, problems: Problems) -> None:
-    if config.ckpt_local_freq and not (config.ckpt_local_dir or config.ckpt_hyperpod):
-        problems.add("--ckpt-local-freq belongs to --ckpt-local-dir or --ckpt-hyperpod")
+    vendor = find_requested(config)
+    if config.ckpt_local_freq and not (config.ckpt_local_dir or vendor):
+        places = ("--ckpt-local-dir", *map(declared.flag, VENDOR_TIERS))
+        problems.add(f"--ckpt-local-freq belongs to {' or '.join(places)}")
     if (config.ckpt_local_freq or 0) >= config.ckpt_freq:
         problems.add(
             f"--ckpt-local-freq {config.ckpt_local_freq} is not below --ckpt-freq "
             f"{config.ckpt_freq}",
             expected="local checkpoints are the frequent ones",
         )
-    if config.ckpt_local_dir and config.ckpt_hyperpod:
-        problems.add("give --ckpt-local-dir or --ckpt-hyperpod, not both")
-    if not re.fullmatch(r"auto|https?://[^/@\s]+/?", config.ckpt_hyperpod or "auto"):
-        problems.add(
-            f"--ckpt-hyperpod {config.ckpt_hyperpod} is not an address",
-            expected="auto, or one like http://host:9200",
-        )
+    if vendor:
+        name, address = vendor
+        if config.ckpt_local_dir:
+            problems.add(f"give --ckpt-local-dir or {declared.flag(name)}, not both")
+        if not re.fullmatch(VENDOR_TIERS[name].address, address):
+            problems.add(
+                f"{declared.flag(name)} {address} is not an address",
+                expected=VENDOR_TIERS[name].expected,
+            )
     _check_copies(config, problems)
     if config.resume_with_changes and not config.step_limit:
         problems.add(

@@ -1,11 +1,15 @@
-# covers: lib/checkpoints/hyperpod.py, lib/checkpoints/snapshot.py, lib/checkpoints/contents.py
+# covers: launch/cloud/checkpoints/hyperpod.py, lib/checkpoints/vendor_tiers.py
+# covers: lib/checkpoints/snapshot.py, lib/checkpoints/contents.py
 """Checkpoints in the memory of a HyperPod cluster: saved, read back, refused, deleted."""
 
 from __future__ import annotations
 
+import http.client
 import socket
 import sys
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -15,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lib.checkpoints import contents, hyperpod
-from lib.checkpoints.hyperpod import HyperPodTier
+from launch.cloud.checkpoints import hyperpod
+from launch.cloud.checkpoints.hyperpod import HyperPodTier
+from lib.checkpoints import contents
 from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
@@ -298,3 +303,16 @@ def test_a_missing_package_is_an_error_with_the_install_command(
     with pytest.raises(UsageError) as caught:
         tier_at(hyperpod.CLUSTER)
     assert "pip install amzn-sagemaker-checkpointing==" in caught.value.render()
+
+
+def test_a_network_error_is_one_short_line() -> None:
+    try:
+        urllib.request.urlopen(f"http://127.0.0.1:{free_port()}", timeout=5)
+    except (urllib.error.URLError, http.client.HTTPException) as error:
+        pool = f"HTTPConnectionPool(host='h', port=1): Max retries exceeded {'x' * 300} ({error})"
+        wrapped = RuntimeError(f"request failed: {pool} " * 3)
+        wrapped.__cause__ = ConnectionError(pool)
+    message = hyperpod._summarize_error(wrapped)
+    assert message == "RuntimeError: [Errno 111] Connection refused"
+    long = hyperpod._summarize_error(ValueError("y" * 1000 + "\nsecond line"))
+    assert len(long) <= 160 and "\n" not in long

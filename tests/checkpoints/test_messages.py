@@ -1,14 +1,11 @@
-# covers: lib/checkpoints/commit.py, lib/checkpoints/contents.py, lib/checkpoints/hyperpod.py
+# covers: lib/checkpoints/commit.py, lib/checkpoints/contents.py
 # covers: lib/checkpoints/checkpointer.py, lib/checkpoints/search.py, lib/checkpoints/snapshot.py
 """The wording of the errors of lib/checkpoints; behaviour tests look for one keyword only."""
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lib.checkpoints import commit, contents, hyperpod, search, snapshot
+from lib.checkpoints import commit, contents, search, snapshot
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.core.errors import ArtifactError, DiskFullError
 from tests.checkpoint_harness import commit_checkpoint
-from tests.conftest import free_port, message_lines
+from tests.conftest import message_lines
 
 
 def test_the_error_without_a_valid_checkpoint(tmp_path: Path, group: dist.ProcessGroup) -> None:
@@ -108,16 +105,3 @@ def test_the_error_for_a_record_with_missing_or_wrong_fields(tmp_path: Path) -> 
         "error: step_00000005 lacks state that a resumed run needs",
         "found:    missing in train_state.json: samples",
     ]
-
-
-def test_a_network_error_is_one_short_line() -> None:
-    try:
-        urllib.request.urlopen(f"http://127.0.0.1:{free_port()}", timeout=5)
-    except (urllib.error.URLError, http.client.HTTPException) as error:
-        pool = f"HTTPConnectionPool(host='h', port=1): Max retries exceeded {'x' * 300} ({error})"
-        wrapped = RuntimeError(f"request failed: {pool} " * 3)
-        wrapped.__cause__ = ConnectionError(pool)
-    message = hyperpod._summarize_error(wrapped)
-    assert message == "RuntimeError: [Errno 111] Connection refused"
-    long = hyperpod._summarize_error(ValueError("y" * 1000 + "\nsecond line"))
-    assert len(long) <= 160 and "\n" not in long
