@@ -35,5 +35,7 @@ VENDOR_TIERS = {
 
 def find_requested(options: object) -> tuple[str, str] | None:
     """Return the field of the vendor's option that is set, and its value; None without one."""
-    given = ((name, getattr(options, name)) for name in VENDOR_TIERS)
-    return next(((name, address) for name, address in given if address), None)
+    for name in VENDOR_TIERS:
+        if address := getattr(options, name):
+            return name, address
+    return None
