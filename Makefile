@@ -1,6 +1,7 @@
 # make demo                run all five stages on real text; the exported model then writes text
 # make demo-chat           run stages 02 to 05 on conversations; the exported model then answers
 # make test                run the quick tests      make test-slow   run those of 2 seconds or more
+# make test-cloud          run the tests of launch/cloud/: Kubernetes, AWS, images, HyperPod
 # make test-long           test small clusters, all damage, more variants (as root, an hour)
 # make test-faults         kill stages 200 times and check that nothing is lost (5 minutes)
 # make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
@@ -119,7 +120,7 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo demo-chat test test-slow test-long test-faults lint reference memory-table bench gpu-kit test-gpu bench-gpu \
+.PHONY: help demo demo-chat test test-slow test-cloud test-long test-faults lint reference memory-table bench gpu-kit test-gpu bench-gpu \
   validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: $(PINS)
@@ -171,13 +172,16 @@ demo-chat: $(VENV)/installed
 	  -p 'What does shutil.copyfile do?' -p 'What does math.sqrt do?'
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -q -n 4 --dist worksteal -m 'not slow and not long and not gpu'
+	$(PYTEST) -q -n 4 --dist worksteal -m 'not slow and not long and not gpu' --ignore tests/cloud
 
 test-long: $(VENV)/installed-dev
 	$(PYTEST) -m long -rs
 
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -q -n 4 --dist worksteal -m 'slow and not long'
+	$(PYTEST) -q -n 4 --dist worksteal -m 'slow and not long' --ignore tests/cloud
+
+test-cloud: $(VENV)/installed-dev
+	$(PYTEST) -q -n 4 --dist worksteal -m 'not long' tests/cloud
 
 test-faults: $(VENV)/installed-dev
 	$(PY) -m tests.random_kills --kills $(KILLS) $(if $(SEED),--seed $(SEED))

@@ -97,8 +97,8 @@ pytest_plugins = [
     "tests.training",
     "tests.hub_models",
     "tests.faults",
-    "tests.kube_cluster",
-    "tests.kube_node",
+    "tests.cloud.kube_cluster",
+    "tests.cloud.kube_node",
     "tests.make_targets",
     "tests.needs",
 ]

@@ -2,7 +2,7 @@
 # covers: lib/train/settle.py
 """The recipes of docs/explanation/design.md, followed on a throw-away copy of the code.
 
-test_launch_kubernetes_render.py follows the recipe for a kind of job.
+cloud/test_kubernetes_render.py follows the recipe for a kind of job.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_one_machine_dry_run_and_bad_usage(tmp_path: Path):
     result = run_stage("launch/check.py", "network", cwd=tmp_path, expect=2)
     assert "torchrun has not started this" in result.stderr and "check.py machine" in result.stderr
     result = run_stage("launch/check.py", "netwrk", cwd=tmp_path, expect=2)
-    assert "'machine', 'network', 'framework', 'setup', 'cluster'" in result.stderr
+    assert "'machine', 'network', 'framework', 'setup', 'slurm'" in result.stderr
     result = run_stage(
         "launch/check.py",
         "machine",

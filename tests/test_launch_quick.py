@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from launch.checks import slurm as slurm_check
 from tests import slurm_cluster
+from tests.cloud.kube_node import Node, list_pods
+from tests.cloud.kube_server import Cluster
 from tests.conftest import ROOT, run_stage
-from tests.kube_node import Node, list_pods
-from tests.kube_server import Cluster
 from tests.make_targets import make_target
 from tests.slurm_cluster import SlurmCluster
 

@@ -1,4 +1,4 @@
-# covers: Makefile
+# covers: Makefile, AGENTS.md
 """Test the targets of the Makefile in a directory with the code and an environment."""
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ VERBS = (
     "demo-chat",
     "test",
     "test-slow",
+    "test-cloud",
     "test-long",
     "test-faults",
     "validate-framework",
@@ -365,3 +366,22 @@ def test_a_missing_package_is_an_error_only_if_it_is_required(
     for name, severity in severities.items():
         if name != "packages":
             assert severity == ("error" if name in needed else "warning"), name
+
+
+def test_what_the_page_for_agents_shows_can_be_typed() -> None:
+    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
+    [lines] = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    typed = [*lines.splitlines(), *re.findall(r"`((?:make|\.venv/bin/python) [^`]+)`", text)]
+    assert len(typed) > 5
+    for line in typed:
+        command = line.replace("make ", "make --dry-run ").replace(
+            "pytest", "pytest --collect-only"
+        )
+        command = command.replace(".venv/bin/python", sys.executable)
+        subprocess.run(
+            ["bash", "-ec", command],
+            check=True,
+            cwd=ROOT,
+            env=person_environment(),
+            stdout=subprocess.DEVNULL,
+        )

@@ -852,7 +852,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
 
 
 def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
-    """tests/test_launch_remedies.py types most of them; here none is left out."""
+    """tests/cloud/test_remedies.py types most of them; here none is left out."""
     eks = ClusterName("eks", "eks", "us-west-2", "prod")
     job = JobOptions(job_name="j", image="registry.example.com/t:1")
     rendered = {

@@ -27,12 +27,12 @@ from launch.cloud.kube.job_options import JobOptions
 from launch.cloud.kube.volume_commands import VOLUME_COMMANDS
 from lib.core import declared
 from lib.train import command_line
-from tests import aws_account
+from tests.cloud import aws_account
+from tests.cloud.kube_node import Node
+from tests.cloud.kube_server import Cluster, Object, Server
 from tests.conftest import ROOT
 from tests.hub_models import USER_VARIABLES, hub_variables, make_model_files
 from tests.hub_server import HubServer, Repo
-from tests.kube_node import Node
-from tests.kube_server import Cluster, Object, Server
 from tests.node_namespaces import Machine, make_machines
 from tests.slurm_cluster import SlurmCluster, find_missing_tools, run_cluster
 from tests.test_airgap import check_out

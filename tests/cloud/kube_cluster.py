@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.cloud.kube_server import Cluster, Object, Server
 from tests.conftest import ROOT, run_stage
-from tests.kube_server import Cluster, Object, Server
 
 SCRIPT = ROOT / "launch" / "kubernetes.py"
 PLURALS = {"pytorchjob": "pytorchjobs", "trainjob": "trainjobs", "hyperpod": "hyperpodpytorchjobs"}

@@ -24,7 +24,7 @@ from launch.cloud.kube import aws
 from launch.cloud.kube.deploy import JobFailed, Patience
 from lib.core.errors import UsageError
 from lib.train import command_line
-from tests.kube_cluster import (
+from tests.cloud.kube_cluster import (
     JOB_OPTIONS,
     PLURALS,
     SCRIPT,
@@ -34,7 +34,7 @@ from tests.kube_cluster import (
     make_pod,
     run_launcher,
 )
-from tests.kube_server import CORE_TYPES, Cluster, Object, Server
+from tests.cloud.kube_server import CORE_TYPES, Cluster, Object, Server
 
 # Another module tests --prepare auto.
 QUICK = ("--poll-seconds", "0.2", "--backoff-seconds", "0.1", "--prepare", "never")

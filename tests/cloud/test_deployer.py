@@ -32,11 +32,11 @@ from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import command_line
+from tests.cloud.kube_server import Cluster, Object, Server
+from tests.cloud.test_image import ECR, Machine
+from tests.cloud.test_kubernetes_deploy import complete_job, jobs
 from tests.conftest import ROOT, run_stage
 from tests.hub_server import HubServer, Repo
-from tests.kube_server import Cluster, Object, Server
-from tests.test_launch_image import ECR, Machine
-from tests.test_launch_kubernetes_deploy import complete_job, jobs
 
 AWS = r"""#!/bin/sh
 echo "$*" >> "$AWS_CALLS"

@@ -16,10 +16,10 @@ from launch.cloud.kube import fetch, sender
 from launch.cloud.kube.kubectl import Kubectl
 from lib.core import partial_dirs
 from lib.core.errors import ArtifactError, UsageError
-from tests.kube_cluster import SCRIPT, run_launcher
-from tests.kube_exec import Call
-from tests.kube_node import Node, list_pods
-from tests.kube_server import Cluster, Object
+from tests.cloud.kube_cluster import SCRIPT, run_launcher
+from tests.cloud.kube_exec import Call
+from tests.cloud.kube_node import Node, list_pods
+from tests.cloud.kube_server import Cluster, Object
 
 FETCH = ("fetch", "outputs/exp/export", "copy")
 ORIGIN = "claim fsx-claim, namespace default, context current"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cloud.hyperpod_service import run_service
 from tests.conftest import free_port, run_stage, start_stage
-from tests.hyperpod_service import run_service
 from tests.training import SMALL_RUN, list_saved_steps, losses, read_events
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")

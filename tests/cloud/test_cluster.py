@@ -21,9 +21,9 @@ from launch.cloud.kube import nodes as cluster_nodes
 from launch.cloud.kube.job_options import JobNeeds
 from launch.cloud.kube.kubeconfig import ClusterName
 from lib.core.errors import UsageError
-from tests import kube_server
+from tests.cloud import kube_server
+from tests.cloud.kube_server import CORE_TYPES, CUSTOM_TYPES, Cluster, RequestError, Server, Type
 from tests.conftest import run_stage
-from tests.kube_server import CORE_TYPES, CUSTOM_TYPES, Cluster, RequestError, Server, Type
 
 TYPES = [
     *CORE_TYPES,

@@ -19,10 +19,10 @@ import yaml
 
 from launch.cloud.kube import volume_commands
 from launch.cloud.kube.volume_pod import find_in_image
+from tests.cloud.kube_cluster import SCRIPT, make_pod, run_launcher
+from tests.cloud.kube_node import Node, list_pods
+from tests.cloud.kube_server import Cluster, Object
 from tests.conftest import ROOT
-from tests.kube_cluster import SCRIPT, make_pod, run_launcher
-from tests.kube_node import Node, list_pods
-from tests.kube_server import Cluster, Object
 
 
 def wait_until(condition, seconds: float = 60) -> None:

@@ -14,10 +14,10 @@ import yaml
 from launch import kubernetes
 from launch.cloud.kube.deploy import Patience
 from lib.core.errors import UsageError
-from tests.kube_cluster import JOB_OPTIONS, TRAIN_OPTIONS, run_launcher
-from tests.kube_node import Node, list_pods
-from tests.kube_server import Cluster, Object
-from tests.test_launch_kubernetes_deploy import complete_job, fail_job, one_after_the_other
+from tests.cloud.kube_cluster import JOB_OPTIONS, TRAIN_OPTIONS, run_launcher
+from tests.cloud.kube_node import Node, list_pods
+from tests.cloud.kube_server import Cluster, Object
+from tests.cloud.test_kubernetes_deploy import complete_job, fail_job, one_after_the_other
 
 QUICK = ("--poll-seconds", "0.1", "--backoff-seconds", "0.1")
 PREPARING = "preparing it first, in job exp-prepare"

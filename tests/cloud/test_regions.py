@@ -16,9 +16,9 @@ from launch.cloud.kube.kubectl import Kubectl, KubectlError
 from launch.cloud.kube.open_options import choose_context
 from launch.kubernetes import deploy_training_job, manage_eks_cluster
 from lib.core.errors import UsageError
+from tests.cloud.kube_cluster import JOB_OPTIONS, TRAIN_OPTIONS, run_launcher
+from tests.cloud.kube_server import Cluster
 from tests.conftest import run_stage
-from tests.kube_cluster import JOB_OPTIONS, TRAIN_OPTIONS, run_launcher
-from tests.kube_server import Cluster
 
 ARN = "arn:aws:eks:us-west-2:1:cluster/eks"
 AWS = """#!/bin/sh

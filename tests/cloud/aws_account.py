@@ -1,7 +1,7 @@
 """An AWS account for tests: programs in place of aws, eksctl and docker, and kubectl's downloads.
 
 They record their calls and keep a state, so a cluster is listed from its creation to its deletion.
-A command that they do not know fails. Their API server is that of tests/kube_server.py.
+A command that they do not know fails. Their API server is that of tests/cloud/kube_server.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from tests.kube_cluster import make_condition
-from tests.kube_server import Cluster, Object, Type
-from tests.test_launch_image import Machine
+from tests.cloud.kube_cluster import make_condition
+from tests.cloud.kube_server import Cluster, Object, Type
+from tests.cloud.test_image import Machine
 
 ACCOUNT = "123456789012"
 REGION = "us-west-2"

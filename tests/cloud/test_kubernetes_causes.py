@@ -12,8 +12,8 @@ from launch.cloud.kube import cluster_state
 from launch.cloud.kube.failure_causes import REMEDIES, Cause
 from launch.cloud.kube.job_options import JobOptions
 from launch.cloud.kube.kubectl import Kubectl
-from tests.kube_cluster import make_ended_state, make_pod
-from tests.kube_server import Cluster
+from tests.cloud.kube_cluster import make_ended_state, make_pod
+from tests.cloud.kube_server import Cluster
 
 HEAD = "exp-worker-0"
 

@@ -33,8 +33,8 @@ from lib.core import declared
 from lib.core.errors import UsageError
 from lib.train import command_line
 from lib.train.output import console
-from tests import kube_schemas
-from tests.kube_cluster import JOB_OPTIONS, ROOT, SCRIPT, TRAIN_OPTIONS, run_launcher
+from tests.cloud import kube_schemas
+from tests.cloud.kube_cluster import JOB_OPTIONS, ROOT, SCRIPT, TRAIN_OPTIONS, run_launcher
 from tests.test_design import blocks
 
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

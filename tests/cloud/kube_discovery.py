@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.kube_server import Type
+    from tests.cloud.kube_server import Type
 
 Object = dict[str, Any]
 

@@ -1,4 +1,4 @@
-# covers: AGENTS.md, launch/skills/*
+# covers: launch/skills/*
 """What the skills and commands for coding agents contain can be run."""
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 from launch import kubernetes
+from tests.cloud.kube_server import Cluster
+from tests.cloud.test_deployer import ECR, eks, image_docker  # noqa: F401 (a fixture)
 from tests.conftest import ROOT
-from tests.kube_server import Cluster
-from tests.make_targets import person_environment
-from tests.test_launch_deployer import ECR, eks, image_docker  # noqa: F401 (a fixture)
 
 SKILLS = sorted((ROOT / "launch" / "skills").iterdir())
 NAMES = [path.name for path in SKILLS]
@@ -68,22 +67,3 @@ def test_the_command_lines_of_a_skill_run(skill: Path, eks: Cluster) -> None:  #
         here = script.replace("python launch/", f"{sys.executable} {ROOT}/launch/")
         quick = here.replace("kubernetes.py deploy", "kubernetes.py deploy --poll-seconds 0.05")
         subprocess.run(["bash", "-ec", quick], check=True, timeout=120)
-
-
-def test_what_the_page_for_agents_shows_can_be_typed() -> None:
-    text = (ROOT / "AGENTS.md").read_text(encoding="utf-8")
-    [lines] = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    typed = [*lines.splitlines(), *re.findall(r"`((?:make|\.venv/bin/python) [^`]+)`", text)]
-    assert len(typed) > 5
-    for line in typed:
-        command = line.replace("make ", "make --dry-run ").replace(
-            "pytest", "pytest --collect-only"
-        )
-        command = command.replace(".venv/bin/python", sys.executable)
-        subprocess.run(
-            ["bash", "-ec", command],
-            check=True,
-            cwd=ROOT,
-            env=person_environment(),
-            stdout=subprocess.DEVNULL,
-        )

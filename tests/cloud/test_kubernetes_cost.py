@@ -22,8 +22,8 @@ from lib.core.errors import UsageError
 from lib.models import scratch
 from lib.planning import flops
 from lib.train import bench, command_line
+from tests.cloud.kube_cluster import JOB_OPTIONS, run_launcher
 from tests.conftest import ROOT
-from tests.kube_cluster import JOB_OPTIONS, run_launcher
 
 RECIPE = ROOT / "recipes" / "scratch-1b-g5.yaml"
 PER_HOUR = " per hour = "

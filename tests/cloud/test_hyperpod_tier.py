@@ -25,8 +25,8 @@ from lib.checkpoints import contents
 from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
+from tests.cloud.hyperpod_service import run_service
 from tests.conftest import free_port
-from tests.hyperpod_service import run_service
 
 pytest.importorskip("amzn_sagemaker_checkpointing", reason="needs amzn-sagemaker-checkpointing")
 from amzn_sagemaker_checkpointing.storage.clients.inmemory.exceptions import InMemoryStorageError

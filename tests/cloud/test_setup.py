@@ -25,8 +25,8 @@ from launch.cloud.kube.kinds import KINDS as JOB_KINDS
 from launch.cloud.kube.quotas import count_vcpus, quota_commands
 from lib.core import declared
 from lib.core.errors import Problems, UsageError
+from tests.cloud.kube_schemas import CRDS
 from tests.conftest import ROOT, run_stage
-from tests.kube_schemas import CRDS
 
 FILE_SYSTEM = "fs-0123456789abcdef0"
 AWS = """#!/bin/sh

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests import kube_server
+from tests.cloud import kube_server
+from tests.cloud.kube_server import Object, Server
+from tests.cloud.test_cluster import KINDS, TYPES, ReviewingCluster, _Answers, node
+from tests.cloud.test_image import Machine
+from tests.cloud.test_kubernetes_deploy import complete_job
+from tests.cloud.test_setup import AWS
 from tests.conftest import run_stage
-from tests.kube_server import Object, Server
-from tests.test_launch_cluster import KINDS, TYPES, ReviewingCluster, _Answers, node
-from tests.test_launch_image import Machine
-from tests.test_launch_kubernetes_deploy import complete_job
-from tests.test_launch_setup import AWS
 
 ARN = "arn:aws:eks:us-west-2:123456789012:cluster/llm-training"
 MORE_AWS = """case "$1 $2" in

@@ -22,9 +22,9 @@ from launch.cloud.kube.kinds import KINDS
 from launch.cloud.kube.kubeconfig import ClusterName
 from launch.cloud.kube.kubectl import Kubectl
 from lib.core.errors import StageError
+from tests.cloud.kube_server import CORE_TYPES, CUSTOM_TYPES, Cluster, Server, Type
+from tests.cloud.test_setup import AWS
 from tests.conftest import ROOT
-from tests.kube_server import CORE_TYPES, CUSTOM_TYPES, Cluster, Server, Type
-from tests.test_launch_setup import AWS
 
 ARN = "arn:aws:eks:us-west-2:123456789012:cluster/llm-training"
 TYPES = [

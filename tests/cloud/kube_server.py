@@ -22,7 +22,7 @@ import jsonschema
 import kubernetes_validate
 import yaml
 
-from tests import kube_discovery, kube_exec, kube_schemas
+from tests.cloud import kube_discovery, kube_exec, kube_schemas
 
 Object = dict[str, Any]
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
+from tests.cloud.kube_cluster import make_condition
+from tests.cloud.kube_exec import Call
+from tests.cloud.kube_server import Cluster, Object
 from tests.conftest import ROOT
-from tests.kube_cluster import make_condition
-from tests.kube_exec import Call
-from tests.kube_server import Cluster, Object
 
 _GRACE_S = 20.0
 _VARIABLE = re.compile(r"\$(?:\$|\((\w+)\))")
