@@ -109,9 +109,12 @@ PACKED_KERNELS = (FLASH_4, FLASH_3)
 
 
 def pick_attention_kernel(
-    model: nn.Module, packing: str, precision: str, device: torch.device
+    model: nn.Module, packing: str, precision: str, device: torch.device, seq_length: int
 ) -> str:
-    """Activate the fastest attention kernel for a model; return its name and the reason."""
+    """Activate the fastest attention kernel for a model; return its name and the reason.
+
+    The result also names the kernel of layers with a sliding window, if that is another one.
+    """
     config = model.config.get_text_config()
     name = config._attn_implementation
     by_mask = packing == "documents" and name == "sdpa"
@@ -137,10 +140,15 @@ def pick_attention_kernel(
         )
     if backend not in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         return f"{label}, by {_KERNELS[backend]}"
+    masked = ""
+    window = attention.get_field(config, "sliding_window")
+    if isinstance(window, int) and window <= seq_length:
+        other = _KERNELS[_find_torch_backend(heads, by_mask=True)]
+        masked = f"; layers with a window of {window:,} tokens use a mask, by {other}"
     if problem := _find_problem(FLASH_3, config, device) or activate(FLASH_3, name, heads):
-        return f"{label}, by {_KERNELS[backend]} ({problem})"
+        return f"{label}, by {_KERNELS[backend]} ({problem}){masked}"
     _prefer_flash()
-    return f"{label}, by {FLASH_3.name} of {FLASH_3.package}"
+    return f"{label}, by {FLASH_3.name} of {FLASH_3.package}{masked}"
 
 
 def _pick_packed_kernel(config: PretrainedConfig, heads: list[Tensor], device: torch.device) -> str:

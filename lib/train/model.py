@@ -259,7 +259,7 @@ def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayou
     """Choose the kernels of attention and of experts, and log them. All ranks must call this."""
     attention.avoid_device_reads(model, config.packing, config.seq_length)
     kernel = attention_kernel.pick_attention_kernel(
-        model, config.packing, config.precision, layout.device
+        model, config.packing, config.precision, layout.device, config.seq_length
     )
     log.detail(f"attention: {kernel}")
     if name := experts_trial.choose_experts_function(model, layout):

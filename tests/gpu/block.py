@@ -102,7 +102,7 @@ def compute_gradients(
             chosen = tuple(version for version in versions if version.name == setting.flash)
             with mock.patch.object(attention_kernel, "PACKED_KERNELS", chosen):
                 kernel = attention_kernel.pick_attention_kernel(
-                    model, packing, setting.precision, device
+                    model, packing, setting.precision, device, 8192
                 )
             assert f"by {setting.flash}" in kernel, kernel
         loss.token_loss_sum(model, _make_batch(place, packing, model.config.vocab_size)).backward()

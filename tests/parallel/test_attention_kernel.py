@@ -14,7 +14,7 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     restore_flash_attention_impl,
 )
-from transformers import GPT2Config, LlamaConfig, Mamba2Config, PretrainedConfig
+from transformers import GPT2Config, LlamaConfig, Mamba2Config, MistralConfig, PretrainedConfig
 
 from lib.parallel import attention_kernel
 
@@ -65,7 +65,7 @@ def pick_kernel(
     config = config or LlamaConfig(**LLAMA)
     config._attn_implementation = name
     return attention_kernel.pick_attention_kernel(
-        SimpleNamespace(config=config), packing, precision, device
+        SimpleNamespace(config=config), packing, precision, device, seq_length=4096
     )
 
 
@@ -131,6 +131,23 @@ def test_the_reason_for_not_trying_flash_attention_3_is_logged(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert "(FlashAttention 3 needs compute capability 9.x)" in pick_kernel()
     assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("window", [4096, 4097])
+def test_the_kernel_of_layers_with_windows_is_named(
+    hopper, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """transformers makes a mask for a window that is not longer than the row."""
+    monkeypatch.setattr(
+        torch,
+        "_fused_sdp_choice",
+        lambda *_, attn_mask, **__: int(
+            SDPBackend.CUDNN_ATTENTION if attn_mask is None else SDPBackend.EFFICIENT_ATTENTION
+        ),
+    )
+    kernel = pick_kernel(config=MistralConfig(**LLAMA, sliding_window=window))
+    masked = f"; layers with a window of {window:,} tokens use a mask, by torch's memory-efficient"
+    assert (masked in kernel) == (window == 4096)
 
 
 def test_other_kernels_are_named(hopper, monkeypatch: pytest.MonkeyPatch) -> None:
