@@ -39,6 +39,7 @@ from tests.test_airgap import check_out
 from tests.training import list_saved_steps, write_corpus
 
 TUTORIALS = ROOT / "docs" / "tutorials"
+AWS = ROOT / "docs" / "cloud" / "aws.md"
 END = "<|end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}"
@@ -53,7 +54,8 @@ Runner = Callable[..., str]
 
 def blocks(name: str) -> list[str]:
     """Return the blocks of commands in a tutorial."""
-    text = (TUTORIALS / name).read_text(encoding="utf-8")
+    path = AWS if name == AWS.name else TUTORIALS / name
+    text = path.read_text(encoding="utf-8")
     return re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
@@ -121,7 +123,6 @@ def test_all_tutorials_are_run() -> None:
         "chat.md",
         "lora.md",
         "airgap.md",
-        "aws.md",
         "slurm.md",
         "bare-metal.md",
     }
@@ -255,7 +256,7 @@ def test_machines_without_a_scheduler(
 
 
 def test_the_launchers_take_the_commands_for_aws() -> None:
-    text = (TUTORIALS / "aws.md").read_text(encoding="utf-8")
+    text = AWS.read_text(encoding="utf-8")
     lines = "".join(re.findall(r"^```\w*\n(.*?)^```$", text, re.M | re.S)).replace("\\\n", "")
     commands = re.findall(r"^python launch/(\w+)\.py ([^>|\n]*)", lines, re.M)
     assert len(commands) > 15
@@ -273,7 +274,7 @@ def test_the_launchers_take_the_commands_for_aws() -> None:
 
 def test_the_costs_on_aws_follow_from_the_prices() -> None:
     """Each row is minutes × dollars per hour; the rates are those that `setup` prints."""
-    text = (TUTORIALS / "aws.md").read_text(encoding="utf-8")
+    text = AWS.read_text(encoding="utf-8")
     costs = setup_steps.list_costs(ClusterOptions(region="us-west-2"))
     rates = {float(costs[name].split("$")[1].split()[0]) for name in ("total", "without GPUs")}
     rows = re.findall(r"^\| [\d, ]+:.*\| (\d+) \| \$([\d.]+) \| \$([\d.]+) \|$", text, re.M)

@@ -916,7 +916,7 @@ def test_the_policies_allow_exactly_the_calls_and_are_documented() -> None:
     }
     assert {renamed.get(name, name) for name in called} | pushing == actions("launcher.json")
     assert actions("pods.json") == {"s3:ListBucket", "s3:GetObject"}
-    explained = (ROOT / "docs" / "how-to" / "launch.md").read_text()
+    explained = (ROOT / "docs" / "cloud" / "kubernetes.md").read_text()
     for name in ("launcher.json", "pods.json", "pods-trust.json"):
         assert f"`{name}`" in explained
         assert not [s["Sid"] for s in statements(name) if f"`{s['Sid']}`" not in explained]
