@@ -102,6 +102,18 @@ def test_the_kit_asks_pip_for_pinned_wheels(
     assert len([*tmp_path.glob("wheelhouse/*/*.whl")]) == 1
 
 
+def test_the_kit_asks_pip_for_flash_attention_4_without_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+    monkeypatch.setattr(kit.subprocess, "run", lambda words, **_: commands.append(words))
+    kit._fetch_flash_4(tmp_path)
+    (words,) = commands
+    pins = (ROOT / "requirements-optional.txt").read_text().replace("[cu13]", "").splitlines()
+    pinned = [pin for pin in pins if pin.startswith(("flash-", "nvidia-", "quack-"))]
+    assert len(pinned) == 3 and set(pinned) < set(words) and "--no-deps" in words
+
+
 SPYING_HOOKS = f"""
 import multiprocessing.process as process, sys
 sys.path.insert(0, "{ROOT}")

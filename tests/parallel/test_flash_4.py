@@ -13,6 +13,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from lib.core import commands
 from lib.parallel import attention, attention_kernel, flash_4
+from tests.conftest import ROOT
 from tests.parallel.flash_4 import VERSION, write_package
 from tests.parallel.test_attention_kernel import LLAMA, hopper, pick_kernel  # noqa: F401
 
@@ -76,6 +77,8 @@ def test_it_is_not_used_on_a_gpu_for_which_it_has_no_kernels(
 
 def test_the_command_that_installs_it_is_logged(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     command = commands.pip_install_optional(*flash_4.PACKAGES)
+    page = (ROOT / "docs/how-to/gpu.md").read_text(encoding="utf-8")
+    assert command[command.index("flash-attn-4") :] in page
     assert f"flash-attn-4=={VERSION}" in command and "'nvidia-cutlass-dsl[cu13]==" in command
     kernel = pick_kernel("varlen", "documents")
     assert (
