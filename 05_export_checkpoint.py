@@ -257,7 +257,7 @@ def write_export(
                 raise
         seconds = time.monotonic() - began
         export.verify(build.dir)
-        export.check_adapter(build.dir, not opts.no_progress)
+        export.check_adapter(build.dir)
         if base:
             base.require_unchanged()
         checkpoint_choice.require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])

@@ -40,7 +40,6 @@ _FACTS = (
 )
 # Of these, the values that only COMMIT contains: an evaluation that follows the save changes them.
 _OF_COMMIT = {"eval_loss", "score", "unevaluated"}
-_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
 _LOSS_SCALE = {"scale", "good_steps", "in_a_row", "sound_steps", "usual_norm"}  # of StepGuard
 
 
@@ -66,13 +65,6 @@ class Score(TypedDict):
     value: float | None
 
 
-class Probe(TypedDict):
-    """Logits for fixed tokens, [positions][sampled vocabulary], and the precision of the run."""
-
-    precision: str
-    logits: list[list[float]]
-
-
 class EvaluationFacts(TypedDict, total=False):
     """The figures of a step's evaluation. score: see Score; only with --best-by."""
 
@@ -91,8 +83,7 @@ class TrainRecord(_RequiredFields, EvaluationFacts, total=False):
     checkpoint was saved before its evaluation or samples; COMMIT loses it when they are complete.
     Only COMMIT contains eval_loss, score and unevaluated.
     bad_steps: number of consecutive bad steps up to this step. model_files: digests of the files in
-    the run's model/. base: digests of the base model's weight files. probe: for a LoRA run, logits
-    of the model, see lib/export/probe.py.
+    the run's model/. base: digests of the base model's weight files.
     Optional fields can be missing in older checkpoints.
     """
 
@@ -106,7 +97,6 @@ class TrainRecord(_RequiredFields, EvaluationFacts, total=False):
     bad_steps: int
     model_files: dict[str, str]
     base: dict[str, str]
-    probe: Probe
 
 
 class RunState(Protocol):
@@ -190,20 +180,6 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_probe(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.get("precision") in _PRECISIONS
-        and isinstance(value.get("logits"), list)
-        and all(
-            isinstance(row, list)
-            and all(type(logit) is float for logit in row)
-            and len(row) == len(value["logits"][0])
-            for row in value["logits"]
-        )
-    )
-
-
 def _is_score(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -235,7 +211,6 @@ _VALIDATORS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     "loss_scale": _is_dict_of(int, float),
     "model_files": _is_dict_of(str),
     "base": _is_dict_of(str),
-    "probe": _is_probe,
     "score": _is_score,
     "unevaluated": _is_dict_of(int, float),
     "cursors": lambda value: (

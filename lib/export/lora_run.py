@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,10 +90,3 @@ class LoraRun:
             f"{units.count(sum(map(math.prod, self.shapes.values())))} parameters, for the base "
             f"model {self.base}"
         )
-
-
-def overlay_adapter(
-    tensors: Mapping[str, Tensor], base: Callable[[str], Tensor]
-) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor by name from an adapter or its base model."""
-    return lambda name: tensors[name] if name in tensors else base(name)

@@ -274,6 +274,15 @@ def _name_expert_adapter(name: str) -> str:
     return f"{path}.{_EXPERTS_PREFIX}{leaf}"
 
 
+def name_weight(factor: str) -> str:
+    """Return the name of the weight that an A or B changes. factor: its name."""
+    path = factor.removesuffix(".weight").rpartition(".")[0]
+    parent, _, leaf = path.rpartition(".")
+    if leaf.startswith(_EXPERTS_PREFIX):
+        return f"{parent}.{leaf.removeprefix(_EXPERTS_PREFIX)}"
+    return f"{path}.weight"
+
+
 def _fold_experts(name: str, tensor: Tensor, added: Mapping[str, Tensor], scale: float) -> Tensor:
     """Return W + s B A in float32, or the tensor itself if it has no adapter."""
     path = _name_expert_adapter(name)

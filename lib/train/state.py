@@ -14,8 +14,6 @@ from transformers import PreTrainedModel
 from lib.checkpoints import contents
 from lib.checkpoints.contents import EvaluationFacts, TrainRecord
 from lib.core import figures
-from lib.export import probe
-from lib.models.sharded import is_frozen
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout, gather
@@ -107,8 +105,6 @@ class TrainState:
             cursors = gather(self.position.cursor._asdict(), self.layout.control)
             # Ranks that read the same data have the same cursor.
             record["cursors"] = cursors[:: len(cursors) // self.plan.division.dp_size]
-        if is_frozen(self.model) and (logits := probe.measure_logits(self.model, self.layout)):
-            record["probe"] = {"precision": self.plan.config.precision, "logits": logits}
         return record
 
     def load_state_dict(self, record: TrainRecord) -> None:

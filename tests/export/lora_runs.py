@@ -19,7 +19,6 @@ from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core.paths import Experiment
-from lib.export import probe
 from lib.models import directory
 from lib.models.architecture import build_on_meta
 from lib.models.lora import Lora
@@ -59,7 +58,7 @@ def save_lora_run(
 ) -> Checkpoint:
     """Write under `root/exp` the files of a LoRA run that has saved step 1.
 
-    change: of the saved tensors; the recorded logits remain those of the unchanged ones.
+    change: of the saved tensors.
     """
     experiment = Experiment(root, "exp")
     experiment.model.mkdir(parents=True, exist_ok=True)
@@ -97,7 +96,6 @@ def save_lora_run(
         "tokens": 640,
         "loss": 1.5,
         "optimizer_steps": 1,
-        "probe": {"precision": lora.precision, "logits": probe.measure_logits(model, LAYOUT)},
         **(record or {}),
     }
     tensors = contents.name_tensors(model, registry.named_states(model, states))

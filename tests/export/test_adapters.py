@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from lib.core import hashing, manifest
 from lib.core.errors import ArtifactError, UsageError
-from lib.export import adapter_checks, adapter_files
+from lib.export import adapter_files
 from lib.models.lora import Lora
 from lib.models.sharded import local_tensor
 from tests.export.exports import EXPORTED, run_stage_05, save_run
@@ -67,26 +67,8 @@ def test_every_precision_passes(
         caplog.clear()
         export_adapter(tmp_path, "--dtype", dtype, "--overwrite")
         logged = caplog.text
-        assert logged.count("at most") == 3 and "of lora_B had a gradient, and none" in logged
-
-
-def test_the_probe_uses_the_rope_frequencies_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some kinds of RoPE choose them by the sequence length, also for the short probe."""
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "original_max_position_embeddings": 64,
-        "short_factor": [1.1, 1.2, 1.3, 1.4],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-    }
-    make_checkpoint(tmp_path / "model", FAMILIES["llama"](rope_parameters=rope))
-    save_lora_run(tmp_path, tmp_path / "model", Lora(4, 8.0), seq_length=100)
-    export_adapter(tmp_path, "--adapter")
-    monkeypatch.setattr(adapter_checks.attention, "fix_rope_frequencies", lambda *arguments: None)
-    with pytest.raises(ArtifactError, match="differ from those of training"):
-        export_adapter(tmp_path, "--adapter", "--overwrite")
+        assert "of the last block with an adapter: as in the checkpoint" in logged
+        assert "of lora_B had a gradient, and none" in logged
 
 
 def broken_fold(change: Callable[[Tensor, Tensor, str], Tensor]) -> Callable[..., Tensor]:
@@ -113,9 +95,9 @@ def test_a_wrong_merge_is_not_published(
     run: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(Lora, "fold", broken_fold(BROKEN[fault]))
-    with pytest.raises(ArtifactError, match="differ from those of training") as caught:
+    with pytest.raises(ArtifactError, match="differ from the adapter") as caught:
         export_adapter(run)
-    assert "the files − the trainer" in caught.value.found and not list(run.glob("out*"))
+    assert "differs by up to" in caught.value.found and not list(run.glob("out*"))
 
 
 def test_the_base_model_is_found_and_verified(run: Path) -> None:
@@ -228,9 +210,7 @@ LOST = {
     "that of another rank": (slice(8, 12), ("model.",), "but are zero"),
     "one row": (slice(1, None), ("model.",), "1 row of 32 had a gradient"),
     "with its moments": (slice(0, 4), ("model.", "optimizer."), "28 of 32 rows"),
-    "all of it": (slice(0, 0), ("model.", "optimizer."), "base + adapters − the trainer"),
 }
-_REFUSED = r"lacks a part of its adapter|differ from those of training"
 
 
 @pytest.mark.parametrize("fault", LOST)
@@ -243,7 +223,7 @@ def test_an_adapter_that_lacks_rows_is_not_published(tmp_path: Path, fault: str)
         optimizer="adamw" if "slice" in fault else "adamw8bit",
     )
     for arguments in ((), ("--adapter",)):
-        with pytest.raises(ArtifactError, match=_REFUSED) as caught:
+        with pytest.raises(ArtifactError, match="lacks a part of its adapter") as caught:
             export_adapter(tmp_path, *arguments)
         assert says in caught.value.found and not list(tmp_path.glob("out*"))
 
