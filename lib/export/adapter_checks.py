@@ -112,8 +112,8 @@ def require_equal_adapter(lora_run: LoraRun, out: Path, dtype: torch.dtype) -> s
     Raises ArtifactError if anything differs.
     """
     if (out / adapter_files.CONFIG).exists():
-        names, wrong = sorted(lora_run.tensors), list(_compare_adapter(lora_run, out, dtype))
-        compared = f"{units.counted(len(names), 'tensor')} of the adapter"
+        wrong = list(_compare_adapter(lora_run, out, dtype))
+        compared = f"{units.counted(len(lora_run.tensors), 'tensor')} of the adapter"
     else:
         names = _select_last_block(lora_run)
         wrong = list(_compare_merged(lora_run, names, out, dtype))
