@@ -24,6 +24,10 @@ from tests import form
 
 ROOT = Path(__file__).resolve().parent.parent
 _COVERS = "# covers: "
+_CLOUD = Path("launch/cloud")  # behind a fence
+_START = ("04_train_fsdp.py", "launch/monitor.py", "launch/supervise.py", "lib/train/config.py")
+_LINES = "lines of lib and launchers / launch/cloud / tests"
+_REACHED = "modules that stage 04 / monitor / supervise / train/config reach"
 _SHORT_MODULE = 60
 _LONG_MODULE = 450
 _LONG_FUNCTION = 60
@@ -108,11 +112,52 @@ def describe_tree(root: Path, package: Path) -> dict[str, str]:
     }
     for rule in (*form.RULES, form.BACKSLASHES):
         rows[rule] = f"{code.broken[rule]:,}"
+    rows.update(_describe_reach(root) if is_ours else {_LINES: "", _REACHED: ""})
     rows["modules that no test covers"] = str(len(find_untested(root))) if is_ours else ""
     rows["lines of README.md"] = (
         str(len(readme.read_text(encoding="utf-8").splitlines())) if readme.is_file() else ""
     )
     return rows
+
+
+def _describe_reach(root: Path) -> dict[str, str]:
+    """Return the rows of lines outside and inside the fence, and of what four modules reach."""
+    launchers = sorted((root / "launch").rglob("*.py"))
+    cloud = [path for path in launchers if path.is_relative_to(root / _CLOUD)]
+    core = {*(root / "lib").rglob("*.py"), *launchers} - {*cloud}
+    tests = (root / "tests").rglob("*.py")
+    lines = [sum(map(_count_lines, group)) for group in (core, cloud, tests)]
+    reached = [count_reached(root, root / name) for name in _START]
+    return {
+        _LINES: " / ".join(f"{count:,}" for count in lines),
+        _REACHED: " / ".join(map(str, reached)),
+    }
+
+
+def _count_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def count_reached(root: Path, start: Path) -> int:
+    """Return how many modules of this project a file imports, lazily or through others."""
+    reached: set[Path] = set()
+    waiting = [start] if start.is_file() else []
+    while waiting:
+        for name in _list_imports(waiting.pop()):
+            path = root.joinpath(*name.split(".")).with_suffix(".py")
+            if path not in reached and path.is_file():
+                reached.add(path)
+                waiting.append(path)
+    return len(reached)
+
+
+def _list_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(form.parse_text(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def _list_code(root: Path) -> list[Path]:

@@ -71,6 +71,17 @@ def test_figures_of_a_tree(tree: Path) -> None:
     assert rows["lines of README.md"] == "3"
 
 
+def test_lines_behind_the_fence_and_reached_modules_are_counted(tree: Path) -> None:
+    (tree / "launch/cloud").mkdir(parents=True)
+    (tree / "launch/monitor.py").write_text("from lib.train import third\n")
+    (tree / "launch/cloud/pod.py").write_text("import launch.monitor\n\n")
+    (tree / "lib/train/third.py").write_text("def f():\n    import lib.core.second\n")
+    rows = house.describe_tree(tree, tree / "lib")
+    outside = len(FIRST.splitlines()) + 451 + 2 + 1 + 1 + 1
+    assert rows[house._LINES] == f"{outside} / 2 / 2"
+    assert rows[house._REACHED] == "0 / 2 / 0 / 0"
+
+
 def test_lines_at_the_head_of_a_test_file_name_what_it_covers(tree: Path) -> None:
     assert house.find_untested(tree) == [
         Path("04_train_fsdp.py"),
