@@ -250,7 +250,9 @@ def run_contestant(name: str, args: argparse.Namespace, tag: str, **env: str) ->
         command = processes.script_command(
             "trainer.py",
             args.ranks,
-            work=work,
+            model=work / "model",
+            tokens=next((work / ".cache" / "tokens").glob("data-*")),
+            out=work / "trainer.json",
             batch=args.batch,
             length=args.seq_length,
             steps=args.steps,

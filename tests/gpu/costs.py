@@ -6,7 +6,13 @@ import os
 
 from tests.gpu import traces
 from tests.gpu.place import Place
-from tests.gpu.speed import MEASURED_STEPS, append_profile, run_measured, summarise_run
+from tests.gpu.speed import (
+    MEASURED_STEPS,
+    append_profile,
+    measure_or_reuse,
+    run_measured,
+    summarise_run,
+)
 
 _MAX_ROW_SHARE = 0.01  # of a step's time, for its share of a log row at the default --log-freq
 _DEFAULT_LOG_FREQ = 10
@@ -90,20 +96,19 @@ def packed(place: Place) -> None:
         {"small": ("concat", "documents")},
     ).items():
         rates = [
-            summarise_run(
-                run_measured(
-                    place,
-                    f"{model}, {packing}".replace(", ", "-"),
-                    model,
-                    8192,
-                    2,
-                    "--packing",
-                    packing,
-                    "--compile",
-                    place.size("on", "off"),
-                    *place.size((), ("-s", 256)),
-                    data="data-chat",
-                )
+            measure_or_reuse(
+                place,
+                (f"{model}_2x8192_compile_on", "run") if packing == "concat" else None,
+                f"{model}-{packing}",
+                model,
+                8192,
+                2,
+                "--packing",
+                packing,
+                "--compile",
+                place.size("on", "off"),
+                *place.size((), ("-s", 256)),
+                data="data-chat",
             )["perf/tokens_per_sec_per_device"]
             for packing in packings
         ]

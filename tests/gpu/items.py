@@ -1,7 +1,8 @@
 """List the items, the most important first, with the seconds that they took on one H200.
 
 Seconds of items that have not run there yet are estimates. If GPU time is limited, `--call N` runs
-the items whose `call` is N in less than ten minutes. Calls 6 and 7 need two GPUs or more.
+the items whose `call` is N in less than ten minutes. Calls 6 and 7 need two GPUs or more. Items of
+one call can use each other's figures (`measure_or_reuse`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.gpu import (
     float8,
     kernels,
     memory,
+    peers,
     ready,
     runs,
     several,
@@ -30,6 +32,7 @@ START_S = 18.0  # from the command to the first item
 PARALLEL_SPEEDUP = 3.0  # of items that run at the same time, relative to one after the other
 CALL_S = 520.0  # limit of the estimate for a call; it must end within ten minutes
 SINGLE_GPU_CALLS = range(1, 6)  # the calls for one GPU
+EXTRA_CALL = 8  # for one GPU too, but beyond the time that the others take together
 
 
 class Item(NamedTuple):
@@ -84,16 +87,21 @@ ITEMS = [
     _correctness_item(kernels.loss_head, 1, 9),
     _correctness_item(block.block, 1, 40),
     _correctness_item(experts.experts, 1, 75),
-    _correctness_item(adapters.adapters, 1, 146, alone=True),
     _mfu_item("8b-wide", 8192, 2, "on", 1, 24),
     _mfu_item("8b-wide", 8192, 2, "off", 1, 17),
     _measurement_item(speed.profile, 1, 40, "mfu"),
-    _measurement_item(float8.fp8, 2, 91),
-    _measurement_item(costs.packed, 2, 80),
+    _measurement_item(peers.peers, 1, 130),
+    _measurement_item(adapters.adapter_speed, 1, 53),
+    _measurement_item(peers.peers_adapters, 1, 30),
+    _measurement_item(float8.fp8, 1, 103),
+    _correctness_item(adapters.adapters, 2, 146, alone=True),
     _mfu_item("1b", 8192, 2, "on", 2, 16),
     _mfu_item("8b-wide", 8192, 4, "on", 2, 34),
     _mfu_item("1b", 8192, 4, "on", 2, 27),
-    _measurement_item(speed.whole_run, 2, 134, "mfu"),
+    _measurement_item(costs.packed, 2, 42),
+    _measurement_item(peers.peers_packed, 2, 75),
+    _measurement_item(peers.peers_1b, 2, 70),
+    _measurement_item(speed.bench, 2, 41),
     _correctness_item(runs.resume, 3, 73),
     _correctness_item(memory.memory, 3, 126),
     _correctness_item(float8.fp8_states, 3, 150),
@@ -107,6 +115,8 @@ ITEMS = [
     _correctness_item(kernels.peaks, 3, 1, alone=True),
     _measurement_item(attention.attention, 3, 70),
     _measurement_item(attention.boundaries, 3, 30),
+    _measurement_item(experts.experts_speed, 3, 35),
+    _measurement_item(peers.peers_experts, 3, 85),
     _correctness_item(runs.export, 4, 12),
     _correctness_item(runs.chat, 4, 37),
     _correctness_item(kernels.staging, 4, 5),
@@ -122,15 +132,13 @@ ITEMS = [
     _correctness_item(runs.launcher, 4, 22),
     _correctness_item(runs.half_precision, 4, 15),
     _correctness_item(runs.offload, 4, 45),
-    _measurement_item(adapters.adapter_speed, 4, 75),
     _measurement_item(costs.optimizers, 4, 34),
-    _measurement_item(speed.bench, 4, 58),
-    _measurement_item(experts.experts_speed, 4, 35),
+    _measurement_item(eight_ranks.eight_ranks, 4, 45),
+    _measurement_item(speed.whole_run, 4, 121, "mfu"),
     _measurement_item(speed.save_stall, 5, 63),
     _measurement_item(costs.batch_auto, 5, 76),
     _measurement_item(costs.log_rows, 5, 34),
     _measurement_item(costs.offload_speed, 5, 31),
-    _measurement_item(eight_ranks.eight_ranks, 5, 13),
     _mfu_item("8b-wide", 4096, 4, "on", 5, 24),
     _measurement_item(speed.first_step, 5, 136),
     _correctness_item(several.collectives, 6, 120, alone=True, gpus=2),
@@ -140,6 +148,7 @@ ITEMS = [
     _measurement_item(several.gathering, 6, 200, gpus=2),
     _measurement_item(several.communication, 7, 150, gpus=2),
     _measurement_item(several.scaling, 7, 320, gpus=2),
+    _measurement_item(peers.peers_slow, EXTRA_CALL, 400),
 ]
 
 

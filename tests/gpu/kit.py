@@ -7,9 +7,10 @@
         data-chat/        a small dataset of conversations about Python's functions
         .cache/tokens/    the token stores of both; data-chat has one for each of two lengths
         .cache/wheelhouse/   wheels that an image with torch and transformers may lack
+        .cache/peers/     wheels of other trainers, for the items that compare speed
         models/…          configurations (_MODELS), all with the same byte tokenizer
 
-The kit takes about 30 MB, or 130 MB with --flash-4, which adds FlashAttention 4. Its digests are
+The kit takes about 33 MB, or 135 MB with --flash-4, which adds FlashAttention 4. Its digests are
 SHA-256, so a machine without xxhash can check them.
 """
 
@@ -30,6 +31,19 @@ DIRECTORY = ROOT / "gpu_kit"
 PYTHON = "3.12"
 PLATFORM = "manylinux_2_28_x86_64"
 _WHEELS = ("xxhash", "orjson", "pytest", "torchao")
+# Other trainers, and the packages that they need and that images with torch and transformers lack.
+# torchtitan 0.3.0 does not work with torch 2.11. The wheels contain only Python code.
+_PEERS = (
+    "torchtitan==0.2.2",
+    "torchdata==0.11.0",
+    "tyro==1.0.17",
+    "docstring_parser==0.18.0",
+    "typeguard==4.6.1",
+    "datasets==4.7.0",
+    "dill==0.4.1",
+    "multiprocess==0.70.19",
+    "liger-kernel==0.8.5",
+)
 _EXCLUDED = (
     "test",
     "site-packages",
@@ -203,6 +217,7 @@ def make_kit(
         )
     if wheels:
         _fetch_wheels(partial / ".cache")
+        _fetch_peers(partial / ".cache/peers")
     size = sum(path.stat().st_size for path in partial.rglob("*") if path.is_file())
     if size > _MAX_BYTES:
         sys.exit(f"error: the kit would take {size:,} bytes, more than {_MAX_BYTES:,}")
@@ -325,6 +340,16 @@ def _fetch_flash_4(directory: Path) -> None:
         ],
         check=True,
     )
+
+
+def _fetch_peers(directory: Path) -> None:
+    """Fetch the wheels of other trainers, without their dependencies, which include torch."""
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--only-binary", ":all:", "--python-version", PYTHON),
+        *("--dest", str(directory), *_PEERS),
+    ]
+    subprocess.run(command, check=True)
 
 
 def _find_library() -> Path:

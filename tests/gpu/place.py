@@ -47,7 +47,8 @@ class Place:
 
     kit: directory of the kit. work: the item's own directory. out: directory of the results.
     device: cuda, or cpu in a rehearsal. gpus: number of GPUs. start: how processes start, fork or
-    spawn. figures: the measurements of the item so far; `note` also writes them to a file.
+    spawn. earlier: the measurements of the items that have passed in this invocation. figures: the
+    measurements of the item so far; `note` also writes them to a file.
     """
 
     kit: Path
@@ -56,6 +57,7 @@ class Place:
     device: str
     gpus: int = 0
     start: str = "fork"
+    earlier: dict[str, dict[str, Any]] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
 
     @property

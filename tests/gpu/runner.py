@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,9 +129,7 @@ def _make_work(session: Session, item: Item) -> Path:
 def _start_item(item: Item, session: Session) -> _Running:
     """Start the process of an item."""
     shared = session.place
-    place = Place(
-        shared.kit, _make_work(session, item), shared.out, shared.device, shared.gpus, shared.start
-    )
+    place = replace(shared, work=_make_work(session, item), figures={})
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context(place.start).Process(
         target=_run_item, args=(item.name, place, theirs)
@@ -226,6 +225,8 @@ def _write_result(
         "error": error,
         "machine": session.facts,
     }
+    if outcome == PASSED:
+        session.place.earlier[item.name] = row["figures"]
     with (out / f"{item.command}.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
         file.flush()

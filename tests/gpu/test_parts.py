@@ -12,8 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.parts import torchtitan_trainer
 from tests.conftest import ROOT, run_stage
-from tests.gpu import attention, items, kit, machine, memory, ready, runner, several, traces
+from tests.gpu import (
+    attention,
+    eight_ranks,
+    float8,
+    items,
+    kit,
+    machine,
+    memory,
+    peers,
+    ready,
+    runner,
+    several,
+    speed,
+    traces,
+)
 from tests.gpu.items import Item
 from tests.gpu.place import NotHere, Place, Stage
 
@@ -97,6 +112,10 @@ def test_the_kit_asks_pip_for_pinned_wheels(
             wheel.writestr("xxhash-1.dist-info/METADATA", "Name: xxhash\nVersion: 1\n")
 
     monkeypatch.setattr(wheelhouse, "_download_wheels", download)
+    commands = []
+    monkeypatch.setattr(kit.subprocess, "run", lambda command, **_: commands.append(command))
+    kit._fetch_peers(tmp_path / "peers")
+    assert "torchtitan==0.2.2" in commands[0] and "--no-deps" in commands[0]
     kit._fetch_wheels(tmp_path)
     assert [line.partition("==")[0] for line in requested[0].splitlines()] == list(kit._WHEELS)
     assert len([*tmp_path.glob("wheelhouse/*/*.whl")]) == 1
@@ -301,6 +320,137 @@ def test_only_kernels_launched_within_a_range_are_found() -> None:
     kernels = traces.find_launched_kernels(events, "Optimizer.step")
     assert [event["name"] for event in kernels] == ["within"]
     assert traces.find_slowest(events, 1) == {"before": 0.001}
+    parts = traces.sum_by_part(events)
+    assert parts["update"] == 0.001 and parts["rest"] == 0.002
+
+
+def test_each_kernel_counts_for_the_part_of_a_step_that_launched_it() -> None:
+    names = {
+        "aten::_scaled_mm": "nvjet_qqtst",
+        "aten::mm": "nvjet_tst",
+        "aten::_cudnn_attention_backward": "cudnn_sdpa_bprop",
+        "Optimizer.step#AdamW.step": "multi_tensor_apply",
+        "FSDP::post_backward_reduce": "chunk_cat",
+        "compiled": "triton_red_fused_abs_max_0",
+        "compiled again": "triton_poi_fused__to_copy_clamp_mul_silu_3",
+        "anything": "triton_poi_fused_mul_silu_4",
+    }
+    events = []
+    for number, (operation, kernel) in enumerate(names.items()):
+        at = 100 * number
+        launch = {"cat": "cuda_driver", "name": "cuLaunchKernel", "ts": at + 5, "dur": 1}
+        events += [
+            {"cat": "cpu_op", "name": operation, "ts": at, "dur": 50},
+            launch | {"args": {"correlation": number}},
+            make_kernel(kernel, at, at + 1000 * (number + 1), number),
+        ]
+    assert traces.sum_by_part(events) == {
+        "products in 8 bits": 1,
+        "products in 16 bits": 2,
+        "attention": 3,
+        "update": 4,
+        "FSDP": 5,
+        traces.CASTS: 6 + 7,
+        "rest": 8,
+    }
+
+
+def test_the_profile_of_fp8_names_what_costs_most() -> None:
+    bf16 = {
+        "products in 8 bits": 0.0,
+        "products in 16 bits": 300.0,
+        "attention": 60.0,
+        "update": 30.0,
+        "FSDP": 25.0,
+        traces.CASTS: 0.0,
+        "rest": 35.0,
+    }
+    fp8 = bf16 | {"products in 8 bits": 130.0, "products in 16 bits": 60.0, traces.CASTS: 40.0}
+    gain = float8.explain_gain(bf16, fp8)
+    assert gain["bf16 ÷ fp8"] == pytest.approx(450 / 380)
+    assert gain[f"without {traces.CASTS}"] == pytest.approx(450 / 340)
+    assert gain["without slow products in 8 bits"] == pytest.approx(450 / 370)
+    limit = float8.gain_limit(bf16, fp8)
+    assert limit.startswith(f"{traces.CASTS} (40.0 ms)") and "1.36 × bf16" in limit
+    assert "attention" in float8.gain_limit(bf16, fp8 | {"attention": 160.0})
+
+
+def test_the_profile_of_the_host_names_functions_and_operations() -> None:
+    def step(ids: torch.Tensor) -> None:
+        for _ in range(200):
+            torch.sort(ids.float() @ ids.float())
+
+    profile = eight_ranks.profile_host(step, torch.ones(64, 64))
+    assert any("sort" in name for name in profile["python_ms"])
+    assert "aten::sort" in profile["operations_ms"] and "aten::mm" in profile["operations_ms"]
+    assert len(profile["operations_ms"]) <= eight_ranks._SHOWN
+
+
+def test_a_trainer_that_cannot_run_is_named_with_its_reason(place: Place) -> None:
+    (place.kit / ".cache/tokens/data-chat-0a").mkdir(parents=True)
+    (place.kit / ".cache/tokens/data-0a").mkdir()
+    place.earlier = {"8b-wide_2x8192_compile_on": {"run": {"perf/tokens_per_sec_per_device": 90.0}}}
+    assert peers._find_store(place.kit, "data").name == "data-0a"
+    with pytest.raises(NotHere, match=r"torchtitan, compiled could not run: \w+"):
+        peers.compare(place, {"8b-wide": ("torchtitan, compiled",)})
+    figures = place.figures["8b-wide"]
+    assert figures["tokens/s"] == {"stage 04": 90.0} and not figures["stage 04 ÷"]
+    with pytest.raises(RuntimeError, match="no adapters"):
+        peers.run_peer(place, "x", peers.SETTINGS["adapters"], "torchtitan, compiled", place.work)
+
+
+def test_ratios_compare_the_steps_after_the_warm_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [9.0] * speed.WARMUP_STEPS + [2.0] * 2 * speed.WARMUP_STEPS
+    (place.work / "result.json").write_text(f'{{"seconds": {steps}, "memory_mb": 2048}}')
+    trainer = peers.read_trainer_rate(place.work, "", 100)
+    assert trainer == {"tokens/s": 50.0, "peak_gib": 2.0}
+    log = "\n".join(
+        f"[titan] step: {step:2}  loss:  7.5  memory: 67.46GiB(48.26%)  tps: {rate}  mfu: 49.43%"
+        for step, rate in ((1, "80"), (5, "2,000"), (10, "35,604"), (15, "36,250"), (20, "35,777"))
+    )
+    assert peers.read_titan_rate(place.work, log, 100) == {"tokens/s": 35777, "peak_gib": 67.46}
+    rates = {"Trainer, compiled": 50.0, "torchtitan, compiled": 100.0}
+    monkeypatch.setattr(peers, "_measure_ours", lambda *_: 98.0)
+    monkeypatch.setattr(peers, "run_peer", lambda place, name, setting, peer, _: rates[peer])
+    peers.compare(place, {"1b": tuple(rates)})
+    ratios = place.figures["1b"]["stage 04 ÷"]
+    assert ratios == {"Trainer, compiled": 1.96, "torchtitan, compiled": 0.98}
+    assert "torchtitan, compiled 0.98" in place.figures["in_one_line"]
+
+
+def test_figures_of_an_earlier_item_are_used_again(place: Place) -> None:
+    place.earlier = {"one": {"run": {"perf/tokens_per_sec_per_device": 7.0}}}
+    figures = speed.measure_or_reuse(place, ("one", "run"), "again")
+    assert figures["perf/tokens_per_sec_per_device"] == 7.0
+    assert place.figures["again"]["measured by"] == "one"
+    with pytest.raises(TypeError):  # it would run, and lacks the model
+        speed.measure_or_reuse(place, ("other", "run"), "again")
+
+
+def test_torchtitan_gets_the_sizes_of_a_config() -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    sizes = torchtitan_trainer.convert_sizes(config, packed=True)
+    hidden = int(sizes["ffn_dim_multiplier"] * int(8 * 4096 / 3))  # as torchtitan computes it
+    multiple = sizes["multiple_of"]
+    assert multiple * -(-hidden // multiple) == 14_336
+    assert sizes["attn_mask_type"] == "block_causal"
+    tied = config | {"tie_word_embeddings": True, "hidden_size": 2048, "intermediate_size": 8192}
+    assert torchtitan_trainer.choose_family(tied) == "qwen3"
+    assert torchtitan_trainer.convert_sizes(tied, packed=False)["qk_norm"] is False
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,19 @@ from typing import Any
 from tests.gpu.place import Stage
 
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
+# Parts of a step, with the ranges that launch their kernels. The first one that fits counts.
+_PARTS = {
+    "update": ("Optimizer.step",),
+    "FSDP": ("FSDP::",),
+    "products in 8 bits": ("aten::_scaled_mm",),
+    "products in 16 bits": ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
+    "attention": (
+        *("aten::_scaled_dot_product", "aten::_cudnn_attention", "aten::_flash_attention"),
+        *("aten::_efficient_attention", "torch_attn::", "flash_attn"),
+    ),
+}
+CASTS = "casts and scales"  # kernels of the compiler; its names list the operations in a kernel
+_CAST = re.compile(r"triton_.*(_abs_|_amax_|_clamp_)")
 Event = dict[str, Any]
 
 
@@ -62,6 +76,25 @@ def find_launched_kernels(events: list[Event], annotation: str) -> list[Event]:
         for event in find_kernels(events)
         if event.get("args", {}).get("correlation") in launched
     ]
+
+
+def sum_by_part(events: list[Event]) -> dict[str, float]:
+    """Return the milliseconds of the kernels of each part of a step; "rest" are all others.
+
+    A kernel that casts and also computes something else counts as a cast.
+    """
+    part_of = {
+        event["args"]["correlation"]: part
+        for part, annotations in reversed(_PARTS.items())
+        for annotation in annotations
+        for event in find_launched_kernels(events, annotation)
+    }
+    sums = dict.fromkeys((*_PARTS, CASTS, "rest"), 0.0)
+    for event in find_kernels(events):
+        other = CASTS if _CAST.match(event["name"]) else "rest"
+        part = part_of.get(event.get("args", {}).get("correlation"), other)
+        sums[part] += event["dur"] / 1000
+    return sums
 
 
 def measure_communication(events: Iterable[Event]) -> tuple[float, float]:
