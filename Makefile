@@ -4,9 +4,9 @@
 # make test-cloud          run the tests of launch/cloud/: Kubernetes, AWS, images, HyperPod
 # make test-long           test small clusters, all damage, more variants (as root, an hour)
 # make test-faults         kill stages 200 times and check that nothing is lost (5 minutes)
-# make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 30 MB)
+# make gpu-kit             create gpu_kit/, for a GPU machine without a network (1 minute, 33 MB)
 # make test-gpu            run the tests that need a GPU (without one: tiny sizes on the CPU)
-# make bench-gpu           measure speed on a GPU (test-gpu and bench-gpu: half an hour together)
+# make bench-gpu           measure speed on a GPU (test-gpu and bench-gpu: 40 minutes together)
 # make lint                check style, format and types with ruff and mypy
 # make reference           write the generated pages of docs/reference/
 # make memory-table        print the memory per GPU of known models, as in docs/how-to/speed.md

@@ -140,7 +140,7 @@ def test_each_call_takes_ten_minutes_at_most_and_all_for_one_gpu_thirty_five() -
 def test_the_page_of_results_lists_all_calls_and_items() -> None:
     text = (ROOT / "benchmarks/results/gpu.md").read_text(encoding="utf-8")
     assert items.format_calls() in text, "python benchmarks/gpu.py --list-calls prints the table"
-    tables = text.split("## Correctness")[1]
+    tables = text.split("## Aims")[1]
     assert not [item.name for item in ITEMS if f"`{item.name}`" not in tables]
 
 
