@@ -138,8 +138,8 @@ def profile_host(step: Step, ids: torch.Tensor) -> dict[str, dict[str, float]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         step(ids)
     functions = {
-        f"{Path(file).name}:{line} {name}": 1000 * own
-        for (file, line, name), (_, _, own, _, _) in pstats.Stats(python).stats.items()
+        f"{Path(file).name}:{line} {name}": 1000 * own_seconds
+        for (file, line, name), (_, _, own_seconds, _, _) in pstats.Stats(python).stats.items()
     }
     operations = {event.key: event.self_cpu_time_total / 1000 for event in profiler.key_averages()}
     return {"python_ms": _list_largest(functions), "operations_ms": _list_largest(operations)}

@@ -60,7 +60,8 @@ def explain_gain(bf16: dict[str, float], fp8: dict[str, float]) -> dict[str, flo
 
 def list_losses(bf16: dict[str, float], fp8: dict[str, float]) -> dict[str, float]:
     """Return the milliseconds of each loss of fp8."""
-    in_16_bits, in_8_bits = "products in 16 bits", "products in 8 bits"
+    in_16_bits = "products in 16 bits"
+    in_8_bits = "products in 8 bits"
     losses = {
         "slow products in 8 bits": fp8[in_8_bits] - (bf16[in_16_bits] - fp8[in_16_bits]) / 2,
         traces.CASTS: fp8[traces.CASTS] - bf16[traces.CASTS],

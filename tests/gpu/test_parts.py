@@ -402,7 +402,8 @@ def test_a_trainer_that_cannot_run_is_named_with_its_reason(place: Place) -> Non
 def test_ratios_compare_the_steps_after_the_warm_up(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = [9.0] * speed.WARMUP_STEPS + [2.0] * 2 * speed.WARMUP_STEPS
+    warm_up = speed.WARMUP_STEPS
+    steps = [9.0 if number < warm_up else 2.0 for number in range(3 * warm_up)]
     (place.work / "result.json").write_text(f'{{"seconds": {steps}, "memory_mb": 2048}}')
     trainer = peers.read_trainer_rate(place.work, "", 100)
     assert trainer == {"tokens/s": 50.0, "peak_gib": 2.0}
