@@ -174,7 +174,7 @@ def packed(lengths: list[int], tmp_path: Path, name: str, seq_length: int) -> pa
     """Return packs of documents of these lengths, as a run makes them."""
     ends = np.cumsum(lengths).astype(np.int64)
     tokens = np.arange(ends[-1], dtype=np.uint32)
-    store = TokenStore(tmp_path / name, name, 9, {}, {"train": Split(tokens, ends)}, "mmap")
+    store = TokenStore(tmp_path / name, name, 9, {}, {"train": Split(tokens, ends)})
     return packing.prepare_packs(store, seq_length)["train"]
 
 

@@ -31,9 +31,9 @@ def split_of(lengths: list[int], seed: int) -> Split:
 
 
 def packs_of(split: Split, tmp_path: Path, name: str) -> packing.Packs:
-    return packing.prepare_packs(
-        TokenStore(tmp_path / name, name, 999, {}, {"train": split}, "mmap"), T
-    )["train"]
+    return packing.prepare_packs(TokenStore(tmp_path / name, name, 999, {}, {"train": split}), T)[
+        "train"
+    ]
 
 
 def require_matching_counts(samples: Samples) -> None:

@@ -56,7 +56,7 @@ def test_printed_samples_are_spread_evenly(tokenizer: Path) -> None:
         (Split(tokens, ends, labels), "<s>⟦a⟧</s>"),
         (Split(tokens, ends), "<s>⟦a</s>⟧"),
     ):
-        store = TokenStore(Path("it"), "", 300, {}, {"train": split}, "mmap")
+        store = TokenStore(Path("it"), "", 300, {}, {"train": split})
         lines = list(readable.render_documents(store, 3, loaded, colour=False))
         assert [text.split(" of 10")[0] for text in lines] == ["--- 1", "--- 4", "--- 7"]
         assert lines[0].endswith(
