@@ -192,7 +192,7 @@ def _enter_background(patience_s: float) -> None:
     for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, patience_s)
-    os.nice(10)
+    os.nice(19)
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # a reader of the run's output must not wait for this process
         os.dup2(null, stream)
