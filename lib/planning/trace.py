@@ -33,7 +33,6 @@ from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import make_mesh
-from lib.planning import compiled
 from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch, Pass
 
@@ -256,6 +255,8 @@ def estimate_kept_share(model: PreTrainedModel, case: StepConfig) -> float:
     """
     if case.precision == "fp8":
         return 1.0
+    from lib.planning import compiled  # imports torch's compiler, which most starts do not need
+
     model = copy.deepcopy(model).to(COMPUTE_DTYPES[case.precision])
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
