@@ -415,7 +415,7 @@ ROWS = (
     _advise(
         "--from-scratch",
         "lm-eval scores an export with published tasks: docs/how-to/other-programs.md",
-        earlier="eval_suite eval_wheel suite_name",
+        earlier="eval_wheel suite_name",
     ),
     _advise(
         "--once",
