@@ -419,7 +419,7 @@ ROWS = (
     ),
     _advise(
         "--once",
-        "python -m lib.report outputs/A outputs/B --out both.html compares runs",
+        "the report of several runs compares them: docs/how-to/report.md",
         earlier="compare",
     ),
     _advise(
