@@ -8,6 +8,8 @@ import shutil
 import statistics
 import sys
 import time
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,16 @@ MFU_TARGETS = {
     "lora-8b": 0.49,
 }
 _BENCH_TOLERANCE = 0.1  # between a bench and a run of the same shapes
+# The beginning of a line in the log of rank 0, and the phase that it ends. The first line ends the
+# imports that the check of files needs.
+_START_MARKS = {
+    "model: ": "files",
+    "tokens: ": "imports of torch and transformers, model without memory, tokens",
+    "sharded: ": "process group, memory estimate, sharding",
+    "weights: ": "weights",
+    "loss: ": "trials",
+    "[rank=0] ": "first step",
+}
 _CHECKPOINT_BYTES = 40e9  # of the one checkpoint of the 8B-wide model
 _PEAK_LINE = (
     r"([\d.]+) TFLOP/s per GPU .*?([\d.]+) GFLOP per token with attention counted as full, "
@@ -256,8 +268,24 @@ def find_part_of_1b(place: Place) -> Path:
     return place.model("1b", num_hidden_layers=place.size(6, 4))
 
 
+def find_phases(log: str) -> dict[str, float]:
+    """Return the seconds between the lines of a rank's log that end the phases of a start."""
+    times = {}
+    for line in log.splitlines():
+        mark = next((mark for mark in _START_MARKS if f" INFO {mark}" in line), "")
+        if mark:
+            times.setdefault(mark, datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f"))
+    return {
+        _START_MARKS[mark]: (times[mark] - times[before]).total_seconds()
+        for before, mark in pairwise(times)
+    }
+
+
 def first_step(place: Place) -> None:
-    """Note the seconds until the log line of the first step, with plain Python and the launcher."""
+    """Note the seconds until the log line of the first step, and of the phases before it.
+
+    It is started with plain Python and by the launcher.
+    """
     python = {"fresh": True}
     launcher = {
         "command": [ROOT / "launch/single_node.sh", "--nproc-per-node", 1, "--"],
@@ -286,8 +314,11 @@ def first_step(place: Place) -> None:
             **launch_options,
         )
         run.wait_for(1)
-        place.note(**{f"{name}, compile {compiled}": time.monotonic() - began})
+        setting = f"{name}, compile {compiled}"
+        place.note(**{setting: time.monotonic() - began})
         run.wait_for_end()
+        log = (run.experiment / "logs" / "rank_00000.log").read_text()
+        place.note(**{f"{setting}, by phase": find_phases(log)})
 
 
 def profile(place: Place) -> None:

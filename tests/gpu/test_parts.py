@@ -476,3 +476,17 @@ def test_the_estimate_of_a_compiled_run_is_bounded_too(
 def test_four_ranks_are_also_sharded_in_pairs() -> None:
     assert [*several.sharding_options(2).values()] == [(), ("--shard-size", 1)]
     assert ("--shard-size", 2) in several.sharding_options(4).values()
+
+
+def test_phases_of_a_start_are_read_from_the_log() -> None:
+    log = """2026-11-28 12:25:03,188 INFO model: m, 1B parameters; loading torch and transformers
+2026-11-28 12:25:14,440 INFO tokens: .cache/tokens/x, 400,400 for training
+2026-11-28 12:25:15,385 INFO sharded: 8 × LlamaDecoderLayer
+2026-11-28 12:25:16,070 INFO weights: 1B parameters read
+2026-11-28 12:25:17,220 INFO loss: logits are computed in chunks
+2026-11-28 12:25:31,331 INFO [rank=0] step 1/2  loss 8.611
+2026-11-28 12:25:35,947 INFO [rank=0] step 2/2  loss 7.811
+"""
+    phases = speed.find_phases(log)
+    assert list(phases.values()) == pytest.approx([11.252, 0.945, 0.685, 1.15, 14.111])
+    assert list(phases)[-1] == "first step"
