@@ -79,16 +79,15 @@ def test_a_batch_job_does_not_print_the_command(tmp_path: Path) -> None:
         assert "[redacted]" in printed.stdout and "s3cret" not in printed.stdout
 
 
-def test_stage_04_and_files_refuse_it(project: Path) -> None:
+def test_stage_04_refuses_it_and_ignores_it_in_files(project: Path) -> None:
     done = run_stage(SCRIPT, *TRAIN, *ON_END, cwd=project, expect=2)
     assert "unknown option --on-end" in done.stderr and "launch/single_node.sh" in done.stderr
     file = project / "recipe.yaml"
-    file.write_text("on_end: touch pwned\n")
-    done = run_stage(SCRIPT, *TRAIN, "--config", file, cwd=project, expect=2)
-    assert "on_end" in done.stderr and "launch/single_node.sh" in done.stderr
-    file.write_text("options: {on_end: touch pwned, on_end_seconds: 9}\nversions: {}\n")
-    done = run_stage(SCRIPT, *TRAIN, "--dry-run", "--config", file, cwd=project)
-    assert "on_end" in done.stdout + done.stderr
+    recorded = "options: {on_end: touch pwned, on_end_seconds: 9}\nversions: {}\n"
+    for text in ("on_end: touch pwned\n", recorded):
+        file.write_text(text)
+        done = run_stage(SCRIPT, *TRAIN, "--dry-run", "--config", file, cwd=project)
+        assert "on_end" in done.stdout + done.stderr and "ignores" in done.stdout + done.stderr
     assert not (project / "pwned").exists() and not read_ends(project)
 
 
