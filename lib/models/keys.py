@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from lib.models.recipes import Converted, Recipe, Renamed, stack_experts
 from lib.models.sharded import own_classes, without_padding
 from lib.models.tensors import FLOATING, Shape
+
+_KNOWN: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()  # see _has_conversions
 
 
 class AddedModule(torch.nn.Module):
@@ -180,7 +183,21 @@ def _empty_on_meta(shape: Shape) -> Tensor:
     return torch.empty(shape, device="meta")
 
 
+def _has_conversions(model: PreTrainedModel) -> bool:
+    """Return whether some names or tensors differ from those on the Hub.
+
+    transformers looks through all modules of a model for each tensor. Its answer is the same each
+    time, so it is kept as long as the model is.
+    """
+    if model not in _KNOWN:
+        with own_classes(model):
+            _KNOWN[model] = bool(get_model_conversion_mapping(model, add_legacy=False))
+    return _KNOWN[model] or bool(getattr(model, "_weight_conversions", None))
+
+
 def _revert_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not _has_conversions(model):
+        return dict(tensors)
     with own_classes(model):
         return revert_weight_conversion(model, dict(tensors))
 
