@@ -172,6 +172,7 @@ def initialise_model(model: PreTrainedModel, seed: int) -> None:
                 with _own_random_stream(f"{seed}/{name}"), draws:
                     _apply_rules(block, _find_owner(model, name), with_children)
                 uninitialised += _copy_shards(parameters)
+                draws.begin({})  # it holds the tensors of this block
     _copy_constructed(model, uninitialised, seed)
     restore_buffers(model)
 

@@ -77,6 +77,11 @@ class _SharedBuffer:
 
     FSDP allocates the input, then the output. With one rank it copies one to the other; a copy of a
     tensor to itself does nothing.
+
+    FSDP allocates the output on the stream of its reductions, whose later work (the copy to host
+    memory, sums over micro-batches) may still read it when the last reference is gone. The input
+    comes from the stream that computes, so the allocator is told of the other one: otherwise the
+    next block of the backward pass could overwrite a gradient that is still being read.
     """
 
     def __init__(self) -> None:
@@ -90,6 +95,8 @@ class _SharedBuffer:
         self._input = None
         if buffer is None or (buffer.numel(), buffer.dtype) != (math.prod(size), dtype):
             buffer = self._input = torch.empty(size, dtype=dtype, device=device)
+        elif buffer.is_cuda and torch.cuda.is_initialized():  # not a fake tensor of an estimate
+            buffer.record_stream(torch.cuda.current_stream(device))
         return buffer
 
     def __call__(self, **arguments: Any) -> None:

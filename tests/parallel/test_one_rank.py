@@ -6,6 +6,8 @@ tests/parallel/test_offload.py compares the losses with those of FSDP's own way,
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,3 +67,19 @@ def test_a_buffer_is_given_out_twice() -> None:
     assert allocated[0] is allocated[1] and allocated[1] is not allocated[2]
     assert allocated[3].shape == (5,), "after an input whose output was not asked for"
     assert allocated[3] is allocated[4]
+
+
+def test_the_allocator_waits_for_the_stream_that_reduces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, stand-ins note which streams a buffer is used on."""
+    streams: list[str] = []
+    buffer = SimpleNamespace(
+        numel=lambda: 3, dtype=torch.float32, is_cuda=True, record_stream=streams.append
+    )
+    monkeypatch.setattr(torch, "empty", lambda *size, **kind: buffer)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "reductions")
+    buffers = one_rank._SharedBuffer()
+    gpu = torch.device("cuda", 0)
+    assert buffers.allocate((3,), dtype=torch.float32, device=gpu) is buffer and not streams
+    assert buffers.allocate((3,), dtype=torch.float32, device=gpu) is buffer
+    assert streams == ["reductions"]
