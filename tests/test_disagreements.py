@@ -103,3 +103,4 @@ def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project:
     recipe.write_text("suite_freq: 5\n")
     printed = train_model(project, "third", *RUN, "--config", recipe, "--dry-run")
     assert "suite_freq, which this version does not know and ignores" in printed
+    assert "--eval-freq N: samples and tasks follow it" in printed

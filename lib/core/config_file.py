@@ -47,8 +47,11 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
+        flags = [f"--{name.replace('_', '-')}" for name in ours]
         gone = [key for key in content if key not in ours and aliases.is_gone(key)]
         _report_gone(f"--config: {config}", gone)
+        for advice in filter(None, (aliases.find_advice(key, flags) for key in gone)):
+            log.warn(f"--config: {advice}")
         return {key: value for key, value in content.items() if key not in gone}
     stage = content.get("stage")
     script = Path(sys.argv[0]).name
