@@ -192,7 +192,7 @@ def _has_conversions(model: PreTrainedModel) -> bool:
     if model not in _KNOWN:
         with own_classes(model):
             _KNOWN[model] = bool(get_model_conversion_mapping(model, add_legacy=False))
-    return _KNOWN[model] or bool(getattr(model, "_weight_conversions", None))
+    return _KNOWN[model]
 
 
 def _revert_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
