@@ -60,6 +60,7 @@ class DownloadOptions(CommonOptions):
 
     model_name: str | None = option(
         None,
+        aliases=("hf_model", "model_name_or_path", "base_model"),
         metavar="ORG/NAME",
         help="model to download; with --from-scratch, the name of the new model (default: "
         "scratch-<size>)",
@@ -72,12 +73,14 @@ class DownloadOptions(CommonOptions):
     )
     revision: str | None = option(
         None,
+        aliases=("model_revision", "revision_of_model"),
         group="from the Hub",
         metavar="R",
         help="branch, tag or commit to download (default: main)",
     )
     token: str | None = option(
         None,
+        aliases=("hub_token", "hf_token"),
         metavar="TOKEN",
         help="access token for gated and private repositories (default: HF_TOKEN, or a login)",
     )

@@ -96,6 +96,7 @@ class ExportOptions(CommonOptions):
     model_name: str | None = option(
         None,
         "-m",
+        aliases=("hf_model", "model_name_or_path", "base_model"),
         metavar="NAME|DIR",
         help="for a LoRA run, the base model, if it was moved since the run; with --from-dcp, the "
         "model whose config and tokenizer belong to the weights (default: where the run found it)",

@@ -167,16 +167,24 @@ def metrics_page() -> str:
     )
 
 
-def _option_row(action: argparse.Action) -> tuple[str, str, str, str]:
+def _option_row(
+    parser: argparse.ArgumentParser, action: argparse.Action
+) -> tuple[str, str, str, str]:
     text = help_text.with_default(action).replace("%%", "%")
     match = _DEFAULT.search(text)
+    hidden = [
+        f"`{flag}`"
+        for flag, ours in parser._option_string_actions.items()
+        if ours is action and flag not in action.option_strings
+    ]
+    aliases = f" (aliases: {', '.join(hidden)})" if hidden else ""
     default = (match["value"] or match["required"]) if match else ""
     value = action.metavar or "|".join(map(str, action.choices or []))
     return (
         ", ".join(f"`{name}`" for name in action.option_strings),
         f"`{value}`" if action.nargs != 0 and value else "",
         default,
-        text[: match.start()] if match else text,
+        (text[: match.start()] if match else text).rstrip() + aliases,
     )
 
 
@@ -189,7 +197,7 @@ def options_page() -> str:
         name = f"lib.{stage.parent.name}" if stage in TOOLS else stage.name
         parts += [f"## {name}", " ".join(summary.split())]
         for group in parser._action_groups:
-            rows = [_option_row(a) for a in group._group_actions if a.dest != "help"]
+            rows = [_option_row(parser, a) for a in group._group_actions if a.dest != "help"]
             if rows and group.title != "positional arguments":
                 table = _table(("option", "value", "default", "meaning"), rows)
                 parts += [f"### {name[:2] if stage in STAGES else name}: {group.title}", table]
@@ -198,8 +206,8 @@ def options_page() -> str:
         "the option's declaration",
         _paragraph(
             "For anyone who types a command or writes a `--config` file. Underscores may replace "
-            "the hyphens in a name, and [names of other trainers](../how-to/coming-from.md) are "
-            "accepted where they mean the same."
+            "the hyphens in a name. Aliases are names of "
+            "[other trainers](../how-to/coming-from.md) with the same meaning."
         ),
         *parts,
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import aliases, options
+from lib.core import options
 from tests import form
 from tests.reference import TOOLS, parser_of
 from tests.scripts import load_script
@@ -66,8 +66,8 @@ PACKAGES = {
 PACKAGES_OF_CLOUD = {"checkpoints": set(), "kube": set(), "images": {"kube"}}
 # Only these import what serves a cloud, since users type their names.
 FRONT_DOORS = {"launch/build_image.py", "launch/kubernetes.py"}
-# Tables of data: the options of stage 04, and those of other trainers.
-TABLES = {"lib/core/aliases.py", "lib/train/config.py"}
+# A table of data: the options of stage 04.
+TABLES = {"lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 CLOUD = {"boto3", "botocore"}
@@ -367,10 +367,7 @@ def spans(text: str) -> list[str]:
 @check_each(DOCUMENTS)
 def test_every_option_that_is_named_exists(path: Path) -> None:
     known = {
-        string
-        for stage in [*STAGES, *TOOLS]
-        for action in parser_of(stage)._actions
-        for string in action.option_strings
+        string for stage in [*STAGES, *TOOLS] for string in parser_of(stage)._option_string_actions
     }
     known |= {
         "--nproc-per-node",
@@ -402,14 +399,11 @@ def test_every_option_that_is_named_exists(path: Path) -> None:
         known |= {*re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
         known |= {
             f"--{name.replace('_', '-')}"
-            for name in re.findall(r"^    (\w+): .* = option\(", text, re.MULTILINE)
+            for name in [
+                *re.findall(r"^    (\w+): .* = option\(", text, re.MULTILINE),
+                *re.findall(r'"(\w+)"', " ".join(re.findall(r"aliases=\(([^)]*)\)", text))),
+            ]
         }
-    known |= {
-        f"--{name.replace('_', '-')}"
-        for row in aliases.ROWS
-        for names in row.names.values()
-        for name in names.split()
-    }
     of_aws = r"(?m)(?:^|(?<=\$\())aws (?:.*\\\n)*.*"
     named = {
         option.replace("_", "-")

@@ -92,6 +92,7 @@ def build_parser() -> options.Parser:
     declared.add_options(group, ClusterChoice)
     group.add_argument(
         "--token",
+        "--hf-token",
         default=os.environ.get("HF_TOKEN", ""),
         metavar="TOKEN",
         help="deploy, prepare: token for the Hub, stored in a secret of the cluster; set "

@@ -18,7 +18,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from lib.core import aliases, launcher
+from lib.core import launcher
+from lib.core.errors import TYPED_AS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Set by a launcher for the processes that it starts: the command that was typed.
@@ -68,16 +69,13 @@ def replace_value(option: Sequence[str], old: object, new: object, drop: Sequenc
     option: its short and its long form; its aliases count as well. A value `old=WEIGHT` keeps its
     weight. drop: see `as_typed`.
     """
-    option = aliases.spellings(option)
-    value = re.compile(
-        rf"(?P<flag>(?:{'|'.join(map(re.escape, option))})=?)?"
-        rf"{re.escape(str(old))}(?P<rest>=.*)?"
-    )
+    names = _names_of(option)
+    value = re.compile(rf"(?P<flag>-\w=?|--[\w.-]+=)?{re.escape(str(old))}(?P<rest>=.*)?")
     words = []
     before = ""
     for word in _drop_options(typed_words(), drop):
         match = value.fullmatch(word)
-        if match and (match["flag"] or before in option):
+        if match and _spell_flag((match["flag"] or before).rstrip("=")) in names:
             words.append(f"{match['flag'] or ''}{new}{match['rest'] or ''}")
         else:
             words.append(word)
@@ -316,12 +314,22 @@ def _quote_bytes(word: str) -> str:
 def _drop_options(words: Sequence[str], drop: Sequence[str]) -> Iterator[str]:
     """Yield the words without some options and the values that follow them."""
     dropping = False
-    drop = aliases.spellings(drop)
+    names = _names_of(drop)
     for word in words:
         if word.startswith("-"):
-            dropping = word.partition("=")[0] in drop
+            dropping = _spell_flag(word.partition("=")[0]) in names
         if not dropping:
             yield word
+
+
+def _names_of(options: Sequence[str]) -> set[str]:
+    """Return options with the aliases that were typed for them."""
+    return {*options, *(_spell_flag(name) for name, ours in TYPED_AS.items() if ours in options)}
+
+
+def _spell_flag(flag: str) -> str:
+    """Return `--src-dir` for `--src_dir`; a short option stays."""
+    return flag.replace("_", "-")
 
 
 def _program() -> list[str]:

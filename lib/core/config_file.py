@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,8 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
-        flags = [f"--{name.replace('_', '-')}" for name in ours]
-        gone = [key for key in content if key not in ours and aliases.is_gone(key)]
+        gone = [key for key in content if key not in ours and aliases.find_gone(str(key))]
         _report_gone(f"--config: {config}", gone)
-        for advice in filter(None, (aliases.find_advice(key, flags) for key in gone)):
-            log.warn(f"--config: {advice}")
         return {key: value for key, value in content.items() if key not in gone}
     stage = content.get("stage")
     script = Path(sys.argv[0]).name
@@ -62,7 +59,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         for key, value in recorded.items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
-    _report_gone(f"--config: {config}", sorted(values.keys() - ours))
+    _report_gone(f"--config: {config}", _list_unknown(values, ours))
     values = {key: value for key, value in values.items() if key in ours}
     if content.get("model_dir") and not values.keys() & {"model_name", "model_size", "config_json"}:
         values["model_name"] = content["model_dir"]
@@ -74,16 +71,29 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
 
 
 def report_gone(config: Path, recorded: dict[str, Any], ours: Set[str]) -> None:
-    """Log the options in a run's config.yaml that no longer exist, and had a value."""
+    """Warn about the options in a run's config.yaml that no longer exist, if somebody set them."""
     options = recorded.get("options")
-    set_here = options if isinstance(options, dict) else {}
-    _report_gone(str(config), sorted(k for k in set_here.keys() - ours if set_here[k] is not None))
+    _report_gone(str(config), _list_unknown(options if isinstance(options, dict) else {}, ours))
+
+
+def _list_unknown(recorded: Mapping[str, Any], ours: Set[str]) -> list[str]:
+    """Return the recorded options that do not exist, without those that had their default."""
+    unknown = {key: value for key, value in recorded.items() if key not in ours}
+    return sorted(key for key, value in unknown.items() if not _was_default(key, value))
+
+
+def _was_default(name: str, value: Any) -> bool:
+    """Return whether nobody set an option that this version does not know."""
+    gone = aliases.find_gone(name)
+    return value is None or (gone is not None and str(value) == str(gone.default))
 
 
 def _report_gone(where: str, names: Sequence[str]) -> None:
-    if names:
-        log.info(
-            f"{where} contains {', '.join(names)}, which this version does not know and ignores"
+    for name in names:
+        gone = aliases.find_gone(name)
+        log.warn(
+            f"{where} contains {name}, which this version does not know and ignores"
+            + (f"; {gone.advice}" if gone else "")
         )
 
 

@@ -14,7 +14,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lib.core import aliases, options
+from lib.core import options
+from lib.core.aliases import OTHER_TRAINERS, SIMILAR
 from lib.core.errors import Problems
 
 Declared = TypeVar("Declared")
@@ -49,6 +50,7 @@ class Role(Enum):
 def option(
     default: Any = dataclasses.MISSING,
     *flags: str,
+    aliases: tuple[str, ...] = (),
     help: str = "",
     parse: Callable[[str], Any] = str,
     group: str = "",
@@ -61,12 +63,13 @@ def option(
     """Declare a field as an option, `--job-name` for job_name.
 
     Without a default the option is required. The default False makes it a flag, unless `parse` is
-    given; a list makes it repeatable. flags: other spellings. help: empty if the parser has the
-    option already. group: title of the group for this option and the options after it. first: the
-    option's line on the short page of --help; empty if that page omits the option. role: see Role.
-    renumbers: the option decides which sample has which index. quiet: the default does not enter a
-    run's identity, so that runs older than the option can resume; a tuple lists all values that do
-    not enter it. more: arguments for argparse.
+    given; a list makes it repeatable. flags: other spellings. aliases: names with the same meaning
+    in other trainers, as they spell them; --help does not show them. help: empty if the parser has
+    the option already. group: title of the group for this option and the options after it. first:
+    the option's line on the short page of --help; empty if that page omits the option. role: see
+    Role. renumbers: the option decides which sample has which index. quiet: the default does not
+    enter a run's identity, so that runs older than the option can resume; a tuple lists all values
+    that do not enter it. more: arguments for argparse.
     """
     default_argument: dict[str, Any] = (
         {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
@@ -76,6 +79,7 @@ def option(
         kw_only=True,
         metadata={
             "flags": flags,
+            "aliases": aliases,
             "help": help,
             "parse": parse,
             "group": group,
@@ -125,7 +129,9 @@ def add_options(parser: argparse._ActionsContainer, declared: type, **other_help
             }
             arguments = ({"action": "append"} if isinstance(default, list) else {}) | arguments
         flags = [flag(field.name), *metadata["flags"]]
-        container.add_argument(*sorted(flags, key=lambda text: text.startswith("--")), **arguments)
+        flags = sorted(flags, key=lambda text: text.startswith("--"))
+        action = container.add_argument(*flags, **arguments)
+        options.add_aliases(container, action, map(flag, metadata["aliases"]))
 
 
 def with_options_of(*sources: type, after: str) -> Callable[[type[Declared]], type[Declared]]:
@@ -226,7 +232,7 @@ def fields_by_spelling(declared: type) -> dict[str, dataclasses.Field[Any]]:
     return {
         text.lstrip("-").replace("-", "_"): field
         for field in list_fields(declared)
-        for text in aliases.spellings([flag(field.name), *field.metadata["flags"]])
+        for text in (field.name, *field.metadata["flags"], *field.metadata["aliases"])
     }
 
 
@@ -236,12 +242,11 @@ def require_known(names: Iterable[str], known: Collection[str]) -> None:
     for name in names:
         if name in known:
             continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=aliases.SIMILAR)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)
         problems.add(
-            f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else ""),
-            hint=aliases.find_advice(name, [*map(flag, known)]),
+            f"there is no argument {name}" + (f"; the nearest is {near[0]}" if near else "")
         )
-    problems.raise_if_any()
+    problems.raise_if_any(hint=OTHER_TRAINERS)
 
 
 def merge_spellings(declared: type, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _MISSING_ERRNOS = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno
 
 # A remedy for `name_full_disk` if the directory is the one for temporary files.
 MOVE_TEMPORARY = "put TMPDIR=DIR before the command, such as TMPDIR=/scratch"
-# Our option → the alias that a person typed for it. Errors repeat the alias.
+# An alias that a person typed → our option. Errors repeat the alias.
 TYPED_AS: dict[str, str] = {}
 # Names in a stranger's artifact may contain control sequences of a terminal.
 _CONTROLS = {
@@ -88,7 +88,7 @@ class StageError(Exception):
             words = {word.strip(":,;.'") for word in self.problem.replace("/", " ").split()}
             lines += [
                 f"  {'typed:':<9} {name}, which is {option} here"
-                for option, name in TYPED_AS.items()
+                for name, option in TYPED_AS.items()
                 if option in words and f" {name}, which is " not in self.problem
             ]
         return escape_controls("\n".join(lines))
@@ -142,10 +142,15 @@ class Problems:
             self.add(error)
             return None
 
-    def raise_if_any(self) -> None:
-        """Raise one error that lists all problems and has the class of the first."""
+    def raise_if_any(self, hint: str = "") -> None:
+        """Raise one error that lists all problems and has the class of the first.
+
+        hint: advice for all problems together; a single problem keeps its own.
+        """
         if self._errors:
-            raise combine_errors(self._errors)
+            error = combine_errors(self._errors)
+            error.hint = error.hint or hint
+            raise error
 
 
 def combine_errors(errors: list[StageError]) -> StageError:

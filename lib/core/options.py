@@ -1,8 +1,8 @@
 """Command-line options that a YAML file can also set.
 
 Order of precedence: command line, then `--config run.yaml`, then the default. `--src-dir` and
-`--src_dir` are the same option, on the command line and in YAML. So are aliases from other trainers
-(lib/core/aliases.py).
+`--src_dir` are the same option, on the command line and in YAML. So are the aliases of an option,
+which are names for it in other trainers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,15 +117,17 @@ class Parser(argparse.ArgumentParser):
         from_yaml: list[str] = []
         named: dict[str, tuple[str, list[str]]] = {}  # option → key and words
         problems = Problems()
+        has_unknown = False
         ours = {flag.lstrip("-").replace("-", "_") for flag in self._option_string_actions}
         for key, value in config_file.read_file_options(config, VOLATILE, ours).items():
             names: dict[str, str] = {}
             flag = self.to_our_name(f"--{key}", names)
-            if flag in names and value is not None and self._dest(flag) not in typed:
-                TYPED_AS[flag] = str(key)
+            if names and value is not None and self._dest(flag) not in typed:
+                TYPED_AS[str(key)] = flag
             if flag not in self._option_string_actions or flag in _HELP:
                 near, hint = aliases.suggest_option(flag, self._option_string_actions)
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may follow it
+                has_unknown = True
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
             elif self._dest(flag) in config_file.TYPED and value:
                 problems.add(
@@ -149,7 +151,7 @@ class Parser(argparse.ArgumentParser):
                         expected="one of them",
                     )
                 from_yaml += words
-        problems.raise_if_any()
+        problems.raise_if_any(hint=aliases.OTHER_TRAINERS if has_unknown else "")
         needed = [action for action in self._actions if action.required]
         try:  # without required options, so that an error here concerns the file
             for action in needed:
@@ -207,9 +209,7 @@ class Parser(argparse.ArgumentParser):
         options, unknown_words = self.parse_known_args(argv)
         if unknown_words:
             raise self._with_help(
-                combine_errors(
-                    [*aliases.unknown_option_errors(unknown_words, self._option_string_actions)]
-                )
+                aliases.unknown_options_error(unknown_words, self._option_string_actions)
             )
         self._require_names(options)
         return options
@@ -240,16 +240,16 @@ class Parser(argparse.ArgumentParser):
     def to_our_name(self, argument: str, typed_as: dict[str, str] = TYPED_AS) -> str:
         """Turn `--src_dir=a_b` into `--src-dir=a_b`, and aliases into our names.
 
-        typed_as: receives each alias that was replaced; the key is our name.
+        typed_as: receives each alias that was replaced, with our name.
         """
         if not argument.startswith("--"):
             return argument
         name, equals, value = argument.partition("=")
         flag = name.replace("_", "-")
-        ours = self._option_string_actions
-        if flag not in ours and (meant := aliases.find_option(flag, ours)):
-            typed_as[meant] = name
-            flag = meant
+        action = self._option_string_actions.get(flag)
+        if action and flag not in action.option_strings:
+            flag = next(text for text in action.option_strings if text.startswith("--"))
+            typed_as[name] = flag
         return flag + equals + value
 
     def _dest(self, flag: str) -> str:
@@ -264,6 +264,18 @@ class Parser(argparse.ArgumentParser):
             return finder.parse_known_args(argv)[0].value
         except argparse.ArgumentError:
             return None
+
+
+def add_aliases(
+    parser: argparse._ActionsContainer, action: argparse.Action, flags: Iterable[str]
+) -> None:
+    """Let a parser or group accept more flags for an option, which --help does not show.
+
+    Raises ValueError for a flag of another option.
+    """
+    for flag in flags:
+        if parser._option_string_actions.setdefault(flag, action) is not action:
+            raise ValueError(f"{flag} is declared twice")
 
 
 def add_config(parser: argparse._ActionsContainer, dry_run: str) -> None:

@@ -311,6 +311,7 @@ class RowOptions:
     )
     validation_percent: float = option(
         0.0,
+        aliases=("validation_split_percentage",),
         parse=options.percent,
         metavar="P",
         help="percentage of the rows for a validation split, selected by a hash of their text "

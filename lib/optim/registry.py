@@ -32,15 +32,24 @@ class AdamWOptions:
 
     weight_decay: float = option(
         0.1,
+        aliases=("optimizer.weight_decay",),
         role=Role.RESULT,
         parse=non_negative,
         help="weight decay of matrices; norms and biases have none",
     )
     beta1: float = option(
-        0.9, role=Role.RESULT, parse=non_negative, help="AdamW: decay rate of the first moment"
+        0.9,
+        aliases=("adam_beta1", "optimizer.beta1"),
+        role=Role.RESULT,
+        parse=non_negative,
+        help="AdamW: decay rate of the first moment",
     )
     beta2: float = option(
-        0.95, role=Role.RESULT, parse=non_negative, help="AdamW: decay rate of the second moment"
+        0.95,
+        aliases=("adam_beta2", "optimizer.beta2"),
+        role=Role.RESULT,
+        parse=non_negative,
+        help="AdamW: decay rate of the second moment",
     )
 
     def find_problems(self) -> Iterator[str]:

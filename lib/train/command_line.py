@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import aliases, commands, config_file, declared, log, options, paths
+from lib.core import commands, config_file, declared, log, options, paths
 from lib.core.errors import Problems, UsageError
 from lib.train.config import Config
 
@@ -162,8 +162,7 @@ def take_stage_options(
 def _is_option(word: str, flags: Collection[str]) -> bool:
     """Return whether a word is one of these options, in our or another trainer's spelling."""
     name = word.partition("=")[0]
-    ours = name.replace("_", "-") if name.startswith("--") else name
-    return ours in flags or bool(aliases.find_option(name, flags))
+    return (name.replace("_", "-") if name.startswith("--") else name) in flags
 
 
 def add_recipe(words: Sequence[str]) -> list[str]:

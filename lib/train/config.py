@@ -92,6 +92,7 @@ class Config:
     model_name: str | None = option(
         None,
         "-m",
+        aliases=("hf_model", "model_name_or_path", "base_model"),
         role=LOCAL,
         first="prepared model",
         metavar="NAME|DIR",
@@ -106,6 +107,7 @@ class Config:
     )
     checkpoint_dir: Path | None = option(
         None,
+        aliases=("output_dir",),
         role=LOCAL,
         parse=Path,
         help="with -e, the same as --save-dir; without -e, the directory of the run itself, with "
@@ -116,6 +118,7 @@ class Config:
     )
     seed: int = option(
         0,
+        aliases=("training.seed", "debug.seed"),
         role=RESULT,
         renumbers=True,
         parse=options.seed,
@@ -200,6 +203,7 @@ class Config:
     )
     chat_template: Path | None = option(
         None,
+        aliases=("chat_template_path",),
         role=LOCAL,
         parse=Path,
         metavar="FILE|chatml|plain",
@@ -251,6 +255,7 @@ class Config:
 
     lora_rank: int = option(
         0,
+        aliases=("lora_r",),
         group="LoRA",
         role=RESULT,
         quiet=True,
@@ -282,6 +287,7 @@ class Config:
     )
     lora_rslora: bool = option(
         False,
+        aliases=("use_rslora", "peft_use_rslora"),
         role=RESULT,
         quiet=True,
         parse=on_off,
@@ -289,6 +295,7 @@ class Config:
     )
     lora_from: Path | None = option(
         None,
+        aliases=("lora_model_dir",),
         role=LOCAL,
         parse=Path,
         help="adapter directory of PEFT or stage 05 to start from; it defines rank, alpha and "
@@ -297,6 +304,7 @@ class Config:
 
     num_epochs: int | None = option(
         None,
+        aliases=("num_train_epochs", "epochs"),
         group="length and batch",
         role=LOCAL,
         parse=positive_int,
@@ -305,6 +313,7 @@ class Config:
     )
     max_steps: int | None = option(
         None,
+        aliases=("max_training_steps", "training.steps"),
         role=LOCAL,
         parse=positive_int,
         first="maximum number of optimizer steps",
@@ -320,6 +329,13 @@ class Config:
     batch_size: int = option(
         None,
         "-b",
+        aliases=(
+            "per_device_train_batch_size",
+            "micro_batch_size",
+            "train_batch_size",
+            "training.local_batch_size",
+            "training.batch_size",
+        ),
         role=LOCAL,
         parse=_auto_or_count,
         first="micro-batch size",
@@ -330,6 +346,7 @@ class Config:
     )
     global_batch_size: int | None = option(
         None,
+        aliases=("training.global_batch_size",),
         role=RESULT,
         parse=positive_int,
         first="samples per step",
@@ -338,6 +355,7 @@ class Config:
     )
     grad_accum_steps: int | None = option(
         None,
+        aliases=("gradient_accumulation_steps", "training.gradient_accumulation_steps"),
         role=LOCAL,
         parse=positive_int,
         help="micro-batches per optimizer step (default: 1)",
@@ -346,6 +364,15 @@ class Config:
         None,
         "-s",
         "--seq-len",
+        aliases=(
+            "max_seq_length",
+            "max_length",
+            "block_size",
+            "model_max_length",
+            "sequence_len",
+            "max_context_width",
+            "training.seq_len",
+        ),
         role=RESULT,
         renumbers=True,
         parse=positive_int,
@@ -354,6 +381,7 @@ class Config:
     )
     packing: str = option(
         None,
+        aliases=("sample_packing",),
         role=RESULT,
         renumbers=True,
         parse=_or_switch("documents", "none"),
@@ -377,6 +405,7 @@ class Config:
     lr: float = option(
         None,
         "--max-lr",
+        aliases=("learning_rate", "optimizer.lr"),
         role=RESULT,
         parse=non_negative,
         first="peak learning rate",
@@ -391,12 +420,14 @@ class Config:
     )
     warmup_steps: int | None = option(
         None,
+        aliases=("lr_scheduler.warmup_steps",),
         role=RESULT,
         parse=count,
         help="steps of linear warm-up (default: 5 %% of all steps, at most 1000)",
     )
     lr_scheduler: str = option(
         "cosine",
+        aliases=("lr_scheduler_type",),
         role=RESULT,
         metavar="KIND",
         choices=schedule.KINDS,
@@ -405,6 +436,7 @@ class Config:
     )
     grad_clip: float = option(
         1.0,
+        aliases=("max_grad_norm", "training.max_norm"),
         role=RESULT,
         parse=non_negative,
         help="maximum global norm of the gradients; 0: no clipping",
@@ -465,6 +497,7 @@ class Config:
     )
     activation_checkpointing: str = option(
         AUTO,
+        aliases=("gradient_checkpointing",),
         role=ALIKE,
         parse=_or_switch("full", "none"),
         nargs="?",
@@ -491,6 +524,7 @@ class Config:
     )
     attention: str = option(
         "auto",
+        aliases=("attn_implementation",),
         role=ALIKE,
         choices=("auto", "flash", "sdpa", "varlen", "flash_attention_2", "flex"),
         help="attention implementation. auto: varlen for packed documents on a GPU, else sdpa. "
@@ -560,6 +594,7 @@ class Config:
     log_freq: int = option(
         10,
         "--log-interval",
+        aliases=("logging_steps", "logging_freq", "metrics.log_freq"),
         group="logs, checkpoints and evaluation",
         role=ALIKE,
         parse=positive_int,
@@ -575,12 +610,14 @@ class Config:
     ckpt_freq: int = option(
         500,
         "--checkpoint-interval",
+        aliases=("save_steps", "checkpoint_freq", "checkpoint.interval"),
         role=ALIKE,
         parse=positive_int,
         help="steps between checkpoints",
     )
     ckpt_keep: int = option(
         3,
+        aliases=("save_total_limit", "checkpoint.keep_latest_k"),
         role=ALIKE,
         parse=count,
         help="keep the N newest checkpoints (2 or more; 0: all); the best one by --best-by is "
@@ -645,12 +682,14 @@ class Config:
     )
     eval_freq: int = option(
         500,
+        aliases=("eval_steps", "validation_freq", "validation.freq"),
         role=ALIKE,
         parse=count,
         help="steps between evaluations; 0: evaluate only at the end",
     )
     eval_batches: int = option(
         100,
+        aliases=("validation_batches", "validation.steps"),
         role=ALIKE,
         parse=positive_int,
         help="global batches of the validation split per evaluation",

@@ -79,7 +79,12 @@ class ClusterOptions:
         help="eks: kind of job whose operator to install",
     )
     instance_type: str = option("g5.8xlarge", group="the nodes", metavar="T", help="GPU nodes")
-    nodes: int = option(4, parse=options.positive_int, help="number of GPU nodes")
+    nodes: int = option(
+        4,
+        aliases=("num_nodes", "node_count"),
+        parse=options.positive_int,
+        help="number of GPU nodes",
+    )
     capacity_block: str = option(
         "", metavar="cr-…", help="eks: reserved capacity block of the nodes (default: on demand)"
     )

@@ -57,7 +57,13 @@ class JobNeeds:
         metavar="NAME",
         help="AWS region (default: that of the context, or of the AWS settings)",
     )
-    nodes: int = option(1, group="the nodes", parse=options.positive_int, help="nodes of the job")
+    nodes: int = option(
+        1,
+        aliases=("num_nodes", "node_count"),
+        group="the nodes",
+        parse=options.positive_int,
+        help="nodes of the job",
+    )
     instance_type: str = option(
         "",
         metavar="T",
@@ -66,14 +72,19 @@ class JobNeeds:
     )
     gpus_per_node: int | None = option(
         None,
+        aliases=("gpu_per_node", "tasks_per_node", "accelerators"),
         parse=options.count,
         help="GPUs to request, 0 to train on the CPU (default: by instance type)",
     )
     efa_per_node: int | None = option(
-        None, parse=options.count, help="EFA adapters to request (default: by instance type)"
+        None,
+        aliases=("efa_interfaces",),
+        parse=options.count,
+        help="EFA adapters to request (default: by instance type)",
     )
     image: str = option(
         "",
+        aliases=("image_uri",),
         group="the pods",
         metavar="URI",
         help="image with the code (default: the last one that launch/build_image.py built here)",
@@ -91,6 +102,7 @@ class JobNeeds:
     )
     service_account: str = option(
         "",
+        aliases=("service_account_name",),
         metavar="NAME",
         help="account of the pods, for AWS permissions (default: that of the namespace)",
     )
@@ -202,6 +214,7 @@ class JobOptions(JobNeeds):
     )
     max_restarts: int = option(
         5,
+        aliases=("max_retry",),
         group="the run",
         parse=options.count,
         metavar="M",

@@ -48,6 +48,7 @@ class RawText:
     )
     validation_percent: float = option(
         1.0,
+        aliases=("validation_split_percentage",),
         parse=options.percent,
         metavar="P",
         help="percentage of the rows for the validation split",
