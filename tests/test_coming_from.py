@@ -1,5 +1,5 @@
 # covers: lib/core/aliases.py, lib/train/config.py, lib/train/command_line.py
-"""Options of other systems: the stage accepts them, or its error says what to type instead."""
+"""Options of other systems: the stage accepts them, or its error names the nearest option."""
 
 from __future__ import annotations
 
@@ -20,25 +20,11 @@ from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 from lib.train.new_model import model_from_scratch
 from lib.train.output import console
-from tests.conftest import run_stage
+from tests.conftest import ROOT, run_stage
 from tests.test_commands import COMMANDS, parser_of
-from tests.test_repository import STAGES, name_of
+from tests.test_repository import STAGES
 
-
-@pytest.fixture(scope="module")
-def parsers() -> dict[str, options.Parser]:
-    """Return the parser of each command that reads its options as stages do, by its path."""
-    parsers_by_name = {name_of(path): parser_of(path) for path in COMMANDS}
-    return {
-        name: parser
-        for name, parser in parsers_by_name.items()
-        if isinstance(parser, options.Parser)
-    }
-
-
-def owners_of(row: aliases.Row, parsers: dict[str, options.Parser]) -> list[options.Parser]:
-    """Return the parsers that have the option of a row."""
-    return [parser for parser in parsers.values() if row.option in parser._option_string_actions]
+PAGE = (ROOT / "docs/how-to/coming-from.md").read_text(encoding="utf-8")
 
 
 def asked(*argv: Any) -> Config:
@@ -48,46 +34,57 @@ def asked(*argv: Any) -> Config:
     return read_options(parser, [str(word) for word in argv])
 
 
-def test_each_name_that_means_the_same_is_taken(parsers: dict[str, options.Parser]) -> None:
-    for row in (row for row in aliases.ROWS if not row.text):
-        owners = owners_of(row, parsers)
-        assert owners, row
-        for parser in owners:
-            dest = parser._option_string_actions[row.option].dest
-            for name in aliases.spellings([row.option]):
-                assert parser._dest(parser.to_our_name(name)) == dest, (name, row)
+COMMANDS_WITH_ALIASES = [
+    (STAGES[1], "--validation-percent", "validation_split_percentage"),
+    (STAGES[2], "--model-name", "base_model"),
+    (STAGES[2], "--token", "hf_token"),
+    (STAGES[4], "--model-name", "model_name_or_path"),
+    (ROOT / "launch/kubernetes.py", "--nodes", "num_nodes"),
+    (ROOT / "launch/kubernetes.py", "--token", "hf_token"),
+    (ROOT / "launch/cloud/kube/setup.py", "--nodes", "node_count"),
+]
 
 
-def test_what_stands_for_other_names_can_be_typed(parsers: dict[str, options.Parser]) -> None:
-    of_stages = {flag for path in STAGES for flag in parsers[name_of(path)]._option_string_actions}
-    for row in (row for row in aliases.ROWS if row.text):
-        owners = owners_of(row, parsers)
-        named = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", row.text))
-        assert owners, row
-        for parser in owners:
-            known = parser._option_string_actions.keys()
-            if "launch/" not in row.text:  # shell scripts
-                assert named <= (of_stages if "stage 0" in row.text else known), row
-            for name in " ".join(row.names.values()).split():
-                flag = parser.to_our_name(f"--{name}")
-                assert flag not in known, f"{name} is an option, so its row is never shown: {row}"
-                assert aliases.suggest_option(flag, known)[1], row
+@pytest.mark.parametrize(("path", "option", "alias"), COMMANDS_WITH_ALIASES)
+def test_each_command_takes_the_names_of_its_own_options(
+    path: Path, option: str, alias: str
+) -> None:
+    parser = parser_of(path)
+    known = parser._option_string_actions
+    assert known[options.Parser.to_our_name(parser, f"--{alias}")] is known[option]
 
 
-def test_the_page_holds_the_table() -> None:
-    page = aliases.PAGE.read_text(encoding="utf-8")
-    assert page.partition(aliases.BEGIN)[2].partition(aliases.END)[0] == aliases.make_table(), (
-        "python -m lib.core.aliases writes it anew"
-    )
-    assert not [
-        name for name in aliases.SYSTEMS.values() if f"\n## {name}\n".lower() not in page.lower()
-    ]
+def test_aliases_are_in_the_reference_and_not_in_help() -> None:
+    parser = parser_of(STAGES[3])
+    aliases_of_lr = {
+        flag for flag, action in parser._option_string_actions.items() if action.dest == "lr"
+    }
+    assert {"--learning-rate", "--optimizer.lr"} <= aliases_of_lr
+    reference = (ROOT / "docs/reference/options.md").read_text(encoding="utf-8")
+    for name in ("learning-rate", "per-device-train-batch-size", "optimizer.lr", "adam-beta1"):
+        assert name not in parser.format_help() + parser.format_all()
+        assert f"`--{name}`" in reference
+
+
+def test_the_page_says_what_replaces_each_option_that_differs_or_is_gone() -> None:
+    accepted = {
+        flag.lstrip("-").replace("-", "_")
+        for path in COMMANDS
+        for flag in parser_of(path)._option_string_actions
+    }
+    section = PAGE.partition("## Options that differ")[2]
+    differ, _, gone = section.partition("## Earlier versions")
+    rows = [line.split(" | ")[0] for line in differ.splitlines() if line.startswith("| `")]
+    named = {name for row in rows if " in " not in row for name in re.findall(r"`([\w.]+)`", row)}
+    assert len(named) > 100
+    # Only in some commands a name differs: `verbose` and `command` are options of others.
+    assert not named & accepted - {"dataset", "command", "verbose", "model", "args"}
+    assert not [name for name in aliases.GONE if f"`{name}`" not in gone]
 
 
 def test_the_fields_that_replace_those_of_logs_and_states_exist() -> None:
-    page = aliases.PAGE.read_text(encoding="utf-8")
-    offline = page.partition("| there, in `outputs/exp/` |")[2].partition("###")[0]
-    sample = page.partition("| in the line of the sample |")[2].partition("On EKS")[0]
+    offline = PAGE.partition("| there, in `outputs/exp/` |")[2].partition("###")[0]
+    sample = PAGE.partition("| in the line of the sample |")[2].partition("On EKS")[0]
     cells = [row.split("|")[2] for row in (offline + sample).splitlines() if row.count("|") == 3]
     named = {name for cell in cells for name in re.findall(r"`(\w+/\w+|[a-z]+_[a-z]+|step)`", cell)}
     assert len(named) > 8
@@ -283,7 +280,7 @@ def test_what_the_sample_is_given_is_told_all_at_once() -> None:
             "warmup",
         )
     ]
-    assert all(error.hint for error in caught.value.several) and "--help" in caught.value.run
+    assert "coming-from.md" in caught.value.hint and "--help" in caught.value.run
     taken = asked(
         "-d",
         "y",
@@ -360,20 +357,17 @@ SAMPLE_ARGUMENTS = [
 
 
 @pytest.mark.parametrize("argument", SAMPLE_ARGUMENTS)
-def test_each_argument_of_the_sample_means_something_or_has_a_hint(argument: str) -> None:
+def test_each_argument_of_the_sample_means_something_or_is_on_the_page(argument: str) -> None:
     others = ["-e", "x", "-d", "y", "--from-scratch", "--model-size", "1M"]
     try:
         asked(*others, argument)
     except UsageError as error:
-        [problem] = error.several or (error,)
-        assert problem.problem.startswith("unknown option") and problem.hint, problem
+        assert error.problem.startswith("unknown option") and "coming-from.md" in error.hint
+        assert f"`{argument.strip('-').partition('=')[0]}`" in PAGE
 
 
 def test_steps_have_two_names_in_the_sample() -> None:
     assert asked("-d", "y", "--max_training_steps", 100).max_steps == 100
-    with pytest.raises(UsageError) as caught:
-        asked("-d", "y", "--lr_decay_iters", 100)
-    assert "--max-steps" in caught.value.hint
 
 
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
@@ -402,8 +396,9 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         "full",
     )
     (tmp_path / "axolotl.yaml").write_text("warmup_ratio: 0.1\npad_to_sequence_len: true\n")
-    with pytest.raises(UsageError, match=r"(?s)--warmup-steps N.*--packing documents"):
+    with pytest.raises(UsageError, match=r"(?s)warmup_ratio.*--warmup-steps.*pad_to_") as caught:
         asked("--config", tmp_path / "axolotl.yaml")
+    assert "coming-from.md" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -445,7 +440,7 @@ def test_launchers_tell_the_same() -> None:
     assert command_line.parse_options(["-e", "x", "-d", "y", "--learning_rate", "1e-4"]).lr == 1e-4
     with pytest.raises(UsageError) as caught:
         command_line.parse_options(["--warmup_ratio", "0.1"])
-    assert caught.value.hint.startswith("--warmup-steps N, a number of steps and not a share")
+    assert "--warmup-steps" in caught.value.problem and "coming-from.md" in caught.value.hint
 
 
 @pytest.mark.parametrize(

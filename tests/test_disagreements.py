@@ -84,7 +84,7 @@ def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project:
     train_model(project, "exp", *RUN)
     run = project / "outputs/exp"
     recorded = yaml.safe_load((run / "config.yaml").read_text())
-    recorded["options"]["resume_from_foreign"] = "somewhere"
+    recorded["options"] |= {"resume_from_foreign": "somewhere", "sample_freq": 500}
     recorded["identity"]["inputs"]["foreign weights"] = "digest"
     (run / "config.yaml").write_text(yaml.safe_dump(recorded))
     (path,) = run.glob(f"checkpoints/*/{paths.COMMIT}")
@@ -96,9 +96,11 @@ def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project:
     path.write_text(json.dumps(content))
     printed = train_model(project, "other", "--config", run / "config.yaml")
     assert "resume_from_foreign, which this version does not know and ignores" in printed
+    assert "--from-dcp" in printed and "sample_freq" not in printed
     printed = train_model(project, "exp", *RUN, "--max-steps", 2)
     assert "resume_from_foreign, which this version does not know and ignores" in printed
     assert "--resume-from-foreign" in printed and "resumed from" in printed
+    assert "--from-dcp" in printed and "sample_freq" not in printed
     recipe = project / "recipe.yaml"
     recipe.write_text("suite_freq: 5\n")
     printed = train_model(project, "third", *RUN, "--config", recipe, "--dry-run")

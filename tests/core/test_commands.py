@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lib.core import commands
+from lib.core import commands, options
 from tests.conftest import ROOT
 
 TORCHRUN = """\
@@ -75,8 +75,13 @@ def test_from_python_the_call_is_repeated() -> None:
     "option", ["-m", "--model-name", "--model_name", "--hf-model", "--model_name_or_path"]
 )
 def test_an_option_is_replaced_under_any_of_its_names(typed, option: str) -> None:
+    parser = options.Parser("a stage")
+    parser.add_argument("-e", help="name")
+    model = parser.add_argument("-m", "--model-name", help="model")
+    options.add_aliases(parser, model, ["--hf-model", "--model-name-or-path"])
     for words in ([option, "old"], [f"{option}=old"]):
         typed("04.py", "-e", "old", *words)
+        parser.parse(sys.argv[1:])
         assert commands.replace_value(("-m", "--model-name"), "old", "new").endswith(
             f"04.py -e old {' '.join(words).replace('old', 'new')}"
         )

@@ -14,7 +14,14 @@ from lib.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Base:
-    nodes: int = option(1, group="where", parse=options.positive_int, metavar="N", help="nodes")
+    nodes: int = option(
+        1,
+        aliases=("num_nodes", "cluster.nodes"),
+        group="where",
+        parse=options.positive_int,
+        metavar="N",
+        help="nodes",
+    )
     kind: str = option("a", group="what", choices=("a", "b"), help="kind")
 
 
@@ -42,6 +49,17 @@ def test_parsed_options_become_an_object() -> None:
     for argv, message in (((), "--job-name"), (("--job-name", "x", "--nodes", "0"), "above 0")):
         with pytest.raises(UsageError, match=message):
             parse_job(*argv)
+
+
+def test_an_alias_is_accepted_and_not_shown(capsys: pytest.CaptureFixture) -> None:
+    for alias in ("--num_nodes", "--num-nodes", "--cluster.nodes"):
+        assert parse_job("--job-name", "x", alias, "3").nodes == 3
+    assert declared.from_values(JobOptions, job_name="x", num_nodes=3).nodes == 3
+    with pytest.raises(UsageError, match="num_nodes=3 contradicts 2"):
+        declared.from_values(JobOptions, job_name="x", nodes=2, num_nodes=3)
+    with pytest.raises(SystemExit):
+        parse_job("--help")
+    assert "--nodes N" in (shown := capsys.readouterr().out) and "num-nodes" not in shown
 
 
 def test_a_value_that_is_given_twice_counts_once() -> None:

@@ -22,14 +22,15 @@ def parser() -> Parser:
     add = parser.add_argument
     add("-e", "--experiment-name", metavar="NAME", help="name")
     add("--src-dir", type=Path, default=Path("raw_text"), help="directory")
-    add("--lr", "--max-lr", type=options.positive, default=3e-5, help="rate")
+    lr = add("--lr", "--max-lr", type=options.positive, default=3e-5, help="rate")
+    options.add_aliases(parser, lr, ["--learning-rate", "--optimizer.lr"])
     add("--num-dirs", type=options.positive_int, default=20, help="splits")
     add("--include", action="append", default=[], help="pattern")
     add("--fields", type=lambda text: text.split(","), action="extend", default=[], help="keys")
     add("--cpu-offload", type=options.on_off, default=False, help="on or off")
     add("--mode", choices=("copy", "symlink"), default="copy", help="way")
     add("--keep-source", action="store_true", help="keep")
-    add("--token", help="secret")
+    options.add_aliases(parser, add("--token", help="secret"), ["--hf-token"])
     parser.add_common("work")
     return parser
 
@@ -212,17 +213,29 @@ def test_recorded_options_that_no_longer_exist_are_ignored(
     parser: Parser, tmp_path: Path, capsys
 ) -> None:
     log.setup()
-    recorded = {"num_workers": 8, "lr": 0.5, "gone": 1, "also_gone": "x"}
+    recorded = {"num_workers": 8, "lr": 0.5, "unknown": 1, "suite_freq": 7, "on_end": "touch x"}
+    recorded |= {"sample_freq": 500, "plan_write_gbps": 2.0, "token_reads": "mmap", "compare": None}
     content = {"stage": Path(sys.argv[0]).name, "options": recorded, "versions": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(content))
     assert parser.parse(["--config", str(tmp_path / "manifest.json")]).lr == 0.5
-    assert (
-        "manifest.json contains also_gone, gone, which this version does not know"
-        in capsys.readouterr().out
-    )
-    (tmp_path / "typed.yaml").write_text("lr: 0.5\ngone: 1\n")  # a typo is reported
-    with pytest.raises(UsageError, match="unknown key 'gone'"):
+    printed = [
+        line for line in capsys.readouterr().out.splitlines() if "manifest.json contains" in line
+    ]
+    assert [line.partition("contains ")[2].partition(",")[0] for line in printed] == [
+        "on_end",
+        "suite_freq",
+        "unknown",
+    ]  # and not those that had their defaults
+    assert "--on-end COMMAND" in printed[0] and "--eval-freq" in printed[1]
+    (tmp_path / "typed.yaml").write_text("lr: 0.5\nsample_freq: 500\n")
+    assert parser.parse(["--config", str(tmp_path / "typed.yaml")]).lr == 0.5
+    assert "sample_freq" in capsys.readouterr().out
+    (tmp_path / "typed.yaml").write_text("lr: 0.5\nunknown: 1\n")  # a typo is reported
+    with pytest.raises(UsageError, match="unknown key 'unknown'"):
         parser.parse(["--config", str(tmp_path / "typed.yaml")])
+    with pytest.raises(UsageError, match="unknown option --sample-freq") as caught:
+        parser.parse(["--sample_freq", "5"])
+    assert "--eval-freq" in caught.value.hint
 
 
 def test_a_typed_experiment_path_sets_its_directory(parser: Parser, tmp_path: Path) -> None:
@@ -311,6 +324,7 @@ def test_a_config_that_is_not_text_is_reported(parser: Parser, tmp_path: Path) -
         (["--num-dir", "3"], "unknown option --num-dir; the nearest is --num-dirs"),
         (["--src_dri=x"], "unknown option --src-dri; the nearest is --src-dir"),
         (["word"], "unexpected argument 'word'"),
+        (["-5"], "unexpected argument '-5'"),
         (["--num-dirs", "-1"], "--num-dirs: expected a whole number above 0, got '-1'"),
         (["--num-dirs", "1.5"], "--num-dirs: expected a whole number above 0, got '1.5'"),
         (["--lr", "nan"], "--max-lr: expected a number above 0, got 'nan'"),
@@ -338,18 +352,23 @@ def test_aliases_of_other_trainers_are_accepted(parser: Parser, with_yaml) -> No
     for unknown in ("--per_device_train_batch_size=1", "--banana"):  # there is no --batch-size here
         with pytest.raises(UsageError) as caught:
             parser.parse([unknown])
-        assert not caught.value.hint and "nearest" not in caught.value.problem
+        assert "nearest" not in caught.value.problem
+    with pytest.raises(ValueError, match="--max-lr is declared twice"):
+        options.add_aliases(parser, parser._option_string_actions["--token"], ["--max-lr"])
 
 
-def test_errors_say_what_to_type_for_other_names(parser: Parser, with_yaml) -> None:
-    with pytest.raises(UsageError) as caught:
-        parser.parse(["--run_name", "x"])
-    assert (
-        caught.value.hint == "--save-dir DIR and -e NAME: a run lies in DIR/NAME, its TensorBoard "
-        "files in DIR/NAME/tb (run_name is the name in the Hugging Face Trainer)"
-    )
-    with pytest.raises(UsageError, match=r"(?s)wandb_name.*-e NAME.*'banana'"):  # all at once
-        with_yaml("wandb_name: x\nbanana: 2")
+def test_errors_about_unknown_options_point_once_to_the_page_with_other_names(
+    parser: Parser, with_yaml
+) -> None:
+    for refused in (
+        lambda: parser.parse(["--run_name", "x"]),
+        lambda: parser.parse(["--run_name", "x", "--banana=2"]),
+        lambda: with_yaml("wandb_name: x\nbanana: 2"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            refused()
+        assert caught.value.render().count("docs/how-to/coming-from.md") == 1
+    assert "wandb_name" in str(caught.value) and "banana" in str(caught.value)  # all at once
 
 
 def test_a_mistyped_secret_is_not_repeated(parser: Parser) -> None:
