@@ -33,7 +33,8 @@ def run_main(
         offline.enable_offline_mode()
     faulthandler.enable()
     log.setup()
-    _lock_bars_in_this_process()
+    if sys.version_info >= (3, 14):
+        _lock_bars_in_this_process()
     ended_by: BaseException | None = None
     try:
         main(sys.argv[1:])
@@ -57,7 +58,7 @@ def run_main(
 def _lock_bars_in_this_process() -> None:
     """Give tqdm a lock of threads before a library shows a bar.
 
-    Its own lock is shared with other processes. With Python 3.14 that starts a process, which
+    Its own lock is shared with other processes. From Python 3.14 on that starts a process, which
     complains about the lock when a stage ends without Python's teardown.
     """
     with suppress(ImportError):  # a launcher runs where only Python is installed
