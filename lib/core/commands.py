@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHED_AS = "LAUNCHED_AS"
 _LAUNCHER = "launch/single_node.sh"
 _TRAINER = "04_train_fsdp.py"
-_RANKS = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _BATCH_SCRIPT = "slurm.sbatch"
 # The command of --on-end may contain any secret.
 _SECRET = re.compile(r"token$|password|secret|api_key|^on_end$")
@@ -114,25 +113,6 @@ def train(*words: object) -> str:
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (start := _launcher()):
         return _join_words([*start, "--", *_words(words)])
     return _join_words([*_torchrun(), path_of(_TRAINER), *_words(words)])
-
-
-def on_ranks(count: int) -> str:
-    """Return the typed command with `count` ranks on this machine; "" if that is not possible."""
-    words = typed_words()
-    first = next((i for i, word in enumerate(words) if _RANKS.fullmatch(word)), None)
-    if first is not None:
-        value = [words[first].partition("=")[0] + f"={count}"]
-        word_count = 1 if "=" in words[first] else 2
-        return _join_words([*words[:first], *value, *words[first + word_count :]])
-    if LAUNCHED_AS in os.environ:
-        is_ours = Path(words[0]).name in (Path(_LAUNCHER).name, "multi_node.sh")
-        with_count = [words[0], "--nproc-per-node", str(count), *words[1:]]
-        return _join_words(with_count) if is_ours else ""
-    at = next((i for i, word in enumerate(words) if Path(word).name == _TRAINER), None)
-    if at is None:
-        return ""
-    program = words[:at] if launcher.is_torchrun() else _torchrun()
-    return _join_words([*program, "--nproc-per-node", str(count), *words[at:]])
 
 
 def pip_install(*words: object) -> str:
@@ -348,11 +328,7 @@ def _torchrun() -> list[str]:
 
 
 def _ranks_command(torchrun: Mapping[str, str]) -> list[str]:
-    """Return the command that starts the ranks of this launch, from the variables of torchrun.
-
-    Several ranks of stage 04 on one machine start through the launcher, which, unlike torchrun,
-    does not print a report below their errors.
-    """
+    """Return the command that starts the ranks of this launch, from the variables of torchrun."""
     nodes = torchrun.get("GROUP_WORLD_SIZE", "1")
     ranks = torchrun.get("LOCAL_WORLD_SIZE", "1")
     per_node = ["--nproc-per-node", ranks] if ranks != "1" else []
@@ -364,8 +340,6 @@ def _ranks_command(torchrun: Mapping[str, str]) -> list[str]:
             "--master-port": torchrun["MASTER_PORT"],
         }
         per_node = [word for option in rendezvous.items() for word in option] + per_node
-    elif per_node and Path(sys.argv[0]).name == _TRAINER and (start := _launcher()):
-        return [*start, *per_node, "--", *sys.argv[1:]]
     return [*_torchrun(), *per_node, *sys.argv]
 
 

@@ -94,7 +94,7 @@ def _find_reason() -> str:
 
 
 def report_unused(device: str) -> None:
-    """Log that ranks use only some GPUs of this machine, with the command that uses all of them.
+    """Log that ranks use only some GPUs of this machine, with the option that uses all of them.
 
     device: the value of --device. GPUs that CUDA_VISIBLE_DEVICES hides do not count.
     """
@@ -103,14 +103,9 @@ def report_unused(device: str) -> None:
     gpus = torch.cuda.device_count()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if 0 < ranks < gpus:
-        command = commands.on_ranks(gpus)
         log.info(
-            f"uses {ranks} of the {units.counted(gpus, 'GPU')} of this machine"
-            + (
-                f"; all of them: {command}"
-                if command
-                else f"; --nproc-per-node {gpus} uses all of them"
-            )
+            f"uses {ranks} of the {units.counted(gpus, 'GPU')} of this machine; with "
+            f"--nproc-per-node {gpus}, torchrun and the launchers use all of them"
         )
 
 
