@@ -14,10 +14,10 @@ from lib.parallel import gpus
 def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Return a function that returns the log line for a machine with eight GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    log.setup()
 
     def say(ranks: int, device: str = "auto") -> str:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        log.setup()
         gpus.report_unused(device)
         return capsys.readouterr().out
 
