@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from lib.core import aliases, figures, log, options
+from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.train import command_line, plan
@@ -365,6 +366,41 @@ def test_each_argument_of_the_sample_means_something_or_is_on_the_page(argument:
 
 def test_steps_have_two_names_in_the_sample() -> None:
     assert asked("-d", "y", "--max_training_steps", 100).max_steps == 100
+
+
+def test_a_command_line_of_the_hugging_face_trainer() -> None:
+    words = (
+        "--model_name_or_path org/name --output_dir out/exp --per_device_train_batch_size 4 "
+        "--gradient_accumulation_steps 2 --learning_rate 1e-5 --num_train_epochs 2 "
+        "--lr_scheduler_type linear --warmup_steps 10 --adam_beta2 0.99 --max_grad_norm 0.5 "
+        "--save_steps 7 --save_total_limit 2 --logging_steps 3 --eval_steps 9 --block_size 64 "
+        "--gradient_checkpointing True --attn_implementation sdpa --lora_r 8 --use_rslora True"
+    )
+    config = asked("-d", "y", *words.split())
+    assert config.values_of(*Role) | {
+        "model_name": "org/name",
+        "save_dir": Path("out"),
+        "experiment_name": "exp",
+        "batch_size": 4,
+        "grad_accum_steps": 2,
+        "lr": 1e-5,
+        "num_epochs": 2,
+        "lr_scheduler": "linear",
+        "warmup_steps": 10,
+        "beta2": 0.99,
+        "grad_clip": 0.5,
+        "ckpt_freq": 7,
+        "ckpt_keep": 2,
+        "log_freq": 3,
+        "eval_freq": 9,
+        "seq_length": 64,
+        "activation_checkpointing": "full",
+        "attention": "sdpa",
+        "lora_rank": 8,
+        "lora_rslora": True,
+    } == config.values_of(*Role)
+    with pytest.raises(UsageError, match="--attention: invalid choice: 'eager'"):
+        asked("-d", "y", "--attn_implementation", "eager")
 
 
 def test_a_file_of_axolotl(tmp_path: Path) -> None:
