@@ -62,7 +62,7 @@ def write_classifier(
     return path
 
 
-def write_ngram_classifier(path: Path) -> Path:
+def write_tree_classifier(path: Path) -> Path:
     """Write a model like lid.176.ftz with random numbers, and return its path.
 
     It is quantised, uses n-grams of 2 to 4 characters, of which a third have a row, and has a tree

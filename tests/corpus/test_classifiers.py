@@ -1,7 +1,6 @@
 # covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
 # covers: lib/corpus/classify/language.py, lib/corpus/classify/scores.py
-# covers: lib/corpus/classify/top_scores.py, lib/corpus/classify/ngram_classifier.py
-# covers: lib/corpus/classify/word_sums.py
+# covers: lib/corpus/classify/top_scores.py
 """fastText models are checked before they are opened; texts get labels and scores."""
 
 from __future__ import annotations
@@ -17,25 +16,11 @@ import pytest
 
 from lib.core import declared
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.corpus.classify import (
-    language,
-    model_file,
-    ngram_classifier,
-    predictor,
-    scores,
-    top_scores,
-    word_sums,
-)
-from lib.corpus.classify.ngram_classifier import NgramClassifier
+from lib.corpus.classify import language, model_file, predictor, scores, top_scores
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
 from tests.conftest import ROOT
-from tests.fasttext_models import (
-    LANGUAGES,
-    QUALITY,
-    write_classifier,
-    write_ngram_classifier,
-)
+from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier, write_tree_classifier
 from tests.scripts import load_script
 
 ENGLISH = "The house is of stone and the garden is with roses. "
@@ -56,11 +41,16 @@ def make_batch(*texts: str) -> RowBatch:
     return RowBatch([RowText([text]) for text in texts])
 
 
-@pytest.mark.parametrize("form", [{}, DENSE, {"is_quantised": True}])
+@pytest.mark.parametrize("form", [{}, DENSE, {"is_quantised": True}, None])
 def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path):
     """Damage that is not refused may change values, but fastText must survive it."""
-    path = write_classifier(tmp_path / "a.bin", LANGUAGES, **form)
-    assert model_file.read_labels(path, "--m") == list(LANGUAGES)
+    path = tmp_path / "a.bin"
+    if form is None:
+        write_tree_classifier(path)
+    else:
+        write_classifier(path, LANGUAGES, **form)
+    labels = ["de", "en", "zz", "fr", "ru", "aa"] if form is None else list(LANGUAGES)
+    assert model_file.read_labels(path, "--m") == labels
     content = path.read_bytes()
     for size in (*range(0, len(content), 37), len(content) - 1):
         path.write_bytes(content[:size])
@@ -142,59 +132,26 @@ def test_languages_of_texts(models):
     assert language.label_batch(mixed, make_batch("the und " * 40)) == ["de"]
 
 
-def draw_lines() -> list[str]:
-    """Return lines of words in several scripts, and lines that fastText reads in a special way."""
-    draw = np.random.default_rng(1)
-    words = ["the", "und", "é", "дом", "漢字", "naïve", "Straße", "a", "x", "<b>", "</", "😀👍"]
-    words += ["ไทย", "1,234.5", "a_long_word_of_many_letters"]
-    lengths = (7, 8, 9, 15, 16, 17, 24, 40)
-    words += [letter * length for length in lengths for letter in "xy"]
-    words += [f"abcdefgh{number}" for number in range(60)]
-    lines = [" ".join(draw.choice(words, draw.integers(1, 60))) for _ in range(300)]
-    special = ["", " ", "</s>", "the </s> und дом", "__label__de the", "the __label__x", "</s>x"]
-    return [*lines, *special, "the\0und", "\0", "a\tb\vc\fd\re", "\x1c\u3000\xa0und", "漢" * 100]
-
-
-@pytest.mark.parametrize("kept_words", [1 << 16, 100, 3])
-def test_lines_get_the_scores_of_the_library(kept_words, tmp_path, monkeypatch):
-    """Whatever the order of the lines, and whatever words are kept, the scores are the same."""
-    monkeypatch.setattr(word_sums, "_KEPT_WORDS", kept_words)
-    path = write_ngram_classifier(tmp_path / "a.ftz")
-    assert model_file.read_labels(path, "--m") == ["de", "en", "zz", "fr", "ru", "aa"]
+def test_lines_get_the_scores_of_the_library(tmp_path):
+    path = write_tree_classifier(tmp_path / "a.ftz")
     classifier = predictor.load_line_classifier(path)
-    assert isinstance(classifier, NgramClassifier) and classifier.labels == [
-        "aa",
-        "de",
-        "en",
-        "fr",
-        "ru",
-        "zz",
-    ]
-    lines = draw_lines()
-    encoded = list(map(str.encode, lines))
+    assert classifier.labels == ["aa", "de", "en", "fr", "ru", "zz"]
+    lines = ["the und дом", "漢字 é", "", "the\nund", "a \ud800"]
     for least in (0.0, 0.2):
-        expected = np.zeros((len(lines), 6))
-        for row, line in zip(expected, lines, strict=True):
-            for label, score in predictor.list_scores(path, line, least):
-                row[classifier.labels.index(label)] = score
-        line_scores = classifier.score_lines(encoded, least)
-        assert np.abs(line_scores - expected).max() < 1e-5
-        assert (line_scores[::-1] == classifier.score_lines(encoded[::-1], least)).all()
-        alone = [classifier.score_lines([line], least)[0] for line in encoded]
-        assert (line_scores == np.array(alone)).all()
+        for row, line in zip(classifier.score_lines(lines, least), lines, strict=True):
+            expected = dict(predictor.list_scores(path, line, least))
+            assert dict(zip(classifier.labels, row, strict=True)) == pytest.approx(
+                dict.fromkeys(classifier.labels, 0) | expected
+            )
 
 
-def test_other_models_are_left_to_the_library(models, tmp_path):
-    """A model with NaN gives the error of the library."""
-    assert ngram_classifier.open_model(models.language_model) is None
-    assert not isinstance(predictor.load_line_classifier(models.language_model), NgramClassifier)
-    path = write_ngram_classifier(tmp_path / "a.ftz")
+def test_a_model_with_nan_is_refused(tmp_path):
+    path = write_tree_classifier(tmp_path / "a.ftz")
     content = path.read_bytes()
     place = len(content) - 4 * 5 * 6  # the first weight of the tree
     path.write_bytes(content[:place] + struct.pack("<f", np.nan) + content[place + 4 :])
-    assert ngram_classifier.open_model(path) is None
     with pytest.raises(ArtifactError, match="damaged"):
-        predictor.load_line_classifier(path).score_lines([b"the"], 0.0)
+        predictor.load_line_classifier(path).score_lines(["the"], 0.0)
 
 
 def test_cuts_are_start_middle_and_end():

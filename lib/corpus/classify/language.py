@@ -89,8 +89,7 @@ def _has_letters(cuts: Sequence[str]) -> bool:
 
 def _score_cuts(classifier: LineClassifier, cuts: Sequence[str]) -> np.ndarray:
     """Return the score of each label for each cut (float64 [cuts, labels])."""
-    lines = [predictor.encode_line(cut.lower()) for cut in cuts]
-    return classifier.score_lines(lines, LEAST_SHARE).astype("float64")
+    return classifier.score_lines([cut.lower() for cut in cuts], LEAST_SHARE).astype("float64")
 
 
 def label_batch(row_options: RowOptions, batch: RowBatch) -> list[str]:

@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 from lib.core import commands
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus.classify import model_file, ngram_classifier
+from lib.corpus.classify import model_file
 
 if TYPE_CHECKING:
     import numpy as np
 
 _PACKAGE = "fasttext-predict"
-_SAMPLE = (
-    "the quick brown fox jumps over the lazy dog",
-    "pójdź, kińże tę chmurność w głąb flaszy 1234567890",
-    "съешь же ещё этих мягких французских булок, да выпей чаю",
-    "いろはにほへとちりぬるを",
-    "",
-)
-_TOLERANCE = 1e-4
 
 
 class Classifier(Protocol):
@@ -43,21 +35,11 @@ class Classifier(Protocol):
         ...
 
 
-class LineClassifier(Protocol):
-    """Computes the scores of all labels for many lines at once. labels: sorted."""
+class LineClassifier:
+    """Computes the scores of all labels for lines of text. labels: sorted.
 
-    labels: list[str]
-
-    def score_lines(self, lines: Sequence[bytes], least: float) -> np.ndarray:
-        """Return the probability of each label (float32 [lines, labels]), 0 if it is below `least`.
-
-        lines: UTF-8 without newlines.
-        """
-        ...
-
-
-class _LibraryClassifier:
-    """Computes the scores of lines with fasttext-predict, one line after the other."""
+    path: the model, as for `load_classifier`.
+    """
 
     def __init__(self, path: Path) -> None:
         load_classifier(path)  # an error comes before the first line
@@ -65,12 +47,16 @@ class _LibraryClassifier:
         self.labels = sorted(model_file.read_labels(path, "--language-model"))
         self._numbers = {label: number for number, label in enumerate(self.labels)}
 
-    def score_lines(self, lines: Sequence[bytes], least: float) -> np.ndarray:
+    def score_lines(self, lines: Sequence[str], least: float) -> np.ndarray:
+        """Return the probability of each label (float32 [lines, labels]), 0 if it is below `least`.
+
+        lines: see `list_scores`.
+        """
         import numpy as np
 
         scores = np.zeros((len(lines), len(self.labels)), np.float32)
         for row, line in zip(scores, lines, strict=True):
-            for label, score in list_scores(self._path, line.decode(), least):
+            for label, score in list_scores(self._path, line, least):
                 row[self._numbers[label]] = score
         return scores
 
@@ -101,33 +87,18 @@ def load_classifier(path: Path) -> Classifier:
 
 @cache
 def load_line_classifier(path: Path) -> LineClassifier:
-    """Return a classifier for lines. Its file must have passed `model_file.read_labels` before.
-
-    NgramClassifier computes the scores if it can read the model and agrees with fasttext-predict on
-    a few lines.
-    """
-    library = _LibraryClassifier(path)
-    ngram_model = ngram_classifier.open_model(path)
-    return ngram_model if ngram_model and _have_same_results(ngram_model, library) else library
+    """Return a classifier for lines. Its file must have passed `model_file.read_labels` before."""
+    return LineClassifier(path)
 
 
-def _have_same_results(one: LineClassifier, two: LineClassifier) -> bool:
-    import numpy as np
-
-    lines = [line.encode() for line in _SAMPLE]
-    expected = two.score_lines(lines, 0.0)
-    return one.labels == two.labels and np.allclose(
-        one.score_lines(lines, 0.0), expected, atol=_TOLERANCE
-    )
-
-
-def encode_line(text: str) -> bytes:
-    """Return a text as one line of UTF-8; lone surrogates in it are replaced."""
+def _make_line(text: str) -> str:
+    """Return a text as one line; lone surrogates in it are replaced."""
     line = text.replace("\n", " ")
     try:
-        return line.encode()
+        line.encode()
     except UnicodeEncodeError:
-        return line.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode()
+        return line.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+    return line
 
 
 def list_scores(path: Path, text: str, least: float = 0.0) -> list[tuple[str, float]]:
@@ -138,7 +109,7 @@ def list_scores(path: Path, text: str, least: float = 0.0) -> list[tuple[str, fl
     no label. Raises ArtifactError if the model contains NaN.
     """
     try:
-        labels, scores = load_classifier(path).predict(encode_line(text).decode(), -1, least)
+        labels, scores = load_classifier(path).predict(_make_line(text), -1, least)
     except RuntimeError as error:  # fastText found NaN in the model
         raise ArtifactError(
             f"{path} is damaged", expected="an intact fastText model", found=str(error)
