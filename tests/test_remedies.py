@@ -46,6 +46,7 @@ from lib.core.paths import Experiment
 from lib.corpus import dataset, place, saved, work_units
 from lib.corpus.classify import language, predictor
 from lib.corpus.extract import options as extraction
+from lib.corpus.masks import phones
 from lib.corpus.row_options import RowOptions
 from lib.export import adapter_files, checkpoint_choice
 from lib.hub import client, repository, s3, transfer
@@ -620,6 +621,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
     yield lambda: hyperpod._make_client("auto", "x", 0, 1)
     yield lambda: s3._make_client("s3://bucket")
     yield lambda: predictor.require_package("--language")
+    yield phones.identify_package
     yield lambda: language._read_labels(Path("models/lid.176.ftz"))
     yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
     worker = object.__new__(core_workers.Worker)
@@ -830,6 +832,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
         "amzn_sagemaker_checkpointing",
         "boto3",
         "fasttext",
+        "phonenumbers",
     )  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)

@@ -488,7 +488,7 @@ def test_what_is_imported_is_required() -> None:
     # Python 3.14 has compression of its own.
     third_party -= {*sys.stdlib_module_names, "compression", "lib", "launch"}
     names = {"yaml": "pyyaml", "botocore": "boto3", "fasttext": "fasttext-predict"}
-    names["backports"] = "backports-zstd"
+    names |= {"backports": "backports-zstd", "phonenumbers": "phonenumberslite"}
     packages = {names.get(name, name.replace("_", "-")) for name in third_party}
     # An option wants each of these, and says how to install it.
     pins = requirements("requirements-optional.txt")

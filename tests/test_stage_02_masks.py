@@ -374,12 +374,22 @@ def test_datasets_with_other_masks_are_compared_only_if_all_are_alike():
             are_masked(earlier, ours)
 
 
+def test_the_package_that_knows_numbers_identifies_masked_numbers_only():
+    masked = mask_options.identify_masks(RowOptions(mask=["email", "phone"]))
+    version = masked.pop("mask_phonenumbers")
+    assert "mask_phonenumbers" not in mask_options.identify_masks(RowOptions(mask=["email"]))
+    for other in ({}, {"mask_phonenumbers": "0.1"}):  # masked by our own table, or another version
+        with pytest.raises(errors.UsageError) as caught:
+            mask_options.are_masked([masked | other], RowOptions(mask=["email", "phone"]))
+        assert f"phonenumbers {version}" in caught.value.found and not caught.value.run
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--mask", "email,name"), "among email,ip,phone,iban,card"),
         (("--mask-phone-country", "US"), "needs --mask"),
-        (("--mask", "phone", "--mask-phone-country", "XX"), "among AT,AU"),
+        (("--mask", "phone", "--mask-phone-country", "XX"), "numbers begin with 0"),
     ],
 )
 def test_bad_usage_is_reported(stage, tmp_path, arguments, words):

@@ -232,8 +232,9 @@ class RowOptions:
         action="extend",
         metavar="US,DE",
         quiet=True,
-        help="with --mask phone, also mask numbers in the national format of these countries, from "
-        f"{', '.join(mask_choices.COUNTRIES)} (default: only numbers with + and a country code)",
+        help="with --mask phone, also mask numbers in the national format of these countries, "
+        "which have the code 1 or numbers that begin with 0 (default: only numbers with + and a "
+        "country code)",
     )
     mask_with: str = option(
         mask_choices.CONSTANT,

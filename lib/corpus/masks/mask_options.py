@@ -10,6 +10,7 @@ from typing import Any
 
 from lib.core import commands
 from lib.core.errors import UsageError
+from lib.corpus.masks import phones
 from lib.corpus.masks.choices import HASH, KINDS, PHONE
 from lib.corpus.masks.masker import Masker
 from lib.corpus.row_options import RowOptions
@@ -46,8 +47,14 @@ def identify_masks(row_options: RowOptions) -> dict[str, Any]:
         "mask_phone_country": sorted({*row_options.mask_phone_country}),
         "mask_with": row_options.mask_with,
         "mask_key": digest.hexdigest() if key else None,
-        "mask_version": VERSION,
+        **_identify_versions(row_options.mask),
     }
+
+
+def _identify_versions(kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the versions of what finds matches, in the identity of a dataset."""
+    package = {"mask_phonenumbers": phones.identify_package()} if PHONE in kinds else {}
+    return {"mask_version": VERSION, **package}
 
 
 def describe_masks(row_options: RowOptions) -> dict[str, str]:
@@ -84,6 +91,8 @@ def require_masks(row_options: RowOptions) -> None:
             "--mask-phone-country needs --mask phone",
             expected="phone among the kinds of --mask, or no --mask-phone-country",
         )
+    if PHONE in row_options.mask:
+        phones.require_countries(row_options.mask_phone_country)
     if (key is None) == (row_options.mask_with == HASH):
         raise UsageError(
             "--mask-with hash and --mask-key need each other",
@@ -135,7 +144,7 @@ def are_masked(earlier: Sequence[Mapping[str, Any]], row_options: RowOptions) ->
 
 def _format_remedy(masks: Mapping[str, Any]) -> str:
     """Return this command with the masks of an earlier dataset, "" if these need a key."""
-    if masks["mask_key"] or masks["mask_version"] != VERSION:
+    if masks["mask_key"] or not _identify_versions(masks["mask"]).items() <= masks.items():
         return ""
     countries = masks["mask_phone_country"]
     return commands.as_typed(
@@ -153,4 +162,6 @@ def _spell_masks(masks: Mapping[str, Any]) -> str:
     words = ["--mask", ",".join(masks["mask"])]
     words += ["--mask-phone-country", countries] if countries else []
     words += ["--mask-with", HASH, "with key", masks["mask_key"]] if masks["mask_key"] else []
-    return " ".join(words) + f", version {masks['mask_version']}"
+    package = masks.get("mask_phonenumbers")
+    versions = f"version {masks['mask_version']}" + (f", phonenumbers {package}" if package else "")
+    return " ".join(words) + f", {versions}"
