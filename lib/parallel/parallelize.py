@@ -33,6 +33,7 @@ from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import experts, placement
 from lib.parallel.compiling import Compiler
 from lib.parallel.fsdp_groups import find_groups
+from lib.parallel.gloo_reduction import exchange_parts
 from lib.parallel.offload import copy_ahead
 from lib.parallel.one_rank import cast_into_place, share_buffers
 from lib.parallel.placement import ParameterPlacement
@@ -297,17 +298,20 @@ def gradient_divisor(mesh: DeviceMesh) -> int:
 def _set_reductions(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let FSDP sum gradients, and with NCCL reduce them in a process group of their own."""
     if mesh.size() > 1 and gradient_divisor(mesh) == 1:
-        _sum_gradients(model)  # not for a single rank, where torch would copy each gradient
+        # Not for a single rank, where torch would copy each gradient.
+        _sum_gradients(model, mesh.device_type)
     if mesh.device_type == "cuda" and mesh.size(-1) > 1:
         separate_reductions(model)
 
 
-def _sum_gradients(model: nn.Module) -> None:
+def _sum_gradients(model: nn.Module, device_type: str) -> None:
     """Let FSDP sum gradients and not average them: `LossScale` contains the divisor."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+    if device_type == "cpu":
+        exchange_parts(model)
 
 
 def separate_reductions(model: nn.Module) -> None:

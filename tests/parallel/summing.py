@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -97,9 +98,11 @@ def main() -> None:
     for precision in ("fp32", "bf16", "fp16"):
         for shard in (4, 2, 1) if ranks == 4 else (ranks,):
             mesh = make_mesh("cpu", ranks, ranks // shard)
-            summed = train_case(
-                layout, mesh, precision, StepGuard(precision, 30.0, layout.device, ranks)
-            )
+            with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as sent:
+                summed = train_case(
+                    layout, mesh, precision, StepGuard(precision, 30.0, layout.device, ranks)
+                )
+            assert sent.called == (shard > 1), "not reduced by an exchange of parts"
             with mock.patch.object(parallelize, "_sum_gradients"):
                 averaged = train_case(layout, mesh, precision, AveragingGuard(precision, ranks))
             results[f"{precision} {shard}"] = summed, averaged

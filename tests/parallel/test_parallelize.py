@@ -1,5 +1,5 @@
 # covers: lib/parallel/loss.py, lib/parallel/compiling.py, lib/parallel/parallelize.py
-# covers: lib/parallel/trial.py
+# covers: lib/parallel/trial.py, lib/parallel/gloo_reduction.py
 """Recomputation, compilation and sharding do not change the gradients."""
 
 from __future__ import annotations
@@ -232,12 +232,15 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -> None:
-    """With a power of two of ranks every bit is the same, in each precision and with replicas."""
+    """With up to two ranks per replica, every bit is the same, in each precision.
+
+    More ranks add up in another order than gloo, and three cannot average exactly.
+    """
     run_stage("tests/parallel/summing.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
     results = json.loads((tmp_path / "found.json").read_text())
     assert len(results) == (9 if ranks == 4 else 3)
     for case, (summed, averaged) in results.items():
-        assert ranks == 3 or summed == averaged, case
+        assert case[-1] in "34" or summed == averaged, case
         for one, other in zip(summed["steps"], averaged["steps"], strict=True):
             assert one == pytest.approx(other, rel=2e-7 if "fp32" in case else 1e-3), case
 
