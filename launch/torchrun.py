@@ -42,7 +42,9 @@ def main(argv: list[str]) -> None:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return
-    os.environ.setdefault(commands.LAUNCHED_AS, shlex.join(commands.typed_words()))
+    if commands.LAUNCHED_AS not in os.environ:  # else a launcher has printed a line
+        print("launcher: loading torch, then starting the ranks", file=sys.stderr, flush=True)
+        os.environ[commands.LAUNCHED_AS] = shlex.join(commands.typed_words())
     import torch
     from torch import distributed
 

@@ -55,7 +55,8 @@ def test_a_killed_rank_is_named_in_one_line(tmp_path: Path) -> None:
     result = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
     assert result.returncode == 128 + signal.SIGKILL
     assert result.stdout == f"threads {max(1, torch.get_num_threads() // 2)}\n"
-    [line] = result.stderr.splitlines()
+    start, line = result.stderr.splitlines()
+    assert start.startswith("launcher: "), "printed before torch is imported"
     assert line.startswith("error: rank 1 (process ") and "SIGKILL" in line and "dmesg" in line
 
 
@@ -64,7 +65,8 @@ def test_a_rank_that_ends_without_an_error_is_named_in_one_line(tmp_path: Path) 
     (tmp_path / "ranks.py").write_text("import os; os._exit(7 * (os.environ['RANK'] == '1'))")
     result = run_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2", "ranks.py")
     assert result.returncode == 7
-    [line] = result.stderr.splitlines()
+    start, line = result.stderr.splitlines()
+    assert start.startswith("launcher: "), "printed before torch is imported"
     assert line.startswith("error: rank 1 (process ") and "exit code 7" in line
 
 
