@@ -23,10 +23,10 @@ def exchange_parts(model: nn.Module) -> None:
     model: sharded on processors, with gradients that are summed and not averaged.
     """
     for module in model.modules():
-        groups = list_groups(module)
-        if isinstance(module, FSDPModule) and len(groups) == 1:  # FSDP takes no more
-            if groups[0].mesh_info.shard_mesh_size > 1:
-                module.set_custom_reduce_scatter(_Exchange())
+        sizes = [group.mesh_info.shard_mesh_size for group in list_groups(module)]
+        # FSDP refuses its hook for a module with several groups.
+        if isinstance(module, FSDPModule) and len(sizes) == 1 and sizes[0] > 1:
+            module.set_custom_reduce_scatter(_Exchange())
 
 
 class _Exchange:
