@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lib.checkpoints import commit
 from lib.core import manifest
 from lib.core.errors import ArtifactError
-from lib.export import card, full_model
+from lib.export import card, checkpoint_choice, full_model
 from lib.export.tensor_reader import FullTensorReader
 from lib.models.architecture import build_on_meta
 from lib.models.tensor_file import TensorFile
@@ -216,14 +217,15 @@ def test_a_checkpoint_can_be_deleted_once_its_files_are_open(
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "out", "--dtype", "float32")
     assert content(run / "out").keys() == content(run / "model").keys()
     save_run(run, run / "model")
-    problems = commit.Checkpoint.content_problems
+    start_hashing = checkpoint_choice.start_hashing
 
-    def prune_after(self: commit.Checkpoint, *args: Any, **options: Any) -> list[str]:
-        damage = problems(self, *args, **options)
-        shutil.rmtree(folder, ignore_errors=True)
-        return damage
+    def prune_after(checkpoint: commit.Checkpoint, for_export: bool) -> Future[list[str]]:
+        problems = start_hashing(checkpoint, for_export)
+        assert problems.result() == []
+        shutil.rmtree(folder)
+        return problems
 
-    monkeypatch.setattr(commit.Checkpoint, "content_problems", prune_after)
+    monkeypatch.setattr(checkpoint_choice, "start_hashing", prune_after)
     with pytest.raises(ArtifactError, match="was deleted"):
         run_stage_05("-e", "exp", "--save-dir", run, "--out", run / "later")
     assert not list(run.glob("later*"))
