@@ -75,8 +75,12 @@ def describe_memory() -> str:
 
 
 def _measure_peak() -> int:
-    """Return the peak memory of this process in bytes."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Return the peak memory of this process in bytes.
+
+    Not `ru_maxrss`, which a process inherits from the one that started it.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def _set_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -31,6 +32,9 @@ class Extraction:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._inherited = (
+            0  # peak memory in KiB that the child may have inherited from this process
+        )
         self._connection: Connection | None = None
         atexit.register(self.close)
 
@@ -75,6 +79,7 @@ class Extraction:
     def _start(self) -> Connection:
         """Start a child process and return the connection to it."""
         ours, theirs = Pipe()
+        self._inherited = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with theirs, imports_as_here():
             self._process = subprocess.Popen(
                 [sys.executable, "-m", child.__name__, str(theirs.fileno())],
@@ -101,7 +106,7 @@ class Extraction:
                 f"extracting its text takes more than {seconds} s of processor time, or "
                 f"{units.duration(child.WAITING * seconds)} in all",
             )
-        if 1024 * usage.ru_maxrss > child.LARGE_BYTES:
+        if usage.ru_maxrss > max(child.LARGE_BYTES >> 10, self._inherited):
             return Refusal(TOO_LARGE, child.describe_memory())
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return Refusal(CRASH, f"the process that extracts its text crashed twice ({cause})")
