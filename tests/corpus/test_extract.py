@@ -10,6 +10,9 @@ from __future__ import annotations
 import gzip
 import importlib.metadata
 import itertools
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from lib.corpus.extract.extracted import Refusal
 from lib.corpus.extract.html import decode_page, extract_html
 from lib.corpus.extract.process import Extraction
 from lib.corpus.row_options import RowOptions
+from tests.conftest import ROOT
 from tests.corpus.sample_documents import (
     make_docx,
     make_epub,
@@ -442,6 +446,30 @@ def test_the_death_of_the_child_is_explained(
     with pytest.raises(Refusal) as caught:
         extraction.extract("docx", b"", "", 0.02 if "sleep" in code else 20)
     assert caught.value.kind == kind and cause in caught.value.message
+
+
+def test_the_memory_of_the_process_that_starts_a_child_is_not_taken_for_its_own(tmp_path: Path):
+    """Linux counts it in the child's peak."""
+    script = """
+import sys
+from pathlib import Path
+ballast = b"x" * (1200 << 20)
+import pytest
+from tests.corpus import test_extract
+with pytest.MonkeyPatch.context() as patch:
+    cases = [("sys.exit(3)", "crash", "code 3"), ("1 / 0", "damaged", "ZeroDivisionError")]
+    for number, (code, kind, cause) in enumerate(cases):
+        one = test_extract.Extraction()
+        folder = Path(sys.argv[1], str(number))
+        folder.mkdir()
+        test_extract.replace_child(patch, folder, code)
+        with pytest.raises(test_extract.Refusal) as caught:
+            one.extract("docx", b"", "", 20)
+        assert (caught.value.kind, cause in caught.value.message) == (kind, True), caught.value
+        one.close()
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # the child imports from there as well
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment, check=True)
 
 
 # --- kinds, packages and the survey ---------------------------------------------------------------
