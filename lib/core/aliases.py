@@ -79,7 +79,8 @@ def unknown_options_error(words: Sequence[str], ours: Collection[str]) -> StageE
     if not _FLAG.match(words[0]):
         return UsageError(f"unexpected argument {words[0]!r}")
     errors: list[StageError] = []
-    for flag in dict.fromkeys(word.partition("=")[0] for word in words if _FLAG.match(word)):
+    flags = [word.partition("=")[0] for word in words if _FLAG.match(word)]
+    for flag in dict.fromkeys(flags):
         near, hint = suggest_option(flag, ours)
         errors.append(UsageError(f"unknown option {flag}{near}", hint=hint))
     error = combine_errors(errors)

@@ -77,7 +77,7 @@ def report_gone(config: Path, recorded: dict[str, Any], ours: Set[str]) -> None:
 
 
 def _list_unknown(recorded: Mapping[str, Any], ours: Set[str]) -> list[str]:
-    """Return the recorded options that do not exist, without those that had their default."""
+    """Return the recorded options that somebody set and this version does not know."""
     unknown = {key: value for key, value in recorded.items() if key not in ours}
     return sorted(key for key, value in unknown.items() if not _was_default(key, value))
 

@@ -148,8 +148,7 @@ def require_countries(countries: Sequence[str]) -> None:
     identify_package()
     if unknown := [name for name in countries if not _is_american(name) and not _uses_zero(name)]:
         raise UsageError(
-            f"--mask-phone-country: national numbers of {', '.join(unknown)} cannot be told from "
-            "other numbers, or there is no such country",
+            f"--mask-phone-country {','.join(unknown)}: no national numbers can be recognised",
             expected="two letters of a country whose national numbers begin with 0, such as DE, "
             "FR, GB or JP, or of a country with the country code 1, such as US or CA",
         )
