@@ -138,6 +138,13 @@ def plan_one_batch(rank: int) -> None:
     memory._BATCH_FACTORS = (1,)
 
 
+def wait_for_estimates(rank: int) -> None:
+    """Let a run wait long for its memory estimate. A fork calls this function first."""
+    from lib.planning import memory
+
+    memory._PATIENCE_S = 600
+
+
 def offer_little_memory(rank: int) -> None:
     """Let this process find 1 KiB of free memory. A fork calls this function first."""
     from lib.planning import capacity

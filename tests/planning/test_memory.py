@@ -526,6 +526,7 @@ def test_a_run_takes_the_estimated_memory(project: Path, ranks: int) -> None:
         cwd=project,
         env={"MALLOC_MMAP_THRESHOLD_": "1000000"},
         fresh=True,
+        before="tests.training:wait_for_estimates",
     )
     match = re.search(r"([\d.]+) GiB without .*; ([\d.]+) GiB were estimated", done.stdout)
     assert match, done.stdout
