@@ -37,22 +37,23 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, name_full_disk
 from lib.core.progress import Progress
-from lib.corpus import field_sample, inputs, pool, report, sample_dropped, split_parts, work_units
-from lib.corpus.classify import language, scores
+from lib.corpus import field_sample, inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
-from lib.corpus.decontaminate import build as test_sets
 from lib.corpus.extract import options as extraction
 from lib.corpus.extract import table
 from lib.corpus.inputs import InputFile
-from lib.corpus.masks import mask_options, second_pass
-from lib.corpus.near import signatures
-from lib.corpus.near.build import Planner
-from lib.corpus.near.plan import RowPlan, describe_bands, require_bands
-from lib.corpus.page import collect
 from lib.corpus.pool import UnitPool
-from lib.corpus.quality import rules as quality
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.tally import ERRORS, ChatTally
+from lib.curate import sample_dropped
+from lib.curate.classify import language, scores
+from lib.curate.decontaminate import build as test_sets
+from lib.curate.masks import mask_options, second_pass
+from lib.curate.near import signatures
+from lib.curate.near.build import Planner
+from lib.curate.near.plan import RowPlan, describe_bands, require_bands
+from lib.curate.page import collect
+from lib.curate.quality import rules as quality
 
 STAGE = "02_build_hf_dataset.py"
 KIND = "dataset/1"

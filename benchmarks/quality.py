@@ -19,11 +19,11 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lib.corpus.quality import thresholds
-from lib.corpus.quality.judge import Judge
-from lib.corpus.quality.layout import find_layouts
-from lib.corpus.quality.word_lists import ENGLISH_LISTS
-from lib.corpus.words import BATCH_CHARACTERS, find_words
+from lib.curate.quality import thresholds
+from lib.curate.quality.judge import Judge
+from lib.curate.quality.layout import find_layouts
+from lib.curate.quality.word_lists import ENGLISH_LISTS
+from lib.curate.words import BATCH_CHARACTERS, find_words
 
 _SUFFIXES = {".py", ".md", ".txt", ".rst"}
 _UNIT = 3000  # characters

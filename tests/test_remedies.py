@@ -44,10 +44,10 @@ from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.corpus import dataset, place, saved, work_units
-from lib.corpus.classify import language, predictor
 from lib.corpus.extract import options as extraction
-from lib.corpus.masks import phones
 from lib.corpus.row_options import RowOptions
+from lib.curate.classify import language, predictor
+from lib.curate.masks import phones
 from lib.export import adapter_files, checkpoint_choice
 from lib.hub import client, repository, s3, transfer
 from lib.models import (

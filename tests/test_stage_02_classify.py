@@ -1,6 +1,6 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/classify/language.py, lib/corpus/classify/scores.py
-# covers: lib/corpus/classify/top_scores.py, lib/corpus/near/build.py, lib/corpus/near/plan.py
-# covers: lib/corpus/near/output.py, lib/corpus/near/rows.py
+# covers: 02_build_hf_dataset.py, lib/curate/classify/language.py, lib/curate/classify/scores.py
+# covers: lib/curate/classify/top_scores.py, lib/curate/near/build.py, lib/curate/near/plan.py
+# covers: lib/curate/near/output.py, lib/curate/near/rows.py
 """Stage 02 with --language and --quality-model: labels, scores, what is dropped, and two passes."""
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import pytest
 from lib.core import hashing
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, work_units
-from lib.corpus.classify import language
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
+from lib.curate.classify import language
+from lib.curate.near.build import Planner
 from tests.conftest import StageRunner
 from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier
 from tests.test_stage_02_near import build_dataset, read_dropped, read_table, write_lines

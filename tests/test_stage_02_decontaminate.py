@@ -1,5 +1,5 @@
-# covers: lib/corpus/decontaminate/build.py, lib/corpus/decontaminate/frequency.py
-# covers: lib/corpus/decontaminate/report.py, lib/corpus/decontaminate/prepared.py
+# covers: lib/curate/decontaminate/build.py, lib/curate/decontaminate/frequency.py
+# covers: lib/curate/decontaminate/report.py, lib/curate/decontaminate/prepared.py
 """Stage 02 with --decontaminate: what it drops and reports, on several machines and after kills."""
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lib.core.errors import DiskFullError
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.decontaminate import build as test_sets
-from lib.corpus.decontaminate import frequency
 from lib.corpus.row_options import RowOptions
+from lib.curate.decontaminate import build as test_sets
+from lib.curate.decontaminate import frequency
 from tests.training import read_dataset_files
 
 SCRIPT = "02_build_hf_dataset.py"

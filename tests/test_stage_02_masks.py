@@ -1,5 +1,5 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/masks/part_masker.py, lib/corpus/masks/second_pass.py
-# covers: lib/corpus/masks/mask_options.py, lib/corpus/near/shingle_sets.py
+# covers: 02_build_hf_dataset.py, lib/curate/masks/part_masker.py, lib/curate/masks/second_pass.py
+# covers: lib/curate/masks/mask_options.py, lib/curate/near/shingle_sets.py
 """Stage 02 with --mask: the text of a dataset is masked, whatever built it, and nothing leaks."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from lib.core import errors
 from lib.corpus import chat_rows, inputs, parts, shards, split_parts, work_units
 from lib.corpus import dataset as dataset_module
 from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
-from lib.corpus.masks import mask_options, part_masker, second_pass
-from lib.corpus.masks.choices import KINDS
-from lib.corpus.masks.masker import Masker
-from lib.corpus.masks.matches import MaskedMatches
-from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
+from lib.curate.masks import mask_options, part_masker, second_pass
+from lib.curate.masks.choices import KINDS
+from lib.curate.masks.masker import Masker
+from lib.curate.masks.matches import MaskedMatches
+from lib.curate.near.build import Planner
 from tests.conftest import StageRunner
 from tests.test_stage_02_near import change_words, make_words, read_table, write_lines
 from tests.training import read_dataset_files

@@ -1,6 +1,6 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/near/build.py, lib/corpus/near/plan.py
-# covers: lib/corpus/near/rows.py, lib/corpus/near/output.py, lib/corpus/near/signatures.py
-# covers: lib/corpus/near/shingle_sets.py
+# covers: 02_build_hf_dataset.py, lib/curate/near/build.py, lib/curate/near/plan.py
+# covers: lib/curate/near/rows.py, lib/curate/near/output.py, lib/curate/near/signatures.py
+# covers: lib/curate/near/shingle_sets.py
 """Stage 02 with --dedup near drops the same rows on several machines, after kills, and again."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from lib.core.errors import ArtifactError
 from lib.corpus import dataset as dataset_module
 from lib.corpus import inputs, shards, split_parts, work_units
 from lib.corpus.dataset import PLAN, DatasetWriter
-from lib.corpus.near import build as near_build
-from lib.corpus.near import disk_array, key_groups, leaders
-from lib.corpus.near.build import Planner
 from lib.corpus.row_options import RowOptions
+from lib.curate.near import build as near_build
+from lib.curate.near import disk_array, key_groups, leaders
+from lib.curate.near.build import Planner
 from tests.conftest import StageRunner
 from tests.training import read_dataset_files
 

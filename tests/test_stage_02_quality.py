@@ -1,4 +1,4 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/quality/rules.py
+# covers: 02_build_hf_dataset.py, lib/curate/quality/rules.py
 """Stage 02 with --quality prints, drops and counts rows, on several machines as well."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-# covers: lib/corpus/page/collect.py, lib/corpus/unit_rows.py, lib/corpus/dropped.py
-# covers: lib/corpus/sample_dropped.py
+# covers: lib/curate/page/collect.py, lib/corpus/unit_rows.py, lib/corpus/dropped.py
+# covers: lib/curate/sample_dropped.py
 """What stage 02 reports about dropped rows: report.html, dropped.jsonl and --sample-dropped."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lib.corpus import inputs, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.report import find_refusal
 from lib.corpus.row_options import RowOptions
-from lib.corpus.sample_dropped import SAMPLE_BYTES, choose_units
 from lib.corpus.tally import Tally
 from lib.corpus.work_units import FileSpan, WorkUnit
+from lib.curate.sample_dropped import SAMPLE_BYTES, choose_units
 from tests.pages.test_svg import HOSTILE, check_page
 from tests.test_stage_02_near import change_words, make_words, write_lines
 from tests.training import read_dataset_files

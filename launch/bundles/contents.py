@@ -18,7 +18,7 @@ from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, Problems, StageError, UsageError
 from lib.core.options import Options
 from lib.core.paths import MANIFEST
-from lib.corpus.classify import model_file
+from lib.curate.classify import model_file
 from lib.evaluate import tasks
 from lib.models import lookup
 from lib.tokens import mixture, packing, store

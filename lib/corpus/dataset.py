@@ -18,15 +18,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lib.core import hashing, manifest, reading, records
 from lib.core.errors import ArtifactError, is_of_disk
 from lib.corpus import parts, selection, shards, work_units
-from lib.corpus.decontaminate.prepared import PreparedOptions
-from lib.corpus.decontaminate.report import TestSetReport
 from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE, KeptPlaces
-from lib.corpus.masks.matches import MaskedMatches, MaskTally
-from lib.corpus.masks.part_masker import MaskedPart
-from lib.corpus.near import plan as near_plan
-from lib.corpus.near.output import PlanOutput
-from lib.corpus.near.plan import PlannedRows, RowPlan
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
 from lib.corpus.selection import drops_rows
@@ -34,6 +27,13 @@ from lib.corpus.shards import Flusher, ShardWriter
 from lib.corpus.tally import ERRORS, Tally, format_problem
 from lib.corpus.unit_rows import DroppedRows, UnitRows
 from lib.corpus.work_units import UnitResult
+from lib.curate.decontaminate.prepared import PreparedOptions
+from lib.curate.decontaminate.report import TestSetReport
+from lib.curate.masks.matches import MaskedMatches, MaskTally
+from lib.curate.masks.part_masker import MaskedPart
+from lib.curate.near import plan as near_plan
+from lib.curate.near.output import PlanOutput
+from lib.curate.near.plan import PlannedRows, RowPlan
 
 if TYPE_CHECKING:
     import numpy as np

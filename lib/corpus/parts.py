@@ -8,8 +8,10 @@ stream of them: a schema message, the parts in order, and the marker.
 from __future__ import annotations
 
 import io
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -269,6 +271,47 @@ def _read_chunks(file: BinaryIO, start: int, size: int) -> Iterator[bytes]:
     while size and (chunk := file.read(min(size, _CHUNK))):
         size -= len(chunk)
         yield chunk
+
+
+class MessageFile(io.RawIOBase):
+    """Lets pyarrow write a stream into a file, without its schema message and its end.
+
+    A large buffer is passed on without a copy. file: the part.
+
+    >>> with MessageFile.open(part, schema) as writer:
+    ...     writer.write_batch(batch)
+    """
+
+    def __init__(self, file: BinaryIO, schema: pa.Schema) -> None:
+        super().__init__()
+        self._file = file
+        self._skip = len(schema.serialize())
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path, schema: pa.Schema) -> Iterator[Any]:
+        """Yield a writer for the batches of a part."""
+        import pyarrow as pa
+
+        with path.open("wb") as file:
+            messages = cls(file, schema)
+            writer = pa.ipc.new_stream(pa.PythonFile(messages, "w"), schema)
+            yield writer
+            messages._skip = sys.maxsize  # the end of the stream
+            writer.close()
+
+    def writable(self) -> bool:
+        """Return True, as pyarrow requires."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write a piece of the stream, unless it is to be skipped."""
+        size = len(data)
+        if self._skip:
+            self._skip -= size
+        else:
+            self._file.write(data)
+        return size
 
 
 def add_cluster_size(schema: pa.Schema) -> pa.Schema:

@@ -11,14 +11,7 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 
-from lib.corpus import (
-    columnar_reader,
-    encoding,
-    json_reader,
-    kinds,
-    table_reader,
-    yaml_reader,
-)
+from lib.corpus import columnar_reader, encoding, json_reader, kinds, table_reader, yaml_reader
 from lib.corpus.documents import KEPT, SKIPPED_FILE, Documents
 from lib.corpus.extract.extracted import DAMAGED, TOO_LARGE, Extracted, Refusal
 from lib.corpus.extract.process import share_extraction

@@ -9,13 +9,13 @@ from lib.core import commands, log, paths, units
 from lib.core.errors import UsageError
 from lib.corpus import conversations, selection
 from lib.corpus.dataset import DatasetWriter
-from lib.corpus.masks.choices import KINDS
-from lib.corpus.masks.matches import MaskTally
-from lib.corpus.page import collect
-from lib.corpus.page.facts import CorpusFacts
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
 from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
+from lib.curate.masks.choices import KINDS
+from lib.curate.masks.matches import MaskTally
+from lib.curate.page import collect
+from lib.curate.page.facts import CorpusFacts
 
 _NAMED = 5
 _MUCH = 0.1  # of the rows; if one reason drops more, that causes a warning

@@ -17,8 +17,8 @@ from lib.core.declared import option
 from lib.core.errors import Problems
 from lib.corpus import encoding
 from lib.corpus.extract import table
-from lib.corpus.masks import choices as mask_choices
-from lib.corpus.quality import thresholds
+from lib.curate.masks import choices as mask_choices
+from lib.curate.quality import thresholds
 
 TEXT, CHAT = FORMATS = "text", "chat"  # formats of a dataset
 EXACT = "exact"

@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lib.core import declared
-from lib.corpus import shingles
-from lib.corpus.classify import language, scores
-from lib.corpus.decontaminate import matching
 from lib.corpus.dedup import DIGEST_BYTES, DigestSet
-from lib.corpus.near import minhash
-from lib.corpus.near.minhash import Bands
-from lib.corpus.quality import rules as quality
 from lib.corpus.row_batch import BatchRule, RowBatch, RowText, RowVerdict
 from lib.corpus.row_options import NEAR, RowOptions
-from lib.corpus.words import WORDS, find_words
+from lib.curate import shingles
+from lib.curate.classify import language, scores
+from lib.curate.decontaminate import matching
+from lib.curate.near import minhash
+from lib.curate.near.minhash import Bands
+from lib.curate.quality import rules as quality
+from lib.curate.words import WORDS, find_words
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,9 +12,9 @@ from typing import Any
 from lib.core import units
 from lib.core.errors import UsageError
 from lib.corpus import conversations, kinds
-from lib.corpus.decontaminate.hits import TestHits
-from lib.corpus.row_tally import RowTally
 from lib.corpus.scan import escape_path
+from lib.curate.decontaminate.hits import TestHits
+from lib.curate.row_tally import RowTally
 
 ERRORS = "errors.jsonl"
 # Kinds of problems that count a file as failed. Other kinds describe its content, such as `empty`.

@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import units
-from lib.corpus import chat_rows, row_tally, work_units
+from lib.corpus import chat_rows, work_units
 from lib.corpus.documents import DROPPED_ROWS
 from lib.corpus.dropped import format_dropped, format_place
-from lib.corpus.masks.mask_options import make_masker
-from lib.corpus.near.rows import read_sidecar
 from lib.corpus.scan import find_source
 from lib.corpus.selection import Decision, TwoPassDecision
 from lib.corpus.tally import Tally, format_problem
 from lib.corpus.work_units import FileSpan, UnitResult
+from lib.curate import row_tally
+from lib.curate.masks.mask_options import make_masker
+from lib.curate.near.rows import read_sidecar
 
 if TYPE_CHECKING:
     import numpy as np

@@ -199,10 +199,16 @@ def _is_list_of_messages(kind: pa.DataType) -> bool:
     )
 
 
+def read_schema(shard: Path) -> pa.Schema:
+    """Return the schema of a file."""
+    with _open_reader(shard, mapped=False) as reader:
+        return reader.schema
+
+
 def read_column_types(shard: Path) -> dict[str, str]:
     """Return the names and types of a file's columns."""
-    with _open_reader(shard, mapped=False) as reader:
-        return dict(zip(reader.schema.names, map(str, reader.schema.types), strict=True))
+    schema = read_schema(shard)
+    return dict(zip(schema.names, map(str, schema.types), strict=True))
 
 
 def describe_text_problem(kinds: Mapping[str, str]) -> str:

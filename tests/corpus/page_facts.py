@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from lib.corpus.near.minhash import Bands
-from lib.corpus.near.recall import Recall
-from lib.corpus.page.facts import (
+from lib.curate.near.minhash import Bands
+from lib.curate.near.recall import Recall
+from lib.curate.page.facts import (
     Cluster,
     CorpusFacts,
     NearFacts,
@@ -14,7 +14,7 @@ from lib.corpus.page.facts import (
     Section,
     SourceFacts,
 )
-from lib.corpus.row_tally import DroppedSample
+from lib.curate.row_tally import DroppedSample
 
 
 def make_facts(text: str = "Once upon a time there was a row.", samples: int = 10) -> CorpusFacts:

@@ -6,7 +6,7 @@ import math
 import unicodedata
 from collections import Counter
 
-from lib.corpus.quality.word_lists import ENGLISH_LISTS
+from lib.curate.quality.word_lists import ENGLISH_LISTS
 
 UNITS = ((0x0E00, 0x0EFF), (0x3041, 0x30FF), (0x4E00, 0x9FFF))  # enough for the texts of the tests
 END_MARKS = ".!?。！？"

@@ -1,6 +1,6 @@
-# covers: lib/corpus/classify/model_file.py, lib/corpus/classify/predictor.py
-# covers: lib/corpus/classify/language.py, lib/corpus/classify/scores.py
-# covers: lib/corpus/classify/top_scores.py
+# covers: lib/curate/classify/model_file.py, lib/curate/classify/predictor.py
+# covers: lib/curate/classify/language.py, lib/curate/classify/scores.py
+# covers: lib/curate/classify/top_scores.py
 """fastText models are checked before they are opened; texts get labels and scores."""
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 
 from lib.core import declared
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.corpus.classify import language, model_file, predictor, scores, top_scores
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
+from lib.curate.classify import language, model_file, predictor, scores, top_scores
 from tests.conftest import ROOT
 from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier, write_tree_classifier
 from tests.scripts import load_script

@@ -1,5 +1,5 @@
-# covers: lib/corpus/decontaminate/index.py, lib/corpus/decontaminate/matching.py
-# covers: lib/corpus/decontaminate/hits.py
+# covers: lib/curate/decontaminate/index.py, lib/curate/decontaminate/matching.py
+# covers: lib/curate/decontaminate/hits.py
 """Which test questions occur in documents, which cannot be compared, and how hits are counted."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lib.corpus.decontaminate import index, matching
-from lib.corpus.decontaminate.hits import TestHits
-from lib.corpus.decontaminate.index import Frequent, Index
-from lib.corpus.decontaminate.questions import Question
 from lib.corpus.row_batch import RowBatch, RowText, RowVerdict
 from lib.corpus.tally import Tally
+from lib.curate.decontaminate import index, matching
+from lib.curate.decontaminate.hits import TestHits
+from lib.curate.decontaminate.index import Frequent, Index
+from lib.curate.decontaminate.questions import Question
 
 DRAW = random.Random(0)
 GETTYSBURG = (

@@ -1,4 +1,4 @@
-# covers: lib/corpus/decontaminate/questions.py
+# covers: lib/curate/decontaminate/questions.py
 """The questions of test sets are read from JSON Lines, and all problems are reported at once."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.corpus.decontaminate import questions
+from lib.curate.decontaminate import questions
 
 
 def write_lines(path: Path, *lines: object) -> Path:

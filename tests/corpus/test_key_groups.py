@@ -1,4 +1,4 @@
-# covers: lib/corpus/near/key_groups.py, lib/corpus/near/disk_array.py
+# covers: lib/curate/near/key_groups.py, lib/curate/near/disk_array.py
 """Documents that share a key are found on disk, with any number of buckets."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lib.corpus.near import key_groups
-from lib.corpus.near.disk_array import DiskArray
+from lib.curate.disk_array import DiskArray
+from lib.curate.near import key_groups
 
 DOCUMENTS = 5000
 FIRST_NEW = 1000

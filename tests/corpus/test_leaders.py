@@ -1,4 +1,4 @@
-# covers: lib/corpus/near/leaders.py
+# covers: lib/curate/near/leaders.py
 """A document is dropped only against a kept one; the caps bound comparisons and are counted."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lib.corpus.near.disk_array import DiskArray
-from lib.corpus.near.leaders import Limits, SetStore, Walk
+from lib.curate.disk_array import DiskArray
+from lib.curate.near.leaders import Limits, SetStore, Walk
 
 
 def walk_matches(

@@ -1,6 +1,6 @@
-# covers: lib/corpus/masks/masker.py, lib/corpus/masks/finders.py, lib/corpus/masks/emails.py
-# covers: lib/corpus/masks/addresses.py, lib/corpus/masks/phones.py, lib/corpus/masks/accounts.py
-# covers: lib/corpus/masks/matches.py, lib/corpus/masks/mask_options.py, lib/corpus/masks/choices.py
+# covers: lib/curate/masks/masker.py, lib/curate/masks/finders.py, lib/curate/masks/emails.py
+# covers: lib/curate/masks/addresses.py, lib/curate/masks/phones.py, lib/curate/masks/accounts.py
+# covers: lib/curate/masks/matches.py, lib/curate/masks/mask_options.py, lib/curate/masks/choices.py
 """Masks replace e-mail addresses, IP addresses and numbers, and nothing that only looks like one.
 
 In each table, a text after the arrow is expected; a line without an arrow stays unchanged.
@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from lib.core.errors import UsageError
-from lib.corpus.masks import accounts, addresses, masker
-from lib.corpus.masks.choices import KINDS
-from lib.corpus.masks.mask_options import identify_masks, require_masks
-from lib.corpus.masks.masker import Masker, normalize_match
-from lib.corpus.masks.matches import MaskedMatches, MaskTally, describe_shape
 from lib.corpus.row_options import RowOptions
+from lib.curate.masks import accounts, addresses, masker
+from lib.curate.masks.choices import KINDS
+from lib.curate.masks.mask_options import identify_masks, require_masks
+from lib.curate.masks.masker import Masker, normalize_match
+from lib.curate.masks.matches import MaskedMatches, MaskTally, describe_shape
 
 EMAILS = """
 joe@example.com → <email>

@@ -1,4 +1,4 @@
-# covers: lib/corpus/near/minhash.py
+# covers: lib/curate/near/minhash.py
 """Band keys find pairs with the probability of the formula, in every batch alike."""
 
 from __future__ import annotations
@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from lib.corpus import selection
-from lib.corpus.near import minhash
-from lib.corpus.near.minhash import Bands
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
-from lib.corpus.shingles import Shingles
+from lib.curate.near import minhash
+from lib.curate.near.minhash import Bands
+from lib.curate.shingles import Shingles
 
 BANDS = Bands(20, 8)
 

@@ -1,14 +1,14 @@
-# covers: lib/corpus/page/content.py, lib/corpus/page/facts.py
+# covers: lib/curate/page/content.py, lib/curate/page/facts.py
 """The page about a dataset shows its facts, and hostile texts do nothing on it."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from lib.corpus.page import content
-from lib.corpus.page.content import compose_page
-from lib.corpus.page.facts import CorpusFacts, RuleFacts, SourceFacts
-from lib.corpus.row_tally import DroppedSample
+from lib.curate.page import content
+from lib.curate.page.content import compose_page
+from lib.curate.page.facts import CorpusFacts, RuleFacts, SourceFacts
+from lib.curate.row_tally import DroppedSample
 from tests.corpus.page_facts import make_facts
 from tests.pages.test_svg import HOSTILE, check_page
 

@@ -1,5 +1,5 @@
-# covers: lib/corpus/quality/judge.py, lib/corpus/quality/measures.py, lib/corpus/words.py
-# covers: lib/corpus/quality/layout.py, lib/corpus/quality/phrases.py, lib/corpus/quality/repeats.py
+# covers: lib/curate/quality/judge.py, lib/curate/quality/measures.py, lib/curate/words.py
+# covers: lib/curate/quality/layout.py, lib/curate/quality/phrases.py, lib/curate/quality/repeats.py
 """The figures of the quality rules equal those of a plain implementation, in every batch."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import random
 import numpy as np
 import pytest
 
-from lib.corpus.quality import thresholds
-from lib.corpus.quality.judge import Judge, is_dropped
-from lib.corpus.quality.layout import find_layouts
-from lib.corpus.quality.word_lists import ENGLISH_LISTS, WordLists
-from lib.corpus.words import PIECE_CHARACTERS
+from lib.curate.quality import thresholds
+from lib.curate.quality.judge import Judge, is_dropped
+from lib.curate.quality.layout import find_layouts
+from lib.curate.quality.word_lists import ENGLISH_LISTS, WordLists
+from lib.curate.words import PIECE_CHARACTERS
 from tests.corpus.quality_reference import measure_repeated, measure_text, split_words
 
 PIECES = [

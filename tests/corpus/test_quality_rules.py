@@ -1,5 +1,5 @@
-# covers: lib/corpus/quality/rules.py, lib/corpus/quality/thresholds.py
-# covers: lib/corpus/quality/word_lists.py
+# covers: lib/curate/quality/rules.py, lib/curate/quality/thresholds.py
+# covers: lib/curate/quality/word_lists.py
 """The options of the quality rules: names, thresholds, lists of words, exempt sources."""
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lib.core import declared
 from lib.core.errors import UsageError
 from lib.corpus import selection
 from lib.corpus.inputs import InputFile
-from lib.corpus.quality import rules, thresholds
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
+from lib.curate.quality import rules, thresholds
 
 ALL = list(thresholds.FAMILIES)
 

@@ -1,4 +1,4 @@
-# covers: lib/corpus/near/recall.py
+# covers: lib/curate/near/recall.py
 """The measured recall is near the true one, and finds bands that miss more than they should."""
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from lib.corpus.near.minhash import Bands
-from lib.corpus.near.recall import RecallSample, estimate_recall
+from lib.curate.near.minhash import Bands
+from lib.curate.near.recall import RecallSample, estimate_recall
 
 BANDS = Bands(20, 8)
 

@@ -10,11 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from lib.corpus import inputs, selection, shingles, work_units
+from lib.corpus import inputs, selection, work_units
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.row_batch import RowBatch
 from lib.corpus.row_options import RowOptions
 from lib.corpus.selection import BatchRule, Column, RowVerdict, RuleGroup
+from lib.curate import shingles
 
 # --fields switches the rules of this test on; it has no other effect on plain text.
 OPTIONS = RowOptions(min_chars=3, fields=["text"], keep_source=True)

@@ -1,4 +1,4 @@
-# covers: lib/corpus/row_tally.py
+# covers: lib/curate/row_tally.py
 """Counts of rows are bounded, and do not depend on how the input is divided."""
 
 from __future__ import annotations
@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 import random
 
-from lib.corpus import row_tally
-from lib.corpus.row_tally import OTHERS, SAMPLES, RowTally, find_bin_start, make_key
+from lib.curate import row_tally
+from lib.curate.row_tally import OTHERS, SAMPLES, RowTally, find_bin_start, make_key
 
 NAMES = [f"{name}/a.jsonl" for name in "abcdef"] + ["b.txt", "a/\ud800\n/c"]
 

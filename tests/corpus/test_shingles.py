@@ -1,4 +1,4 @@
-# covers: lib/corpus/shingles.py
+# covers: lib/curate/shingles.py
 """The shingles of a text are the n-grams of its words, in every script and in every batch."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import unicodedata
 import numpy as np
 import pytest
 
-from lib.corpus import shingles
-from lib.corpus.words import PIECE_CHARACTERS
+from lib.curate import shingles
+from lib.curate.words import PIECE_CHARACTERS
 
 EXPECTED = ["0x489c0935396dec7c", "0xefd4e4f2408f190f", "0xd60aba88e94851de", "0xbbf89bc50362a921"]
 WORD = re.compile(r"[぀-ヿ一-鿿฀-๿]|[^\W_぀-ヿ一-鿿฀-๿]+")

@@ -1,0 +1,176 @@
+"""Write a curated dataset and its dropped.jsonl from the units of the second pass, in order.
+
+Every few seconds the writer syncs its files and records its progress in `unfinished/progress.json`.
+After a kill, the next run truncates the files to the last recorded progress and continues there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lib.core import hashing, manifest, reading, records
+from lib.core.errors import ArtifactError, is_of_disk
+from lib.corpus import shards
+from lib.corpus.shards import Flusher, ShardWriter
+from lib.curate.row_tally import RowTally
+from lib.curate.schema import RowSchema
+from lib.curate.second_pass import WrittenUnit
+from lib.curate.step import Counts, Step
+
+DROPPED = "dropped.jsonl"
+WORK = "unfinished"
+_PROGRESS = f"{WORK}/progress.json"
+_VERSION = 1  # of the progress record; after a change, the second pass starts anew
+_NOTE_BYTES = 256_000_000
+_NOTE_SECONDS = 10.0
+
+
+class DatasetOutput:
+    """Writes a dataset: a single split into the directory itself, two splits into subdirectories.
+
+    units: number of units added so far. tally: counts of their rows. dropped: number of dropped
+    rows by rule. counts: the own counts of the steps that change rows, by name.
+
+    >>> with DatasetOutput(directory, splits, schema, steps) as output:
+    ...     for written in pool.run(tasks[output.units:]):
+    ...         output.add(written)
+    ...     files = output.finish()
+    """
+
+    def __init__(
+        self, directory: Path, splits: Sequence[str], schema: RowSchema, steps: Sequence[Step]
+    ) -> None:
+        before = _restore_progress(directory)
+        self.units: int = before.get("units", 0)
+        self.tally = RowTally.from_json(before["tally"]) if before else RowTally()
+        self.dropped: Counter[str] = Counter(before.get("dropped", {}))
+        self.counts: dict[str, Counts] = before.get("counts", {})
+        self._steps = {step.name: step for step in steps}
+        self._directory = directory
+        self._flusher = Flusher()
+        self._homes = {
+            split: directory / split if len(splits) > 1 else directory for split in splits
+        }
+        self._writers = {
+            split: ShardWriter(
+                home, split, schema.output, self._flusher, before.get("shards", {}).get(split, ())
+            )
+            for split, home in self._homes.items()
+        }
+        self._dropped = (directory / DROPPED).open("ab")
+        self._unnoted = 0
+        self._noted_at = time.monotonic()
+
+    def __enter__(self) -> DatasetOutput:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._flusher.close()
+        self._dropped.close()
+        for writer in self._writers.values():
+            writer.close()
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """Return the number of rows so far, by split."""
+        return {split: writer.rows for split, writer in self._writers.items()}
+
+    def add(self, written: WrittenUnit) -> None:
+        """Add the next unit and delete its file."""
+        writer = self._writers[written.unit.split]
+        writer.append(written.out, written.rows, written.text_bytes)
+        written.out.unlink()
+        self._dropped.writelines(written.dropped)
+        self.tally.add(written.tally)
+        self.dropped.update(written.dropped_by_rule)
+        for name, counts in written.counts.items():
+            before = self.counts.get(name, {})
+            self.counts[name] = self._steps[name].add_counts(before, counts)
+        self.units += 1
+        self._unnoted += written.text_bytes
+        if self._unnoted > _NOTE_BYTES or time.monotonic() > self._noted_at + _NOTE_SECONDS:
+            self._note_progress()
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Rename and verify the shards, and return the manifest entries of all files."""
+        files = []
+        for split, home in self._homes.items():
+            prefix = home.relative_to(self._directory)
+            files += [
+                entry | {"path": (prefix / entry["path"]).as_posix()}
+                for entry in self._writers[split].finish()
+            ]
+        if len(self._homes) > 1:
+            path = self._directory / "dataset_dict.json"
+            manifest.write_json(path, {"splits": list(self._homes)})
+            files.append(manifest.file_entry(self._directory, path))
+        self._dropped.close()
+        return [*files, manifest.file_entry(self._directory, self._directory / DROPPED)]
+
+    def summarize_splits(self) -> dict[str, Any]:
+        """Return the rows, bytes of text and shards of each split, for the manifest."""
+        splits = {split: writer.summary() for split, writer in self._writers.items()}
+        return {
+            "rows": sum(split["rows"] for split in splits.values()),
+            "text_bytes": sum(split["text_bytes"] for split in splits.values()),
+            "splits": splits,
+        }
+
+    def _note_progress(self) -> None:
+        self._dropped.flush()
+        self._flusher.sync(self._dropped)
+        states = {split: writer.state() for split, writer in self._writers.items()}
+        sizes = {DROPPED: self._dropped.tell()} | {
+            (self._homes[split] / shard["name"]).relative_to(self._directory).as_posix(): shard[
+                "bytes"
+            ]
+            for split in states
+            for shard in states[split]
+        }
+        progress = {
+            "version": _VERSION,
+            "units": self.units,
+            "tally": self.tally.to_json(),
+            "dropped": self.dropped,
+            "counts": self.counts,
+            "shards": states,
+            "files": sizes,
+        }
+        record = hashing.seal_record(progress)  # a copy, because the tally changes later
+        self._flusher.then(lambda: manifest.write_json(self._directory / _PROGRESS, record))
+        self._unnoted = 0
+        self._noted_at = time.monotonic()
+
+
+def _restore_progress(directory: Path) -> dict[str, Any]:
+    """Truncate a directory's files to the recorded progress and return it ({}: start anew)."""
+    shards.restore_names(directory)
+    progress = _read_progress(directory)
+    files = progress.get("files", {})
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_file() and name not in files and not name.startswith(f"{WORK}/"):
+            path.unlink()
+    for name, size in files.items():
+        with (directory / name).open("rb+") as file:
+            file.truncate(size)
+    return progress
+
+
+def _read_progress(directory: Path) -> dict[str, Any]:
+    path = directory / _PROGRESS
+    try:
+        progress = hashing.open_record(reading.with_retries(lambda: records.read_json(path), path))
+        if progress["version"] == _VERSION and all(
+            records.safe_join(directory, name).stat().st_size >= size
+            for name, size in progress["files"].items()
+        ):
+            return progress
+    except (OSError, ValueError, KeyError, ArtifactError) as error:
+        if is_of_disk(error):
+            raise
+    return {}  # nothing was recorded, or a power cut lost data that the record lists

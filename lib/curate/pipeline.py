@@ -1,0 +1,178 @@
+"""Run the two passes of a curation in worker processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+from lib.core import workers
+from lib.core.data_names import VALIDATION
+from lib.core.progress import Progress
+from lib.curate import first_pass
+from lib.curate.first_pass import UnitJudge, UnitRecord, UnitTask
+from lib.curate.output import WORK, DatasetOutput
+from lib.curate.reader import Source, Unit
+from lib.curate.schema import RowSchema
+from lib.curate.second_pass import UnitWriter, WriteTask
+from lib.curate.step import Step
+from lib.curate.whole import WholeDataset, describe_damage
+
+FIRST_PASS = f"{WORK}/first"
+_DECISIONS = f"{WORK}/decisions"
+_WRITTEN = f"{WORK}/written"
+
+
+def judge_units(
+    units: Sequence[Unit], steps: Sequence[Step], directory: Path, count: int, progress: bool
+) -> Iterator[UnitRecord]:
+    """Show units to the steps, and yield their records in order.
+
+    directory: for the files of the units; those that are complete are not written anew. count:
+    number of worker processes.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    tasks = [UnitTask(unit, directory) for unit in units]
+    total = sum(unit.bytes for unit in units)
+    with (
+        workers.Pool(
+            max(1, min(count, len(units))), "rows", _prepare_judge, steps, context=start_server()
+        ) as pool,
+        Progress("read", total, "B", progress) as bar,
+    ):
+        for task, record in zip(tasks, pool.run(tasks), strict=True):
+            yield record
+            bar.advance(task.unit.bytes)
+
+
+def _prepare_judge(steps: Sequence[Step]) -> Callable[[UnitTask], UnitRecord]:
+    return UnitJudge(steps)
+
+
+def decide_rows(
+    source: Source,
+    steps: Sequence[Step],
+    directory: Path,
+    find_directory: Callable[[Unit], Path],
+    count: int,
+    progress: bool,
+) -> WholeDataset:
+    """Join the files of the first pass, and let the steps decide about the whole dataset.
+
+    directory: of the dataset that is built. find_directory: returns where the files of a unit are.
+    """
+    whole = WholeDataset(source, directory / _DECISIONS, steps, count, progress)
+    whole.collect(list_records(source, find_directory))
+    whole.decide()
+    return whole
+
+
+def list_records(
+    source: Source, find_directory: Callable[[Unit], Path]
+) -> Iterator[tuple[Unit, UnitRecord]]:
+    """Yield each unit with its record. Raises ArtifactError if a record is missing or damaged."""
+    for unit in source.units:
+        task = UnitTask(unit, find_directory(unit))
+        if (record := first_pass.read_record(task)) is None:
+            raise describe_damage(first_pass.locate_record(task).with_suffix(""))
+        yield unit, record
+
+
+def write_units(
+    output: DatasetOutput,
+    whole: WholeDataset,
+    steps: Sequence[Step],
+    schema: RowSchema,
+    directory: Path,
+    find_directory: Callable[[Unit], Path],
+    count: int,
+    progress: bool,
+) -> None:
+    """Write the rows that are left, from the first unit that the output lacks."""
+    out = directory / _WRITTEN
+    out.mkdir(parents=True, exist_ok=True)
+    for leftover in out.iterdir():
+        leftover.unlink()
+    units = whole.source.units
+    records = list(list_records(whole.source, find_directory))[output.units :]
+    with (
+        workers.Pool(
+            max(1, min(count, len(units))),
+            "written",
+            _prepare_writer,
+            steps,
+            schema,
+            context=start_server(),
+        ) as pool,
+        Progress("write", whole.source.bytes, "B", progress) as bar,
+    ):
+        bar.skip(sum(unit.bytes for unit in units[: output.units]))
+        tasks = _list_tasks(whole, steps, records, out)
+        for written in pool.run(tasks):
+            output.add(written)
+            bar.advance(written.unit.bytes)
+
+
+def _list_tasks(
+    whole: WholeDataset,
+    steps: Sequence[Step],
+    records: Sequence[tuple[Unit, UnitRecord]],
+    out: Path,
+) -> Iterator[WriteTask]:
+    import numpy as np
+
+    validation_rows = sum(unit.rows for unit in whole.source.units if unit.split == VALIDATION)
+    late = {name: whole.open(name, np.int64) for step in steps for name in step.list_late_columns()}
+    excerpts = {number for step in steps for number in step.list_excerpts(whole)}
+    deciding = {whole.find_rule(rule): step for step in steps for rule in step.list_decisions()}
+    for unit, record in records:
+        rows = slice(unit.start, unit.start + unit.rows)
+        fates = whole.fates.values[rows].copy()
+        leaders = whole.leaders.values[rows].copy()
+        earlier = {
+            int(leaders[row]): deciding[int(fates[row])].describe_earlier(-int(leaders[row]))
+            for row in np.flatnonzero(leaders < 0).tolist()
+        }
+        yield WriteTask(
+            unit,
+            record,
+            fates,
+            whole.values.values[rows].copy(),
+            leaders,
+            whole.copies.values[rows].copy(),
+            {name: array.values[rows].copy() for name, array in late.items()},
+            earlier,
+            validation_rows,
+            frozenset(
+                number - unit.start
+                for number in excerpts
+                if unit.start <= number < unit.start + unit.rows
+            ),
+            out / f"{unit.number:08d}",
+        )
+        whole.release()
+        for array in late.values():
+            array.release()
+
+
+def _prepare_writer(steps: Sequence[Step], schema: RowSchema) -> Callable[[WriteTask], Any]:
+    return UnitWriter(steps, schema)
+
+
+@cache
+def start_server() -> BaseContext:
+    """Start the fork server of the workers and return its context.
+
+    The server has imported the workers' modules, so a worker starts in milliseconds.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise importing numpy starts threads
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lib.curate.pipeline", "lib.curate.table", "pyarrow"])
+    with workers.imports_as_here():
+        forkserver.ensure_running()
+    return context

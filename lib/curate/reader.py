@@ -1,0 +1,199 @@
+"""Read a dataset of text or conversations unit by unit, for the passes of a curation.
+
+A unit is a run of record batches of one shard, with about 16 MB of rows. The division into units
+depends on the dataset only. Validation rows come first, so that a training row that repeats one of
+them is a later row, and is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core.conversation import CALLS, TEMPLATE_KWARGS, TEXTS
+from lib.core.data_names import TRAIN, VALIDATION
+from lib.corpus import json_data
+from lib.curate.rows import Row, RowBatch
+from lib.curate.words import BATCH_CHARACTERS
+from lib.tokens import columns
+from lib.tokens.columns import CHAT
+from lib.tokens.dataset import Dataset, open_dataset
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+UNIT_BYTES = 16_000_000
+LARGE_BYTES = 64_000_000  # of a longer text, the steps see only the beginning
+_BEGINNING = 1 << 20  # bytes
+_SPLITS = (VALIDATION, TRAIN)  # in the order of the units
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Describes the rows of a dataset that a worker reads in one task.
+
+    number: of the unit. shard: its file. batch, batches: the first record batch, and how many.
+    first: number of the first row in its split. start: number of the first row in the curation.
+    rows, bytes: size of the unit. format: TEXT or CHAT.
+    """
+
+    number: int
+    split: str
+    shard: Path
+    batch: int
+    batches: int
+    first: int
+    start: int
+    rows: int
+    bytes: int
+    format: str
+
+    def read(self) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches. Raises ArtifactError if the shard is damaged."""
+        batches = columns.read_batches([self.shard], mapped=True)
+        yield from islice(batches, self.batch, self.batch + self.batches)
+
+    def read_rows(self) -> Iterator[RowBatch]:
+        """Yield the rows in batches of at most BATCH_CHARACTERS characters; a longer row is alone."""
+        number = self.first
+        rows: list[Row] = []
+        characters = 0
+        for batch in self.read():
+            for row in _list_rows(batch, number, self.format):
+                if rows and characters + row.characters > BATCH_CHARACTERS:
+                    yield RowBatch(rows)
+                    rows = []
+                    characters = 0
+                rows.append(row)
+                characters += row.characters
+            number += batch.num_rows
+        if rows:
+            yield RowBatch(rows)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset to curate, divided into units."""
+
+    dataset: Dataset
+    units: list[Unit]
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows of all splits."""
+        return sum(unit.rows for unit in self.units)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all units."""
+        return sum(unit.bytes for unit in self.units)
+
+    @property
+    def splits(self) -> list[str]:
+        """Return the names of the splits, in the order of the units."""
+        return [name for name in _SPLITS if name in self.dataset.splits]
+
+
+def open_source(path: Path) -> Source:
+    """Open a dataset and divide it into units. Raises the errors of `open_dataset`."""
+    dataset = open_dataset(path)
+    units: list[Unit] = []
+    start = 0
+    for split in _SPLITS:
+        first = 0
+        for shard in dataset.splits.get(split, ()):
+            for batch, batches, rows, size in _cut_shard(shard):
+                units.append(
+                    Unit(
+                        len(units),
+                        split,
+                        shard,
+                        batch,
+                        batches,
+                        first,
+                        start,
+                        rows,
+                        size,
+                        dataset.format,
+                    )
+                )
+                first += rows
+                start += rows
+    return Source(dataset, units)
+
+
+def _cut_shard(shard: Path) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the first batch of each unit, and its batches, rows and bytes."""
+    first = 0
+    rows = 0
+    size = 0
+    number = 0
+    for number, batch in enumerate(columns.read_batches([shard], mapped=True), 1):
+        rows += batch.num_rows
+        size += batch.nbytes
+        if size >= UNIT_BYTES:
+            yield first, number - first, rows, size
+            first, rows, size = number, 0, 0
+    if rows:
+        yield first, number - first, rows, size
+
+
+def _list_rows(batch: pa.RecordBatch, first: int, content: str) -> Iterator[Row]:
+    sources = list_sources(batch)
+    read = _list_chats if content == CHAT else _list_texts
+    for number, (source, values) in enumerate(zip(sources, read(batch), strict=True), first):
+        yield Row(number, source, *values)
+
+
+def list_sources(batch: pa.RecordBatch) -> list[str]:
+    """Return the values of the column `source`, "" for each row without one."""
+    number = batch.schema.get_field_index("source")
+    if number < 0 or not columns.is_string(str(batch.schema.field(number).type)):
+        return [""] * batch.num_rows
+    return [source or "" for source in columns.list_values(batch.column(number))]
+
+
+def _list_texts(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """Yield the strings, characters, bytes and digest of each text."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = batch.column("text").cast(pa.large_string())
+    sizes = pc.fill_null(pc.binary_length(column), 0).to_pylist()
+    for number, size in enumerate(sizes):
+        value = column[number].as_buffer() if size else b""
+        data = bytes(memoryview(value)[: size if size <= LARGE_BYTES else _BEGINNING])
+        # A cut may fall inside a character; its remaining bytes are dropped.
+        text = data.decode("utf-8", "strict" if size <= LARGE_BYTES else "ignore")
+        is_cut = size > LARGE_BYTES
+        characters = pc.utf8_length(column[number]).as_py() if is_cut else len(text)
+        yield [text], characters, size, hashlib.sha256(value if is_cut else data).digest()
+
+
+def _list_chats(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
+    """Yield the strings, characters, bytes, digest and questions of each conversation."""
+    messages = columns.flatten_messages(batch)
+    fields = {name: columns.list_values(columns.read_field(messages, name)) for name in TEXTS}
+    calls = columns.list_values(columns.read_field(messages, CALLS))
+    chats = columns.select_chats(batch)
+    tools = columns.list_values(chats.column("tools"))
+    kwargs = columns.list_values(chats.column(TEMPLATE_KWARGS))
+    edges = columns.find_conversation_edges(batch)
+    for number, (start, end) in enumerate(pairwise(edges)):
+        turns = [
+            {name: values[turn] for name, values in fields.items() if values[turn] is not None}
+            | ({CALLS: json_data.load_json(calls[turn])} if calls[turn] else {})
+            for turn in range(start, end)
+        ]
+        content = [turns, json_data.load_json(tools[number]) if tools[number] else None]
+        if kwargs[number]:
+            content.append(json_data.load_json(kwargs[number]))
+        digest = hashlib.sha256(json_data.dump_json(content, is_sorted=True)).digest()
+        strings = [turn.get("content", "") for turn in turns]
+        questions = [turn.get("content", "") for turn in turns if turn.get("role") == "user"]
+        size = sum(len(text.encode()) for text in strings)
+        yield strings, sum(map(len, strings)), size, digest, questions

@@ -1,0 +1,87 @@
+"""Decide which columns a curated dataset has, and convert rows of the input to them.
+
+The columns of text or conversations get the types that stage 02 writes. Further columns of numbers
+and strings stay, and those of other types are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lib.core.conversation import TEMPLATE_KWARGS
+from lib.corpus import chat_rows, parts
+from lib.curate.reader import Source
+from lib.tokens import columns
+from lib.tokens.columns import CHAT
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_PLAIN = (*_NUMBERS, "halffloat", "float", "double", "string", "large_string")
+
+
+@dataclass(frozen=True)
+class RowSchema:
+    """The columns of a curated dataset.
+
+    kept: of the input. added: by the steps, with their kinds; they replace columns of these names.
+    left_out: columns of the input with a type that cannot be kept.
+    """
+
+    kept: pa.Schema
+    added: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+    @property
+    def output(self) -> pa.Schema:
+        """Return all columns in order."""
+        return parts.add_columns(self.kept, self.added)
+
+    def convert(self, rows: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the kept columns of rows of the input, with the types of the output."""
+        import pyarrow as pa
+
+        arrays = []
+        for field in self.kept:
+            if rows.schema.get_field_index(field.name) < 0:
+                arrays.append(pa.nulls(rows.num_rows, field.type))
+            elif field.name == "messages":
+                arrays.append(_convert_messages(rows, field.type))
+            else:
+                arrays.append(rows.column(field.name).cast(field.type))
+        return pa.record_batch(arrays, schema=self.kept)
+
+
+def make_schema(source: Source, added: Mapping[str, str]) -> RowSchema:
+    """Return the columns of a curated dataset. added: by the steps, with their kinds."""
+    import pyarrow as pa
+
+    types = dict[str, pa.DataType]()
+    for shards in source.dataset.splits.values():
+        for shard in shards:
+            for field in columns.read_schema(shard):
+                types.setdefault(field.name, field.type)
+    is_chat = source.dataset.format == CHAT
+    known = chat_rows.make_schema() if is_chat else parts.make_text_schema(keep_source=False)
+    names = [field.name for field in known if field.name in types or field.name != TEMPLATE_KWARGS]
+    known = pa.schema([known.field(name) for name in names])
+    others = {name: kind for name, kind in types.items() if name not in {*names, *added}}
+    plain = {name: kind for name, kind in others.items() if str(kind) in _PLAIN}
+    kept = pa.schema([*known, *(pa.field(name, kind) for name, kind in plain.items())])
+    return RowSchema(kept, added, tuple(name for name in others if name not in plain))
+
+
+def _convert_messages(rows: pa.RecordBatch, kind: pa.DataType) -> pa.Array:
+    """Return the messages with all fields of stage 02, null where the input has no such field."""
+    import numpy as np
+    import pyarrow as pa
+
+    messages = columns.flatten_messages(rows)
+    fields = list(kind.value_type)
+    arrays = [columns.read_field(messages, field.name).cast(field.type) for field in fields]
+    turns = pa.StructArray.from_arrays(arrays, fields=fields)
+    edges = pa.py_buffer(np.array(columns.find_conversation_edges(rows), np.int64))
+    return pa.Array.from_buffers(kind, rows.num_rows, [None, edges], children=[turns])

@@ -1,0 +1,1 @@
+"""Drop rows whose content equals that of an earlier row."""

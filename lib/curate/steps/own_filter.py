@@ -1,0 +1,113 @@
+"""Drop rows by a function of the user's: `--step my_filter.py`.
+
+The file defines `NAME`, the name of the rule, and `find_reason(text)`, which returns why a text is
+dropped, or "" to keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import hashing
+from lib.core.declared import option
+from lib.core.errors import UsageError
+from lib.curate.rows import RowBatch
+from lib.curate.step import Counts, Step, StepResult, Verdict
+
+if TYPE_CHECKING:
+    pass
+
+_EXAMPLE = 'NAME = "no code", and find_reason(text), which returns a reason or ""'
+
+
+@dataclass(frozen=True)
+class OwnFilterOptions:
+    """Declares the option of filters of the user's own."""
+
+    step: list[Path] = option(
+        [],
+        group="own filters",
+        parse=Path,
+        metavar="FILE",
+        help="a Python file with a filter of your own: `NAME`, the name of the rule, and "
+        "`find_reason(text)`, which returns why a text is dropped, or '' to keep it; may be "
+        "repeated; only typed, never read from a --config (default: none)",
+    )
+
+
+@dataclass(frozen=True)
+class OwnFilters(Step):
+    """Drops rows by functions of the user's. names: the rules, by file."""
+
+    names: dict[Path, str]
+
+    name = "own filters"
+    options = OwnFilterOptions
+
+    @classmethod
+    def from_options(cls, chosen: OwnFilterOptions) -> OwnFilters | None:
+        """Return the step, None without files. Raises UsageError if a file defines no filter."""
+        names = {path: load_filter(path)[0] for path in chosen.step}
+        if len({*names.values()}) < len(names):
+            raise UsageError(
+                "--step: two filters have the same NAME",
+                found=", ".join(f"{path}: {name}" for path, name in names.items()),
+            )
+        return cls(names) if names else None
+
+    def identify(self) -> dict[str, Any]:
+        """Return the content of the files, by the names of the filters."""
+        return {"step": {name: hashing.file_digest(path) for path, name in self.names.items()}}
+
+    def describe(self) -> dict[str, str]:
+        """Return the line of the plan about own filters."""
+        return {"own filters": ", ".join(f"{n} ({path})" for path, n in self.names.items())}
+
+    def list_rules(self) -> dict[str, str]:
+        """Return the names of the filters."""
+        return {name: f"--step {path.name}" for path, name in self.names.items()}
+
+    def start(self) -> RunningFilters:
+        """Return what calls the functions."""
+        return RunningFilters([load_filter(path) for path in self.names])
+
+
+class RunningFilters:
+    """Calls the functions of filters with each text."""
+
+    def __init__(self, filters: list[tuple[str, Callable[[str], str]]]) -> None:
+        self._filters = filters
+
+    def run(self, batch: RowBatch) -> StepResult:
+        """Return which rows each filter drops, and its reasons."""
+        import numpy as np
+
+        verdicts = []
+        for name, find_reason in self._filters:
+            reasons = [find_reason(text) or "" for text in batch.texts]
+            verdicts.append(Verdict(name, np.array([*map(bool, reasons)], bool), reasons))
+        return StepResult(verdicts)
+
+    def count(self) -> Counts:
+        """Return nothing beyond what is counted for every rule."""
+        return {}
+
+
+def load_filter(path: Path) -> tuple[str, Callable[[str], str]]:
+    """Return the name and the function of a filter. Raises UsageError if the file has none."""
+    namespace: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
+    except OSError as error:
+        raise UsageError(f"--step {path}: {error.strerror}") from None
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        raise UsageError(f"--step {path} cannot be run", found=found) from None
+    name = namespace.get("NAME")
+    function = namespace.get("find_reason")
+    if not (isinstance(name, str) and name and callable(function)):
+        raise UsageError(f"--step {path} defines no filter", expected=_EXAMPLE)
+    return name, function

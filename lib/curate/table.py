@@ -1,0 +1,12 @@
+"""List the steps of a curation, in the order in which they look at a row.
+
+To add a filter, write a Step and name it here.
+"""
+
+from __future__ import annotations
+
+from lib.curate.step import Step
+from lib.curate.steps.duplicates import Duplicates
+from lib.curate.steps.own_filter import OwnFilters
+
+STEPS: tuple[type[Step], ...] = (OwnFilters, Duplicates)

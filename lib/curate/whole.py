@@ -1,0 +1,168 @@
+"""Hold what the first pass found out about all rows, in arrays on disk, for `decide` of the steps.
+
+Memory does not grow with the number of rows. The rows are numbered from 0 in the order of the
+units, so validation rows have lower numbers than training rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import hashing, manifest, records
+from lib.core.errors import ArtifactError
+from lib.curate import first_pass
+from lib.curate.disk_array import DiskArray
+from lib.curate.first_pass import FATES, UnitRecord
+from lib.curate.reader import Source, Unit
+from lib.curate.step import Counts, Step
+
+if TYPE_CHECKING:
+    pass
+
+_STATE = "state.json"
+_VALUES = "values"
+_LEADERS = "leaders"
+_COPIES = "copies"
+_COLLECTED = "collected"
+_DECIDED = "decided"
+_VERSION = 1  # of the files; those of another version are written anew
+
+
+class WholeDataset:
+    """The fate of each row, and the sidecars, one entry per row.
+
+    source: the dataset. directory: for the arrays and for files of the steps. workers: number of
+    processes that a step may use. progress: whether a step shows its progress.
+
+    fates: uint8, see first_pass. values: float32, the measurement of a decision. leaders: int64, 1
+    + the number of the kept row that a row duplicates; a negative number −n stands for the n-th of
+    the rows that the step itself knows (`describe_earlier`), and 0 for none. copies: uint16, how
+    many times a kept row is written.
+    """
+
+    def __init__(
+        self, source: Source, directory: Path, steps: Sequence[Step], workers: int, progress: bool
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.source = source
+        self.directory = directory
+        self.workers = workers
+        self.progress = progress
+        self._steps = steps
+        self._rules = {rule: number for number, rule in enumerate(first_pass.list_rules(steps), 1)}
+        self._state = _read_state(directory / _STATE)
+        if self._state.get("version") != _VERSION:
+            self._state = {"version": _VERSION}
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether all steps have made their decisions."""
+        return all(step.name in self._state.get(_DECIDED, {}) for step in self._steps)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows."""
+        return self.source.rows
+
+    def collect(self, units: Iterable[tuple[Unit, UnitRecord]]) -> None:
+        """Join the arrays of all units, which are given in order; a second call does nothing.
+
+        Raises ArtifactError if the files of a unit are damaged.
+        """
+        import numpy as np
+
+        if not self._state.get(_COLLECTED):
+            files: dict[str, Any] = {}
+            for _, record in units:
+                if not first_pass.is_undamaged(record):
+                    raise describe_damage(record.path)
+                for name, array in record.read_arrays().items():
+                    if name not in files:
+                        files[name] = (self.directory / name).open("wb")
+                    files[name].write(array.tobytes())
+            for file in files.values():
+                file.close()
+            for name, kind in ((_VALUES, np.float32), (_LEADERS, np.int64), (_COPIES, np.uint16)):
+                DiskArray(self.directory / name, kind, (self.rows,))
+            DiskArray(self.directory / _COPIES, np.uint16).values[:] = 1
+            self._note({_COLLECTED: True})
+        self.fates = self.open(FATES, np.uint8)
+        self.values = self.open(_VALUES, np.float32)
+        self.leaders = self.open(_LEADERS, np.int64)
+        self.copies = self.open(_COPIES, np.uint16)
+
+    def decide(self) -> None:
+        """Let each step make its decision about the whole dataset, unless it has made it."""
+        for step in self._steps:
+            if step.name not in self._state.get(_DECIDED, {}):
+                self._undo(step)
+                counts = step.decide(self)
+                decided = self._state.get(_DECIDED, {}) | {step.name: counts}
+                self._note({_DECIDED: decided})
+
+    def counts_of(self, step: Step) -> Counts:
+        """Return the counts that `decide` of a step has returned."""
+        counts: Counts = self._state[_DECIDED][step.name]
+        return counts
+
+    def open(self, name: str, dtype: Any, width: int = 0) -> DiskArray:
+        """Return a sidecar, or a file that a step has written into `directory`."""
+        return DiskArray(self.directory / name, dtype, width=width)
+
+    def find_rule(self, rule: str) -> int:
+        """Return the number that stands for a rule in `fates`."""
+        return self._rules[rule]
+
+    def recall(self, step: Step, name: str) -> Any:
+        """Return what the step has noted under a name, None if nothing."""
+        return self._state.get(f"{step.name}: {name}")
+
+    def note(self, step: Step, name: str, value: Any) -> None:
+        """Note that a part of a decision is finished, so that it is not repeated after a kill.
+
+        value: for JSON.
+        """
+        self._note({f"{step.name}: {name}": value})
+
+    def release(self) -> None:
+        """Remove the arrays from memory."""
+        for array in (self.fates, self.values, self.leaders, self.copies):
+            array.release()
+
+    def _undo(self, step: Step) -> None:
+        """Keep the rows that a killed run had dropped by a decision of the step."""
+        import numpy as np
+
+        rules = [self._rules[rule] for rule in step.list_decisions()]
+        if not rules:
+            return
+        for first, fates in self.fates.blocks():
+            is_undone = np.isin(fates, rules)
+            rows = slice(first, first + len(fates))
+            for array in (self.fates, self.values, self.leaders):
+                array.values[rows][is_undone] = 0
+            self.release()
+
+    def _note(self, facts: dict[str, Any]) -> None:
+        os.sync()  # the files must be on disk before the record says that they are complete
+        self._state |= facts
+        manifest.write_json(self.directory / _STATE, hashing.seal_record(self._state))
+
+
+def describe_damage(path: Path) -> ArtifactError:
+    """Return the error about damaged files of a unit. path: the common beginning of their paths."""
+    return ArtifactError(
+        f"{path}.* is damaged or gone",
+        expected="the content that the first pass wrote",
+        hint="delete the directory, and run the same command again",
+    )
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        return hashing.open_record(records.read_mapping(path))
+    except ValueError:
+        return {}
