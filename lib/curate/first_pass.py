@@ -73,7 +73,7 @@ class UnitRecord:
             return stream.read_all().combine_chunks().to_batches()[0]
 
     def read_drops(self) -> dict[int, Any]:
-        """Return the value by which a rule drops each dropped row, by the row's number in the unit."""
+        """Return the measurement of each dropped row, by its number in the unit."""
         lines = self.path.with_suffix(_DROPS).read_bytes().splitlines()
         return dict(map(json.loads, lines))
 
@@ -154,7 +154,7 @@ class _UnitFiles:
         return record
 
     def _judge(self, batch: RowBatch) -> None:
-        """Show a batch to all steps. The first rule that drops a row is the one that is recorded."""
+        """Show a batch to all steps; the first rule that drops a row is recorded."""
         import numpy as np
 
         fates = np.zeros(len(batch.rows), np.uint8)

@@ -58,7 +58,7 @@ class Unit:
         yield from islice(batches, self.batch, self.batch + self.batches)
 
     def read_rows(self) -> Iterator[RowBatch]:
-        """Yield the rows in batches of at most BATCH_CHARACTERS characters; a longer row is alone."""
+        """Yield the rows, in batches of at most BATCH_CHARACTERS characters or of one row."""
         number = self.first
         rows: list[Row] = []
         characters = 0

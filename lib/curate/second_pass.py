@@ -36,9 +36,9 @@ class WriteTask:
 
     record: of the first pass. fates, values, leaders, copies: see WholeDataset, for the rows of the
     unit. late: the columns that decisions add. earlier: places of the rows that negative leaders
-    stand for. validation_rows: number of rows of the split `validation`, which come first. excerpts:
-    the rows, by their number in the unit, of which the report shows the beginning. out: the
-    file to write.
+    stand for. validation_rows: number of rows of the split `validation`, which come first.
+    excerpts: the rows, by their number in the unit, of which the report shows the beginning. out:
+    the file to write.
     """
 
     unit: Unit

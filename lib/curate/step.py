@@ -63,7 +63,7 @@ class RunningStep(Protocol):
         ...
 
     def count(self) -> Counts:
-        """Return the step's own counts for the report. Called once, after the last row of a unit."""
+        """Return the step's own counts. Called once, after the last row of a unit."""
         ...
 
 
@@ -118,7 +118,7 @@ class Step:
         return {}
 
     def list_rules(self) -> dict[str, str]:
-        """Return the rules by which the step drops rows, in order: for each the option, as typed."""
+        """Return the rules by which the step drops rows, in order, with their options as typed."""
         return {}
 
     def list_decisions(self) -> list[str]:

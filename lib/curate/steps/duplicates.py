@@ -1,1 +1,0 @@
-"""Drop rows whose content equals that of an earlier row."""
