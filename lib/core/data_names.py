@@ -233,3 +233,8 @@ def _is_data(path: str) -> bool:
 
 def _is_code(path: str) -> bool:
     return bool(_CODE.fullmatch(posixpath.splitext(path.lower())[1]))
+
+
+def find_source(path: str) -> str:
+    """Return the source of a file: its top-level directory, "" if it is in none."""
+    return path.partition("/")[0] if "/" in path else ""

@@ -225,3 +225,12 @@ def step_of(name: str) -> int | None:
     """Return the step in a directory name, or None if it is not the name of a step."""
     digits = name.removeprefix("step_")
     return int(digits) if name.startswith("step_") and digits.isdecimal() else None
+
+
+def escape_path(path: str) -> str:
+    """Return a path as valid UTF-8 on one line; other bytes and line breaks are escaped."""
+    try:
+        text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    except UnicodeEncodeError:  # a name from a damaged list, which no file can have
+        text = ascii(path)
+    return text.replace("\r", "\\r").replace("\n", "\\n")

@@ -15,13 +15,13 @@ from itertools import groupby
 from typing import Any, BinaryIO, NamedTuple
 
 from lib.core import units
+from lib.core.paths import escape_path
 from lib.corpus import encoding, selection
 from lib.corpus.dropped import format_dropped
 from lib.corpus.parts import Part
 from lib.corpus.raw_file import LARGE_BYTES
 from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import TRAIN, VALIDATION, RowOptions
-from lib.corpus.scan import escape_path
 from lib.corpus.tally import Tally, format_problem
 from lib.curate import row_tally, shingles
 from lib.curate.masks.mask_options import make_masker

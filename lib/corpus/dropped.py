@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.corpus.scan import escape_path
+from lib.core.paths import escape_path
 
 if TYPE_CHECKING:
     import numpy as np

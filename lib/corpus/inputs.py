@@ -15,6 +15,7 @@ from pathlib import Path
 from lib.core import commands, data_names, log, manifest, paths, records, units
 from lib.core.data_names import TEST, VALIDATION
 from lib.core.errors import ArtifactError, UsageError, is_missing
+from lib.core.paths import escape_path
 from lib.corpus import saved
 from lib.corpus.row_options import InputRowOptions, RowOptions
 from lib.corpus.scan import (
@@ -22,7 +23,6 @@ from lib.corpus.scan import (
     TreeEntry,
     count_files,
     count_reasons,
-    escape_path,
     identify_files,
     recognise_artifact,
     scan_tree,

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lib.core import commands, log, publish, units
 from lib.core.errors import UsageError, is_of_disk
+from lib.core.paths import escape_path
 from lib.core.progress import Progress
 from lib.corpus import kinds
-from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files, escape_path
+from lib.corpus.scan import EMPTY, UNREADABLE, TreeEntry, count_files
 
 if TYPE_CHECKING:
     from lib.core.workers import Pool

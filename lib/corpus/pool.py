@@ -12,9 +12,9 @@ from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 
 from lib.core import log, workers
+from lib.core.paths import escape_path
 from lib.core.workers import WorkerDied
 from lib.corpus import work_units
-from lib.corpus.scan import escape_path
 from lib.corpus.work_units import UnitResult, WorkUnit
 
 ProcessUnit = Callable[[WorkUnit], UnitResult]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from lib.core import commands, log, paths, units
 from lib.core.errors import UsageError
+from lib.core.paths import escape_path
 from lib.corpus import conversations, selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
-from lib.corpus.scan import escape_path
 from lib.corpus.tally import ERRORS, Tally
 from lib.curate.masks.choices import KINDS
 from lib.curate.masks.matches import MaskTally

@@ -17,7 +17,7 @@ from typing import Any
 
 from lib.core import data_names, log, manifest, partial_dirs, units
 from lib.core.errors import UsageError, is_of_disk
-from lib.core.paths import Experiment
+from lib.core.paths import Experiment, escape_path
 from lib.core.progress import Progress
 from lib.corpus import saved
 
@@ -326,17 +326,3 @@ def identify_files(files: Iterable[Any]) -> dict[str, object]:
         count = count + 1
         total = total + file.bytes
     return {"files": count, "bytes": total, "fingerprint": hasher.hexdigest()[:16]}
-
-
-def escape_path(path: str) -> str:
-    """Return a path as valid UTF-8 on one line; other bytes and line breaks are escaped."""
-    try:
-        text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    except UnicodeEncodeError:  # a name from a damaged list, which no file can have
-        text = ascii(path)
-    return text.replace("\r", "\\r").replace("\n", "\\n")
-
-
-def find_source(path: str) -> str:
-    """Return the source of a file: its top-level directory, "" if it is in none."""
-    return path.partition("/")[0] if "/" in path else ""

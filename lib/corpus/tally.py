@@ -11,8 +11,8 @@ from typing import Any
 
 from lib.core import units
 from lib.core.errors import UsageError
+from lib.core.paths import escape_path
 from lib.corpus import conversations, kinds
-from lib.corpus.scan import escape_path
 from lib.curate.decontaminate.hits import TestHits
 from lib.curate.row_tally import RowTally
 

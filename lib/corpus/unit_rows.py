@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core import units
+from lib.core.data_names import find_source
 from lib.corpus import chat_rows, work_units
 from lib.corpus.documents import DROPPED_ROWS
 from lib.corpus.dropped import format_dropped, format_place
-from lib.corpus.scan import find_source
 from lib.corpus.selection import Decision, TwoPassDecision
 from lib.corpus.tally import Tally, format_problem
 from lib.corpus.work_units import FileSpan, UnitResult

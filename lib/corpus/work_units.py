@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from lib.core import commands, hashing, reading
 from lib.core.data_names import TEST
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
+from lib.core.paths import escape_path
 from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, selection
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
@@ -23,7 +24,6 @@ from lib.corpus.inputs import InputFile
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import RawFile
 from lib.corpus.row_options import CHAT, RowOptions
-from lib.corpus.scan import escape_path
 from lib.corpus.tally import Tally
 from lib.corpus.text_documents import TextDocuments
 from lib.curate import row_tally

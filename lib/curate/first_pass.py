@@ -131,6 +131,7 @@ class _UnitFiles:
         self._running: dict[str, RunningStep] = {
             step.name: running for step in steps if (running := step.start())
         }
+        self._inputs = [name for step in steps for name in step.list_inputs()]
         self._kinds = {name: kind for step in steps for name, kind in step.list_columns().items()}
         self._fates: list[np.ndarray] = []
         self._sidecars: dict[str, list[np.ndarray]] = {}
@@ -141,7 +142,7 @@ class _UnitFiles:
 
     def write(self) -> UnitRecord:
         """Show the rows to the steps, write the files and return the record."""
-        for batch in self._unit.read_rows():
+        for batch in self._unit.read_rows(self._inputs):
             self._judge(batch)
         paths = [*self._write_arrays(), *self._write_columns()]
         drops = self._path.with_suffix(_DROPS)

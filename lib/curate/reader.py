@@ -8,7 +8,7 @@ them is a later row, and is dropped.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -57,22 +57,21 @@ class Unit:
         batches = columns.read_batches([self.shard], mapped=True)
         yield from islice(batches, self.batch, self.batch + self.batches)
 
-    def read_rows(self) -> Iterator[RowBatch]:
-        """Yield the rows, in batches of at most BATCH_CHARACTERS characters or of one row."""
+    def read_rows(self, names: Sequence[str] = ()) -> Iterator[RowBatch]:
+        """Yield the rows, in batches of at most BATCH_CHARACTERS characters or of one row.
+
+        names: columns whose values the batches contain, where they exist.
+        """
         number = self.first
-        rows: list[Row] = []
-        characters = 0
         for batch in self.read():
-            for row in _list_rows(batch, number, self.format):
-                if rows and characters + row.characters > BATCH_CHARACTERS:
-                    yield RowBatch(rows)
-                    rows = []
-                    characters = 0
-                rows.append(row)
-                characters += row.characters
+            known = [name for name in names if name in batch.schema.names]
+            values = {name: columns.list_values(batch.column(name)) for name in known}
+            first = 0
+            for rows in _group_rows(_list_rows(batch, number, self.format)):
+                last = first + len(rows)
+                yield RowBatch(rows, {name: column[first:last] for name, column in values.items()})
+                first = last
             number += batch.num_rows
-        if rows:
-            yield RowBatch(rows)
 
 
 @dataclass(frozen=True)
@@ -140,6 +139,20 @@ def _cut_shard(shard: Path) -> Iterator[tuple[int, int, int, int]]:
             first, rows, size = number, 0, 0
     if rows:
         yield first, number - first, rows, size
+
+
+def _group_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    group: list[Row] = []
+    characters = 0
+    for row in rows:
+        if group and characters + row.characters > BATCH_CHARACTERS:
+            yield group
+            group = []
+            characters = 0
+        group.append(row)
+        characters += row.characters
+    if group:
+        yield group
 
 
 def _list_rows(batch: pa.RecordBatch, first: int, content: str) -> Iterator[Row]:

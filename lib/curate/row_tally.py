@@ -15,7 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import run_records
-from lib.corpus.scan import escape_path, find_source
+from lib.core.data_names import find_source
+from lib.core.paths import escape_path
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,12 +43,13 @@ class RowBatch:
 
     A batch has at most words.BATCH_CHARACTERS characters; a longer row is a batch of its own.
 
-    columns: by name, the values of the columns that earlier steps have added, one per row.
+    columns: by name, the values of columns of the input that steps read (`list_inputs`), and of
+    those that earlier steps have added, one per row.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[Row], columns: Mapping[str, Sequence[Any]]) -> None:
         self.rows = rows
-        self.columns: dict[str, Sequence[Any]] = {}
+        self.columns = dict(columns)
         self._computed: dict[str, Any] = {}
 
     @cached_property

@@ -125,6 +125,10 @@ class Step:
         """Return those of the rules that `decide` applies, and not the first pass."""
         return []
 
+    def list_inputs(self) -> list[str]:
+        """Return the columns of the input that the step reads from a batch, where they exist."""
+        return []
+
     def list_columns(self) -> dict[str, str]:
         """Return the columns that the step adds: for each the kind `string`, `int` or `float`."""
         return {}

@@ -14,6 +14,7 @@ import pytest
 
 from lib.core import partial_dirs
 from lib.core.errors import StageError, UsageError
+from lib.core.paths import escape_path
 from lib.corpus import kinds, place
 from lib.corpus.scan import (
     ARTIFACT,
@@ -21,7 +22,6 @@ from lib.corpus.scan import (
     HUB_CACHE,
     Rules,
     Scan,
-    escape_path,
     identify_files,
     scan_tree,
     select_taken,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lib.core.data_names import find_source
 from lib.corpus.inputs import InputFile
 from lib.corpus.row_options import SOURCE, RowOptions
-from lib.corpus.scan import find_source
 from lib.corpus.work_units import UnitResult
 from lib.curate import words
 from lib.curate.near import minhash

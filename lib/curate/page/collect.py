@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import declared, manifest, units
+from lib.core.paths import escape_path
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
 from lib.corpus.extract.table import EXTRACTORS
 from lib.corpus.row_options import CHAT, RowOptions
-from lib.corpus.scan import escape_path
 from lib.corpus.tally import Tally
 from lib.curate.classify import top_scores
 from lib.curate.masks.choices import KINDS

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, units
+from lib.core.data_names import find_source
 from lib.core.errors import Problems
 from lib.corpus.inputs import InputFile
 from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
 from lib.corpus.row_options import RowOptions
-from lib.corpus.scan import find_source
 from lib.curate.quality import thresholds, word_lists
 from lib.curate.quality.judge import Judge, is_dropped, is_minimum
 from lib.curate.quality.layout import Layout, find_layouts
