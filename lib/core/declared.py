@@ -199,6 +199,19 @@ def read_options(declared: type[Declared], opts: Any) -> Declared:
     return declared(**{field.name: getattr(opts, field.name) for field in list_fields(declared)})
 
 
+def require_defaults(chosen: Any, needed: str) -> None:
+    """Raise UsageError for the options without their default: they need another option.
+
+    chosen: object of a class that declares options. needed: the other option, as typed.
+    """
+    problems = Problems()
+    for field in list_fields(type(chosen)):
+        if field.metadata["help"] and getattr(chosen, field.name) != default_of(field):
+            name = flag(field.name)
+            problems.add(f"{name} needs {needed}", expected=f"{needed}, or no {name}")
+    problems.raise_if_any()
+
+
 def drop_repeats(chosen: Declared) -> Declared:
     """Return the options without repeated values in lists; the first of equal values stays.
 

@@ -360,6 +360,14 @@ def parse_counts(text: str) -> list[int]:
     return [positive_int(part) for part in text.split(",")]
 
 
+def parse_names(text: str) -> list[str]:
+    """Return the names in a value such as `text,meta.title`."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
+    return names
+
+
 def dtype(*names: str) -> Callable[[str], str]:
     """Return a parser that accepts any usual name of a dtype and returns one of `names`."""
     canonical = {_DTYPES.get(name, name): name for name in names}

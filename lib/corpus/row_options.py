@@ -6,7 +6,6 @@ add a field to it.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,14 +33,6 @@ NEAR_CHOICES = (
 )
 
 
-def parse_field_names(text: str) -> list[str]:
-    """Return the names in a value of --fields or --language, such as `text,meta.title`."""
-    names = [name.strip() for name in text.split(",")]
-    if not all(names):
-        raise argparse.ArgumentTypeError(f"expected names separated by commas, got {text!r}")
-    return names
-
-
 @dataclass(frozen=True)
 class RowOptions:
     """Declares the options that determine how documents become rows, and which rows are kept."""
@@ -56,7 +47,7 @@ class RowOptions:
     )
     fields: list[str] = option(
         [],
-        parse=parse_field_names,
+        parse=options.parse_names,
         action="extend",
         metavar="A,B.C",
         help="keep only these (dotted) keys of structured documents (default: every string)",
@@ -97,7 +88,7 @@ class RowOptions:
     )
     language: list[str] = option(
         [],
-        parse=parse_field_names,
+        parse=options.parse_names,
         action="extend",
         metavar="en,de",
         quiet=True,
@@ -281,7 +272,7 @@ class RowOptions:
     )
     quality_except: list[str] = option(
         [],
-        parse=parse_field_names,
+        parse=options.parse_names,
         action="extend",
         metavar="A,B",
         quiet=True,

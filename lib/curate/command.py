@@ -68,6 +68,14 @@ def make_steps(parsed: Any) -> list[Step]:
     return steps
 
 
+def require_source(steps: Sequence[Step], source: Source) -> None:
+    """Raise one UsageError if steps cannot work on a dataset."""
+    problems = Problems()
+    for step in steps:
+        problems.collect(partial(step.require_source, source))
+    problems.raise_if_any()
+
+
 def main(argv: list[str]) -> None:
     """Run the command."""
     began = time.monotonic()
@@ -75,6 +83,7 @@ def main(argv: list[str]) -> None:
     opts = declared.read_options(CurateOptions, parsed)
     steps = make_steps(parsed)
     source = reader.open_source(find_dataset(opts.dataset))
+    require_source(steps, source)
     identity = make_identity(source, steps)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} contains these rows")

@@ -109,6 +109,9 @@ class Step:
         """
         raise NotImplementedError
 
+    def require_source(self, source: Source) -> None:
+        """Raise UsageError if the step cannot work on this dataset."""
+
     def identify(self) -> dict[str, Any]:
         """Return what the result depends on: values of options, and digests of files they name."""
         raise NotImplementedError
