@@ -116,10 +116,12 @@ def main(argv: list[str]) -> None:
 def make_identity(source: Source, steps: Sequence[Step]) -> dict[str, Any]:
     """Return what determines the content of the result: the input and the steps."""
     chosen: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for step in steps:
         chosen |= step.identify()
+        versions |= step.list_versions()
     inputs = {"dataset": source.dataset.fingerprint, "rows": source.rows}
-    return {"options": chosen, "inputs": inputs}
+    return {"options": chosen, "inputs": inputs, "versions": versions}
 
 
 def print_plan(

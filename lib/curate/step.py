@@ -116,6 +116,10 @@ class Step:
         """Return what the result depends on: values of options, and digests of files they name."""
         raise NotImplementedError
 
+    def list_versions(self) -> dict[str, Any]:
+        """Return the versions of code and packages that the result depends on, by their names."""
+        return {}
+
     def describe(self) -> dict[str, str]:
         """Return lines of the plan by label."""
         return {}
