@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, declared, log, options, publish, units
+from lib.core import commands, declared, log, manifest, options, publish, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, name_full_disk
 from lib.curate import pipeline, reader, schema
@@ -156,8 +156,7 @@ def run_passes(
     def find_directory(unit: Unit) -> Path:
         return first
 
-    for step in steps:
-        step.prepare(source, directory, progress)
+    pipeline.prepare_steps(source, steps, directory, progress)
     for _ in pipeline.judge_units(source.units, steps, first, opts.num_workers, progress):
         pass
     whole = pipeline.decide_rows(
@@ -170,5 +169,12 @@ def run_passes(
         source.dataset.require_same()
         files = output.finish()
         summary = output.summarize_splits() | {"dropped": dict(output.dropped)}
+        counts = pipeline.add_up_counts(whole, steps, find_directory, output)
+    lines: dict[str, str] = {}
+    for step in steps:
+        paths = step.write_files(directory, counts[step.name])
+        files += [manifest.file_entry(directory, path) for path in paths]
+        lines |= step.format_lines(counts[step.name])
+    log.table(lines)
     shutil.rmtree(directory / WORK)
     return files, summary

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import chain
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -20,12 +21,21 @@ from lib.curate.output import WORK, DatasetOutput
 from lib.curate.reader import Source, Unit
 from lib.curate.schema import RowSchema
 from lib.curate.second_pass import UnitWriter, WriteTask
-from lib.curate.step import Step
+from lib.curate.step import Counts, Step
 from lib.curate.whole import WholeDataset, describe_damage
 
 FIRST_PASS = f"{WORK}/first"
+_PREPARED = f"{WORK}/prepared"
 _DECISIONS = f"{WORK}/decisions"
 _WRITTEN = f"{WORK}/written"
+
+
+def prepare_steps(source: Source, steps: Sequence[Step], directory: Path, progress: bool) -> None:
+    """Prepare the steps, each in a directory of its own. directory: of the dataset to build."""
+    for step in steps:
+        work = directory / _PREPARED / step.name
+        work.mkdir(parents=True, exist_ok=True)
+        step.prepare(source, work, progress)
 
 
 def judge_units(
@@ -81,6 +91,23 @@ def list_records(
         if (record := first_pass.read_record(task)) is None:
             raise describe_damage(first_pass.locate_record(task).with_suffix(""))
         yield unit, record
+
+
+def add_up_counts(
+    whole: WholeDataset,
+    steps: Sequence[Step],
+    find_directory: Callable[[Unit], Path],
+    output: DatasetOutput,
+) -> dict[str, Counts]:
+    """Return the own counts of each step by its name: of all units and of its decision."""
+    total: dict[str, Counts] = {step.name: {} for step in steps}
+    units = (record.counts for _, record in list_records(whole.source, find_directory))
+    decided = {step.name: whole.counts_of(step) for step in steps}
+    for counts in chain(units, [decided, output.counts]):
+        for step in steps:
+            if more := counts.get(step.name):
+                total[step.name] = step.add_counts(total[step.name], more)
+    return total
 
 
 def write_units(

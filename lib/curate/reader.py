@@ -69,7 +69,8 @@ class Unit:
             first = 0
             for rows in _group_rows(_list_rows(batch, number, self.format)):
                 last = first + len(rows)
-                yield RowBatch(rows, {name: column[first:last] for name, column in values.items()})
+                own = {name: column[first:last] for name, column in values.items()}
+                yield RowBatch(rows, own, self.split)
                 first = last
             number += batch.num_rows
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from lib.core.data_names import TRAIN
+
 T = TypeVar("T")
 
 
@@ -47,8 +49,11 @@ class RowBatch:
     those that earlier steps have added, one per row.
     """
 
-    def __init__(self, rows: Sequence[Row], columns: Mapping[str, Sequence[Any]]) -> None:
+    def __init__(
+        self, rows: Sequence[Row], columns: Mapping[str, Sequence[Any]], split: str = TRAIN
+    ) -> None:
         self.rows = rows
+        self.split = split
         self.columns = dict(columns)
         self._computed: dict[str, Any] = {}
 

@@ -141,9 +141,11 @@ class Step:
         return {}
 
     def prepare(self, source: Source, work: Path, progress: bool) -> None:
-        """Prepare the step before the first row is read.
+        """Prepare the step before the first row is read, and again after a kill.
 
-        work: an empty directory, which every worker process can read.
+        The result depends on all rows of `source`, also if this process reads only a part of them.
+        work: the step's own directory, which every worker process can read; after a kill it
+        contains what the killed process wrote.
         """
 
     def start(self) -> RunningStep | None:
@@ -171,8 +173,15 @@ class Step:
         return None
 
     def add_counts(self, total: Counts, more: Counts) -> Counts:
-        """Return the step's own counts of several units; the units are added in their order."""
+        """Return the step's own counts of several units; the units are added in their order.
+
+        total: {} before the first unit.
+        """
         return total or more
+
+    def write_files(self, directory: Path, counts: Counts) -> list[Path]:
+        """Write the step's own files into a dataset that is finished otherwise; return them."""
+        return []
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield the step's part of the report. counts: the step's own counts of all units."""
