@@ -172,7 +172,7 @@ def run_passes(
         counts = pipeline.add_up_counts(whole, steps, find_directory, output)
     lines: dict[str, str] = {}
     for step in steps:
-        paths = step.write_files(directory, counts[step.name])
+        paths = step.write_files(directory, whole, counts[step.name])
         files += [manifest.file_entry(directory, path) for path in paths]
         lines |= step.format_lines(counts[step.name])
     log.table(lines)

@@ -76,7 +76,7 @@ def decide_rows(
 
     directory: of the dataset that is built. find_directory: returns where the files of a unit are.
     """
-    whole = WholeDataset(source, directory / _DECISIONS, steps, count, progress)
+    whole = WholeDataset(source, directory / _DECISIONS, steps, count, progress, start_server)
     whole.collect(list_records(source, find_directory))
     whole.decide()
     return whole

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lib.core.conversation import CALLS, TEMPLATE_KWARGS, TEXTS
 from lib.core.data_names import TRAIN, VALIDATION
 from lib.corpus import json_data
+from lib.curate.row_texts import list_sources
 from lib.curate.rows import Row, RowBatch
 from lib.curate.words import BATCH_CHARACTERS
 from lib.tokens import columns
@@ -161,14 +162,6 @@ def _list_rows(batch: pa.RecordBatch, first: int, content: str) -> Iterator[Row]
     read = _list_chats if content == CHAT else _list_texts
     for number, (source, values) in enumerate(zip(sources, read(batch), strict=True), first):
         yield Row(number, source, *values)
-
-
-def list_sources(batch: pa.RecordBatch) -> list[str]:
-    """Return the values of the column `source`, "" for each row without one."""
-    number = batch.schema.get_field_index("source")
-    if number < 0 or not columns.is_string(str(batch.schema.field(number).type)):
-        return [""] * batch.num_rows
-    return [source or "" for source in columns.list_values(batch.column(number))]
 
 
 def _list_texts(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:

@@ -14,13 +14,13 @@ from lib.core import hashing
 from lib.core.data_names import TRAIN, VALIDATION
 from lib.corpus.arrow_arrays import pack_flags, wrap_numbers
 from lib.corpus.parts import MessageFile
-from lib.curate import first_pass, reader, row_tally
+from lib.curate import first_pass, row_tally
 from lib.curate.first_pass import KEPT, UnitRecord
 from lib.curate.reader import Unit
 from lib.curate.row_tally import READ_CHARACTERS, RowTally
+from lib.curate.row_texts import list_sources, list_text_bytes, read_beginning
 from lib.curate.schema import RowSchema
 from lib.curate.step import Counts, Rewriting, Step
-from lib.curate.text_sizes import list_text_bytes, read_beginning
 
 if TYPE_CHECKING:
     import numpy as np
@@ -147,7 +147,7 @@ class UnitWriter:
         """Count the rows of a batch, and describe those that are dropped."""
         import numpy as np
 
-        sources = reader.list_sources(batch)
+        sources = list_sources(batch)
         sizes = list_text_bytes(batch)
         tally = written.tally
         for source, members in groupby(range(len(rows)), sources.__getitem__):

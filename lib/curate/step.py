@@ -179,8 +179,11 @@ class Step:
         """
         return total or more
 
-    def write_files(self, directory: Path, counts: Counts) -> list[Path]:
-        """Write the step's own files into a dataset that is finished otherwise; return them."""
+    def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
+        """Write the step's own files into a dataset that is finished otherwise; return them.
+
+        counts: the step's own counts of all units.
+        """
         return []
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:

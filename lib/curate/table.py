@@ -6,6 +6,7 @@ To add a filter, write a Step and name it here.
 from __future__ import annotations
 
 from lib.curate.step import Step
+from lib.curate.steps.duplicates import Duplicates
 from lib.curate.steps.own_filter import OwnFilters
 
-STEPS: tuple[type[Step], ...] = (OwnFilters,)
+STEPS: tuple[type[Step], ...] = (OwnFilters, Duplicates)

@@ -7,7 +7,8 @@ units, so validation rows have lower numbers than training rows.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,8 @@ class WholeDataset:
     """The fate of each row, and the sidecars, one entry per row.
 
     source: the dataset. directory: for the arrays and for files of the steps. workers: number of
-    processes that a step may use. progress: whether a step shows its progress.
+    processes that a step may use. progress: whether a step shows its progress. start_server: starts
+    what these processes are forked from.
 
     fates: uint8, see first_pass. values: float32, the measurement of a decision. leaders: int64, 1
     + the number of the kept row that a row duplicates; a negative number −n stands for the n-th of
@@ -44,13 +46,20 @@ class WholeDataset:
     """
 
     def __init__(
-        self, source: Source, directory: Path, steps: Sequence[Step], workers: int, progress: bool
+        self,
+        source: Source,
+        directory: Path,
+        steps: Sequence[Step],
+        workers: int,
+        progress: bool,
+        start_server: Callable[[], BaseContext],
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.source = source
         self.directory = directory
         self.workers = workers
         self.progress = progress
+        self.start_server = start_server
         self._steps = steps
         self._rules = {rule: number for number, rule in enumerate(first_pass.list_rules(steps), 1)}
         self._state = _read_state(directory / _STATE)
@@ -111,6 +120,14 @@ class WholeDataset:
     def open(self, name: str, dtype: Any, width: int = 0) -> DiskArray:
         """Return a sidecar, or a file that a step has written into `directory`."""
         return DiskArray(self.directory / name, dtype, width=width)
+
+    def find(self, name: str, dtype: Any) -> DiskArray | None:
+        """Return a sidecar that only some datasets have."""
+        return self.open(name, dtype) if (self.directory / name).is_file() else None
+
+    def list_changing(self) -> list[Step]:
+        """Return the steps that change rows in the second pass."""
+        return [step for step in self._steps if step.start_rewriting()]
 
     def find_rule(self, rule: str) -> int:
         """Return the number that stands for a rule in `fates`."""

@@ -1,71 +1,101 @@
-"""Compute the sets of shingles of rows that are candidates, from the parts or shards with them.
+"""Compute the sets of shingles of rows that are candidates, from the shards with them.
 
 The exact Jaccard similarity of two rows needs their sets. Only rows that share a band key with
-another row need one, so the sets are computed from the stored text after the keys were compared.
+another row need one, so the sets are computed from the text after the keys were compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.core import hashing
-from lib.corpus import chat_rows, work_units
-from lib.corpus.row_options import RowOptions
 from lib.curate import shingles
-from lib.curate.masks.mask_options import make_masker
+from lib.curate.near.documents import DocumentRange
+from lib.tokens import columns
 
 if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
+    from lib.curate.step import Step
+
 
 class SetsTask(NamedTuple):
     """Describes the sets that a worker computes.
 
-    path: a part, or a shard if is_shard is true. digest: of a part. rows: increasing row numbers in
-    that file (int64). out: file for the sets. masks: whether to mask the rows first, as the rows of
-    earlier datasets are masked.
+    rows: increasing row numbers after the first batch of the range (int64). out: file for the sets.
     """
 
-    path: str
-    digest: str
-    is_shard: bool
+    range: DocumentRange
     rows: np.ndarray
-    out: str
-    row_options: RowOptions
-    masks: bool
+    out: Path
 
 
-def prepare_worker() -> Callable[[SetsTask], np.ndarray | None]:
-    """Return the function that a worker calls with a task."""
-    return write_sets
+class SetsWriter:
+    """Computes sets; each worker process has one.
 
-
-def write_sets(task: SetsTask) -> np.ndarray | None:
-    """Write the set of each row (its distinct hashes, uint64, sorted), and return their sizes.
-
-    Returns None if the part is damaged, because reading it might end the process.
+    words: number of words in a shingle. changing: steps that have changed the rows of the earlier
+    datasets; the rows of this dataset are changed alike before they are compared.
     """
-    import numpy as np
 
-    if task.digest and not hashing.has_digest(Path(task.path), task.digest):
-        return None
-    masker = make_masker(task.row_options) if task.masks else None
-    sizes = []
-    with Path(task.out).open("wb") as out:
-        for texts in _batch_texts(_read_texts(task)):
-            if masker:
-                texts = list(map(masker.mask_text, texts))
-            hashed = shingles.hash_texts(texts, task.row_options.near_words)
-            start = 0
-            for end in hashed.ends:
-                distinct = np.unique(hashed.hashes[start:end])
-                out.write(distinct.tobytes())
-                sizes.append(len(distinct))
-                start = end
-    return np.array(sizes, np.int64)
+    def __init__(self, words: int, changing: Sequence[Step]) -> None:
+        self._words = words
+        self._changing = [rewriting for step in changing if (rewriting := step.start_rewriting())]
+
+    def __call__(self, task: SetsTask) -> np.ndarray:
+        """Write the set of each row (its distinct hashes, uint64, sorted); return their sizes."""
+        import numpy as np
+
+        sizes = []
+        with task.out.open("wb") as out:
+            for texts in _batch_texts(self._read_texts(task)):
+                hashed = shingles.hash_texts(texts, self._words)
+                start = 0
+                for end in hashed.ends:
+                    distinct = np.unique(hashed.hashes[start:end])
+                    out.write(distinct.tobytes())
+                    sizes.append(len(distinct))
+                    start = end
+        return np.array(sizes, np.int64)
+
+    def _read_texts(self, task: SetsTask) -> Iterator[str]:
+        """Yield the text of each row of a task."""
+        import numpy as np
+
+        first = 0
+        own = task.range
+        last_batch = None if own.batches is None else own.batch + own.batches
+        for batch in islice(columns.read_batches([own.shard], mapped=True), own.batch, last_batch):
+            last = first + batch.num_rows
+            selected = task.rows[slice(*np.searchsorted(task.rows, [first, last]))] - first
+            first = last
+            if not len(selected):
+                continue
+            for text in _list_texts(batch, selected):
+                for rewriting in () if own.is_earlier else self._changing:
+                    text = rewriting.show(text)
+                yield text
+
+
+def prepare_worker(words: int, changing: Sequence[Step]) -> Callable[[SetsTask], np.ndarray]:
+    """Return the function that a worker calls with a task."""
+    return SetsWriter(words, changing)
+
+
+def _list_texts(batch: pa.RecordBatch, rows: np.ndarray) -> Iterator[str]:
+    """Yield the text of the given rows of a batch; the contents of turns are joined by newlines."""
+    if "text" in batch.schema.names:
+        column = batch.column("text")
+        for row in rows.tolist():
+            yield column[row].as_py() or ""
+        return
+    contents = columns.read_field(columns.flatten_messages(batch), "content")
+    edges = columns.find_conversation_edges(batch)
+    for row in rows.tolist():
+        start = edges[row]
+        yield "\n".join(text or "" for text in contents[start : edges[row + 1]].to_pylist())
 
 
 def _batch_texts(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -81,44 +111,3 @@ def _batch_texts(texts: Iterator[str]) -> Iterator[list[str]]:
         characters += len(text)
     if batch:
         yield batch
-
-
-def _read_texts(task: SetsTask) -> Iterator[str]:
-    """Yield the text of each row of a task."""
-    import numpy as np
-
-    first = 0
-    for batch in _read_batches(task):
-        last = first + batch.num_rows
-        selected = task.rows[slice(*np.searchsorted(task.rows, [first, last]))] - first
-        first = last
-        if len(selected):
-            yield from read_row_texts(batch, selected)
-
-
-def read_row_texts(batch: pa.RecordBatch, rows: np.ndarray) -> Iterator[str]:
-    """Yield the text of the given rows of a batch; the contents of turns are joined by newlines."""
-    if "text" in batch.schema.names:
-        column = batch.column("text")
-        for row in rows:
-            yield column[int(row)].as_py()
-        return
-    messages = batch.column("messages")
-    contents = messages.values.field(chat_rows.CONTENT)
-    edges = messages.offsets
-    for row in map(int, rows):
-        start = edges[row].as_py()
-        yield "\n".join(contents.slice(start, edges[row + 1].as_py() - start).to_pylist())
-
-
-def _read_batches(task: SetsTask) -> Iterator[pa.RecordBatch]:
-    import pyarrow as pa
-
-    with pa.memory_map(task.path) as file:
-        if task.is_shard:
-            with pa.ipc.open_stream(file) as stream:
-                yield from stream
-            return
-        schema = work_units.make_part_schema(task.row_options)
-        while file.tell() < file.size():
-            yield pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)

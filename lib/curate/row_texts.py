@@ -1,4 +1,4 @@
-"""Measure the texts of rows from the offsets alone, and read the beginning of one."""
+"""Read sizes, beginnings and sources of rows, without decoding their texts."""
 
 from __future__ import annotations
 
@@ -60,3 +60,11 @@ def _decode_beginning(text: pa.Scalar, characters: int) -> str:
     data = memoryview(text.as_buffer())[: _BYTES_OF_CHARACTER * characters]
     # The cut may be inside of a character.
     return bytes(data).decode("utf-8", "ignore")[:characters]
+
+
+def list_sources(batch: pa.RecordBatch) -> list[str]:
+    """Return the values of the column `source`, "" for each row without one."""
+    number = batch.schema.get_field_index("source")
+    if number < 0 or not columns.is_string(str(batch.schema.field(number).type)):
+        return [""] * batch.num_rows
+    return [source or "" for source in columns.list_values(batch.column(number))]

@@ -1,0 +1,460 @@
+"""Drop rows whose content equals that of an earlier row, or is similar to that of a kept row."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.core import options, units
+from lib.core.declared import option
+from lib.core.errors import Problems, UsageError
+from lib.curate import shingles
+from lib.curate.disk_array import DiskArray
+from lib.curate.near import key_groups, minhash, search
+from lib.curate.near.documents import (
+    DIGESTS,
+    LEADERS,
+    OMITTED,
+    SIMILARITIES,
+    SIZES,
+    Documents,
+    hash_source,
+)
+from lib.curate.near.minhash import Bands
+from lib.curate.near.search import COPY, NEAR, WALK, NearSettings, Search
+from lib.curate.near.signatures import EarlierDataset, SignatureFiles, describe_parameters
+from lib.curate.rows import Row, RowBatch
+from lib.curate.step import Counts, Step, StepResult
+from lib.curate.words import WORDS, find_words
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from lib.curate.whole import WholeDataset
+
+EXACT_RULE = "duplicates"
+NEAR_RULE = "near_duplicates"
+CLUSTER_SIZE = "cluster_size"
+_NONE, _EXACT, _NEAR = "none", "exact", "near"
+_ONCE, _UPSAMPLE = "1", "upsample"
+_CORPUS, _SOURCE = "corpus", "source"
+_SOURCES = "sources"  # the sidecar with a hash of each row's source
+_WEIGHTS = "weights"  # the sidecar with the value of CLUSTER_SIZE in the input
+_MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near duplicates
+# Smallest size of a cluster → how many times its kept row is written, as in FineWeb-2.
+_COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
+_NOT_COMPARED = "not compared"
+_DIGEST_BYTES = 16
+_OTHER_FILES = 200  # open files besides those of the bands: shards, arrays, pipes of workers
+
+
+@dataclass(frozen=True)
+class DuplicateOptions:
+    """Declares the options about duplicates."""
+
+    dedup: str = option(
+        _NONE,
+        group="duplicates",
+        choices=(_NONE, _EXACT, _NEAR),
+        help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
+        "turns and tools); near: also drop rows whose text is similar to that of a kept row. Both "
+        "sort on disk, in constant memory, and validation rows come first",
+    )
+    near_threshold: float = option(
+        0.8,
+        parse=options.fraction,
+        metavar="F",
+        help="lowest Jaccard similarity (shared ÷ all distinct word n-grams) of a near "
+        "duplicate; the similarity is always computed exactly",
+    )
+    near_words: int = option(
+        5,
+        parse=options.positive_int,
+        help="words in an n-gram; each character of Han, kana, Thai, Lao, Khmer and Myanmar is a "
+        "word",
+    )
+    near_bands: int = option(
+        20,
+        parse=options.positive_int,
+        help="bands of a MinHash signature; rows that agree in a band are compared. More bands "
+        "find more pairs",
+    )
+    near_band_size: int = option(
+        8,
+        parse=options.positive_int,
+        help="minima in a band; more minima find fewer pairs of low similarity",
+    )
+    near_candidates: int = option(
+        32,
+        parse=options.positive_int,
+        help="maximum number of kept rows that a row is compared with",
+    )
+    near_members: int = option(
+        1000,
+        parse=options.positive_int,
+        help="maximum number of kept rows that are remembered for each value of a band",
+    )
+    near_keep: str = option(
+        _ONCE,
+        choices=(_ONCE, _UPSAMPLE),
+        help="1: write a kept row once; upsample: repeat it according to the size of its cluster, "
+        "as FineWeb-2 does (2 rows: 2 times, 3 or 4: 3, 5 to 99: 5, 100 to 999: 8, more: once)",
+    )
+    near_against: list[Path] = option(
+        [],
+        parse=Path,
+        metavar="DIR",
+        help="also drop rows that duplicate rows of this dataset, which was curated with --dedup "
+        "near; may be repeated (default: no other dataset)",
+    )
+    near_within: str = option(
+        _CORPUS,
+        choices=(_CORPUS, _SOURCE),
+        help="corpus: compare all rows; source: compare only rows whose `source` is in the same "
+        "top-level directory",
+    )
+
+
+@dataclass(frozen=True)
+class Duplicates(Step):
+    """Drops rows that duplicate earlier rows. chosen: the options."""
+
+    chosen: DuplicateOptions
+
+    name = "duplicates"
+    options = DuplicateOptions
+
+    @classmethod
+    def from_options(cls, chosen: DuplicateOptions) -> Duplicates | None:
+        """Return the step, None without --dedup. Raises UsageError or ArtifactError."""
+        problems = Problems()
+        for field, value in vars(chosen).items():
+            if field.startswith("near_") and chosen.dedup != _NEAR and value != _default(field):
+                flag = f"--{field.replace('_', '-')}"
+                problems.add(f"{flag} needs --dedup near", expected=f"--dedup near, or no {flag}")
+        if chosen.dedup == _NEAR:
+            problems.collect(partial(_require_bands, chosen))
+            problems.collect(partial(_require_earlier, chosen))
+        problems.raise_if_any()
+        return cls(chosen) if chosen.dedup != _NONE else None
+
+    @property
+    def is_near(self) -> bool:
+        """Return whether near duplicates are dropped."""
+        return self.chosen.dedup == _NEAR
+
+    @property
+    def bands(self) -> Bands:
+        """Return the form of the signatures."""
+        return Bands(self.chosen.near_bands, self.chosen.near_band_size)
+
+    def identify(self) -> dict[str, Any]:
+        """Return the options that are in force, and the content of the earlier datasets."""
+        if not self.is_near:
+            return {"dedup": self.chosen.dedup}
+        earlier = [dataset.identify() for dataset in self._open_earlier()]
+        return vars(self.chosen) | {"near_against": earlier}
+
+    def describe(self) -> dict[str, str]:
+        """Return the line of the plan about duplicates."""
+        if not self.is_near:
+            return {"duplicates": "rows that equal an earlier row are dropped"}
+        return {"near duplicates": describe_bands(self.bands, self.chosen.near_words)}
+
+    def list_rules(self) -> dict[str, str]:
+        """Return the rule about equal rows, and the one about similar rows."""
+        rules = {EXACT_RULE: f"--dedup {self.chosen.dedup}"}
+        return rules | ({NEAR_RULE: f"--dedup {_NEAR}"} if self.is_near else {})
+
+    def list_decisions(self) -> list[str]:
+        """Return both rules: they need the whole dataset."""
+        return [*self.list_rules()]
+
+    def list_inputs(self) -> list[str]:
+        """Return the column with the sizes of clusters, which an earlier curation has written."""
+        return [CLUSTER_SIZE] if self.is_near else []
+
+    def list_late_columns(self) -> dict[str, str]:
+        """Return the column with the number of rows that a kept row stands for."""
+        return {CLUSTER_SIZE: "int"} if self.is_near else {}
+
+    def start(self) -> RunningDuplicates:
+        """Return what computes digests and band keys."""
+        return RunningDuplicates(self)
+
+    def decide(self, whole: WholeDataset) -> Counts:
+        """Drop duplicates; return the figures of the search."""
+        import numpy as np
+
+        earlier = self._open_earlier()
+        documents = Documents(whole.directory / self.name, whole.source, earlier)
+        finder = Search(
+            documents,
+            whole.workers,
+            whole.start_server,
+            partial(whole.recall, self),
+            partial(whole.note, self),
+            whole.progress,
+        )
+        figures: Counts = {"rows": whole.rows, "earlier_rows": documents.first_new}
+        if whole.recall(self, WALK) is None:
+            self._lay_out(whole, documents)
+            finder.find_copies()
+        if self.is_near:
+            figures |= finder.find_near(self._make_settings(whole))
+            figures["not_compared"] = whole.recall(self, _NOT_COMPARED)
+            weights = whole.find(_WEIGHTS, np.int64)
+            figures["largest"] = finder.measure_clusters(weights)
+        self._write_decisions(whole, documents)
+        return figures
+
+    def describe_earlier(self, number: int) -> dict[str, Any]:
+        """Return the place of a row of an earlier dataset. number: from 1."""
+        number -= 1
+        for dataset in self._open_earlier():
+            if number < dataset.count_rows():
+                return dataset.describe_row(number)
+            number -= dataset.count_rows()
+        raise IndexError(number)
+
+    def list_excerpts(self, whole: WholeDataset) -> list[int]:
+        """Return the kept rows of the largest clusters."""
+        figures = whole.counts_of(self)
+        before = figures["earlier_rows"]
+        return [
+            document - before for _, document in figures.get("largest", ()) if document >= before
+        ]
+
+    def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
+        """Write the signatures of the kept rows, for --near-against of a later curation."""
+        import numpy as np
+
+        if not self.is_near:
+            return []
+        files = SignatureFiles(directory, whole.source.splits)
+        keys = [whole.open(name, np.uint64) for name in self.list_keys()]
+        digests = whole.open(DIGESTS, np.uint64, 2)
+        written = dict.fromkeys(whole.source.splits, 0)
+        for unit in whole.source.units:
+            rows = slice(unit.start, unit.start + unit.rows)
+            copies = np.where(whole.fates.values[rows] == 0, whole.copies.values[rows], 0)
+            is_kept = copies > 0
+            first = np.cumsum(copies, dtype=np.int64) - copies + written[unit.split]
+            written[unit.split] += int(copies.sum())
+            values = {
+                "keys": np.column_stack([array.values[rows][is_kept] for array in keys]),
+                "digests": digests.values[rows][is_kept],
+                "rows": first[is_kept].astype(np.uint64),
+            }
+            files.append(unit.split, values)
+            for array in (*keys, digests):
+                array.release()
+            whole.release()
+        parameters = describe_parameters(self.chosen.near_words, self.bands)
+        return files.finish(parameters, _identify_changes(whole))
+
+    def list_keys(self) -> list[str]:
+        """Return the names of the sidecars with the keys of the bands."""
+        return [f"keys.{band}" for band in range(self.bands.number)] if self.is_near else []
+
+    def _open_earlier(self) -> list[EarlierDataset]:
+        return [EarlierDataset(path) for path in self.chosen.near_against]
+
+    def _make_settings(self, whole: WholeDataset) -> NearSettings:
+        """Return the settings of the search.
+
+        If the rows of the earlier datasets were changed after their search, such as masked, the
+        rows of this dataset are changed alike before they are compared with them.
+        """
+        chosen = self.chosen
+        earlier = self._open_earlier()
+        ours = _identify_changes(whole)
+        are_changed = any(dataset.changes for dataset in earlier)
+        other = [dataset for dataset in earlier if dataset.changes != ours]
+        if are_changed and other:
+            raise UsageError(
+                "the datasets of --near-against were changed in another way than this one",
+                expected=f"the same changes of rows in all of them: {ours or 'none'}",
+                found=f"{other[0].name}: {other[0].changes or 'none'}",
+            )
+        changing = whole.list_changing() if are_changed else ()
+        return NearSettings(
+            self.bands,
+            chosen.near_words,
+            chosen.near_threshold,
+            chosen.near_candidates,
+            chosen.near_members,
+            changing,
+        )
+
+    def _lay_out(self, whole: WholeDataset, documents: Documents) -> None:
+        """Write the arrays that the search reads."""
+        import numpy as np
+
+        documents.directory.mkdir(exist_ok=True)
+        documents.create(LEADERS, np.int64)
+        documents.create(SIMILARITIES, np.float32)
+        omitted = documents.create(OMITTED, np.uint8)
+        for first, fates in whole.fates.blocks():
+            own = omitted.values[documents.first_new + first :]
+            own[: len(fates)][fates != 0] = search.DROPPED
+        mixer = None
+        if self.chosen.near_within == _SOURCE:
+            mixer = documents.join_sources(whole.open(_SOURCES, np.uint64))
+        documents.join_digests(whole.open(DIGESTS, np.uint64, 2), mixer)
+        if self.is_near:
+            keys = [whole.open(name, np.uint64) for name in self.list_keys()]
+            whole.note(self, _NOT_COMPARED, documents.join_keys(keys, mixer))
+
+    def _write_decisions(self, whole: WholeDataset, documents: Documents) -> None:
+        """Drop the duplicates, and write how many rows each kept one stands for."""
+        import numpy as np
+
+        rules = {COPY: whole.find_rule(EXACT_RULE)}
+        if self.is_near:
+            rules[NEAR] = whole.find_rule(NEAR_RULE)
+            cluster_sizes = DiskArray(whole.directory / CLUSTER_SIZE, np.int64, (whole.rows,))
+            sizes = documents.open(SIZES, np.int64)
+        omitted = documents.open(OMITTED, np.uint8)
+        leaders = documents.open(LEADERS, np.int64)
+        similarities = documents.open(SIMILARITIES, np.float32)
+        before = documents.first_new
+        for first, fates in whole.fates.blocks():
+            rows = slice(first, first + len(fates))
+            own = slice(before + first, before + first + len(fates))
+            for value, rule in rules.items():
+                is_dropped = omitted.values[own] == value
+                whole.fates.values[rows][is_dropped] = rule
+                whole.values.values[rows][is_dropped] = similarities.values[own][is_dropped]
+                found = leaders.values[own][is_dropped]
+                # An earlier row has the number −1 to −before, a row of this dataset 1 and above.
+                found = np.where(found > before, found - before, -found)
+                whole.leaders.values[rows][is_dropped] = found
+            if self.is_near:
+                stands_for = sizes.values[own] + 1
+                cluster_sizes.values[rows] = stands_for
+                if self.chosen.near_keep == _UPSAMPLE:
+                    steps = np.searchsorted([*_COPIES], stands_for, "right") - 1
+                    whole.copies.values[rows] = np.array([*_COPIES.values()])[steps]
+            whole.release()
+            for array in (omitted, leaders, similarities):
+                array.release()
+
+
+class RunningDuplicates:
+    """Computes the digest of each row, and for near duplicates its band keys."""
+
+    def __init__(self, step: Duplicates) -> None:
+        self._step = step
+
+    def run(self, batch: RowBatch) -> StepResult:
+        """Return the sidecars of a batch."""
+        import numpy as np
+
+        digests = b"".join(row.digest[-_DIGEST_BYTES:] for row in batch.rows)
+        sidecars = {DIGESTS: np.maximum(np.frombuffer(digests, np.uint64).reshape(-1, 2), 1)}
+        if self._step.is_near:
+            keys = _compute_keys(batch, self._step.bands, self._step.chosen.near_words)
+            names = self._step.list_keys()
+            sidecars |= {name: keys[:, band].copy() for band, name in enumerate(names)}
+        if self._step.chosen.near_within == _SOURCE:
+            sources = [hash_source(row.source) for row in batch.rows]
+            sidecars[_SOURCES] = np.array(sources, np.uint64)
+        if self._step.is_near and CLUSTER_SIZE in batch.columns:
+            weights = [value or 1 for value in batch.columns[CLUSTER_SIZE]]
+            sidecars[_WEIGHTS] = np.array(weights, np.int64)
+        return StepResult(sidecars=sidecars)
+
+    def count(self) -> Counts:
+        """Return nothing: `decide` returns the figures."""
+        return {}
+
+
+def _compute_keys(batch: RowBatch, bands: Bands, words: int) -> np.ndarray:
+    """Return the band keys (uint64 [rows, bands]); NO_KEY for a text too long to compare."""
+    if all(map(_is_compared, batch.rows)):
+        groups = batch.memo(WORDS, lambda rows: find_words(rows.texts))
+    else:
+        groups = find_words([row.text if _is_compared(row) else "" for row in batch.rows])
+    return minhash.compute_keys(shingles.join_words(groups, words), bands)
+
+
+def _is_compared(row: Row) -> bool:
+    return row.is_whole and row.characters <= _MOST_CHARACTERS
+
+
+def _identify_changes(whole: WholeDataset) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for step in whole.list_changing():
+        changes |= step.identify()
+    return changes
+
+
+def describe_bands(bands: Bands, words: int) -> str:
+    """Return the settings of the signatures, and the probability that a pair is compared."""
+    curve = ", ".join(
+        f"{100 * bands.find_probability(similarity):.1f} % at {similarity:g}"
+        for similarity in minhash.CURVE
+    )
+    return (
+        f"{bands.number} bands of {bands.size} minima, n-grams of {units.counted(words, 'word')}; "
+        f"probability that a pair is compared: {curve}"
+    )
+
+
+def _default(field: str) -> Any:
+    return getattr(DuplicateOptions(), field)
+
+
+def _require_earlier(chosen: DuplicateOptions) -> None:
+    """Raise UsageError or ArtifactError if rows cannot be compared with earlier datasets."""
+    problems = Problems()
+    parameters = describe_parameters(
+        chosen.near_words, Bands(chosen.near_bands, chosen.near_band_size)
+    )
+
+    def require(path: Path) -> None:
+        dataset = EarlierDataset(path)
+        dataset.require_parameters(parameters)
+        dataset.require_undamaged()
+
+    for path in chosen.near_against:
+        problems.collect(partial(require, path))
+    names = [path.name for path in chosen.near_against]
+    if len({*names}) < len(names):
+        problems.add(
+            "--near-against: two datasets have the same name",
+            found=", ".join(map(str, chosen.near_against)),
+            expected="different names of the directories: rename one of them",
+        )
+    problems.raise_if_any()
+
+
+def _require_bands(chosen: DuplicateOptions) -> None:
+    """Raise UsageError if any two rows would be near duplicates, or if there are too many bands.
+
+    Each band is a file, and all of them are open at once, like the files of a large sort. So this
+    raises the limit of open files of this process, if the system allows it.
+    """
+    problems = Problems()
+    if not chosen.near_threshold:
+        problems.add(
+            "--near-threshold 0 drops rows that have nothing in common",
+            expected="a similarity above 0, such as 0.8",
+        )
+    needed = chosen.near_bands + _OTHER_FILES
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, highest = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in limits)
+    if needed > highest:
+        problems.add(
+            f"--near-bands {chosen.near_bands} needs {needed:,} open files",
+            expected=f"at most {highest:,}, which the system allows this process (ulimit -Hn)",
+        )
+    problems.raise_if_any()
+    useful = min(max(needed, key_groups.MOST_BUCKETS + _OTHER_FILES), highest)
+    if limit < useful:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (useful, limits[1]))
