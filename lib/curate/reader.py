@@ -93,6 +93,13 @@ class Source:
         """Return the bytes of all units."""
         return sum(unit.bytes for unit in self.units)
 
+    def has_column(self, name: str) -> bool:
+        """Return whether all shards have a column of strings."""
+        shards = [shard for shards in self.dataset.splits.values() for shard in shards]
+        return all(
+            columns.is_string(columns.read_column_types(shard).get(name, "")) for shard in shards
+        )
+
     @property
     def splits(self) -> list[str]:
         """Return the names of the splits, in the order of the units."""

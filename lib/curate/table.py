@@ -7,6 +7,15 @@ from __future__ import annotations
 
 from lib.curate.step import Step
 from lib.curate.steps.duplicates import Duplicates
+from lib.curate.steps.language import LanguageLabels
 from lib.curate.steps.own_filter import OwnFilters
+from lib.curate.steps.quality import QualityRules
+from lib.curate.steps.quality_model import QualityScores
 
-STEPS: tuple[type[Step], ...] = (OwnFilters, Duplicates)
+STEPS: tuple[type[Step], ...] = (
+    OwnFilters,
+    LanguageLabels,
+    QualityRules,
+    QualityScores,
+    Duplicates,
+)

@@ -1,19 +1,16 @@
-"""Label each row with its language, and drop rows in languages that --language does not name."""
+"""Find the languages of texts, and check the model and the labels of --language."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lib.core import aliases, commands, hashing, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.corpus.row_batch import BatchRule, RowBatch, RowVerdict
-from lib.corpus.row_options import RowOptions
-from lib.curate.classify import model_file, predictor
+from lib.curate.classify import model_file
 from lib.curate.classify.predictor import LineClassifier
 
 if TYPE_CHECKING:
@@ -21,8 +18,6 @@ if TYPE_CHECKING:
 
 UNDETERMINED = "und"  # the label of short texts, and of texts below --language-score
 ALL = "all"  # the value of --language that labels all rows and drops none
-COLUMN = "language"
-KIND = "language"  # the kind of the rule in errors.jsonl and dropped.jsonl
 CUT = 500  # characters in each cut of a text
 LEAST_LETTERS = 20
 LEAST_SHARE = 0.01  # a smaller score of a cut counts as 0
@@ -92,81 +87,26 @@ def _score_cuts(classifier: LineClassifier, cuts: Sequence[str]) -> np.ndarray:
     return classifier.score_lines([cut.lower() for cut in cuts], LEAST_SHARE).astype("float64")
 
 
-def label_batch(row_options: RowOptions, batch: RowBatch) -> list[str]:
-    """Return the label of each row."""
-    classifier = predictor.load_line_classifier(row_options.language_model)
-    return find_languages(classifier, batch.texts, row_options.language_score)
+def require_labels(languages: Sequence[str], model: Path) -> None:
+    """Raise an error if a model cannot give the labels that --language names.
 
-
-def list_kept(row_options: RowOptions) -> list[str]:
-    """Return the labels of the rows to keep; an empty list keeps all rows."""
-    return [] if row_options.language == [ALL] else row_options.language
-
-
-def list_rules(row_options: RowOptions) -> list[str]:
-    """Return the kind of the rule that drops rows in other languages, if any are dropped."""
-    return [KIND] if list_kept(row_options) else []
-
-
-def start_rules(row_options: RowOptions) -> list[BatchRule]:
-    """Return the rule that drops rows in other languages, if any are dropped."""
-    if not (languages := list_kept(row_options)):
-        return []
-    reason = f"in none of the languages {', '.join(languages)}"
-    return [BatchRule(KIND, reason, partial(_check_rows, frozenset(languages)))]
-
-
-def _check_rows(languages: Collection[str], batch: RowBatch) -> RowVerdict:
-    import numpy as np
-
-    labels = batch.columns[COLUMN]
-    return RowVerdict(np.array([label not in languages for label in labels], bool), labels)
-
-
-def require_language(row_options: RowOptions) -> None:
-    """Raise an error if rows cannot be labelled with the options.
-
-    UsageError: the package is not installed, or the model has no such label. ArtifactError: the
-    model is missing or damaged.
+    UsageError: the model has no such label. ArtifactError: it is missing or damaged.
     """
-    if not row_options.language:
-        return
-    predictor.require_package("--language")
-    labels = _read_labels(row_options.language_model)
-    if ALL in row_options.language and len(row_options.language) > 1:
+    labels = _read_labels(model)
+    if ALL in languages and len(languages) > 1:
         raise UsageError(
-            f"--language {','.join(row_options.language)}: {ALL} cannot be combined with languages",
+            f"--language {','.join(languages)}: {ALL} cannot be combined with languages",
             expected=f"{ALL} to label all rows and drop none, or the languages to keep",
         )
     known = {*labels, UNDETERMINED, ALL}
-    if unknown := [name for name in row_options.language if name not in known]:
+    if unknown := [name for name in languages if name not in known]:
         near = [name for label in unknown for name in _find_near_labels(label, known)]
         raise UsageError(
-            f"--language: {row_options.language_model} has no label {', '.join(unknown)}"
+            f"--language: {model} has no label {', '.join(unknown)}"
             + (f"; the nearest are {', '.join(dict.fromkeys(near))}" if near else ""),
             expected=f"{ALL}, {UNDETERMINED}, or labels of the model: "
             + units.join_names(sorted(labels), _SHOWN),
         )
-
-
-def describe_language(row_options: RowOptions) -> dict[str, str]:
-    """Return the line of the plan about languages by its label; {} if rows are not labelled."""
-    if not row_options.language:
-        return {}
-    languages = list_kept(row_options)
-    choice = f"keep {', '.join(languages)}" if languages else "label all rows"
-    score = f"{UNDETERMINED} below a score of {row_options.language_score:g}"
-    return {"languages": f"{choice}; {score}, by {row_options.language_model}"}
-
-
-def identify_language(row_options: RowOptions) -> dict[str, Any]:
-    """Return the entry of the model in the identity of a dataset; {} if rows are not labelled.
-
-    It contains the digest of the file and not its path.
-    """
-    if not row_options.language:
-        return {}
-    return {"language_model": hashing.file_digest(row_options.language_model, "sha256")}
 
 
 def _find_near_labels(name: str, known: Collection[str]) -> list[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK = 1 << 20  # scores to process at once
 BINS = 20  # bins of the histogram of scores in the report
 _HALF = 16  # bits of a score that are counted in one pass
 
@@ -37,25 +35,25 @@ def count_kept(rows: int, share: float) -> int:
     return min(rows, max(1, math.floor(rows * share + 0.5)))
 
 
-def find_threshold(scores: Path, first: int, count: int) -> ScoreThreshold:
+def find_threshold(read_blocks: Callable[[], Iterable[np.ndarray]], count: int) -> ScoreThreshold:
     """Return the threshold that keeps the `count` highest scores; among equal scores, the first.
 
-    scores: a file of float32 values, none of them negative. first: index of the first score that
-    counts. The bits of such floats are in the order of their values. So two passes find the
-    threshold exactly: the first counts the upper half of the bits, the second the lower half.
+    read_blocks: returns the scores block by block, float32 values, none of them negative. The bits
+    of such floats are in the order of their values. So two passes find the threshold exactly: the
+    first counts the upper half of the bits, the second the lower half.
     """
     import numpy as np
 
     if not count:
         return ScoreThreshold(0, 0)
-    high = _count_halves(scores, first, None)
+    high = _count_halves(read_blocks(), None)
     upper, rest = _find_bin(high, count)
-    low = _count_halves(scores, first, upper)
+    low = _count_halves(read_blocks(), upper)
     lower, ties = _find_bin(low, rest)
     return ScoreThreshold(int(np.uint32(upper << _HALF | lower)), ties)
 
 
-def _count_halves(scores: Path, first: int, upper: int | None) -> np.ndarray:
+def _count_halves(blocks: Iterable[np.ndarray], upper: int | None) -> np.ndarray:
     """Return, for each value of the upper 16 bits, the number of scores with it (int [65,536]).
 
     upper: if given, count the lower 16 bits instead, of the scores with these upper bits.
@@ -63,21 +61,13 @@ def _count_halves(scores: Path, first: int, upper: int | None) -> np.ndarray:
     import numpy as np
 
     counts = np.zeros(1 << _HALF, np.int64)
-    for bits in _read_blocks(scores, first):
+    for scores in blocks:
+        bits = scores.view(np.uint32)
         halves = bits >> np.uint32(_HALF)
         if upper is not None:
             halves = bits[halves == upper] & np.uint32((1 << _HALF) - 1)
         counts += np.bincount(halves, minlength=1 << _HALF)
     return counts
-
-
-def _read_blocks(scores: Path, first: int) -> Iterator[np.ndarray]:
-    import numpy as np
-
-    with scores.open("rb") as file:
-        file.seek(4 * first)
-        while data := file.read(4 * BLOCK):
-            yield np.frombuffer(data, np.uint32)
 
 
 def _find_bin(counts: np.ndarray, count: int) -> tuple[int, int]:

@@ -24,11 +24,7 @@ class Judge:
 
     def __init__(self, limits: Mapping[str, float | None], lists: Mapping[str, WordLists]) -> None:
         self.limits = limits
-        self.rules = [
-            name
-            for name, limit in limits.items()
-            if limit is not None and thresholds.THRESHOLDS[name].is_rule
-        ]
+        self.rules = thresholds.list_rules(limits)
         # Looked up once: in a batch of few rows, hundreds of short calls take most of the time.
         self._figures = [
             (name, thresholds.find_family(name), thresholds.find_figure(name))

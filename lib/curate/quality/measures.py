@@ -246,6 +246,8 @@ def _select_c4_lines(
             counts -= np.diff(units[np.append(first_words, len(words.starts))]) / 2
         is_kept &= counts >= limits["min_line_words"]
     for language, phrase_list in phrases.items():
+        if language not in texts.languages:
+            continue
         lines_with_phrases = layout.find_lines(words.starts[phrase_list.find(words).words])
         if len(lines_with_phrases):
             is_language = np.array([name == language for name in texts.languages])

@@ -1,4 +1,4 @@
-"""Name the quality rules of stage 02 and their thresholds, and read their options.
+"""Name the quality rules and their thresholds, and read their options.
 
 The name of a threshold is `family.name`. The name of a rule begins with `min_` or `max_`; the rest
 is the name of its figure (measures.py). The other thresholds define which lines count.
@@ -195,6 +195,13 @@ def find_line_limits(limits: Mapping[str, float | None], family: str) -> dict[st
         if find_family(name) == family and not threshold.is_rule:
             values[name.partition(".")[2]] = threshold.off if limit is None else limit
     return values
+
+
+def list_rules(limits: Mapping[str, float | None]) -> list[str]:
+    """Return the names of the rules that are on, in the order of application."""
+    return [
+        name for name, limit in limits.items() if limit is not None and THRESHOLDS[name].is_rule
+    ]
 
 
 def describe_limits(limits: Mapping[str, float | None]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,20 +75,11 @@ def _has_words(phrase: Any) -> bool:
     )
 
 
-def select_lists(path: Path | None, languages: Sequence[str]) -> Mapping[str, WordLists]:
+def select_lists(path: Path | None) -> Mapping[str, WordLists]:
     """Return the lists by the language of a row; the key "" is for rows of unknown language.
 
-    path: value of --quality-words. languages: value of --language. Without it, all rows are in the
-    one language of the file, or in English. Raises UsageError if `languages` is empty and the file
-    has several.
+    Those are in the one language of the file, or in English. path: value of --quality-words.
     """
     lists = read_word_lists(path) if path else {}
-    if languages:
-        return {ENGLISH: ENGLISH_LISTS, **lists}
-    if len(lists) > 1:
-        raise UsageError(
-            f"--quality-words: {path} contains the languages {', '.join(lists)}, and the language "
-            "of a row is not known",
-            expected="--language, or a file with one language",
-        )
-    return {"": next(iter(lists.values()), ENGLISH_LISTS)}
+    only = next(iter(lists.values())) if len(lists) == 1 else ENGLISH_LISTS
+    return {"": only, ENGLISH: ENGLISH_LISTS, **lists}
