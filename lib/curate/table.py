@@ -8,6 +8,7 @@ from __future__ import annotations
 from lib.curate.step import Step
 from lib.curate.steps.duplicates import Duplicates
 from lib.curate.steps.language import LanguageLabels
+from lib.curate.steps.masks import Masks
 from lib.curate.steps.own_filter import OwnFilters
 from lib.curate.steps.quality import QualityRules
 from lib.curate.steps.quality_model import QualityScores
@@ -18,4 +19,5 @@ STEPS: tuple[type[Step], ...] = (
     QualityRules,
     QualityScores,
     Duplicates,
+    Masks,
 )

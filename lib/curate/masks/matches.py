@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from lib.core.data_names import find_source
+from lib.core.paths import escape_path
 from lib.curate.masks.choices import EMAIL, IBAN, KINDS
 
-if TYPE_CHECKING:
-    import numpy as np
-
 MOST_SHAPES = 10  # shapes to keep for each kind
-_MOST_SOURCES = 1000  # sources that the manifest lists
+TOP_LEVEL = "(no directory)"
+_OTHERS = "(other directories)"
+_MOST_SOURCES = 1000
+_LONGEST_NAME = 500  # characters of a source
 _SPELT_AT = re.compile(r"\s?[\[(]\s?at\s?[\])]\s?", re.IGNORECASE)
 
 
@@ -56,73 +58,47 @@ class MaskedMatches:
             del mine[MOST_SHAPES:]
 
 
-@dataclass
-class MaskTally:
-    """Counts the matches in the rows that a dataset contains.
+def count_matches(hits: MaskedMatches, sources: Sequence[str]) -> dict[str, Any]:
+    """Return matches as values for JSON, see `add_counts`. sources: the source of each row."""
+    counts: dict[str, Counter[str]] = {}
+    for kind, rows in hits.rows.items():
+        for row in rows:
+            name = find_source(sources[row])[:_LONGEST_NAME]
+            counts.setdefault(name, Counter())[kind] += 1
+    shapes = {kind: [shape for _, shape in shapes] for kind, shapes in hits.shapes.items()}
+    return {"sources": {name: dict(kinds) for name, kinds in counts.items()}, "shapes": shapes}
 
-    sources: for each source, the number of matches by kind. shapes: for each kind, the shapes of
-    the first matches.
+
+def add_counts(total: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the counts of earlier and later rows.
+
+    sources: for each source (a top-level directory), the number of matches by kind. shapes: for
+    each kind, the shapes of the first matches.
     """
+    counts = {name: Counter(kinds) for name, kinds in total.get("sources", {}).items()}
+    for name, kinds in more.get("sources", {}).items():
+        is_full = name not in counts and len(counts) >= _MOST_SOURCES
+        counts.setdefault(_OTHERS if is_full else name, Counter()).update(kinds)
+    shapes = dict(total.get("shapes", {}))
+    for kind, found in more.get("shapes", {}).items():
+        shapes[kind] = [*shapes.get(kind, ()), *found][:MOST_SHAPES]
+    return {"sources": {name: dict(kinds) for name, kinds in counts.items()}, "shapes": shapes}
 
-    sources: dict[str, Counter[str]] = field(default_factory=dict)
-    shapes: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(
-        self,
-        hits: MaskedMatches,
-        copies: np.ndarray | None,
-        spans: Iterable[tuple[str, int, int]],
-    ) -> None:
-        """Add the matches in a part.
+def sum_kinds(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of matches by kind, in the order of KINDS. counts: see `add_counts`."""
+    total = sum(map(Counter, counts.get("sources", {}).values()), Counter[str]())
+    return {kind: total[kind] for kind in KINDS if total[kind]}
 
-        copies: how many times each row is written ([rows], None: all once); a row counts once.
-        spans: the source of each file or span in the part, its first row and the row after its last
-        one.
-        """
-        import numpy as np
 
-        rows = {kind: np.array(numbers) for kind, numbers in hits.rows.items()}
-        if copies is not None:
-            rows = {kind: numbers[copies[numbers] > 0] for kind, numbers in rows.items()}
-        for source, start, stop in spans if rows else ():
-            counts = {
-                kind: int(((numbers >= start) & (numbers < stop)).sum())
-                for kind, numbers in rows.items()
-            }
-            if any(counts.values()):
-                total = self.sources.setdefault(source, Counter())
-                total.update({kind: count for kind, count in counts.items() if count})
-        for kind, shapes in hits.shapes.items():
-            mine = self.shapes.setdefault(kind, [])
-            mine += [shape for row, shape in shapes if copies is None or copies[row] > 0]
-            del mine[MOST_SHAPES:]
-
-    @property
-    def total(self) -> Counter[str]:
-        """Return the number of matches by kind."""
-        return sum(self.sources.values(), Counter())
-
-    def summary(self) -> dict[str, Any]:
-        """Return the counts and shapes for the manifest."""
-        total = self.total
-        listed = sorted(self.sources.items(), key=lambda item: (-item[1].total(), item[0]))
-        return {
-            "counts": {kind: total[kind] for kind in KINDS if total[kind]},
-            "sources": {
-                source: dict(sorted(counts.items())) for source, counts in listed[:_MOST_SOURCES]
-            },
-            "shapes": {kind: self.shapes[kind] for kind in KINDS if self.shapes.get(kind)},
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the tally as values for JSON."""
-        return vars(self)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> MaskTally:
-        """Return the tally that `to_json` has converted."""
-        sources = {name: Counter(counts) for name, counts in value.get("sources", {}).items()}
-        return cls(sources, dict(value.get("shapes", {})))
+def rank_sources(counts: Mapping[str, Any], *kinds: str) -> dict[str, int]:
+    """Return the number of matches of some kinds by source, the most first."""
+    numbers = {
+        escape_path(name) or TOP_LEVEL: sum(found.get(kind, 0) for kind in kinds)
+        for name, found in counts.get("sources", {}).items()
+    }
+    ranked = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    return {name: number for name, number in ranked if number}
 
 
 def describe_shape(kind: str, match: bytes) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import declared, manifest, units
-from lib.core.paths import escape_path
 from lib.corpus import selection
 from lib.corpus.dataset import DatasetWriter
 from lib.corpus.dropped import format_place
@@ -16,8 +15,6 @@ from lib.corpus.extract.table import EXTRACTORS
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.tally import Tally
 from lib.curate.classify import top_scores
-from lib.curate.masks.choices import KINDS
-from lib.curate.masks.matches import MaskTally
 from lib.curate.near.minhash import Bands
 from lib.curate.near.plan import RULE_NAMES, RowPlan
 from lib.curate.near.recall import estimate_recall
@@ -33,7 +30,7 @@ from lib.curate.page.facts import (
     format_share,
 )
 from lib.curate.quality import rules as quality
-from lib.curate.row_tally import TOP_LEVEL, RowTally
+from lib.curate.row_tally import RowTally
 
 PAGE = "report.html"
 _SHOWN_LANGUAGES = 5
@@ -136,8 +133,6 @@ def _list_sections(dataset: DatasetWriter, row_options: RowOptions) -> list[Sect
     sections = [*_describe_scores(dataset.plan, row_options)]
     if row_options.extract:
         sections.append(_describe_extraction(dataset.tally, row_options))
-    if row_options.mask:
-        sections.append(_describe_masks(dataset.masks))
     if dataset.test_sets:
         sections.append(dataset.test_sets.make_section(dataset.tally.test_hits))
     return sections
@@ -160,26 +155,6 @@ def _describe_extraction(tally: Tally, row_options: RowOptions) -> Section:
         "those without text. Some pages or chapters of an extracted document may be missing."
     )
     return Section("Extraction", note, ["kind", "extracted", "without text", "problems"], rows)
-
-
-def _describe_masks(masks: MaskTally) -> Section:
-    total = masks.total
-    rows = []
-    for kind in KINDS:
-        if total[kind]:
-            sources = sorted(masks.sources.items(), key=lambda item: (-item[1][kind], item[0]))
-            most = [
-                f"{escape_path(name) or TOP_LEVEL} {counts[kind]:,}"
-                for name, counts in sources[:_SHOWN_SOURCES]
-                if counts[kind]
-            ]
-            shapes = ", ".join(masks.shapes.get(kind, ()))
-            rows.append([kind, f"{total[kind]:,}", ", ".join(most), shapes])
-    note = (
-        "Masked matches in the rows of the dataset. A shape shows the form of a match, not "
-        "its content."
-    )
-    return Section("Masks", note, ["kind", "matches", "most in", "shapes"], rows)
 
 
 def _list_sources(counts: RowTally) -> list[SourceFacts]:
