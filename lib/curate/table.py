@@ -6,6 +6,7 @@ To add a filter, write a Step and name it here.
 from __future__ import annotations
 
 from lib.curate.step import Step
+from lib.curate.steps.decontaminate import Decontamination
 from lib.curate.steps.duplicates import Duplicates
 from lib.curate.steps.language import LanguageLabels
 from lib.curate.steps.masks import Masks
@@ -18,6 +19,7 @@ STEPS: tuple[type[Step], ...] = (
     LanguageLabels,
     QualityRules,
     QualityScores,
+    Decontamination,
     Duplicates,
     Masks,
 )

@@ -1,154 +1,120 @@
-"""Find the n-grams of test questions that are frequent in the corpus, from a sample of its rows.
+"""Find the n-grams of test questions that are frequent in a dataset, from a sample of its rows.
 
-A rule must know them before it sees the first row. A first pass over all rows would double the time
-of a build, so a sample decides. It depends on the input alone, and not on workers or machines: the
-first rows of at most 64 work units, which are spread evenly over the input. Each unit contributes
-an equal share of 64 million characters, or less if it is smaller.
+A question may contain a licence text, a formula of politeness or other words that many documents
+contain. Those n-grams say nothing about the question, and are ignored. Copies of the question
+itself are contamination, however many there are, so n-grams in a copy do not make themselves
+frequent: only documents count that contain an n-gram without the rest of its question. But a text
+in a fifth of all documents is no test question that has leaked; its n-grams are always ignored.
+
+The n-grams must be known before the first row is compared. A further pass over all rows would
+double the time, so a sample decides. It depends on the dataset alone: the first rows of at most 64
+units, which are spread evenly over the dataset. Each unit contributes an equal share of 64 million
+characters, or less if it is smaller. Equal texts count once.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+import hashlib
+from typing import TYPE_CHECKING, NamedTuple
 
-from lib.core import declared, hashing
+from lib.core import hashing
 from lib.core.progress import Progress
 from lib.core.units import ceil_div
-from lib.corpus import selection, work_units
-from lib.corpus.pool import ProcessUnit, UnitPool
-from lib.corpus.row_batch import RowBatch, RowVerdict
-from lib.corpus.row_options import RowOptions
-from lib.corpus.work_units import WorkUnit
-from lib.curate.decontaminate import index, matching
+from lib.curate.decontaminate import matching
 from lib.curate.decontaminate.index import Frequent, Index
-from lib.curate.decontaminate.prepared import PreparedOptions, add_index
+from lib.curate.reader import Source, Unit
+from lib.curate.rows import RowBatch
 
 if TYPE_CHECKING:
     import numpy as np
 
-FREQUENT = 0.001  # share of the rows from which an n-gram is frequent
-# An n-gram in at most this many rows is never frequent; otherwise copies in a tiny corpus would be.
+FREQUENT = 0.001  # share of the rows from which an n-gram outside of copies is frequent
+MOST = 0.2  # share of the rows from which an n-gram is frequent wherever it is
+# An n-gram in at most this many rows is never frequent, or copies in a tiny dataset would be.
 FEWEST_ROWS = 10
+COPY = 0.75  # a row with this share of the n-grams of a question is a copy of it
 MOST_UNITS = 64
 MOST_CHARACTERS = 1 << 26  # characters of the sample, for all units together
 
 
-class UnitSample(NamedTuple):
-    """Contains the number of rows of a unit with each n-gram of test questions.
+class Sample(NamedTuple):
+    """Contains which n-grams of an index are frequent, and which questions occur in the sample.
 
-    rows: number of rows read. members: the n-grams that occur, by their numbers in the index.
-    counts: the number of rows with each of them.
+    is_frequent: bool [n-grams]. together: int64 [questions], number of sampled rows that contain
+    the question.
     """
 
-    rows: int
-    members: np.ndarray
-    counts: np.ndarray
+    is_frequent: np.ndarray
+    together: np.ndarray
+    frequent: Frequent
 
 
-class _Enough(Exception):
-    """Raised to end the reading of a unit after enough rows."""
+def sample_rows(source: Source, test_index: Index, least: float, progress: bool) -> Sample:
+    """Return which n-grams of an index are frequent in a dataset.
+
+    least: the share of the n-grams of a question with which a row contains the question.
+    """
+    units = source.units[:: max(1, ceil_div(len(source.units), MOST_UNITS))]
+    counter = _Counter(test_index, least)
+    with Progress("sample", len(units), "unit", progress) as bar:
+        for unit in units:
+            _read_beginning(unit, MOST_CHARACTERS // len(units), counter)
+            bar.advance()
+    return counter.finish()
+
+
+def _read_beginning(unit: Unit, characters: int, counter: _Counter) -> None:
+    """Count the first rows of a unit, until they have this many characters."""
+    for batch in unit.read_rows():
+        last = 0
+        while last < len(batch.rows) and characters > 0:
+            characters -= len(batch.texts[last])
+            last += 1
+        counter.add(RowBatch(batch.rows[:last], {}))
+        if characters <= 0:
+            return
 
 
 class _Counter:
-    """Counts in how many rows each n-gram of an index occurs."""
+    """Counts in how many rows each n-gram of an index occurs: in all, and outside of copies."""
 
-    def __init__(self, test_index: Index, characters: int) -> None:
+    def __init__(self, test_index: Index, least: float) -> None:
         import numpy as np
 
-        self.rows = 0
-        self.counts = np.zeros(len(test_index.hashes), np.int32)
         self._index = test_index
-        self._left = characters
+        self._least = least
+        self._seen: set[bytes] = set()  # digests of texts
+        self._counts = np.zeros(len(test_index.hashes), np.int64)
+        self._outside = np.zeros(len(test_index.hashes), np.int64)
+        self._together = np.zeros(len(test_index.sizes), np.int64)
 
-    def __call__(self, batch: RowBatch) -> RowVerdict:
-        """Count the n-grams of the rows until the limit, as a rule that drops all rows."""
+    def add(self, batch: RowBatch) -> None:
+        """Count the n-grams of the rows whose text is new."""
         import numpy as np
 
-        characters = np.cumsum([len(text) for text in batch.texts])
-        last = int(np.searchsorted(characters, self._left)) + 1
-        if last < len(batch.rows):
-            batch = RowBatch(batch.rows[:last])
-        grams = matching.hash_batch(batch)
-        positions, members = index.find_members(self._index, grams.hashes)
-        rows = np.searchsorted(grams.ends, positions, "right")
-        pairs = np.unique(rows * len(self.counts) + members)
-        np.add.at(self.counts, pairs % max(1, len(self.counts)), 1)
-        self.rows += len(batch.rows)
-        self._left -= int(characters[len(batch.rows) - 1])
-        if self._left <= 0:
-            raise _Enough
-        return RowVerdict(np.ones(len(batch.rows), bool))
+        rows = []
+        for row in batch.rows:
+            text = matching.get_text(row).encode("utf-8", "surrogatepass")
+            digest = hashlib.sha256(text).digest()[:16]
+            if digest not in self._seen:
+                self._seen.add(digest)
+                rows.append(row)
+        grams = matching.hash_batch(RowBatch(rows, {}))
+        matches = matching.find_matches(self._index, grams)
+        overlaps = matching.find_overlaps(self._index, matches)
+        is_in_copy = np.zeros(len(matches.rows), bool)
+        is_in_copy[matches.owners[(overlaps.shares >= COPY)[overlaps.of_pair]]] = True
+        np.add.at(self._counts, matches.members, 1)
+        np.add.at(self._outside, matches.members[~is_in_copy], 1)
+        np.add.at(self._together, overlaps.questions[overlaps.shares >= self._least], 1)
 
-
-def sample_corpus(
-    row_options: RowOptions,
-    test_index: str,
-    units: Sequence[WorkUnit],
-    workers: int,
-    progress: bool,
-) -> tuple[np.ndarray, Frequent]:
-    """Return which n-grams of an index are frequent in the corpus (bool), and how they were found.
-
-    test_index: directory of the index. units: all work units of the input, in their order.
-    """
-    import numpy as np
-
-    reading_options = add_index(_make_reading_options(row_options), test_index)
-    step = max(1, ceil_div(len(units), MOST_UNITS))
-    chosen = [dataclasses.replace(unit, row_options=reading_options) for unit in units[::step]]
-    rows = 0
-    test_hashes = matching.open_cached(test_index).hashes
-    counts = np.zeros(len(test_hashes), np.int64)
-    read_beginnings = cast(ProcessUnit, _SampleUnit(len(chosen)))
-    with (
-        UnitPool(min(workers, len(chosen)), read_beginnings) as pool,
-        Progress("sample", len(chosen), "unit", progress) as bar,
-    ):
-        for sample in cast(Iterator[UnitSample], pool.run(chosen)):
-            rows += sample.rows
-            counts[sample.members] += sample.counts
-            bar.advance()
-    least = max(FEWEST_ROWS, int(FREQUENT * rows))
-    is_frequent = counts > least
-    ignored = test_hashes[is_frequent]
-    digest = hashing.fingerprint(ignored.tolist())
-    return is_frequent, Frequent(rows, least, len(ignored), digest)
-
-
-def _make_reading_options(row_options: RowOptions) -> RowOptions:
-    """Return options that read the same rows without rules, columns and sidecars."""
-    tables = (
-        *(selection.RULES, selection.RULE_GROUPS, selection.COLUMNS),
-        *(selection.DECISIONS, selection.TWO_PASS_DECISIONS),
-    )
-    names = {row.option for table in tables for row in table.values()} - {"decontaminate"}
-    defaults = {
-        field.name: declared.default_of(field)
-        for field in dataclasses.fields(row_options)
-        if field.name in names
-    }
-    return dataclasses.replace(row_options, **defaults, validation_percent=0.0)
-
-
-class _SampleUnit:
-    """Reads the first rows of a unit. units: number of units that are sampled."""
-
-    def __init__(self, units: int) -> None:
-        self._characters = MOST_CHARACTERS // units
-
-    def __call__(self, unit: WorkUnit) -> UnitSample:
-        """Return the counts of a unit."""
-        import numpy as np
-
-        assert isinstance(unit.row_options, PreparedOptions)
-        counter = _Counter(matching.open_cached(unit.row_options.test_index), self._characters)
-        unit_options = dataclasses.replace(unit.row_options, counter=counter)
-        beside = Path(unit.row_options.test_index).parent
-        with tempfile.TemporaryDirectory(dir=beside) as out, suppress(_Enough):
-            work_units.process_unit(dataclasses.replace(unit, row_options=unit_options, out=out))
-        members = np.flatnonzero(counter.counts)
-        return UnitSample(counter.rows, members, counter.counts[members])
+    def finish(self) -> Sample:
+        """Return which n-grams are frequent."""
+        rows = len(self._seen)
+        least = max(FEWEST_ROWS, int(FREQUENT * rows))
+        most = max(FEWEST_ROWS, int(MOST * rows))
+        is_frequent = (self._outside > least) | (self._counts > most)
+        ignored = self._index.hashes[is_frequent]
+        digest = hashing.fingerprint(ignored.tolist())
+        frequent = Frequent(rows, least, most, len(ignored), digest)
+        return Sample(is_frequent, self._together, frequent)

@@ -13,12 +13,14 @@ SAMPLES = 3  # hits of each test set that the report shows
 class HitSample(NamedTuple):
     """A question that occurs in a document.
 
-    path, position: the place of the document. question: number of the question in its set. share:
-    the part of its n-grams that the document contains. n_gram: the first of them in the document.
+    split, row, source: the place of the document. question: number of the question in its set.
+    share: the part of its n-grams that the document contains. n_gram: the first of them in the
+    document.
     """
 
-    path: str
-    position: int
+    split: str
+    row: int
+    source: str
     question: int
     share: float
     n_gram: str
@@ -53,35 +55,19 @@ class TestHits:
     beginnings: int = 0
     sets: dict[str, SetHits] = field(default_factory=dict)
 
-    def add(self, other: TestHits, rows_before: int = 0) -> None:
-        """Add the hits of later documents.
-
-        rows_before: rows of the same file before them, if they are in a span of a large file.
-        """
-        self.compared += other.compared
-        self.documents += other.documents
-        self.beginnings += other.beginnings
-        for name, more in other.sets.items():
-            set_hits = self.sets.setdefault(name, SetHits())
-            set_hits.documents += more.documents
-            set_hits.questions += more.questions
-            shifted = [
-                sample._replace(position=sample.position + rows_before) for sample in more.samples
-            ]
-            set_hits.samples = (set_hits.samples + shifted)[:SAMPLES]
-
     def to_json(self) -> dict[str, Any]:
         """Return the counts as values for JSON."""
         return vars(self) | {
             "sets": {
-                name: vars(set_hits) | {"questions": dict(sorted(set_hits.questions.items()))}
+                name: vars(set_hits)
+                | {"questions": {str(n): count for n, count in set_hits.questions.items()}}
                 for name, set_hits in self.sets.items()
             }
         }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TestHits:
-        """Return the counts that `to_json` has converted."""
+        """Return the counts that `to_json` has converted, no hits for {}."""
         sets = {
             name: SetHits(
                 record["documents"],
@@ -91,3 +77,21 @@ class TestHits:
             for name, record in value.get("sets", {}).items()
         }
         return cls(**{**value, "sets": sets})
+
+
+def add_hits(total: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Add the counts of later documents to `total`, and return it; both are values for JSON.
+
+    Adding takes time for the new counts only, since a large dataset has many units.
+    """
+    total = total or TestHits().to_json()
+    for name in ("compared", "documents", "beginnings"):
+        total[name] += more[name]
+    for name, added in more["sets"].items():
+        nothing = {"documents": 0, "questions": {}, "samples": []}
+        set_hits = total["sets"].setdefault(name, nothing)
+        set_hits["documents"] += added["documents"]
+        for number, count in added["questions"].items():
+            set_hits["questions"][number] = set_hits["questions"].get(number, 0) + count
+        set_hits["samples"] = [*set_hits["samples"], *added["samples"]][:SAMPLES]
+    return total

@@ -4,7 +4,7 @@ A question is compared by its distinct n-grams of eight words. These n-grams do 
 
 - n-grams with words that all questions of a set begin or end with, such as an instruction;
 - n-grams that more than ten questions of a set share;
-- n-grams that are frequent in the corpus (frequency.py).
+- n-grams that are frequent in the dataset (frequency.py).
 
 A question with fewer than 13 n-grams that count (20 words in a row) is unprotected: it is too short
 to tell a copy from a coincidence. The report lists these questions.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,8 +45,9 @@ _NOTHING = 1 << 62  # size of an unprotected question: no row contains so many o
 class TestSet:
     """Describes a test set.
 
-    unprotected: the increasing numbers of the unprotected questions, by reason. digest: the digest
-    of the set's file.
+    unprotected: the increasing numbers of the unprotected questions, by reason. frequent: pairs of
+    the number of a question that occurs in sampled rows, but whose n-grams are mostly ignored as
+    frequent, and the number of these rows. digest: the digest of the set's file.
     """
 
     __test__ = False  # pytest collects classes with this name otherwise
@@ -54,6 +55,7 @@ class TestSet:
     name: str
     questions: int = 0
     unprotected: dict[str, list[int]] = field(default_factory=dict)
+    frequent: list[list[int]] = field(default_factory=list)
     digest: str = ""
 
     @property
@@ -63,14 +65,16 @@ class TestSet:
 
 
 class Frequent(NamedTuple):
-    """Describes the n-grams that are ignored because they are frequent in the corpus.
+    """Describes the n-grams that are ignored because they are frequent in the dataset.
 
-    rows: number of sampled rows. least: an n-gram is frequent if more rows than this contain it.
-    ignored: number of frequent n-grams. digest: the digest of these n-grams.
+    rows: number of sampled rows. least: an n-gram is frequent if more rows than this contain it
+    outside of copies of its questions. most: it is frequent in any case if more rows than this
+    contain it. ignored: number of frequent n-grams. digest: the digest of these n-grams.
     """
 
     rows: int = 0
     least: int = 0
+    most: int = 0
     ignored: int = 0
     digest: str = ""
 
@@ -138,14 +142,17 @@ def build_index(sets: Iterable[tuple[str, Sequence[Question]]]) -> Index:
     )
 
 
-def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) -> Index:
+def ignore_frequent(
+    index: Index, is_ignored: np.ndarray, together: np.ndarray, least: float
+) -> Index:
     """Return the index without frequent n-grams.
 
-    is_ignored: bool [hashes]. Questions that keep too few n-grams become unprotected.
+    is_ignored: bool [hashes]. together: int64 [questions], number of sampled rows that contain a
+    question. least: the share of its n-grams with which they contain it. Questions that keep too
+    few n-grams become unprotected.
     """
     import numpy as np
 
-    index = index._replace(frequent=frequent)
     if not is_ignored.any():
         return index
     counts = np.diff(index.ends, prepend=0)
@@ -153,13 +160,14 @@ def ignore_frequent(index: Index, is_ignored: np.ndarray, frequent: Frequent) ->
     postings = index.postings[is_kept]
     remaining = np.bincount(postings, minlength=len(index.sizes)).astype(np.int64)
     is_lost = (remaining < FEWEST) & (index.sizes < _NOTHING)
-    test_sets = [
-        replace(test_set, unprotected=copy.deepcopy(test_set.unprotected))
-        for test_set in index.test_sets
-    ]
+    test_sets = copy.deepcopy(index.test_sets)
     for question in np.flatnonzero(is_lost):
         unprotected = test_sets[index.sets[question]].unprotected
         unprotected.setdefault(FREQUENT, []).append(int(index.numbers[question]))
+    is_missed = is_lost | (index.sizes - remaining >= least * index.sizes)
+    for question in np.flatnonzero(is_missed & (together > 0)):
+        rows = [int(index.numbers[question]), int(together[question])]
+        test_sets[index.sets[question]].frequent.append(rows)
     hashes = index.hashes[~is_ignored]
     return index._replace(
         hashes=hashes,
