@@ -18,6 +18,7 @@ from lib.curate.step import Counts, Section, Step, StepResult, Verdict
 
 if TYPE_CHECKING:
     from lib.curate.reader import Source
+    from lib.curate.whole import WholeDataset
 
 RULE = "test set"
 _NAMED = 5  # test sets in the plan
@@ -113,7 +114,7 @@ class Decontamination(Step):
         """Return the hits of several units."""
         return hits.add_hits(total, more)
 
-    def write_files(self, directory: Path, counts: Counts) -> list[Path]:
+    def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
         """Write decontamination.json, which lists all test sets and the questions that occur."""
         return [self._make_report().write(directory, hits.TestHits.from_json(counts))]
 
