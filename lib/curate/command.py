@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lib.core import commands, declared, log, manifest, options, publish, units
+from lib.core.data_names import TRAIN
 from lib.core.declared import CommonOptions, option
-from lib.core.errors import Problems, name_full_disk
+from lib.core.errors import Problems, UsageError, name_full_disk
 from lib.curate import pipeline, reader, schema
 from lib.curate.output import WORK, DatasetOutput
 from lib.curate.reader import Source, Unit
@@ -103,6 +104,9 @@ def main(argv: list[str]) -> None:
         publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True) as build,
     ):
         files, summary = run_passes(opts, source, steps, row_schema, build.dir)
+        if refusal := find_refusal(summary):
+            build.resumable = False  # the next run needs other options or inputs
+            raise refusal
         build.publish(
             stage=_COMMAND,
             options=options.to_plain_values(parsed),
@@ -111,6 +115,20 @@ def main(argv: list[str]) -> None:
         )
     log.info(f"done in {units.duration(time.monotonic() - began)}")
     log.info(f"next: {commands.train('-e', 'first', '-d', opts.save_dir)}")
+
+
+def find_refusal(summary: Mapping[str, Any]) -> UsageError | None:
+    """Return the error if the steps have dropped all rows of the training split."""
+    if summary["splits"][TRAIN]["rows"]:
+        return None
+    found = [
+        f"{units.counted(count, 'row')} dropped by {rule}"
+        for rule, count in summary["dropped"].items()
+    ]
+    return UsageError(
+        f"no row is left for the split `{TRAIN}`, so nothing was published",
+        found=", ".join(found) or "the split has no rows",
+    )
 
 
 def make_identity(source: Source, steps: Sequence[Step]) -> dict[str, Any]:

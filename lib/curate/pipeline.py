@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import workers
-from lib.core.data_names import VALIDATION
 from lib.core.progress import Progress
 from lib.curate import first_pass
 from lib.curate.first_pass import UnitJudge, UnitRecord, UnitTask
@@ -107,6 +106,10 @@ def add_up_counts(
         for step in steps:
             if more := counts.get(step.name):
                 total[step.name] = step.add_counts(total[step.name], more)
+    for step in steps:
+        if rows := step.list_excerpts(whole):
+            shown = {str(row): output.tally.excerpts[str(row)] for row in rows}
+            total[step.name] = {**total[step.name], "excerpts": shown}
     return total
 
 
@@ -153,7 +156,6 @@ def _list_tasks(
 ) -> Iterator[WriteTask]:
     import numpy as np
 
-    validation_rows = sum(unit.rows for unit in whole.source.units if unit.split == VALIDATION)
     late = {name: whole.open(name, np.int64) for step in steps for name in step.list_late_columns()}
     excerpts = {number for step in steps for number in step.list_excerpts(whole)}
     deciding = {whole.find_rule(rule): step for step in steps for rule in step.list_decisions()}
@@ -174,7 +176,7 @@ def _list_tasks(
             whole.copies.values[rows].copy(),
             {name: array.values[rows].copy() for name, array in late.items()},
             earlier,
-            validation_rows,
+            whole.source.validation_rows,
             frozenset(
                 number - unit.start
                 for number in excerpts

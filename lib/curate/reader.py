@@ -89,6 +89,11 @@ class Source:
         return sum(unit.rows for unit in self.units)
 
     @property
+    def validation_rows(self) -> int:
+        """Return the number of rows of the split `validation`, which come first."""
+        return sum(unit.rows for unit in self.units if unit.split == VALIDATION)
+
+    @property
     def bytes(self) -> int:
         """Return the bytes of all units."""
         return sum(unit.bytes for unit in self.units)

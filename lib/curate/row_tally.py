@@ -135,11 +135,8 @@ class RowTally:
             shown = (escape_path(path)[:_TEXT], position, format_value(value), cut_text(text))
             self._insert(rule, DroppedSample(key, *shown, kept_place[:_TEXT]))
 
-    def add(self, other: RowTally, rows_before: int = 0) -> None:
-        """Add the tally of later input.
-
-        rows_before: rows of the same file before this input, if it is a span of a large file.
-        """
+    def add(self, other: RowTally) -> None:
+        """Add the tally of later input."""
         for name in ("rows", "bytes", "uncounted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("lengths", "dropped_lengths", "dropped_bytes"):
@@ -150,7 +147,8 @@ class RowTally:
             self._get_named_source(source).update(counts)
         for rule, samples in other.samples.items():
             for sample in samples:
-                self._insert(rule, sample._replace(position=sample.position + rows_before))
+                self._insert(rule, sample)
+        self.excerpts |= other.excerpts
 
     def list_sources(self) -> list[dict[str, Any]]:
         """Return the `name`, `rows`, `bytes` and `dropped_bytes` of each source.

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing
-from lib.core.data_names import TRAIN, VALIDATION
 from lib.corpus.arrow_arrays import pack_flags, wrap_numbers
 from lib.corpus.parts import MessageFile
 from lib.curate import first_pass, row_tally
 from lib.curate.first_pass import KEPT, UnitRecord
+from lib.curate.places import describe_place, locate_row
 from lib.curate.reader import Unit
 from lib.curate.row_tally import READ_CHARACTERS, RowTally
 from lib.curate.row_texts import list_sources, list_text_bytes, read_beginning
@@ -202,21 +202,6 @@ def find_leader(task: WriteTask, row: int) -> dict[str, Any] | None:
     if leader < 0:
         return task.earlier[leader]
     return locate_row(leader - 1, task.validation_rows) if leader else None
-
-
-def locate_row(number: int, validation_rows: int) -> dict[str, Any]:
-    """Return the split of a row and its number there. number: in the curation."""
-    if number < validation_rows:
-        return {"split": VALIDATION, "row": number}
-    return {"split": TRAIN, "row": number - validation_rows}
-
-
-def describe_place(place: Mapping[str, Any] | None) -> str:
-    """Return the place of a row as text, "" for None."""
-    if not place:
-        return ""
-    text = f"{place['split']} row {place['row']:,}"
-    return f"{text} of {place['dataset']}" if "dataset" in place else text
 
 
 def _list_languages(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, records
 from lib.core.errors import ArtifactError
-from lib.curate import first_pass
+from lib.curate import first_pass, places
 from lib.curate.disk_array import DiskArray
 from lib.curate.first_pass import FATES, UnitRecord
 from lib.curate.reader import Source, Unit
@@ -128,6 +128,10 @@ class WholeDataset:
     def list_changing(self) -> list[Step]:
         """Return the steps that change rows in the second pass."""
         return [step for step in self._steps if step.start_rewriting()]
+
+    def locate_row(self, number: int) -> dict[str, Any]:
+        """Return the split of a row and its number there."""
+        return places.locate_row(number, self.source.validation_rows)
 
     def find_rule(self, rule: str) -> int:
         """Return the number that stands for a rule in `fates`."""

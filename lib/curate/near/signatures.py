@@ -89,6 +89,7 @@ class EarlierDataset:
             )
         self.splits: list[str] = list(self.manifest["summary"]["splits"])
         self._shards = artifacts.find_dataset_files(directory).splits
+        self._rows = {split: self.open(split, _ROWS) for split in self.splits}
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ class EarlierDataset:
 
     def count_rows(self) -> int:
         """Return the number of entries of all splits."""
-        return sum(len(self.open(split, _ROWS)) for split in self.splits)
+        return sum(map(len, self._rows.values()))
 
     def open(self, split: str, name: str, width: int = 0) -> DiskArray:
         """Return an array of a split (uint64).
@@ -148,7 +149,7 @@ class EarlierDataset:
         """Yield the shards of a split, with the row in the shard of each entry (int64)."""
         import numpy as np
 
-        rows = self.open(split, _ROWS)
+        rows = self._rows[split]
         first = 0
         start = 0
         for shard, path in zip(
@@ -163,8 +164,7 @@ class EarlierDataset:
 
     def describe_row(self, number: int) -> dict[str, Any]:
         """Return the place of a row. number: of its entry, from 0."""
-        for split in self.splits:
-            rows = self.open(split, _ROWS)
+        for split, rows in self._rows.items():
             if number < len(rows):
                 return {"split": split, "row": int(rows.values[number]), "dataset": self.name}
             number -= len(rows)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import resource
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import options, units
+from lib.core import options
 from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
 from lib.curate import shingles
 from lib.curate.disk_array import DiskArray
-from lib.curate.near import key_groups, minhash, search
+from lib.curate.near import checks, minhash, report, search
 from lib.curate.near.documents import (
     DIGESTS,
     LEADERS,
@@ -28,7 +27,7 @@ from lib.curate.near.minhash import Bands
 from lib.curate.near.search import COPY, NEAR, WALK, NearSettings, Search
 from lib.curate.near.signatures import EarlierDataset, SignatureFiles, describe_parameters
 from lib.curate.rows import Row, RowBatch
-from lib.curate.step import Counts, Step, StepResult
+from lib.curate.step import Counts, Section, Step, StepResult
 from lib.curate.words import WORDS, find_words
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ if TYPE_CHECKING:
 
     from lib.curate.whole import WholeDataset
 
-EXACT_RULE = "duplicates"
-NEAR_RULE = "near_duplicates"
+EXACT_RULE = "duplicate"
+NEAR_RULE = "near duplicate"
 CLUSTER_SIZE = "cluster_size"
 _NONE, _EXACT, _NEAR = "none", "exact", "near"
 _ONCE, _UPSAMPLE = "1", "upsample"
@@ -49,7 +48,6 @@ _MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near dupl
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
 _NOT_COMPARED = "not compared"
 _DIGEST_BYTES = 16
-_OTHER_FILES = 200  # open files besides those of the bands: shards, arrays, pipes of workers
 
 
 @dataclass(frozen=True)
@@ -137,8 +135,10 @@ class Duplicates(Step):
                 flag = f"--{field.replace('_', '-')}"
                 problems.add(f"{flag} needs --dedup near", expected=f"--dedup near, or no {flag}")
         if chosen.dedup == _NEAR:
-            problems.collect(partial(_require_bands, chosen))
-            problems.collect(partial(_require_earlier, chosen))
+            bands = Bands(chosen.near_bands, chosen.near_band_size)
+            problems.collect(partial(checks.require_bands, chosen.near_threshold, bands.number))
+            parameters = describe_parameters(chosen.near_words, bands)
+            problems.collect(partial(checks.require_earlier, chosen.near_against, parameters))
         problems.raise_if_any()
         return cls(chosen) if chosen.dedup != _NONE else None
 
@@ -163,7 +163,7 @@ class Duplicates(Step):
         """Return the line of the plan about duplicates."""
         if not self.is_near:
             return {"duplicates": "rows that equal an earlier row are dropped"}
-        return {"near duplicates": describe_bands(self.bands, self.chosen.near_words)}
+        return {"near duplicates": checks.describe_bands(self.bands, self.chosen.near_words)}
 
     def list_rules(self) -> dict[str, str]:
         """Return the rule about equal rows, and the one about similar rows."""
@@ -208,7 +208,10 @@ class Duplicates(Step):
             figures |= finder.find_near(self._make_settings(whole))
             figures["not_compared"] = whole.recall(self, _NOT_COMPARED)
             weights = whole.find(_WEIGHTS, np.int64)
-            figures["largest"] = finder.measure_clusters(weights)
+            figures["largest"] = [
+                [size, document - documents.first_new, self._locate(whole, documents, document)]
+                for size, document in finder.measure_clusters(weights)
+            ]
         self._write_decisions(whole, documents)
         return figures
 
@@ -223,11 +226,8 @@ class Duplicates(Step):
 
     def list_excerpts(self, whole: WholeDataset) -> list[int]:
         """Return the kept rows of the largest clusters."""
-        figures = whole.counts_of(self)
-        before = figures["earlier_rows"]
-        return [
-            document - before for _, document in figures.get("largest", ()) if document >= before
-        ]
+        largest = whole.counts_of(self).get("largest", ())
+        return [row for _, row, _ in largest if row >= 0]
 
     def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
         """Write the signatures of the kept rows, for --near-against of a later curation."""
@@ -257,12 +257,28 @@ class Duplicates(Step):
         parameters = describe_parameters(self.chosen.near_words, self.bands)
         return files.finish(parameters, _identify_changes(whole))
 
+    def list_sections(self, counts: Counts) -> Iterator[Section]:
+        """Yield the tables about near duplicates."""
+        if self.is_near:
+            yield from report.list_sections(counts, self.bands, self.chosen.near_threshold)
+
+    def format_lines(self, counts: Counts) -> dict[str, str]:
+        """Return the lines of the printed summary about near duplicates."""
+        if not self.is_near:
+            return {}
+        return report.format_lines(counts, self.bands, self.chosen.near_threshold)
+
     def list_keys(self) -> list[str]:
         """Return the names of the sidecars with the keys of the bands."""
         return [f"keys.{band}" for band in range(self.bands.number)] if self.is_near else []
 
-    def _open_earlier(self) -> list[EarlierDataset]:
-        return [EarlierDataset(path) for path in self.chosen.near_against]
+    def _locate(self, whole: WholeDataset, documents: Documents, document: int) -> dict[str, Any]:
+        """Return the place of a document."""
+        row = document - documents.first_new
+        return whole.locate_row(row) if row >= 0 else self.describe_earlier(document + 1)
+
+    def _open_earlier(self) -> tuple[EarlierDataset, ...]:
+        return _open_datasets(tuple(self.chosen.near_against))
 
     def _make_settings(self, whole: WholeDataset) -> NearSettings:
         """Return the settings of the search.
@@ -394,67 +410,10 @@ def _identify_changes(whole: WholeDataset) -> dict[str, Any]:
     return changes
 
 
-def describe_bands(bands: Bands, words: int) -> str:
-    """Return the settings of the signatures, and the probability that a pair is compared."""
-    curve = ", ".join(
-        f"{100 * bands.find_probability(similarity):.1f} % at {similarity:g}"
-        for similarity in minhash.CURVE
-    )
-    return (
-        f"{bands.number} bands of {bands.size} minima, n-grams of {units.counted(words, 'word')}; "
-        f"probability that a pair is compared: {curve}"
-    )
+@cache
+def _open_datasets(paths: tuple[Path, ...]) -> tuple[EarlierDataset, ...]:
+    return tuple(map(EarlierDataset, paths))
 
 
 def _default(field: str) -> Any:
     return getattr(DuplicateOptions(), field)
-
-
-def _require_earlier(chosen: DuplicateOptions) -> None:
-    """Raise UsageError or ArtifactError if rows cannot be compared with earlier datasets."""
-    problems = Problems()
-    parameters = describe_parameters(
-        chosen.near_words, Bands(chosen.near_bands, chosen.near_band_size)
-    )
-
-    def require(path: Path) -> None:
-        dataset = EarlierDataset(path)
-        dataset.require_parameters(parameters)
-        dataset.require_undamaged()
-
-    for path in chosen.near_against:
-        problems.collect(partial(require, path))
-    names = [path.name for path in chosen.near_against]
-    if len({*names}) < len(names):
-        problems.add(
-            "--near-against: two datasets have the same name",
-            found=", ".join(map(str, chosen.near_against)),
-            expected="different names of the directories: rename one of them",
-        )
-    problems.raise_if_any()
-
-
-def _require_bands(chosen: DuplicateOptions) -> None:
-    """Raise UsageError if any two rows would be near duplicates, or if there are too many bands.
-
-    Each band is a file, and all of them are open at once, like the files of a large sort. So this
-    raises the limit of open files of this process, if the system allows it.
-    """
-    problems = Problems()
-    if not chosen.near_threshold:
-        problems.add(
-            "--near-threshold 0 drops rows that have nothing in common",
-            expected="a similarity above 0, such as 0.8",
-        )
-    needed = chosen.near_bands + _OTHER_FILES
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit, highest = (sys.maxsize if value == resource.RLIM_INFINITY else value for value in limits)
-    if needed > highest:
-        problems.add(
-            f"--near-bands {chosen.near_bands} needs {needed:,} open files",
-            expected=f"at most {highest:,}, which the system allows this process (ulimit -Hn)",
-        )
-    problems.raise_if_any()
-    useful = min(max(needed, key_groups.MOST_BUCKETS + _OTHER_FILES), highest)
-    if limit < useful:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (useful, limits[1]))
