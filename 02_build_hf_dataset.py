@@ -6,11 +6,6 @@
   python 02_build_hf_dataset.py --data-folder splits --save-dir hf_datasets/chats --format chat
   python 02_build_hf_dataset.py --fields text,meta.title --validation-percent 1 --dedup exact
   python 02_build_hf_dataset.py --extract html,pdf,docx,epub
-  python 02_build_hf_dataset.py --language en,de --quality gopher,c4,fineweb --dedup near
-  python 02_build_hf_dataset.py --dedup near --near-threshold 0.8 --near-against hf_datasets/old
-  python 02_build_hf_dataset.py --quality-model good.bin --keep-top 0.1 --mask email,phone
-  python 02_build_hf_dataset.py --min-chars 200 --sample-dropped 20 --dry-run
-  python 02_build_hf_dataset.py --decontaminate tests --decontaminate-report-only
   python 02_build_hf_dataset.py --only-splits 0-4   (on several machines, with different numbers)
   python 02_build_hf_dataset.py --merge             (on one machine, after all splits are built)
 
@@ -21,7 +16,8 @@ may be compressed (.gz .bz2 .xz .zst). The text of a structured document is all 
 joined by newlines. With --format chat each record is a conversation in one of four formats:
 `messages`, `prompt`/`completion`, ShareGPT (`conversations`) or alpaca (`instruction`/`output`).
 Writes a directory that datasets.load_from_disk opens. errors.jsonl in it lists every document and
-file that was skipped or repaired. This stage needs no network.
+file that was skipped or repaired. `python -m lib.curate` then selects rows by near duplicates,
+language and quality, and masks personal data. This stage needs no network.
 """
 
 from __future__ import annotations
@@ -38,22 +34,13 @@ from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, name_full_disk
 from lib.core.progress import Progress
 from lib.corpus import field_sample, inputs, pool, report, split_parts, work_units
-from lib.corpus.dataset import PARTS, PLAN, DatasetWriter
+from lib.corpus.dataset import PARTS, DatasetWriter
 from lib.corpus.extract import options as extraction
 from lib.corpus.extract import table
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.tally import ERRORS, ChatTally
-from lib.curate import sample_dropped
-from lib.curate.classify import language, scores
-from lib.curate.decontaminate import build as test_sets
-from lib.curate.masks import mask_options, second_pass
-from lib.curate.near import signatures
-from lib.curate.near.build import Planner
-from lib.curate.near.plan import RowPlan, describe_bands, require_bands
-from lib.curate.page import collect
-from lib.curate.quality import rules as quality
 
 STAGE = "02_build_hf_dataset.py"
 KIND = "dataset/1"
@@ -99,13 +86,6 @@ class BuildOptions(RowOptions, CommonOptions):
         help="merge the results of all --only-splits runs; the dataset is byte for byte the "
         "same as one built on a single machine",
     )
-    sample_dropped: int = option(
-        0,
-        parse=options.count,
-        metavar="N",
-        help="before the build or with --dry-run, print up to N rows that each rule drops in a "
-        "sample of the input (64 MB); a sample shows no duplicates",
-    )
     num_workers: int = option(1)
 
 
@@ -115,8 +95,8 @@ def parse(argv: Sequence[str]) -> BuildOptions:
     declared.add_options(parser, BuildOptions)
     parser.add_common("read files")
     opts = declared.drop_repeats(declared.read_options(BuildOptions, parser.parse(argv)))
-    # The order of kinds and languages must not affect the identity of a dataset.
-    return replace(opts, extract=table.sort_kinds(opts.extract), language=sorted(opts.language))
+    # The order of kinds must not affect the identity of a dataset.
+    return replace(opts, extract=table.sort_kinds(opts.extract))
 
 
 def check_options(opts: BuildOptions) -> None:
@@ -130,25 +110,8 @@ def check_options(opts: BuildOptions) -> None:
             "--only-splits and --merge exclude each other",
             expected="--only-splits on each machine, then --merge on one",
         )
-    if opts.merge and opts.sample_dropped:
-        problems.add(
-            "--sample-dropped and --merge exclude each other",
-            expected="no --sample-dropped, because a merge does not read the input",
-        )
     problems.collect(opts.require_consistent)
     problems.collect(partial(extraction.require_extraction, opts))
-    problems.collect(partial(test_sets.require_test_sets, opts, not opts.no_progress))
-    problems.collect(partial(quality.require_quality, opts))
-    problems.collect(partial(require_bands, opts))
-    problems.collect(partial(signatures.require_earlier, opts))
-    problems.collect(partial(mask_options.require_masks, opts))
-    problems.collect(partial(language.require_language, opts))
-    problems.collect(partial(scores.require_scores, opts))
-    if save_dir.resolve() in [directory.resolve() for directory in opts.near_against]:
-        problems.add(
-            f"--near-against {save_dir} is the --save-dir as well",
-            expected="an earlier dataset, which this build does not replace",
-        )
     if save_dir.resolve().is_relative_to(folder.resolve()):
         problems.add(
             f"--save-dir {save_dir} is inside --data-folder {folder}",
@@ -166,7 +129,7 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
         field_sample.warn_about_fields(opts, opts.data_folder, files)
     if opts.format == CHAT:
         rows = "one per conversation"
-        fields = {} if opts.merge else sample_dropped.describe_unused(opts.data_folder, files)
+        fields = {} if opts.merge else field_sample.describe_unused(opts.data_folder, files)
     else:
         rows = "one per document" if opts.strings == "joined" else "one per string"
         fields = {"fields": ", ".join(opts.fields) or "every string value"}
@@ -179,11 +142,6 @@ def print_plan(opts: BuildOptions, files: Sequence[InputFile], count: int, neede
             **fields,
             **inputs.describe_splits(files, opts.validation_percent),
             **extraction.describe_extraction(opts),
-            **language.describe_language(opts),
-            **quality.describe_quality(opts),
-            **scores.describe_scores(opts),
-            **({"near duplicates": describe_bands(opts)} if opts.drops_near else {}),
-            **mask_options.describe_masks(opts),
             "disk space": f"about {units.size(needed)}",
         }
     )
@@ -194,13 +152,8 @@ def make_identity(opts: BuildOptions, files: Sequence[InputFile]) -> dict:
 
     It does not depend on the number of machines that build the dataset.
     """
-    chosen = declared.identify_artifact(
-        opts, "data_folder", "save_dir", "only_splits", "merge", "sample_dropped"
-    )
-    chosen |= mask_options.identify_masks(opts) | extraction.identify_extraction(opts)
-    chosen |= language.identify_language(opts) | quality.identify_quality(opts)
-    chosen |= scores.identify_scores(opts) | test_sets.identify_test_sets(opts)
-    chosen |= signatures.identify_earlier(opts)
+    chosen = declared.identify_artifact(opts, "data_folder", "save_dir", "only_splits", "merge")
+    chosen |= extraction.identify_extraction(opts)
     return {"options": chosen, "inputs": inputs.identify_inputs(files)}
 
 
@@ -215,7 +168,7 @@ def build_splits(opts: BuildOptions, files: Sequence[InputFile], row_options: Ro
     log.info(f"build the parts of {', '.join(names)} → {root}, about {units.size(needed)}")
     log.table(inputs.describe_splits(files, opts.validation_percent))
     publish.require_space(root, needed, "the parts")
-    full_identity = test_sets.add_frequent(make_identity(opts, files), row_options)
+    full_identity = make_identity(opts, files)
     for name in names:
         identity = split_parts.make_parts_identity(full_identity, by_split[name])
         if publish.is_done(
@@ -278,33 +231,6 @@ def build_split(
     )
 
 
-def plan_rows(
-    opts: BuildOptions,
-    row_options: RowOptions,
-    files: Sequence[InputFile],
-    tasks: Sequence[work_units.WorkUnit],
-    directory: Path,
-) -> RowPlan:
-    """Return which rows are kept; reads all files before, unless parts are merged.
-
-    directory: for the work of this step. A later run reuses what a killed one has finished.
-    """
-    planner = Planner(directory, row_options, files, opts.num_workers)
-    progress = not opts.no_progress
-    if not (opts.merge or planner.is_collected):
-        total = sum(task.bytes for task in tasks)
-        with (
-            UnitPool(min(opts.num_workers, len(tasks)), split_parts.process_unit) as workers,
-            Progress("read", total, "B", progress) as bar,
-        ):
-            for result in workers.run(tasks):
-                work_units.require_unchanged(result)
-                bar.advance(result.unit.bytes)
-    return planner.make_plan(
-        split_parts.read_results(tasks, None if opts.merge else directory), progress
-    )
-
-
 def add_units(
     opts: BuildOptions, dataset: DatasetWriter, tasks: Sequence[work_units.WorkUnit]
 ) -> int:
@@ -318,20 +244,14 @@ def add_units(
         )
     total = sum(task.bytes for task in tasks)
     remaining = tasks[dataset.units :]
-    are_read = opts.merge or opts.has_two_passes
     with (
-        UnitPool(1 if are_read else min(opts.num_workers, len(tasks))) as workers,
+        UnitPool(1 if opts.merge else min(opts.num_workers, len(tasks))) as workers,
         Progress("merge" if opts.merge else "build", total, "B", not opts.no_progress) as bar,
     ):
         bar.skip(total - sum(task.bytes for task in remaining))
-        results = (
-            split_parts.read_results(remaining, None if opts.merge else dataset.plan_work)
-            if are_read
-            else workers.run(remaining)
-        )
-        for result, masked in second_pass.mask_units(results, dataset, opts, opts.num_workers):
+        for result in split_parts.read_results(remaining) if opts.merge else workers.run(remaining):
             work_units.require_unchanged(result)
-            dataset.add(result, masked)
+            dataset.add(result)
             bar.advance(result.unit.bytes)
     return sum(task.bytes for task in remaining)
 
@@ -353,7 +273,7 @@ def check_result(
         error.found += f"\nlisted in {copy}; nothing was published"
         raise error
     for text in report.list_warnings(
-        dataset.tally, row_options, dataset.rows, dataset.dropped, opts.save_dir
+        dataset.tally, row_options, dataset.rows, dataset.duplicates, opts.save_dir
     ):
         log.warn(text)
 
@@ -362,13 +282,6 @@ def delete_parts(opts: BuildOptions, files: Sequence[InputFile]) -> None:
     """Delete the parts of a dataset after a merge."""
     if opts.merge and not opts.dry_run:
         split_parts.delete_parts(opts.save_dir, inputs.group_by_split(files))
-
-
-def print_sample(opts: BuildOptions, files: Sequence[InputFile], row_options: RowOptions) -> None:
-    """Print rows that rules drop in a sample of the input."""
-    sample_dropped.print_examples(
-        opts.data_folder, files, row_options, opts.sample_dropped, opts.num_workers
-    )
 
 
 def main(argv: list[str]) -> None:
@@ -383,13 +296,8 @@ def main(argv: list[str]) -> None:
         pool.start_server()  # it starts while this process scans the input
     files, skipped = inputs.find_inputs(opts.data_folder, progress, opts.splits_by_name == "on")
     row_options: RowOptions = inputs.add_validation(declared.read_options(RowOptions, opts), files)
-    quality.require_sources(row_options, files)
-    prepare = test_sets.IndexBuilder(opts.data_folder, files, opts.num_workers, progress)
-    if opts.sample_dropped:
-        row_options = prepare(row_options)
-        print_sample(opts, files, row_options)
     if opts.only_splits is not None:
-        build_splits(opts, files, prepare(row_options))
+        build_splits(opts, files, row_options)
         return
     identity = make_identity(opts, files)
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
@@ -399,17 +307,14 @@ def main(argv: list[str]) -> None:
         return
 
     # Plan.
-    row_options = prepare(row_options)
-    parts_identity = test_sets.add_frequent(identity, row_options)
     build = publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True)
-    own_parts = build.dir / (f"{PLAN}/parts" if opts.has_two_passes else PARTS)
-    parts = split_parts.locate_parts(opts.save_dir) if opts.merge else own_parts
+    parts = split_parts.locate_parts(opts.save_dir) if opts.merge else build.dir / PARTS
     tasks = work_units.cut_splits(opts.data_folder, files, parts, row_options)
     total = sum(file.bytes for file in files)
     needed = (
-        split_parts.check_parts(opts.save_dir, parts_identity, inputs.group_by_split(files))
+        split_parts.check_parts(opts.save_dir, identity, inputs.group_by_split(files))
         if opts.merge
-        else work_units.estimate_room(files, opts.drops_near)
+        else work_units.estimate_room(files)
     )
     print_plan(opts, files, len(tasks), needed)
     publish.require_space(opts.save_dir, needed, "the dataset")
@@ -420,30 +325,26 @@ def main(argv: list[str]) -> None:
     with (
         name_full_disk(build.partial.parent, "choose another --save-dir"),
         build,
-        DatasetWriter(build.dir, row_options, opts.has_two_passes and not opts.merge) as dataset,
+        DatasetWriter(build.dir, row_options) as dataset,
     ):
         # Build.
         if not dataset.units:
             dataset.note_skipped(skipped)
-        if opts.has_two_passes:
-            dataset.follow(plan_rows(opts, row_options, files, tasks, build.dir / PLAN))
         read = add_units(opts, dataset, tasks)
 
         # Verify and publish.
         check_result(opts, row_options, dataset, len(files), build)
         listed = dataset.finish()
-        facts = collect.collect_facts(dataset, row_options, identity)
         build.publish(
             stage=STAGE,
             options=options.to_plain_values(opts),
-            files=[*listed, collect.write_page(build.dir, facts)],
+            files=listed,
             summary={"files": len(files), "bytes": total} | dataset.summary(),
         )
 
     delete_parts(opts, files)
     seconds = time.monotonic() - began
-    named = inputs.describe_left_out(files)
-    report.print_summary(opts.save_dir, row_options, dataset, facts, named, read, seconds)
+    report.print_summary(opts.save_dir, row_options, dataset, files, read, seconds)
 
 
 if __name__ == "__main__":

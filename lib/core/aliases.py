@@ -18,10 +18,12 @@ class Gone(NamedTuple):
     """An option of earlier versions.
 
     default: the value that a run recorded if nobody set the option. advice: what to type instead.
+    is_needed: a file that sets the option is refused, because the result would differ without it.
     """
 
     default: Any
     advice: str
+    is_needed: bool = False
 
 
 _PLANS = "leave it out: --dry-run --plan-gpus N prints memory and time, and no interval of saves"
@@ -47,6 +49,49 @@ GONE = {
     ),
     "on_end": Gone("", _END),
     "on_end_seconds": Gone(20.0, _END),
+}
+
+# Options of stage 02 that curated a dataset while it was built, and the values that it recorded.
+_MOVED = {
+    "language": [],
+    "language_model": ".cache/classifiers/lid.176.ftz",
+    "language_score": 0.65,
+    "quality_model": None,
+    "quality_label": None,
+    "quality_score": None,
+    "keep_top": None,
+    "near_threshold": 0.8,
+    "near_words": 5,
+    "near_bands": 20,
+    "near_band_size": 8,
+    "near_candidates": 32,
+    "near_members": 1000,
+    "near_keep": "1",
+    "near_against": [],
+    "near_within": "corpus",
+    "mask": [],
+    "mask_phone_country": [],
+    "mask_with": "constant",
+    "mask_key": None,
+    "quality": [],
+    "quality_set": [],
+    "quality_words": None,
+    "quality_except": [],
+    "decontaminate": [],
+    "decontaminate_share": 0.5,
+    "decontaminate_report_only": False,
+    "sample_dropped": 0,
+}
+
+
+def move_to_curate(option: str) -> str:
+    """Return what to type instead of an option that curated a dataset while it was built."""
+    return f"curate the built dataset: python -m lib.curate DATASET --save-dir NEW {option}"
+
+
+GONE |= {
+    name: Gone(default, move_to_curate(f"--{name.replace('_', '-')} …"), is_needed=True)
+    for name, default in _MOVED.items()
 }
 
 

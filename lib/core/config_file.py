@@ -40,14 +40,15 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
 
     ours: the options of this script. A run's config.yaml and an artifact's manifest.json contain
     more than options. Of their options, these are ignored: secrets, `leave_out`, options for a
-    single launch, and options that no longer exist. Raises UsageError for the manifest of another
-    stage.
+    single launch, and options that no longer exist unless the result needs them. Raises UsageError
+    for the manifest of another stage.
     """
     # A value means what it would mean on the command line, where 010 is 10.
     content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
-        gone = [key for key in content if key not in ours and aliases.find_gone(str(key))]
+        unknown = [str(key) for key in content if key not in ours]
+        gone = [key for key in unknown if aliases.find_gone(key) and not _is_needed(key)]
         _report_gone(f"--config: {config}", gone)
         return {key: value for key, value in content.items() if key not in gone}
     stage = content.get("stage")
@@ -59,8 +60,10 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         for key, value in recorded.items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
-    _report_gone(f"--config: {config}", _list_unknown(values, ours))
-    values = {key: value for key, value in values.items() if key in ours}
+    unknown = _list_unknown(values, ours)
+    refused = list(filter(_is_needed, unknown))  # the parser names them in one error
+    _report_gone(f"--config: {config}", [key for key in unknown if key not in refused])
+    values = {key: value for key, value in values.items() if key in ours or key in refused}
     if content.get("model_dir") and not values.keys() & {"model_name", "model_size", "config_json"}:
         values["model_name"] = content["model_dir"]
     log.info(
@@ -86,6 +89,12 @@ def _was_default(name: str, value: Any) -> bool:
     """Return whether nobody set an option that this version does not know."""
     gone = aliases.find_gone(name)
     return value is None or (gone is not None and str(value) == str(gone.default))
+
+
+def _is_needed(name: str) -> bool:
+    """Return whether the result would differ without an option that this version does not know."""
+    gone = aliases.find_gone(name)
+    return gone is not None and gone.is_needed
 
 
 def _report_gone(where: str, names: Sequence[str]) -> None:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, BinaryIO
 
 from lib.core.conversation import Conversation, InvalidConversation, Place
 from lib.corpus import chat_rows, conversations, json_data
-from lib.corpus.chat_rows import ChatPartWriter, EncodedChat
-from lib.corpus.documents import (
-    DROPPED,
-    NO_VALUES,
-    SKIPPED,
-    SKIPPED_FILE,
-    Documents,
-    RowValues,
-)
-from lib.corpus.row_options import TRAIN, RowOptions
+from lib.corpus.chat_rows import ChatPartWriter
+from lib.corpus.documents import DROPPED, SKIPPED, SKIPPED_FILE, Documents, RowFiles
+from lib.corpus.row_options import RowOptions
 
 
 class ChatDocuments(Documents):
@@ -32,16 +24,15 @@ class ChatDocuments(Documents):
         parts: Mapping[str, ChatPartWriter],
         errors: BinaryIO,
         dropped: BinaryIO,
+        row_files: Mapping[str, RowFiles],
     ) -> None:
-        super().__init__(row_options, parts, errors, dropped)
+        super().__init__(row_options, parts, errors, dropped, row_files)
         self._parts = parts
-        self._part = parts[TRAIN]  # for the rows of the current file, if no hash draws their split
         self._format = ""  # format of the current file's last record
 
     def begin(self, path: str, source: str, role: str = "") -> None:
         """Start a file."""
         super().begin(path, source, role)
-        self._part = self._parts[self._named_split or TRAIN]
         self._format = ""
 
     def is_column_wanted(self, name: str) -> bool:
@@ -119,32 +110,17 @@ class ChatDocuments(Documents):
     def _add_row(self, chat: Conversation, place: Place) -> None:
         """Add a row. Raises the errors of chat_rows.encode_chat before anything is added."""
         encoded = chat_rows.encode_chat(chat)
-        if not self._queues:
-            self._part.add(chat, place, encoded, NO_VALUES.sidecars, NO_VALUES.columns)
-            self._sizes.append(sum(map(len, encoded[0])))
-        else:
-            digest = b""
-            if self._hashes:
-                content: list[Any] = [chat.messages, chat.tools]
-                if chat.template_kwargs:
-                    content.append(chat.template_kwargs)
-                canonical = json_data.dump_json(content, is_sorted=True)
-                digest = hashlib.sha256(canonical).digest()
-            part = self._parts[self._split_of(digest)]
-            contents = [message["content"] for message in chat.messages]
-            questions = [
-                message["content"] for message in chat.messages if message["role"] == "user"
-            ]
-            row = self._make_row(contents, questions=questions)
-            self._add(row, digest, partial(self._write, part, chat, place, encoded))
+        digest = _hash_content(chat) if self._hashes else b""
         self.tally.documents += 1
+        if self._take_row(sum(len(message["content"]) for message in chat.messages)):
+            split = self._split_of(digest)
+            self._parts[split].add(chat, place, encoded)
+            self._note_row(split, digest)
 
-    @staticmethod
-    def _write(
-        part: ChatPartWriter,
-        chat: Conversation,
-        place: Place,
-        encoded: EncodedChat,
-        values: RowValues,
-    ) -> None:
-        part.add(chat, place, encoded, values.sidecars, values.columns)
+
+def _hash_content(chat: Conversation) -> bytes:
+    """Return the SHA-256 of the turns, the tools and the variables of a conversation."""
+    content: list[Any] = [chat.messages, chat.tools]
+    if chat.template_kwargs:
+        content.append(chat.template_kwargs)
+    return hashlib.sha256(json_data.dump_json(content, is_sorted=True)).digest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lib.core.conversation import CALLS, TEMPLATE_KWARGS, TEXTS, Conversation, Place
@@ -41,13 +41,8 @@ def make_schema() -> pa.Schema:
 class ChatPartWriter(parts.Part):
     """Writes conversations, and counts the conversations that are written."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        sidecars: Mapping[str, BinaryIO] = parts.NO_SIDECARS,
-        columns: Mapping[str, str] = parts.NO_COLUMNS,
-    ) -> None:
-        super().__init__(file, make_schema(), sidecars, columns)
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, make_schema())
         self._rows = _Rows()
         self.counts = ChatTotals()
 
@@ -56,33 +51,18 @@ class ChatPartWriter(parts.Part):
         """Return the number of rows, including the rows not written yet."""
         return self._written + self._rows.rows
 
-    def add(
-        self,
-        chat: Conversation,
-        place: Place,
-        encoded: EncodedChat,
-        sidecars: Mapping[str, bytes] = parts.NO_VALUES,
-        columns: Sequence[Any] = (),
-    ) -> None:
-        """Add a row.
-
-        encoded: the conversation. sidecars: the value of the row for each sidecar, by name.
-        columns: the value of the row for each column.
-        """
+    def add(self, chat: Conversation, place: Place, encoded: EncodedChat) -> None:
+        """Add a row. encoded: the conversation."""
         if self._rows.size + encoded[-1] > parts.BATCH_BYTES and self._rows.rows:
             self.flush()
         self._rows.append(chat, place, encoded)
-        self._take_values(sidecars, columns)
 
     def flush(self) -> None:
         """Write the collected rows as one batch."""
-        import pyarrow as pa
-
         if not self._rows.rows:
             return
         batch = self._rows.batch()
-        arrays = [*batch.columns, *self._release_columns()]
-        self._file.write(pa.record_batch(arrays, schema=self._schema).serialize())
+        self._file.write(batch.serialize())
         self._rows.add_to(self.counts)
         self.counts.characters += count_characters(batch)
         self._written += self._rows.rows

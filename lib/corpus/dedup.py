@@ -33,27 +33,25 @@ class DigestSet:
         while digests := self.file.read(DIGEST_BYTES << 20):
             self._add(np.frombuffer(digests, np.uint64).reshape(-1, 2))
 
-    def add(self, *sidecars: np.ndarray) -> np.ndarray:
+    def add(self, digests: np.ndarray) -> np.ndarray:
         """Add digests and return which of them are new (bool [n]). A repeated digest is not new.
 
-        sidecars: the digests, uint8 [n, 16].
+        digests: uint8 [n, 16].
         """
         import numpy as np
 
-        (digests,) = sidecars
         keys = digests.view(np.uint64)
         new = self._add(keys)
         self.file.write(keys[new].tobytes())
         return new
 
-    def find_numbers(self, *sidecars: np.ndarray) -> np.ndarray:
-        """Return the numbers of known digests, from 0 (int64 [n]).
+    def find_numbers(self, digests: np.ndarray) -> np.ndarray:
+        """Return the numbers of known digests (uint8 [n, 16]), from 0 (int64 [n]).
 
         The number of a digest is the number of different digests before it.
         """
         import numpy as np
 
-        (digests,) = sidecars
         keys = _avoid_zeros(digests.view(np.uint64))
         slots = self._hash(keys)
         pending = np.arange(len(keys))

@@ -1,30 +1,23 @@
 """Collect documents from the readers, and report documents and files that yield no row.
 
-The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets. Rows
-that are checked, measured or hashed wait in a queue until they fill a batch. Lines of errors.jsonl
-wait in the same queue, so everything is written in the order of the input.
+The subclasses write the rows: text_documents.py for text, chat_documents.py for chat datasets.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO, NamedTuple
 
 from lib.core import units
 from lib.core.paths import escape_path
-from lib.corpus import encoding, selection
+from lib.corpus import encoding
+from lib.corpus.dedup import DIGEST_BYTES
 from lib.corpus.dropped import format_dropped
 from lib.corpus.parts import Part
 from lib.corpus.raw_file import LARGE_BYTES
-from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import TRAIN, VALIDATION, RowOptions
 from lib.corpus.tally import Tally, format_problem
-from lib.curate import row_tally, shingles
-from lib.curate.masks.mask_options import make_masker
 
 SKIPPED_FILE = "file skipped"
 SKIPPED = "document skipped"
@@ -32,6 +25,7 @@ DROPPED_REST = "rest of the file dropped"
 DROPPED = "document dropped"
 TEST_DATA = "test data"  # a file that its name says is for testing
 DROPPED_ROWS = "rows dropped"
+SHORT = "short"  # kind of a row with too few characters
 KEPT = "kept"
 TOO_LARGE = (
     "too large",
@@ -39,33 +33,31 @@ TOO_LARGE = (
 )
 
 
-class RowValues(NamedTuple):
-    """Contains the values of a row that workers compute: one for each sidecar and extra column."""
+class RowFiles(NamedTuple):
+    """The files with two values for each row of a split, which the search for duplicates reads.
 
-    sidecars: Mapping[str, bytes]
-    columns: Sequence[Any]
+    digests: the last bytes of the SHA-256 of its content. positions: its number in its file.
+    """
 
+    digests: BinaryIO
+    positions: BinaryIO
 
-NO_VALUES = RowValues({}, ())
-
-
-class _QueuedRow(NamedTuple):
-    """Describes a row that waits for its batch. write: writes the row, given its values."""
-
-    text: RowText
-    sha256: bytes
-    write: Callable[[RowValues], None]
+    def add(self, sha256: bytes, position: int) -> None:
+        """Write the values of the next row."""
+        self.digests.write(sha256[-DIGEST_BYTES:])
+        self.positions.write(position.to_bytes(8, "little"))
 
 
 class Documents(ABC):
     """Collects the documents of several files.
 
     parts: one writer per split. errors, dropped: files for the lines of errors.jsonl and
-    dropped.jsonl. lines: number of JSON Lines in the last file or span. rows: number of rows in the
-    current file or span, including dropped rows. rows_of: by split, the number of rows after each
-    file or span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace them.
-    extracts: kinds of documents whose text is extracted. extract_seconds: processor time that one
-    extraction may take.
+    dropped.jsonl. row_files: by split, if rows that equal an earlier one are dropped. lines: number
+    of JSON Lines in the last file or span. rows: number of rows in the current file or span,
+    including dropped rows (if rows can be dropped). rows_of: by split, the number of rows after
+    each file or span. fallback: encoding of bytes that are neither UTF-8 nor UTF-16, "" to replace
+    them. extracts: kinds of documents whose text is extracted. extract_seconds: processor time that
+    one extraction may take.
 
     as_data: if true, readers pass each document with its position and with values of all types; if
     false, they may omit positions and values that are not strings.
@@ -79,6 +71,7 @@ class Documents(ABC):
         parts: Mapping[str, Part],
         errors: BinaryIO,
         dropped: BinaryIO,
+        row_files: Mapping[str, RowFiles],
     ) -> None:
         self.tally = Tally()
         self.lines = 0
@@ -87,29 +80,19 @@ class Documents(ABC):
         self.fallback = row_options.fallback_encoding or ""
         self.extracts = frozenset(row_options.extract)
         self.extract_seconds = row_options.extract_seconds
-        self._row_options = row_options
         self._all_parts = parts
         self._errors = errors
         self._dropped = dropped
-        self._rules = selection.start_rules(row_options)
-        self._new_columns = selection.start_columns(row_options)
-        self._sidecars = selection.list_sidecars(row_options)
-        self._masker = make_masker(row_options)
+        self._row_files = row_files
+        self._min_chars = row_options.min_chars
         self._validation_below = int(row_options.validation_percent / 100 * (1 << 64))
-        self._hashes = bool(self._validation_below or self._sidecars)
-        self._queues = bool(self._hashes or self._rules or self._new_columns)
+        self._hashes = bool(self._validation_below or row_files)
         self._named_split = ""  # the split that the name of the current file says
         self._path = ""
-        self._raw_source = ""
         self._source = ""
         self._replaced_before = 0
         self._reports_before = 0
-        self._sizes: list[int] = []  # bytes of each row of this file that does not enter the queue
-        # Rows that wait, and functions to call between them.
-        self._queue: list[_QueuedRow | Callable[[], None]] = []
-        self._queued_characters = 0
-        # Dropped rows of the current file, by kind and reason.
-        self._dropped_of: Counter[tuple[str, str]] = Counter()
+        self._short_rows = 0  # of the current file
 
     def begin(self, path: str, source: str, role: str = "") -> None:
         """Start a file.
@@ -119,7 +102,6 @@ class Documents(ABC):
         """
         self._named_split = VALIDATION if role == VALIDATION else ""
         self._path = path
-        self._raw_source = source
         self._source = escape_path(source)
         self._replaced_before = self.tally.replaced
         self._reports_before = self._count_reports()
@@ -132,10 +114,12 @@ class Documents(ABC):
         if replaced := self.tally.replaced - self._replaced_before:
             remedy = f"decoded as {self.fallback}" if self.fallback else "replaced by U+FFFD"
             self.note("encoding", f"invalid bytes were {remedy} ({replaced} times)", KEPT)
-        if self._sizes:
-            self.tally.row_counts.add_rows(self._raw_source, self._sizes)
-            self._sizes.clear()
-        self._in_order(partial(self._end_rows, self._path))
+        if self._short_rows:
+            text = f"{units.counted_are(self._short_rows, 'row')} shorter than --min-chars"
+            self.note(SHORT, text, DROPPED_ROWS)
+            self._short_rows = 0
+        for split, part in self._all_parts.items():
+            self.rows_of[split].append(part.rows)
 
     @abstractmethod
     def add_text(self, data: bytes) -> None:
@@ -175,10 +159,6 @@ class Documents(ABC):
 
     def finish(self) -> None:
         """Finish the parts. Call this after the last file."""
-        self._flush()
-        for rule in self._rules:
-            if rule.finish:
-                rule.finish(self.tally)
         for part in self._all_parts.values():
             part.finish()
 
@@ -195,8 +175,7 @@ class Documents(ABC):
         line: int | None = None,
     ) -> None:
         """Write a line to errors.jsonl for the current file."""
-        text = format_problem(self._path, offset, line, kind, message, action)
-        self._in_order(partial(self._errors.write, text))
+        self._errors.write(format_problem(self._path, offset, line, kind, message, action))
         self.tally.note_problem(self._path, kind, message)
 
     def decode(self, data: bytes) -> str:
@@ -205,118 +184,20 @@ class Documents(ABC):
         self.tally.replaced += replaced
         return text
 
-    def _make_row(
-        self,
-        strings: Sequence[str],
-        characters: int | None = None,
-        questions: Sequence[str] = (),
-        size: int | None = None,
-    ) -> RowText:
-        """Return the text of the next row of the file, for rules and sidecars."""
+    def _take_row(self, characters: int) -> bool:
+        """Count the next row of the file; return whether it is long enough to be kept."""
         self.rows += 1
-        return RowText(
-            strings, self._path, self._raw_source, characters, self.rows, questions, size
-        )
+        if characters >= self._min_chars:
+            return True
+        self._short_rows += 1
+        self.tally.short += 1
+        self._dropped.write(format_dropped(self._path, self.rows, SHORT, characters, None))
+        return False
 
-    def _add(self, text: RowText, sha256: bytes, write: Callable[[RowValues], None]) -> None:
-        """Queue a row; `write` is called once its batch is complete, unless a rule drops it."""
-        characters = text.characters
-        if self._queued_characters + characters > shingles.BATCH_CHARACTERS:
-            self._flush()
-        self._queue.append(_QueuedRow(text, sha256, write))
-        self._queued_characters += characters
-
-    def _in_order(self, action: Callable[[], Any]) -> None:
-        """Call a function after the rows before it are written."""
-        if self._queue:
-            self._queue.append(action)
-        else:
-            action()
-
-    def _flush(self) -> None:
-        """Write or drop the rows in the queue, and call the functions between them."""
-        queue = self._queue
-        self._queue = []
-        self._queued_characters = 0
-        batch = RowBatch([entry.text for entry in queue if isinstance(entry, _QueuedRow)])
-        for name, compute in self._new_columns.items():
-            batch.columns[name] = compute(batch)
-        reasons = self._apply_rules(batch)
-        self._count_rows(batch, reasons)
-        sidecars = {
-            name: sidecar.measure_batch(batch, self._row_options)
-            for name, sidecar in self._sidecars.items()
-            if sidecar.measure_batch
-        }
-        number = 0
-        for entry in queue:
-            if not isinstance(entry, _QueuedRow):
-                entry()
-                continue
-            if number in reasons:
-                self._dropped_of[reasons[number][:2]] += 1
-            else:
-                values = {
-                    name: sidecars[name][number].tobytes()
-                    if sidecar.measure is None
-                    else sidecar.measure(entry.text, entry.sha256)
-                    for name, sidecar in self._sidecars.items()
-                }
-                row_values = RowValues(
-                    values, [column[number] for column in batch.columns.values()]
-                )
-                entry.write(row_values)
-            number += 1
-
-    def _apply_rules(self, batch: RowBatch) -> dict[int, tuple[str, str, Any]]:
-        """Return the kind, reason and value of the first rule that drops each dropped row."""
-        reasons: dict[int, tuple[str, str, Any]] = {}
-        lines: dict[int, bytes] = {}
-        for rule in self._rules if batch.rows else ():
-            verdict = rule.check(batch)
-            numbers = verdict.dropped.nonzero()[0].tolist()
-            self.tally.alone[rule.kind] += len(numbers)
-            for number in numbers:
-                if number not in reasons:
-                    reason = verdict.reasons[number] if len(verdict.reasons) else rule.reason
-                    value = verdict.values[number] if len(verdict.values) else None
-                    reasons[number] = rule.kind, reason, value
-                    row = batch.rows[number]
-                    lines[number] = format_dropped(row.path, row.position, rule.kind, value, None)
-                    self.tally.dropped[rule.kind] += 1
-        self._dropped.writelines(lines[number] for number in sorted(lines))
-        return reasons
-
-    def _count_rows(self, batch: RowBatch, reasons: Mapping[int, tuple[str, str, Any]]) -> None:
-        """Count the rows of a batch for the report, and the rows that rules drop."""
-        counts = self.tally.row_counts
-        sizes = [row.bytes for row in batch.rows]
-        for source, rows in groupby(range(len(sizes)), lambda row: batch.rows[row].source):
-            numbers = list(rows)
-            counts.add_rows(source, sizes[numbers[0] : numbers[-1] + 1])
-        dropped: dict[tuple[str, str], list[int]] = {}
-        for number, (kind, _, value) in reasons.items():
-            row = batch.rows[number]
-            dropped.setdefault((kind, row.source), []).append(sizes[number])
-            key = row_tally.make_key(row.path, row.position)
-            if counts.takes_sample(kind, key):
-                text = self._masker.mask_text(row.text[: row_tally.READ_CHARACTERS])
-                counts.add_sample(kind, key, row.path, row.position, value, text)
-        for (kind, source), row_sizes in dropped.items():
-            counts.drop_rows(kind, source, row_sizes)
-        if languages := batch.columns.get("language"):
-            counts.add_languages(Counter(languages))
-            counts.add_languages(Counter(languages[number] for number in reasons), is_dropped=True)
-
-    def _end_rows(self, path: str) -> None:
-        """Note how many rows of a file or span were dropped, and where its rows end."""
-        for (kind, reason), count in self._dropped_of.items():
-            message = f"{units.counted_are(count, 'row')} {reason}"
-            self._errors.write(format_problem(path, None, None, kind, message, DROPPED_ROWS))
-            self.tally.problems[kind] += 1
-        self._dropped_of.clear()
-        for split, part in self._all_parts.items():
-            self.rows_of[split].append(part.rows)
+    def _note_row(self, split: str, sha256: bytes) -> None:
+        """Write what the search for duplicates needs to know of a kept row."""
+        if self._row_files:
+            self._row_files[split].add(sha256, self.rows)
 
     def _split_of(self, digest: bytes) -> str:
         """Return the split of a row, drawn from the digest of its text.

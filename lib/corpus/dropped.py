@@ -53,7 +53,7 @@ def format_place(row: Mapping[str, Any]) -> str:
 
 
 class KeptPlaces:
-    """Stores the file and the position of each row that a decider keeps, in their order.
+    """Stores the file and the position of each kept row, in their order.
 
     path: the common beginning of the names of both files. New rows are appended, so a resumed build
     first truncates the files to the recorded progress.

@@ -1,7 +1,8 @@
 """Say before a build which fields of records it trains, if that may be surprising.
 
 By default a row contains every string of a record. A crawl has a field `text` beside addresses, IDs
-and dates, which nobody wants to train on.
+and dates, which nobody wants to train on. A record with a conversation may have keys that are not
+used at all.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ from typing import Any, BinaryIO
 
 from lib.core import commands, log, units
 from lib.core.data_names import TEST
+from lib.core.errors import MOVE_TEMPORARY, name_full_disk
 from lib.corpus import kinds
 from lib.corpus.documents import Documents
 from lib.corpus.inputs import InputFile
+from lib.corpus.pool import UnitPool
 from lib.corpus.row_options import CHAT, RowOptions
+from lib.corpus.tally import Tally
 from lib.corpus.text_documents import Fields
+from lib.corpus.work_units import FileSpan, WorkUnit
 
 _FIELDS = ("text", "content")
 # YAML is left out: its parser may crash on a hostile file, and this is the parent process.
@@ -31,6 +36,8 @@ _RECORDS_PER_FILE = 20
 _LARGEST_FILE = 32_000_000  # bytes of a file that must be read as a whole
 _NEARLY_ALL = 0.9
 _NAMED = 6
+_HEADS = 3  # files whose beginnings are read for keys that are not used
+_HEAD_BYTES = 1_000_000
 
 
 class _SampleIsFull(Exception):
@@ -41,7 +48,7 @@ class _FirstRecords(Documents):
     """Keeps the first records of files."""
 
     def __init__(self) -> None:
-        super().__init__(RowOptions(), {}, io.BytesIO(), io.BytesIO())
+        super().__init__(RowOptions(), {}, io.BytesIO(), io.BytesIO(), {})
         self.records: list[Any] = []
 
     def add_text(self, data: bytes) -> None:
@@ -112,3 +119,38 @@ def _read_first(path: str, scratch: str) -> list[Any]:
         if raw.kind in _RECORDS:
             readers.read_documents(raw, documents)
     return documents.records
+
+
+def describe_unused(folder: Path, files: Sequence[InputFile]) -> dict[str, str]:
+    """Return the line of the plan about keys of conversations that are not used, {} without any.
+
+    They are counted at the beginning of a few files.
+    """
+    spans: list[FileSpan] = []
+    for file in files:
+        is_long = file.bytes > _HEAD_BYTES
+        if len(spans) < _HEADS and not (file.role or (is_long and not _is_of_lines(file))):
+            size = min(file.bytes, _HEAD_BYTES)
+            spans.append(FileSpan(file, size, 0, _HEAD_BYTES if is_long else None))
+    if not spans:
+        return {}
+    tally = Tally()
+    options = RowOptions(format=CHAT)
+    with (
+        name_full_disk(Path(tempfile.gettempdir()), MOVE_TEMPORARY),
+        tempfile.TemporaryDirectory() as scratch,
+        UnitPool(1) as pool,
+    ):
+        units_of = [
+            WorkUnit(number, (span,), str(folder), scratch, options)
+            for number, span in enumerate(spans)
+        ]
+        for result in pool.run(units_of):
+            tally.add(result.tally)
+    unused = tally.chat.format_unused()
+    read = units.size(sum(span.bytes for span in spans))
+    return {label: f"{text} in the first {read}" for label, text in unused.items()}
+
+
+def _is_of_lines(file: InputFile) -> bool:
+    return file.path.lower().endswith((".jsonl", ".ndjson"))

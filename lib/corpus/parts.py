@@ -10,13 +10,12 @@ from __future__ import annotations
 import io
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.corpus.arrow_arrays import join_texts, make_column, pack_flags, wrap_numbers
+from lib.corpus.arrow_arrays import join_texts, make_column, pack_flags
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,10 +26,6 @@ _ROW_OVERHEAD = 64  # estimated memory of a row in bytes, without its text
 _CHUNK = 1 << 20
 LARGE_PART = 128_000_000  # bytes; a part or row of this size is not read into memory
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-CLUSTER_SIZE = "cluster_size"
-NO_SIDECARS: Mapping[str, BinaryIO] = MappingProxyType({})
-NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
-NO_VALUES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def make_text_schema(keep_source: bool) -> pa.Schema:
@@ -41,36 +36,17 @@ def make_text_schema(keep_source: bool) -> pa.Schema:
     return pa.schema(columns)
 
 
-def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
-    """Return a schema with columns of selection.py added. columns: the kind of each, by name."""
-    import pyarrow as pa
-
-    types = {"string": pa.string(), "int": pa.int64(), "float": pa.float32()}
-    for name, kind in columns.items():
-        schema = schema.append(pa.field(name, types[kind]))
-    return schema
-
-
 class Part(ABC):
     """Writes rows as batch messages of about 16 MB (a single row may be larger).
 
-    sidecars: by name, the file that receives one value per row (see selection.py). columns: kinds
-    of the columns of selection.py, by name. text_bytes: bytes of text written.
+    text_bytes: bytes of text written.
     """
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        schema: pa.Schema,
-        sidecars: Mapping[str, BinaryIO],
-        columns: Mapping[str, str],
-    ) -> None:
+    def __init__(self, file: BinaryIO, schema: pa.Schema) -> None:
         self._written = 0
         self.text_bytes = 0
         self._file = file
-        self._schema = add_columns(schema, columns)
-        self._sidecars = sidecars
-        self._columns: list[list[Any]] = [[] for _ in columns]
+        self._schema = schema
 
     @property
     @abstractmethod
@@ -81,22 +57,6 @@ class Part(ABC):
     def flush(self) -> None:
         """Write the rows collected so far as one batch."""
 
-    def _take_values(self, sidecars: Mapping[str, bytes], columns: Sequence[Any]) -> None:
-        """Take the values of the next row for the sidecars and for the columns."""
-        for name, file in self._sidecars.items():
-            file.write(sidecars[name])
-        for values, value in zip(self._columns, columns, strict=True):
-            values.append(value)
-
-    def _release_columns(self) -> list[pa.Array]:
-        """Return the values of the columns for the rows of the next batch."""
-        first = len(self._schema) - len(self._columns)
-        arrays = []
-        for number, values in enumerate(self._columns, first):
-            arrays.append(make_column(values, self._schema.field(number).type))
-            values.clear()
-        return arrays
-
     def finish(self) -> None:
         """Write the remaining rows, and truncate the old content of a reused file."""
         self.flush()
@@ -106,14 +66,8 @@ class Part(ABC):
 class PartWriter(Part):
     """Writes the rows of a text dataset."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        keep_source: bool,
-        sidecars: Mapping[str, BinaryIO] = NO_SIDECARS,
-        columns: Mapping[str, str] = NO_COLUMNS,
-    ) -> None:
-        super().__init__(file, make_text_schema(keep_source), sidecars, columns)
+    def __init__(self, file: BinaryIO, keep_source: bool) -> None:
+        super().__init__(file, make_text_schema(keep_source))
         self._texts: list[bytes] = []
         self._sources: list[str] | None = [] if keep_source else None
         self._size = 0
@@ -123,28 +77,17 @@ class PartWriter(Part):
         """Return the number of rows, including the rows not written yet."""
         return self._written + len(self._texts)
 
-    def add(
-        self,
-        text: bytes,
-        source: str,
-        sidecars: Mapping[str, bytes] = NO_VALUES,
-        columns: Sequence[Any] = (),
-    ) -> None:
-        """Add a row.
-
-        text: valid UTF-8. sidecars: the value of the row for each sidecar, by name. columns: the
-        value of the row for each column.
-        """
+    def add(self, text: bytes, source: str) -> None:
+        """Add a row. text: valid UTF-8."""
         if self._size + len(text) > BATCH_BYTES and self._texts:
             self.flush()
         self._texts.append(text)
         self._size += len(text) + _ROW_OVERHEAD
         if self._sources is not None:
             self._sources.append(source)
-        self._take_values(sidecars, columns)
 
     def extend(self, texts: Sequence[bytes], source: str) -> None:
-        """Add several rows without sidecars and columns; the batches are the same as with `add`."""
+        """Add several rows; the batches are the same as with `add`."""
         size = sum(map(len, texts)) + _ROW_OVERHEAD * len(texts)
         if self._size + size > BATCH_BYTES:  # one of the rows may start a new batch
             for text in texts:
@@ -155,24 +98,15 @@ class PartWriter(Part):
         if self._sources is not None:
             self._sources += [source] * len(texts)
 
-    def add_file(
-        self,
-        text: BinaryIO,
-        size: int,
-        source: str,
-        sidecars: Mapping[str, bytes] = NO_VALUES,
-        columns: Sequence[Any] = (),
-    ) -> None:
+    def add_file(self, text: BinaryIO, size: int, source: str) -> None:
         """Add a row too large for memory.
 
-        text: file of valid UTF-8. size: its size in bytes. sidecars, columns: see `add`.
+        text: file of valid UTF-8. size: its size in bytes.
         """
         import pyarrow as pa
 
         self.flush()
-        self._take_values(sidecars, columns)
         others = [] if self._sources is None else [make_column([source], pa.string())]
-        others += self._release_columns()
         for piece in format_large_row(text, size, others, self._schema):
             self._file.write(piece)
         self._written += 1
@@ -189,7 +123,6 @@ class PartWriter(Part):
         columns = [join_texts(self._texts)]
         if self._sources is not None:
             columns.append(make_column(self._sources, pa.string()))
-        columns += self._release_columns()
         batch = pa.record_batch(columns, schema=self._schema)
         self._file.write(batch.serialize())
         self._texts.clear()
@@ -314,26 +247,13 @@ class MessageFile(io.RawIOBase):
         return size
 
 
-def add_cluster_size(schema: pa.Schema) -> pa.Schema:
-    """Return the schema of a dataset without near duplicates: with the size of each cluster."""
-    import pyarrow as pa
-
-    return schema.append(pa.field(CLUSTER_SIZE, pa.int64()))
-
-
 def rewrite_part(
-    part: Path,
-    schema: pa.Schema,
-    copies: np.ndarray | None,
-    lines_before: int,
-    cluster_sizes: np.ndarray | None = None,
+    part: Path, schema: pa.Schema, is_kept: np.ndarray | None, lines_before: int
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield the batch messages with the selected rows of a part, and the bytes of text in each.
+    """Yield the batch messages with the kept rows of a part, and the bytes of text in each.
 
-    copies: how many times each row is written ([rows], None: all once). lines_before: number to add
-    to the column `line`. cluster_sizes: values of a new column ([rows], None: no new column).
+    is_kept: bool [rows]; None keeps all. lines_before: number to add to the column `line`.
     """
-    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -343,21 +263,15 @@ def rewrite_part(
     with open_file(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-            own_rows = slice(row, row + batch.num_rows)
+            kept = None if is_kept is None else is_kept[row : row + batch.num_rows]
             row += batch.num_rows
-            if cluster_sizes is not None:
-                batch = batch.append_column(CLUSTER_SIZE, wrap_numbers(cluster_sizes[own_rows]))
-            own_copies = None if copies is None else copies[own_rows]
+            if kept is not None and not kept.any():
+                continue
             if is_large_text(batch):
-                for _ in range(1 if own_copies is None else int(own_copies[0])):
-                    yield from _copy_large_row(part, file, batch)
+                yield from _copy_large_row(part, file, batch)
                 continue
-            if own_copies is not None and (own_copies > 1).any():
-                batch = batch.take(wrap_numbers(np.repeat(np.arange(len(own_copies)), own_copies)))
-            elif own_copies is not None and not own_copies.all():
-                batch = batch.filter(pack_flags(own_copies.astype(bool)))
-            if not batch.num_rows:
-                continue
+            if kept is not None and not kept.all():
+                batch = batch.filter(pack_flags(kept))
             if lines_before:
                 number = schema.get_field_index("line")
                 batch = batch.set_column(

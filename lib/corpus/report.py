@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lib.core import commands, log, paths, units
 from lib.core.errors import UsageError
-from lib.core.paths import escape_path
-from lib.corpus import conversations, selection
+from lib.corpus import conversations, inputs
 from lib.corpus.dataset import DatasetWriter
+from lib.corpus.inputs import InputFile
 from lib.corpus.row_options import CHAT, TRAIN, RowOptions
 from lib.corpus.tally import ERRORS, Tally
-from lib.curate.masks.choices import KINDS
-from lib.curate.masks.matches import MaskTally
-from lib.curate.page import collect
-from lib.curate.page.facts import CorpusFacts
 
 _NAMED = 5
 _MUCH = 0.1  # of the rows; if one reason drops more, that causes a warning
@@ -33,12 +29,8 @@ def find_refusal(
     tally = dataset.tally
     chat = dataset.tally.chat
     problems = ", ".join(f"{n:,} {kind}" for kind, n in tally.problems.most_common()) or "none"
-    counts = tally.dropped + dataset.dropped
-    dropped = [
-        f"{units.counted(counts[kind], 'row')} dropped by {option}; "
-        for kind, option in selection.describe_dropped(row_options, counts).items()
-    ]
-    found = f"{''.join(dropped)}problems: {problems}{describe_other_fields(tally)}"
+    dropped = describe_dropped(dataset, row_options)
+    found = "; ".join([*dropped.values(), f"problems: {problems}{describe_other_fields(tally)}"])
     found = "\n".join([found, *tally.explain_failures()])
     if error := chat.find_mixture():
         return error
@@ -53,8 +45,8 @@ def find_refusal(
     if not dataset.rows[TRAIN]:
         content = "a conversation" if row_options.format == CHAT else "text"
         problem = f"no document in {folder} contains {content} for the split `train`"
-        if total := counts.total():
-            number = units.counted(total, "row")
+        if dropped:
+            number = units.counted(tally.short + dataset.duplicates, "row")
             problem = f"no row is left for the split `train`, since the options dropped {number}"
         return UsageError(problem, found=found)
     if row_options.fields and not tally.fields_seen and tally.problems["no string"]:
@@ -85,10 +77,7 @@ def format_summary(
         **(tally.chat.format_lines() if row_options.format == CHAT else {}),
         "out": f"{rows}, {units.size(summary['text_bytes'])} of text",
     }
-    counts = tally.dropped + dataset.dropped
-    for kind, option in selection.describe_dropped(row_options, counts).items():
-        name = kind if "." in kind else kind.replace("_", " ")
-        lines[name] = f"{units.counted(counts[kind], 'row')} dropped by {option}"
+    lines |= describe_dropped(dataset, row_options)
     if tally.table_formats:
         lines["tables"] = "; ".join(
             f"{units.counted(count, f'{kind.upper()} file')} with {text}"
@@ -106,12 +95,6 @@ def format_summary(
         lines["without text"] = ", ".join(failed)
     if tally.not_extracted and row_options.format != CHAT:
         lines["not extracted"] = f"{_count_documents(tally.not_extracted)}; --extract reads them"
-    if dataset.plan:
-        lines |= dataset.plan.format_lines()
-    if dataset.test_sets:
-        lines |= dataset.test_sets.format_lines(tally.test_hits, save_dir)
-    if row_options.mask:
-        lines["masked"] = describe_masked(dataset.masks)
     if tally.problems:
         problems = ", ".join(f"{count:,} {kind}" for kind, count in tally.problems.most_common())
         lines["problems"] = (
@@ -121,19 +104,17 @@ def format_summary(
     return lines
 
 
-def describe_masked(masks: MaskTally) -> str:
-    """Return a text with the number of masked matches by kind, and their main sources."""
-    total = masks.total
-    counts = ", ".join(f"{total[kind]:,} {kind}" for kind in KINDS if total[kind])
-    if not counts:
-        return "nothing found"
-    sources = sorted(masks.sources.items(), key=lambda item: (-item[1].total(), item[0]))
-    named = ", ".join(
-        f"{escape_path(name) or 'no directory'} {count.total():,}"
-        for name, count in sources[:_NAMED]
-    )
-    more = f" and {len(sources) - _NAMED:,} more" if len(sources) > _NAMED else ""
-    return f"{counts} (by source: {named}{more})"
+def describe_dropped(dataset: DatasetWriter, row_options: RowOptions) -> dict[str, str]:
+    """Return a text about the rows that each option has dropped, by kind; {} without any."""
+    counts = {
+        "short": (dataset.tally.short, f"--min-chars {row_options.min_chars}"),
+        "duplicates": (dataset.duplicates, f"--dedup {row_options.dedup}"),
+    }
+    return {
+        kind: f"{units.counted(count, 'row')} dropped by {option}"
+        for kind, (count, option) in counts.items()
+        if count
+    }
 
 
 def _count_documents(counts: Mapping[str, int]) -> str:
@@ -149,16 +130,15 @@ def list_warnings(
     tally: Tally,
     row_options: RowOptions,
     rows_of: Mapping[str, int],
-    dropped: Mapping[str, int],
+    duplicates: int,
     save_dir: Path,
 ) -> list[str]:
     """Return warnings about a dataset, such as options that match little text.
 
-    rows_of: number of rows by split. dropped: number of rows that each decision has dropped.
-    save_dir: directory of the dataset.
+    rows_of: number of rows by split. duplicates: number of rows dropped because they equal an
+    earlier one. save_dir: directory of the dataset.
     """
-    rows = sum(rows_of.values())
-    total = rows + sum(dropped.values()) + sum(tally.dropped.values())
+    total = sum(rows_of.values()) + duplicates + tally.short
     warnings = tally.explain_failures()
     if missing := sorted({*row_options.fields} - tally.fields_seen):
         warnings.append(
@@ -199,6 +179,11 @@ def list_warnings(
             f"{units.counted(suspicious, 'row')} of CSV may contain several rows because of an "
             f"unclosed quote; {ERRORS} lists the files and lines"
         )
+    if tally.short > _MUCH * total:
+        warnings.append(
+            f"--min-chars {row_options.min_chars} dropped {tally.short:,} of "
+            f"{units.counted(total, 'row')} ({100 * tally.short / total:.0f} %)"
+        )
     warnings += _list_losses(tally, row_options, total, save_dir)
     if len(rows_of) > 1 and not all(rows_of.values()):
         cause = (
@@ -216,20 +201,13 @@ def list_warnings(
 
 
 def _list_losses(tally: Tally, row_options: RowOptions, total: int, save_dir: Path) -> list[str]:
-    """Return a warning for each reason that dropped much of the input.
+    """Return a warning for each reason that dropped many conversations.
 
-    total: rows before the rules. save_dir: directory of the dataset.
+    total: rows before any is dropped. save_dir: directory of the dataset.
     """
-    warnings = []
-    for kind, option in selection.describe_dropped(row_options, tally.dropped).items():
-        if (count := tally.dropped[kind]) > _MUCH * total:
-            warnings.append(
-                f"{option} dropped {count:,} of {units.counted(total, 'row')} "
-                f"({100 * count / total:.0f} %)"
-            )
     refused = {kind: tally.problems[kind] for kind in conversations.KINDS}
     records = total + sum(refused.values()) if row_options.format == CHAT else 0
-    return warnings + [
+    return [
         f"{count:,} of {units.counted(records, 'record')} ({100 * count / records:.0f} %) were "
         f"dropped as `{kind}`; {ERRORS} in {save_dir} lists each with its reason"
         for kind, count in refused.items()
@@ -248,22 +226,21 @@ def print_summary(
     save_dir: Path,
     row_options: RowOptions,
     dataset: DatasetWriter,
-    facts: CorpusFacts,
-    named: dict[str, str],
+    files: Sequence[InputFile],
     read: int,
     seconds: float,
 ) -> None:
     """Print the summary of the input, the dataset and the problems, and the next command.
 
-    named: the line about test data. read: input bytes that this launch processed in `seconds`.
+    files: the input. read: bytes of it that this launch processed in `seconds`.
     """
-    total = facts.bytes
+    total = sum(file.bytes for file in files)
     earlier = f"; {units.size(total - read)} were done by an earlier run" if read < total else ""
     log.info(
         f"done in {units.duration(seconds)}, {units.size(read / max(seconds, 1e-9))}/s{earlier}"
     )
-    summary = format_summary(dataset, row_options, save_dir, facts.files, total)
-    log.table(summary | named | collect.format_lines(facts, save_dir))
+    summary = format_summary(dataset, row_options, save_dir, len(files), total)
+    log.table(summary | inputs.describe_left_out(files))
     print_next(save_dir, row_options)
 
 
@@ -279,7 +256,10 @@ def _find_prepared_model() -> str:
 
 
 def print_next(save_dir: Path, row_options: RowOptions) -> None:
-    """Print the commands after stage 02: get a model unless one is prepared, then train."""
+    """Print the commands after stage 02: curate, get a model unless one is prepared, then train."""
+    curated = f"{save_dir}-curated"
+    curate = commands.module("lib.curate", save_dir, "--save-dir", curated, "--dedup", "near")
+    log.info(f"next: select rows, or go on without it (--help lists the rules): {curate}")
     if model := _find_prepared_model():
         words = ("-e", "first", "-d", save_dir, "-m", model)
         if row_options.format == CHAT:

@@ -6,31 +6,27 @@ add a field to it.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 
-from lib.core import declared, options, paths
+from lib.core import aliases, options
 from lib.core.data_names import TRAIN, VALIDATION
 from lib.core.declared import option
 from lib.core.errors import Problems
 from lib.corpus import encoding
 from lib.corpus.extract import table
-from lib.curate.masks import choices as mask_choices
-from lib.curate.quality import thresholds
 
 TEXT, CHAT = FORMATS = "text", "chat"  # formats of a dataset
 EXACT = "exact"
-NEAR = "near"
-ONCE = "1"
-UPSAMPLE = "upsample"
-CORPUS = "corpus"
-SOURCE = "source"
-# Options that the search for near duplicates reads only after all signatures were computed.
-NEAR_CHOICES = (
-    *("near_threshold", "near_candidates", "near_members", "near_keep", "near_against"),
-    "near_within",
-)
+_NEAR = "near"
+
+
+def parse_dedup(text: str) -> str:
+    """Return a value of --dedup. Raises ArgumentTypeError for near duplicates."""
+    if text == _NEAR:
+        raise argparse.ArgumentTypeError(f"{text}: {aliases.move_to_curate('--dedup near')}")
+    return text
 
 
 @dataclass(frozen=True)
@@ -86,220 +82,12 @@ class RowOptions:
         help="processor time in seconds that --extract may take for a file; a file that takes "
         "longer is skipped",
     )
-    language: list[str] = option(
-        [],
-        parse=options.parse_names,
-        action="extend",
-        metavar="en,de",
-        quiet=True,
-        help="label rows with their language in a column `language`, and keep only rows with "
-        "these labels; `und` is the label of rows that are too short or below --language-score; "
-        "`all` labels the rows and drops none (default: no labels)",
-    )
-    language_model: Path = option(
-        paths.classifiers_root(Path(".cache")) / "lid.176.ftz",
-        parse=Path,
-        metavar="FILE",
-        quiet=True,
-        help="fastText model that recognises languages; its labels are the values of --language",
-    )
-    language_score: float = option(
-        0.65,
-        parse=options.fraction,
-        metavar="F",
-        quiet=True,
-        help="mean probability below which the language of a row is `und`",
-    )
-    quality_model: Path | None = option(
-        None,
-        parse=Path,
-        metavar="FILE",
-        quiet=True,
-        help="fastText classifier whose probability for --quality-label becomes a column `quality` "
-        "(default: no scores)",
-    )
-    quality_label: str | None = option(
-        None,
-        metavar="NAME",
-        quiet=True,
-        help="label of good texts in --quality-model, with or without __label__ (default: hq)",
-    )
-    quality_score: float | None = option(
-        None,
-        parse=options.fraction,
-        metavar="F",
-        quiet=True,
-        help="drop rows with a lower score of --quality-model (default: drop none)",
-    )
-    keep_top: float | None = option(
-        None,
-        parse=options.fraction,
-        metavar="F",
-        quiet=True,
-        help="keep this fraction of the rows that pass all rules for single rows: the rows "
-        "with the highest scores of --quality-model; takes two passes (default: keep all)",
-    )
     dedup: str = option(
         "none",
-        choices=("none", EXACT, NEAR),
+        parse=parse_dedup,
+        choices=("none", EXACT),
         help="exact: drop rows that repeat the text of an earlier row (for conversations, its "
-        "turns and tools); takes about 30 bytes of memory per row. near: also drop rows whose text "
-        "is similar to that of a kept row; sorts on disk, in constant memory",
-    )
-    near_threshold: float = option(
-        0.8,
-        parse=options.fraction,
-        metavar="F",
-        quiet=True,
-        help="lowest Jaccard similarity (shared ÷ all distinct word n-grams) of a near "
-        "duplicate; the similarity is always computed exactly",
-    )
-    near_words: int = option(
-        5,
-        parse=options.positive_int,
-        quiet=True,
-        help="words in an n-gram; each character of Han, kana, Thai, Lao, Khmer and Myanmar is a "
-        "word",
-    )
-    near_bands: int = option(
-        20,
-        parse=options.positive_int,
-        quiet=True,
-        help="bands of a MinHash signature; rows that agree in a band are compared. More bands "
-        "find more pairs",
-    )
-    near_band_size: int = option(
-        8,
-        parse=options.positive_int,
-        quiet=True,
-        help="minima in a band; more minima find fewer pairs of low similarity",
-    )
-    near_candidates: int = option(
-        32,
-        parse=options.positive_int,
-        quiet=True,
-        help="maximum number of kept rows that a row is compared with",
-    )
-    near_members: int = option(
-        1000,
-        parse=options.positive_int,
-        quiet=True,
-        help="maximum number of kept rows that are remembered for each value of a band",
-    )
-    near_keep: str = option(
-        ONCE,
-        choices=(ONCE, UPSAMPLE),
-        quiet=True,
-        help="1: write a kept row once; upsample: repeat it according to the size of its cluster, "
-        "as FineWeb-2 does (2 rows: 2 times, 3 or 4: 3, 5 to 99: 5, 100 to 999: 8, more: once)",
-    )
-    near_against: list[Path] = option(
-        [],
-        parse=Path,
-        metavar="DIR",
-        quiet=True,
-        help="also drop rows that duplicate rows of this dataset, which was built with --dedup "
-        "near; may be repeated (default: no other dataset)",
-    )
-    near_within: str = option(
-        CORPUS,
-        choices=(CORPUS, SOURCE),
-        quiet=True,
-        help="corpus: compare all rows; source: compare only rows whose files are in the same "
-        "top-level directory of the source",
-    )
-    mask: list[str] = option(
-        [],
-        parse=mask_choices.parse_kinds,
-        action="extend",
-        metavar="KIND,…",
-        quiet=True,
-        help="replace personal data in the text: email, ip, phone, iban, card. All rules and "
-        "--dedup see the text before it is masked (default: nothing)",
-    )
-    mask_phone_country: list[str] = option(
-        [],
-        parse=mask_choices.parse_countries,
-        action="extend",
-        metavar="US,DE",
-        quiet=True,
-        help="with --mask phone, also mask numbers in the national format of these countries, "
-        "which have the code 1 or numbers that begin with 0 (default: only numbers with + and a "
-        "country code)",
-    )
-    mask_with: str = option(
-        mask_choices.CONSTANT,
-        choices=mask_choices.REPLACEMENTS,
-        quiet=True,
-        help="constant: all e-mail addresses become <email>, and so on; hash: equal addresses "
-        "become the same <email:…> (needs --mask-key)",
-    )
-    mask_key: Path | None = option(
-        None,
-        parse=Path,
-        metavar="FILE",
-        quiet=True,
-        help="file with a secret of at least 16 bytes for --mask-with hash (default: none)",
-    )
-    quality: list[str] = option(
-        [],
-        parse=thresholds.parse_families,
-        action="extend",
-        metavar="A,B",
-        quiet=True,
-        help=f"drop rows by published quality rules: {', '.join(thresholds.FAMILIES)}; the plan "
-        "prints all thresholds. c4.min_sentences counts only the lines that C4 would keep "
-        "(together with fineweb, also lines without an end mark), but a row is never cut (default: "
-        "no rules)",
-    )
-    quality_set: list[str] = option(
-        [],
-        parse=thresholds.parse_settings,
-        action="extend",
-        metavar="NAME=X",
-        quiet=True,
-        help="replace thresholds of --quality, as in `gopher.min_words=30,c4.max_braces=off` "
-        "(default: the published ones)",
-    )
-    quality_words: Path | None = option(
-        None,
-        parse=Path,
-        metavar="FILE",
-        quiet=True,
-        help="YAML or JSON file with stop words of other languages, and phrases by which C4 "
-        "removes a line: `de: {stop_words: [der, die], phrases: [verwendet Cookies]}`. Without "
-        "--language, the file contains one language, which applies to all rows (default: English)",
-    )
-    quality_except: list[str] = option(
-        [],
-        parse=options.parse_names,
-        action="extend",
-        metavar="A,B",
-        quiet=True,
-        help="do not apply the quality rules to these top-level directories of the source, such "
-        "as code and chats (default: apply them to all)",
-    )
-    decontaminate: list[Path] = option(
-        [],
-        parse=Path,
-        metavar="DIR",
-        quiet=True,
-        help="drop documents that contain a question of these test sets (JSON Lines with the key "
-        "question, query, prompt or text, or a suite of stage 03); in conversations, only the "
-        "turns of the user are compared; may be repeated (default: no test set)",
-    )
-    decontaminate_share: float = option(
-        0.5,
-        parse=options.fraction,
-        metavar="F",
-        quiet=True,
-        help="drop a document if it contains at least this share of the n-grams (8 words) of a "
-        "question",
-    )
-    decontaminate_report_only: bool = option(
-        False,
-        quiet=True,
-        help="report the test questions that occur in documents, but do not drop the documents",
+        "turns and tools); takes about 30 bytes of memory per row",
     )
     validation_percent: float = option(
         0.0,
@@ -316,19 +104,14 @@ class RowOptions:
     )
 
     @property
-    def masks_later(self) -> bool:
-        """Return whether rows are masked in the second pass, after near duplicates were found."""
-        return bool(self.mask) and self.drops_near
+    def drops_duplicates(self) -> bool:
+        """Return whether rows that equal an earlier one are dropped."""
+        return self.dedup == EXACT
 
     @property
-    def drops_near(self) -> bool:
-        """Return whether near duplicates are dropped."""
-        return self.dedup == NEAR
-
-    @property
-    def has_two_passes(self) -> bool:
-        """Return whether all rows must be known before the first one can be kept."""
-        return self.drops_near or self.keep_top is not None
+    def drops_rows(self) -> bool:
+        """Return whether any row can be dropped."""
+        return bool(self.min_chars) or self.drops_duplicates
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -345,21 +128,10 @@ class RowOptions:
                     f"{name} and --format chat exclude each other",
                     expected=f"no {name}, because a conversation is kept complete",
                 )
-        needed = {}
-        if not self.drops_near:
-            needed["near_"] = f"--dedup {NEAR}"
-        if not self.decontaminate:
-            needed["decontaminate_"] = "--decontaminate DIR"
-        if not self.extract:
-            needed["extract_"] = "--extract"
-        if not self.language:
-            needed["language_"] = "--language"
-        for field in declared.list_fields(RowOptions):
-            for prefix, other in needed.items():
-                is_given = getattr(self, field.name) != declared.default_of(field)
-                if field.name.startswith(prefix) and is_given:
-                    flag = declared.flag(field.name)
-                    problems.add(f"{flag} needs {other}", expected=f"{other}, or no {flag}")
+        if not self.extract and self.extract_seconds != RowOptions.extract_seconds:
+            problems.add(
+                "--extract-seconds needs --extract", expected="--extract, or no --extract-seconds"
+            )
         problems.raise_if_any()
 
 

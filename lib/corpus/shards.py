@@ -121,35 +121,28 @@ class ShardWriter:
         part: Path,
         rows: int,
         text_bytes: int,
-        copies: np.ndarray | None = None,
+        is_kept: np.ndarray | None = None,
         lines_before: int = 0,
-        cluster_sizes: np.ndarray | None = None,
     ) -> None:
         """Append a part.
 
-        copies: how many times each row is written ([rows], None: all once). lines_before: number to
-        add to the column `line`. cluster_sizes: values of the column of this name ([rows], None: no
-        such column).
+        is_kept: the rows to write (bool [rows]; None: all). lines_before: number to add to the
+        column `line`.
         """
-        if not rows or (copies is not None and not copies.any()):
+        if not rows or (is_kept is not None and not is_kept.any()):
             return
         size = part.stat().st_size
         if self._file and self.shards[-1].rows and self.shards[-1].bytes + size > SHARD_BYTES:
             self._close(self._file)
         file = self._file or self._open()
         shard = self.shards[-1]
-        if copies is None and cluster_sizes is None and not lines_before:
+        if is_kept is None and not lines_before:
             for chunk in _read_chunks(part):
                 self._write(file, chunk)
         else:
-            rows = rows if copies is None else int(copies.sum())
+            rows = rows if is_kept is None else int(is_kept.sum())
             text_bytes = 0
-            schema = self._schema
-            if cluster_sizes is not None:
-                schema = schema.remove(schema.get_field_index(parts.CLUSTER_SIZE))
-            for message, length in parts.rewrite_part(
-                part, schema, copies, lines_before, cluster_sizes
-            ):
+            for message, length in parts.rewrite_part(part, self._schema, is_kept, lines_before):
                 self._write(file, message)
                 text_bytes += length
         shard.rows += rows

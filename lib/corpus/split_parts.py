@@ -19,7 +19,6 @@ from lib.core.identity import find_differences
 from lib.core.paths import MANIFEST
 from lib.corpus import work_units
 from lib.corpus.inputs import InputFile, identify_inputs
-from lib.corpus.row_options import NEAR_CHOICES
 from lib.corpus.tally import Tally
 from lib.corpus.work_units import UnitResult, WorkUnit
 
@@ -86,10 +85,7 @@ def _require_splits(splits: Iterable[str], option: str) -> None:
 
 def make_parts_identity(identity: dict[str, Any], files: Sequence[InputFile]) -> dict[str, Any]:
     """Return the identity of one split's parts, from the identity of the dataset."""
-    ignored = {"max_error_rate", *NEAR_CHOICES}
-    options = {key: value for key, value in identity["options"].items() if key not in ignored}
-    if options.get("keep_top") is not None:
-        options["keep_top"] = "any"  # the parts contain the scores, from which it selects later
+    options = {key: value for key, value in identity["options"].items() if key != "max_error_rate"}
     named = {key: value for key, value in identity["inputs"].items() if key == "named_splits"}
     return identity | {"options": options, "inputs": identify_inputs(files) | named}
 
@@ -113,8 +109,6 @@ def process_unit(unit: WorkUnit) -> UnitResult:
     record = vars(result) | {"unit": None, "tally": result.tally.to_json()}
     if not result.rows_read:
         del record["rows_read"]  # keeps the record equal to those of versions without this field
-    if not result.masked:
-        del record["masked"]
     manifest.write_json(unit.part(work_units.RECORD), record)
     return result
 
@@ -210,16 +204,13 @@ def _find_damage(directory: Path, content: dict[str, Any]) -> list[str]:
     )
 
 
-def read_results(units: Sequence[WorkUnit], work: Path | None = None) -> Iterator[UnitResult]:
-    """Yield the recorded result of each unit; raises ArtifactError if a record is missing.
-
-    work: see work_units.format_rebuild_commands.
-    """
+def read_results(units: Sequence[WorkUnit]) -> Iterator[UnitResult]:
+    """Yield the recorded result of each unit; raises ArtifactError if a record is missing."""
     for unit in units:
         result = _read_record(unit)
         if result is None:
             raise ArtifactError(
                 f"{unit.part(work_units.RECORD)} is damaged or gone",
-                run=work_units.format_rebuild_commands(Path(unit.out), work),
+                run=work_units.format_rebuild_commands(Path(unit.out)),
             )
         yield result

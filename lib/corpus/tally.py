@@ -13,8 +13,6 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.core.paths import escape_path
 from lib.corpus import conversations, kinds
-from lib.curate.decontaminate.hits import TestHits
-from lib.curate.row_tally import RowTally
 
 ERRORS = "errors.jsonl"
 # Kinds of problems that count a file as failed. Other kinds describe its content, such as `empty`.
@@ -217,25 +215,22 @@ class ChatTally:
 class Tally:
     """Counts the documents and problems of some input.
 
-    documents: documents with a row. dropped: rows that a rule has dropped, by the kind of the rule.
-    alone: rows that a rule would drop if it were the only one, by the kind of the rule. replaced:
+    documents: documents with a row. short: rows that --min-chars has dropped. replaced:
     replacements of invalid bytes. lines_lost: lines of CSV lost because of unclosed quotes.
-    long_rows: rows of CSV with more cells than the header.
-    problems: lines of errors.jsonl by kind. failed: paths of failed files. fields_seen: names in
-    --fields that occur. other_fields: for each key that --fields does not select, number of
-    documents with text under it, among the first thousand of each unit. as_text: number of
-    conversations that became plain text, by format, among the first documents of each file.
-    extracted: documents whose text was extracted, by kind. without_text: documents from which
-    nothing was extracted, by kind and problem, such as `pdf: damaged`. not_extracted: files of
-    these kinds that --extract does not name. table_formats: files by kind and unusual format, such
-    as `csv: the separator ";"`. first_of: for each kind of problem whose
-    message says what to do, the first file with its message. chat: the tally of a chat dataset.
-    row_counts: counts of single rows, for the report. test_hits: questions of test sets that occur.
+    long_rows: rows of CSV with more cells than the header. problems: lines of errors.jsonl by kind.
+    failed: paths of failed files. fields_seen: names in --fields that occur. other_fields: for each
+    key that --fields does not select, number of documents with text under it, among the first
+    thousand of each unit. as_text: number of conversations that became plain text, by format, among
+    the first documents of each file. extracted: documents whose text was extracted, by kind.
+    without_text: documents from which nothing was extracted, by kind and problem, such as `pdf:
+    damaged`. not_extracted: files of these kinds that --extract does not name. table_formats: files
+    by kind and unusual format, such as `csv: the separator ";"`. first_of: for each kind of problem
+    whose message says what to do, the first file with its message. chat: the tally of a chat
+    dataset.
     """
 
     documents: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    alone: Counter[str] = field(default_factory=Counter)
+    short: int = 0
     replaced: int = 0
     lines_lost: int = 0
     long_rows: int = 0
@@ -250,22 +245,17 @@ class Tally:
     table_formats: Counter[str] = field(default_factory=Counter)
     first_of: dict[str, str] = field(default_factory=dict)
     chat: ChatTally = field(default_factory=ChatTally)
-    test_hits: TestHits = field(default_factory=TestHits)
-    row_counts: RowTally = field(default_factory=RowTally)
 
-    def add(self, other: Tally, lines_before: int = 0, rows_before: int = 0) -> None:
+    def add(self, other: Tally, lines_before: int = 0) -> None:
         """Add the tally of other input.
 
-        lines_before, rows_before: number of lines and rows before this input, if it is a later span
-        of a large file.
+        lines_before: number of lines before this input, if it is a later span of a large file.
         """
         self.chat.add(other.chat, lines_before)
-        self.row_counts.add(other.row_counts, rows_before)
-        self.test_hits.add(other.test_hits, rows_before)
         for name, more in vars(other).items():
             if name == "first_of":
                 self.first_of = more | self.first_of
-            elif name not in ("chat", "row_counts", "test_hits"):
+            elif name != "chat":
                 join = ior if isinstance(more, set) else iadd
                 setattr(self, name, join(getattr(self, name), more))
 
@@ -290,20 +280,17 @@ class Tally:
             "failed": sorted(self.failed),
             "fields_seen": sorted(self.fields_seen),
             "chat": self.chat.to_json(),
-            "test_hits": self.test_hits.to_json(),
-            "row_counts": self.row_counts.to_json(),
         }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Tally:
-        """Return the tally that `to_json` has converted."""
-        # Parts that an earlier version has kept count only the rows below --min-chars, as `short`.
-        dropped = value.get("dropped", {"short": value.get("short", 0)})
+        """Return the tally that `to_json` of this version or an earlier one has converted."""
+        # The parts of some versions count the dropped rows of several rules.
+        short = value.get("short", value.get("dropped", {}).get("short", 0))
         return cls(
-            **{name: count for name, count in value.items() if name != "short"}
+            **{name: count for name, count in value.items() if name in cls.__dataclass_fields__}
             | {
-                "dropped": Counter(dropped),
-                "alone": Counter(value.get("alone", dropped)),
+                "short": short,
                 "problems": Counter(value["problems"]),
                 "failed": {*value["failed"]},
                 "fields_seen": {*value["fields_seen"]},
@@ -314,8 +301,6 @@ class Tally:
                 "not_extracted": Counter(value.get("not_extracted", {})),
                 "table_formats": Counter(value.get("table_formats", {})),
                 "chat": ChatTally.from_json(value.get("chat", {})),
-                "test_hits": TestHits.from_json(value.get("test_hits", {})),
-                "row_counts": RowTally.from_json(value.get("row_counts")),
             }
         )
 

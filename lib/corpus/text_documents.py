@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, BinaryIO
 
 from lib.corpus import conversations, encoding
-from lib.corpus.documents import SKIPPED, Documents, RowValues
+from lib.corpus.documents import SKIPPED, Documents, RowFiles
 from lib.corpus.parts import PartWriter
 from lib.corpus.row_options import TRAIN, RowOptions
 
@@ -17,7 +16,6 @@ _FIELDS_COUNTED = 1000  # documents of a unit whose other keys are counted
 _INSPECTED = 10  # documents of a file that are checked for conversations
 _MOST_KEYS = 500
 _DEEPEST_KEY = 8
-_BEGINNING = 1 << 20  # bytes of a large text that rules and sidecars see
 
 
 class TextDocuments(Documents):
@@ -29,10 +27,12 @@ class TextDocuments(Documents):
         parts: Mapping[str, PartWriter],
         errors: BinaryIO,
         dropped: BinaryIO,
+        row_files: Mapping[str, RowFiles],
     ) -> None:
-        super().__init__(row_options, parts, errors, dropped)
+        super().__init__(row_options, parts, errors, dropped, row_files)
         self._parts = parts
-        self._part = parts[TRAIN]  # for the rows of the current file, if no hash draws their split
+        self._part = parts[TRAIN]  # for the rows of the current file, if they are not checked
+        self._checks_rows = self._hashes or row_options.drops_rows
         self._fields = Fields(row_options.fields) if row_options.fields else None
         self._joins = row_options.strings == "joined"
         self._fields_counted = 0  # documents whose other keys were counted
@@ -65,14 +65,10 @@ class TextDocuments(Documents):
         size: in bytes. sha256: digest of the text.
         """
         self.tally.documents += 1
-        part = self._parts[self._split_of(sha256)]
-        row = self._make_row([_read_beginning(text)], characters, size=size)
-
-        def write(values: RowValues) -> None:
-            part.add_file(text, size, self._source, values.sidecars, values.columns)
-
-        self._add(row, sha256, write)
-        self._flush()  # the file is open only during this call
+        if self._take_row(characters):
+            split = self._split_of(sha256)
+            self._parts[split].add_file(text, size, self._source)
+            self._note_row(split, sha256)
 
     def add_value(
         self, value: Any, offset: int | None = None, line: int | None = None, number: int = 0
@@ -116,12 +112,11 @@ class TextDocuments(Documents):
             return False
         self._inspect(values)
         self.tally.documents += len(values)
-        if self._queues:
+        if self._checks_rows:
             for text in texts:
                 self._add_row(text)
         else:
             self._part.extend(rows, self._source)
-            self._sizes += map(len, rows)
         return True
 
     def _extract(self, value: Any) -> list[str]:
@@ -145,23 +140,13 @@ class TextDocuments(Documents):
     def _add_row(self, text: str) -> None:
         data, replaced = encoding.encode_text(text)
         self.tally.replaced += replaced
-        if not self._queues:
+        if not self._checks_rows:
             self._part.add(data, self._source)
-            self._sizes.append(len(data))
-            return
-        digest = hashlib.sha256(data).digest() if self._hashes else b""
-        part = self._parts[self._split_of(digest)]
-        self._add(self._make_row([text]), digest, partial(self._write, part, data, self._source))
-
-    @staticmethod
-    def _write(part: PartWriter, data: bytes, source: str, values: RowValues) -> None:
-        part.add(data, source, values.sidecars, values.columns)
-
-
-def _read_beginning(text: BinaryIO) -> str:
-    """Return the first characters of a file of valid UTF-8."""
-    text.seek(0)
-    return text.read(_BEGINNING).decode("utf-8", "ignore")  # the last one may be cut
+        elif self._take_row(len(text)):
+            digest = hashlib.sha256(data).digest() if self._hashes else b""
+            split = self._split_of(digest)
+            self._parts[split].add(data, self._source)
+            self._note_row(split, digest)
 
 
 class Fields:

@@ -6,9 +6,9 @@ The division depends on the input and the options only, not on the number of wor
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -16,19 +16,16 @@ from lib.core import commands, hashing, reading
 from lib.core.data_names import TEST
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
 from lib.core.paths import escape_path
-from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, selection
+from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts
 from lib.corpus.chat_documents import ChatDocuments
 from lib.corpus.chat_rows import ChatPartWriter
-from lib.corpus.documents import SKIPPED_FILE, TEST_DATA, Documents
+from lib.corpus.documents import SKIPPED_FILE, TEST_DATA, Documents, RowFiles
 from lib.corpus.inputs import InputFile
 from lib.corpus.parts import PartWriter
 from lib.corpus.raw_file import RawFile
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.tally import Tally
 from lib.corpus.text_documents import TextDocuments
-from lib.curate import row_tally
-from lib.curate.masks import part_masker
-from lib.curate.masks.mask_options import make_masker
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +38,6 @@ _FILE_OVERHEAD = 16_000  # opening a file takes about as long as reading this ma
 # Assumptions for the estimate of the disk space.
 _INFLATED = 4  # bytes of text per byte of a compressed file
 _ARROW_OVERHEAD = 1.05  # bytes in a dataset per byte of text
-_NEAR_OVERHEAD = 0.5  # bytes of signatures and n-grams per byte of text (see data.md)
 _IN_FLIGHT = 64_000_000  # bytes in parts that are not yet added
 
 
@@ -68,9 +64,8 @@ class WorkUnit:
     """Describes the input that a worker reads in one task.
 
     number: index of the unit in its split of the data folder. folder: the data folder. out:
-    directory for the parts of the unit. avoid: files that have crashed a worker process. samples:
-    the most samples of dropped rows to keep for each rule. is_trial: the unit only shows whether a
-    file crashes the worker, so its result is discarded.
+    directory for the parts of the unit. avoid: files that have crashed a worker process. is_trial:
+    the unit only shows whether a file crashes the worker, so its result is discarded.
     """
 
     number: int
@@ -79,7 +74,6 @@ class WorkUnit:
     out: str
     row_options: RowOptions
     avoid: frozenset[str] = frozenset()
-    samples: int = row_tally.SAMPLES
     is_trial: bool = False
 
     @property
@@ -95,21 +89,17 @@ class WorkUnit:
     def part(self, name: str) -> Path:
         """Return the path of a file of this unit.
 
-        name: a split, `SPLIT.SIDECAR`, `errors` or `dropped`.
+        name: a split, `SPLIT.digests`, `SPLIT.positions`, `errors` or `dropped`.
         """
         return Path(self.out) / f"{self.number:08d}.{name}"
 
     def parts(self) -> list[Path]:
         """Return the paths of all files of this unit."""
-        splits = self.row_options.splits
-        sidecars = selection.list_sidecars(self.row_options)
-        names = [f"{split}.{sidecar}" for split in splits for sidecar in sidecars]
-        return [self.part(name) for name in (*splits, *names, "errors", *self._dropped)]
-
-    @property
-    def _dropped(self) -> list[str]:
-        """Return the name of the part with the dropped rows, if any can be dropped."""
-        return ["dropped"] if selection.list_rules(self.row_options) else []
+        options = self.row_options
+        values = RowFiles._fields if options.drops_duplicates else ()
+        names = [f"{split}.{value}" for split in options.splits for value in values]
+        dropped = ["dropped"] if options.min_chars else []
+        return [self.part(name) for name in (*options.splits, *names, "errors", *dropped)]
 
 
 @dataclass
@@ -117,10 +107,10 @@ class UnitResult:
     """Describes the result of a unit.
 
     rows, text_bytes: numbers by split. lines: see Documents. rows_read: number of rows of the last
-    span, including dropped rows (if anything can drop rows). rows_of: by split, the number of rows
-    after each span (if a decision is on). digests: digests of the parts by file name, if the parts
-    are kept for a merge. changed: path of the first file that changed since it was listed, and a
-    description of the change. masked: by split, the fields of MaskedMatches.
+    span, including dropped rows (if rows can be dropped). rows_of: by split, the number of rows
+    after each span (if duplicates are dropped). digests: digests of the parts by file name, if the
+    parts are kept for a merge. changed: path of the first file that changed since it was listed,
+    and a description of the change.
     """
 
     unit: WorkUnit
@@ -132,7 +122,6 @@ class UnitResult:
     digests: dict[str, str] = field(default_factory=dict)
     changed: tuple[str, str] | None = None
     rows_read: int = 0
-    masked: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def rows_of_part(self) -> int:
@@ -160,18 +149,14 @@ def require_unchanged(result: UnitResult) -> None:
         )
 
 
-def estimate_room(files: Sequence[InputFile], drops_near: bool = False) -> int:
-    """Return the estimated disk space in bytes for building a dataset from some files.
-
-    drops_near: the build compares rows on disk.
-    """
+def estimate_room(files: Sequence[InputFile]) -> int:
+    """Return the estimated disk space in bytes for building a dataset from some files."""
     compressed = tuple(reading.COMPRESSIONS)
     text = sum(
         file.bytes * (_INFLATED if file.path.lower().endswith(compressed) else 1) for file in files
     )
     largest = max((file.bytes for file in files), default=0)  # stored in its unit's part as well
-    overhead = _ARROW_OVERHEAD + (_NEAR_OVERHEAD if drops_near else 0)
-    return int(text * overhead) + _IN_FLIGHT + largest
+    return int(text * _ARROW_OVERHEAD) + _IN_FLIGHT + largest
 
 
 def cut_splits(
@@ -235,13 +220,8 @@ def _find_cuts(path: str, size: int) -> list[int]:
     return [0]
 
 
-def format_rebuild_commands(directory: Path, work: Path | None) -> str:
-    """Return the commands that rebuild the parts of one split and then merge.
-
-    work: instead, delete this directory, in which a build in two passes keeps its own parts.
-    """
-    if work:
-        return f"{commands.shell('rm', '-r', work)}\n{commands.as_typed()}"
+def format_rebuild_commands(directory: Path) -> str:
+    """Return the commands that rebuild the parts of one split and then merge."""
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join(
         (
@@ -252,21 +232,16 @@ def format_rebuild_commands(directory: Path, work: Path | None) -> str:
     )
 
 
-def require_undamaged(result: UnitResult, work: Path | None) -> None:
-    """Raise ArtifactError if a kept part is damaged. work: see format_rebuild_commands."""
+def require_undamaged(result: UnitResult) -> None:
+    """Raise ArtifactError if a kept part is damaged."""
     for name, digest in result.digests.items():
         path = Path(result.unit.out) / name
         if not path.is_file() or not hashing.has_digest(path, digest):
-            raise describe_damage(path, work)
-
-
-def describe_damage(path: Path, work: Path | None) -> ArtifactError:
-    """Return the error about a damaged part. work: see format_rebuild_commands."""
-    return ArtifactError(
-        f"{path} is damaged or gone",
-        expected="the content that was written",
-        run=format_rebuild_commands(path.parent, work),
-    )
+            raise ArtifactError(
+                f"{path} is damaged or gone",
+                expected="the content that was written",
+                run=format_rebuild_commands(path.parent),
+            )
 
 
 def process_unit(unit: WorkUnit) -> UnitResult:
@@ -278,24 +253,22 @@ def process_unit(unit: WorkUnit) -> UnitResult:
         def create(name: str) -> BinaryIO:
             return stack.enter_context(unit.part(name).open("wb"))
 
-        sidecars = selection.list_sidecars(unit.row_options)
+        options = unit.row_options
         writers = {
-            split: _make_part(
-                unit.row_options,
-                stack.enter_context(_reuse_file(unit.part(split))),
-                {name: create(f"{split}.{name}") for name in sidecars},
-            )
-            for split in unit.row_options.splits
+            split: _make_part(options, stack.enter_context(_reuse_file(unit.part(split))))
+            for split in options.splits
         }
-        documents: Documents = (
-            ChatDocuments if unit.row_options.format == CHAT else TextDocuments
-        )(
-            unit.row_options,
+        row_files = {
+            split: RowFiles(*(create(f"{split}.{value}") for value in RowFiles._fields))
+            for split in (options.splits if options.drops_duplicates else ())
+        }
+        documents: Documents = (ChatDocuments if options.format == CHAT else TextDocuments)(
+            options,
             writers,
             create("errors"),
-            create("dropped") if selection.list_rules(unit.row_options) else io.BytesIO(),
+            create("dropped") if options.min_chars else io.BytesIO(),
+            row_files,
         )
-        documents.tally.row_counts.most_samples = unit.samples
         for span in unit.spans:
             _read_span(unit, span, documents)
             if change := _find_change(unit, span.file):
@@ -307,47 +280,25 @@ def process_unit(unit: WorkUnit) -> UnitResult:
             result.text_bytes[split] = part.text_bytes
     result.tally = documents.tally
     result.lines = documents.lines
-    masks = bool(unit.row_options.mask) and not unit.row_options.masks_later
-    if masks:
-        _mask_parts(result)
-    if sidecars or masks:
+    if options.drops_duplicates:
         result.rows_of = documents.rows_of
-    if selection.drops_rows(unit.row_options):
+    if options.drops_rows:
         result.rows_read = documents.rows
     return result
 
 
-def _mask_parts(result: UnitResult) -> None:
-    """Mask the rows in the parts of a unit."""
-    unit = result.unit
-    masker = make_masker(unit.row_options)
-    schema = make_part_schema(unit.row_options)
-    for split in unit.row_options.splits:
-        part = unit.part(split)
-        out = unit.part(f"{split}.masked")
-        masked = part_masker.mask_part(part, out, schema, masker)
-        if masked.path:
-            masked.path.replace(part)
-            result.text_bytes[split] += masked.text_bytes
-            result.masked[split] = asdict(masked.hits)
-
-
 def make_part_schema(row_options: RowOptions) -> pa.Schema:
     """Return the schema of the rows that workers write."""
-    schema = (
-        chat_rows.make_schema()
-        if row_options.format == CHAT
-        else parts.make_text_schema(row_options.keep_source)
-    )
-    return parts.add_columns(schema, selection.list_columns(row_options))
-
-
-def _make_part(row_options: RowOptions, file: BinaryIO, sidecars: Mapping[str, BinaryIO]) -> Any:
-    """Return the writer for the rows of a split."""
-    columns = selection.list_columns(row_options)
     if row_options.format == CHAT:
-        return ChatPartWriter(file, sidecars, columns)
-    return PartWriter(file, row_options.keep_source, sidecars, columns)
+        return chat_rows.make_schema()
+    return parts.make_text_schema(row_options.keep_source)
+
+
+def _make_part(row_options: RowOptions, file: BinaryIO) -> Any:
+    """Return the writer for the rows of a split."""
+    if row_options.format == CHAT:
+        return ChatPartWriter(file)
+    return PartWriter(file, row_options.keep_source)
 
 
 def release_part(part: Path) -> None:

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.core import hashing, manifest, records
-from lib.corpus import parts
 from lib.corpus.arrow_arrays import make_column
 from lib.curate.reader import Unit
 from lib.curate.rows import RowBatch
+from lib.curate.schema import add_columns
 from lib.curate.step import Counts, RunningStep, Step
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class _UnitFiles:
             return
         import pyarrow as pa
 
-        schema = parts.add_columns(pa.schema([]), self._kinds)
+        schema = add_columns(pa.schema([]), self._kinds)
         arrays = [make_column(self._columns[field.name], field.type) for field in schema]
         path = self._path.with_suffix(_COLUMNS)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:

@@ -38,7 +38,7 @@ class RowSchema:
     @property
     def output(self) -> pa.Schema:
         """Return all columns in order."""
-        return parts.add_columns(self.kept, self.added)
+        return add_columns(self.kept, self.added)
 
     def convert(self, rows: pa.RecordBatch) -> pa.RecordBatch:
         """Return the kept columns of rows of the input, with the types of the output."""
@@ -53,6 +53,16 @@ class RowSchema:
             else:
                 arrays.append(rows.column(field.name).cast(field.type))
         return pa.record_batch(arrays, schema=self.kept)
+
+
+def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
+    """Return a schema with columns of steps added. columns: the kind of each, by name."""
+    import pyarrow as pa
+
+    types = {"string": pa.string(), "int": pa.int64(), "float": pa.float32()}
+    for name, kind in columns.items():
+        schema = schema.append(pa.field(name, types[kind]))
+    return schema
 
 
 def make_schema(source: Source, added: Mapping[str, str]) -> RowSchema:
