@@ -6,7 +6,7 @@
   python -m lib.curate hf_datasets/raw --save-dir hf_datasets/corpus --step my_filter.py
   python -m lib.curate hf_datasets/raw --quality gopher --sample-dropped 20 --dry-run
   python -m lib.curate … --part 3/16   (on each of 16 machines, with different numbers)
-  python -m lib.curate … --merge 16    (on one machine, after all parts are done)
+  python -m lib.curate … --merge       (on one machine, after all parts are done)
 
 Reads every dataset that `-d` of stage 04 accepts, made by stage 02 or by `save_to_disk`, and writes
 what stage 02 writes. dropped.jsonl lists every dropped row with the rule that drops it, and
@@ -21,4 +21,5 @@ from lib.core import stage
 from lib.curate.command import main
 
 if __name__ == "__main__":
-    sys.exit(stage.run_main(main))
+    sys.argv[0] = "lib.curate"
+    stage.run_main(main)

@@ -1,14 +1,14 @@
 """Carry out the command of a curation: check the options, print the plan, run the passes, publish.
 
-No step is named here: options, plan, report and summary loop over the steps of table.py.
+No step is named here: options, plan, summary and report loop over the steps of table.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from lib.core import commands, declared, log, manifest, options, publish, units
 from lib.core.data_names import TRAIN
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, UsageError, name_full_disk
-from lib.curate import pipeline, reader, schema
+from lib.curate import machines, pipeline, reader, sample, schema
+from lib.curate.machines import MachinePart
 from lib.curate.output import WORK, DatasetOutput
+from lib.curate.pipeline import FIRST_PASS, Curation
 from lib.curate.reader import Source, Unit
 from lib.curate.schema import RowSchema
 from lib.curate.step import Step
@@ -27,15 +29,35 @@ from lib.tokens.dataset import find_dataset
 
 KIND = "dataset/1"
 _COMMAND = "lib.curate"
+_OVERHEAD = 1.3  # bytes on disk while a dataset is built, per byte of the input
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class CurateOptions(CommonOptions):
     """Contains the options of the command; each step declares its own."""
 
     dataset: str = option(help="", group="options")
     save_dir: Path = option(
         Path("hf_datasets/corpus"), parse=Path, help="dataset directory to create"
+    )
+    part: MachinePart | None = option(
+        None,
+        parse=machines.parse_part,
+        metavar="K/N",
+        help="read only the K-th of N parts of the rows, on one of N machines, for a later --merge "
+        "(default: all)",
+    )
+    merge: bool = option(
+        False,
+        help="merge the parts of all machines; the dataset is byte for byte the same as one built "
+        "on a single machine",
+    )
+    sample_dropped: int = option(
+        0,
+        parse=options.count,
+        metavar="N",
+        help="before the build or with --dry-run, print up to N rows that each rule drops in a "
+        "sample of the input (64 MB); a sample shows no duplicates",
     )
     num_workers: int = option(1)
 
@@ -69,9 +91,18 @@ def make_steps(parsed: Any) -> list[Step]:
     return steps
 
 
-def require_source(steps: Sequence[Step], source: Source) -> None:
-    """Raise one UsageError if steps cannot work on a dataset."""
+def require_options(opts: CurateOptions, source: Source, steps: Sequence[Step]) -> None:
+    """Raise one UsageError for options that contradict each other or do not fit the dataset."""
     problems = Problems()
+    if opts.merge and (opts.part or opts.sample_dropped):
+        other = "--part" if opts.part else "--sample-dropped"
+        problems.add(f"--merge and {other} exclude each other", expected="--merge alone")
+    ours, theirs = opts.save_dir.resolve(), source.dataset.path.resolve()
+    if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
+        problems.add(
+            f"--save-dir {opts.save_dir} and the input {source.dataset.path} contain each other",
+            expected="a directory beside the input",
+        )
     for step in steps:
         problems.collect(partial(step.require_source, source))
     problems.raise_if_any()
@@ -84,18 +115,21 @@ def main(argv: list[str]) -> None:
     opts = declared.read_options(CurateOptions, parsed)
     steps = make_steps(parsed)
     source = reader.open_source(find_dataset(opts.dataset))
-    require_source(steps, source)
+    require_options(opts, source, steps)
+    curation = Curation(source, steps, opts.num_workers, not opts.no_progress)
     identity = make_identity(source, steps)
+    if opts.sample_dropped:
+        sample.print_examples(curation, opts.sample_dropped)
+    if opts.part:
+        read_part(opts, parsed, curation, identity, opts.part)
+        return
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} contains these rows")
         return
-    added = {
-        name: kind
-        for step in steps
-        for name, kind in (step.list_columns() | step.list_late_columns()).items()
-    }
-    row_schema = schema.make_schema(source, added)
-    print_plan(opts, source, steps, row_schema)
+    row_schema = schema.make_schema(source, steps)
+    parts = machines.find_parts(opts.save_dir, identity) if opts.merge else []
+    print_plan(opts, curation, row_schema)
+    publish.require_space(opts.save_dir, int(_OVERHEAD * source.bytes), "the dataset")
     if opts.dry_run:
         log.info("dry run: nothing was written")
         return
@@ -103,7 +137,15 @@ def main(argv: list[str]) -> None:
         name_full_disk(opts.save_dir.parent, "choose another --save-dir"),
         publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True) as build,
     ):
-        files, summary = run_passes(opts, source, steps, row_schema, build.dir)
+        first = build.dir / FIRST_PASS
+        if parts:
+            find_directory = machines.make_finder(opts.save_dir, parts)
+        else:
+            curation.prepare(build.dir)
+            for _ in curation.judge(source.units, first):
+                pass
+            find_directory = lambda unit: first  # noqa: E731
+        files, summary = write_dataset(curation, row_schema, build.dir, find_directory)
         if refusal := find_refusal(summary):
             build.resumable = False  # the next run needs other options or inputs
             raise refusal
@@ -113,8 +155,104 @@ def main(argv: list[str]) -> None:
             files=files,
             summary=summary,
         )
+    if parts:
+        machines.delete_parts(opts.save_dir, parts)
     log.info(f"done in {units.duration(time.monotonic() - began)}")
     log.info(f"next: {commands.train('-e', 'first', '-d', opts.save_dir)}")
+
+
+def make_identity(source: Source, steps: Sequence[Step]) -> dict[str, Any]:
+    """Return what determines the content of the result: the input and the steps."""
+    chosen: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
+    for step in steps:
+        chosen |= step.identify()
+        versions |= step.list_versions()
+    inputs = {"dataset": source.dataset.fingerprint, "rows": source.rows}
+    return {"options": chosen, "inputs": inputs, "versions": versions}
+
+
+def print_plan(opts: CurateOptions, curation: Curation, row_schema: RowSchema) -> None:
+    """Print what is read, what each step does and what is written."""
+    source = curation.source
+    log.info(f"curate {source.dataset.path} → {opts.save_dir}")
+    rows = {
+        "read": f"{units.counted(source.rows, 'row')}, {units.size(source.bytes)}, in "
+        f"{units.counted(len(source.units), 'unit')} by "
+        f"{units.counted(min(opts.num_workers, len(source.units)), 'worker')}",
+        "columns": ", ".join(row_schema.output.names),
+    }
+    if row_schema.left_out:
+        rows["left out"] = f"columns {', '.join(row_schema.left_out)}, whose types are not plain"
+    for step in curation.steps:
+        rows |= step.describe()
+    log.table(rows)
+
+
+def read_part(
+    opts: CurateOptions,
+    parsed: Any,
+    curation: Curation,
+    identity: dict[str, Any],
+    part: MachinePart,
+) -> None:
+    """Run the first pass on the units of one machine, and print the next command."""
+    target = machines.locate_parts(opts.save_dir) / part.directory
+    part_identity = machines.make_identity(identity, part)
+    chosen = part.select(curation.source)
+    log.info(f"read part {part.number} of {part.total}: {units.counted(len(chosen), 'unit')}")
+    if publish.is_done(target, machines.KIND, part_identity, opts.overwrite, dry_run=opts.dry_run):
+        log.info(f"already done: {target}")
+    elif opts.dry_run:
+        log.info("dry run: nothing was written")
+        return
+    else:
+        with (
+            name_full_disk(opts.save_dir.parent, "choose another --save-dir"),
+            publish.Build(
+                target, machines.KIND, part_identity, opts.overwrite, resumable=True
+            ) as build,
+        ):
+            curation.prepare(build.dir)
+            for _ in curation.judge(chosen, build.dir):
+                pass
+            shutil.rmtree(build.dir / WORK, ignore_errors=True)
+            build.publish(
+                stage=_COMMAND,
+                options=options.to_plain_values(parsed),
+                files=[manifest.file_entry(build.dir, path) for path in build.files()],
+                summary={"units": len(chosen), "rows": sum(unit.rows for unit in chosen)},
+            )
+    merge = commands.as_typed("--merge", drop=["--part", "--sample-dropped"])
+    log.info(f"next, after all {part.total} parts are done: {merge}")
+
+
+def write_dataset(
+    curation: Curation,
+    row_schema: RowSchema,
+    directory: Path,
+    find_directory: Callable[[Unit], Path],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Decide and write; return the manifest entries of all files, and the summary.
+
+    find_directory: returns where the files of a unit of the first pass are.
+    """
+    records = pipeline.read_records(curation.source, find_directory)
+    whole = curation.decide(directory, records)
+    with DatasetOutput(directory, curation.source.splits, row_schema, curation.steps) as output:
+        curation.write(output, whole, row_schema, directory, records)
+        curation.source.dataset.require_same()
+        files = output.finish()
+        summary = output.summarize_splits() | {"dropped": dict(output.dropped)}
+    counts = curation.add_up(whole, output, records)
+    lines: dict[str, str] = {}
+    for step in curation.steps:
+        paths = step.write_files(directory, whole, counts[step.name])
+        files += [manifest.file_entry(directory, path) for path in paths]
+        lines |= step.format_lines(counts[step.name])
+    log.table(lines)
+    shutil.rmtree(directory / WORK)
+    return files, summary
 
 
 def find_refusal(summary: Mapping[str, Any]) -> UsageError | None:
@@ -129,70 +267,3 @@ def find_refusal(summary: Mapping[str, Any]) -> UsageError | None:
         f"no row is left for the split `{TRAIN}`, so nothing was published",
         found=", ".join(found) or "the split has no rows",
     )
-
-
-def make_identity(source: Source, steps: Sequence[Step]) -> dict[str, Any]:
-    """Return what determines the content of the result: the input and the steps."""
-    chosen: dict[str, Any] = {}
-    versions: dict[str, Any] = {}
-    for step in steps:
-        chosen |= step.identify()
-        versions |= step.list_versions()
-    inputs = {"dataset": source.dataset.fingerprint, "rows": source.rows}
-    return {"options": chosen, "inputs": inputs, "versions": versions}
-
-
-def print_plan(
-    opts: CurateOptions, source: Source, steps: Sequence[Step], row_schema: RowSchema
-) -> None:
-    """Print what is read, what each step does and what is written."""
-    log.info(f"curate {source.dataset.path} → {opts.save_dir}")
-    rows = {
-        "read": f"{units.counted(source.rows, 'row')}, {units.size(source.bytes)}, in "
-        f"{units.counted(len(source.units), 'unit')} by "
-        f"{units.counted(opts.num_workers, 'worker')}",
-        "columns": ", ".join(row_schema.output.names),
-    }
-    if row_schema.left_out:
-        rows["left out"] = ", ".join(row_schema.left_out)
-    for step in steps:
-        rows |= step.describe()
-    log.table(rows)
-
-
-def run_passes(
-    opts: CurateOptions,
-    source: Source,
-    steps: Sequence[Step],
-    row_schema: RowSchema,
-    directory: Path,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Run both passes; return the manifest entries of all files, and the summary."""
-    progress = not opts.no_progress
-    first = directory / pipeline.FIRST_PASS
-
-    def find_directory(unit: Unit) -> Path:
-        return first
-
-    pipeline.prepare_steps(source, steps, directory, progress)
-    for _ in pipeline.judge_units(source.units, steps, first, opts.num_workers, progress):
-        pass
-    whole = pipeline.decide_rows(
-        source, steps, directory, find_directory, opts.num_workers, progress
-    )
-    with DatasetOutput(directory, source.splits, row_schema, steps) as output:
-        pipeline.write_units(
-            output, whole, steps, row_schema, directory, find_directory, opts.num_workers, progress
-        )
-        source.dataset.require_same()
-        files = output.finish()
-        summary = output.summarize_splits() | {"dropped": dict(output.dropped)}
-        counts = pipeline.add_up_counts(whole, steps, find_directory, output)
-    lines: dict[str, str] = {}
-    for step in steps:
-        paths = step.write_files(directory, whole, counts[step.name])
-        files += [manifest.file_entry(directory, path) for path in paths]
-        lines |= step.format_lines(counts[step.name])
-    log.table(lines)
-    shutil.rmtree(directory / WORK)
-    return files, summary

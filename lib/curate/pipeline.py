@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from multiprocessing import forkserver
@@ -19,7 +20,7 @@ from lib.curate.first_pass import UnitJudge, UnitRecord, UnitTask
 from lib.curate.output import WORK, DatasetOutput
 from lib.curate.reader import Source, Unit
 from lib.curate.schema import RowSchema
-from lib.curate.second_pass import UnitWriter, WriteTask
+from lib.curate.second_pass import UnitWriter, WriteTask, WrittenUnit
 from lib.curate.step import Counts, Step
 from lib.curate.whole import WholeDataset, describe_damage
 
@@ -29,123 +30,124 @@ _DECISIONS = f"{WORK}/decisions"
 _WRITTEN = f"{WORK}/written"
 
 
-def prepare_steps(source: Source, steps: Sequence[Step], directory: Path, progress: bool) -> None:
-    """Prepare the steps, each in a directory of its own. directory: of the dataset to build."""
-    for step in steps:
-        work = directory / _PREPARED / step.name
-        work.mkdir(parents=True, exist_ok=True)
-        step.prepare(source, work, progress)
+@dataclass(frozen=True)
+class Curation:
+    """Applies steps to a dataset. workers: number of processes. progress: whether it is shown."""
 
+    source: Source
+    steps: Sequence[Step]
+    workers: int
+    progress: bool
 
-def judge_units(
-    units: Sequence[Unit], steps: Sequence[Step], directory: Path, count: int, progress: bool
-) -> Iterator[UnitRecord]:
-    """Show units to the steps, and yield their records in order.
+    def prepare(self, directory: Path) -> None:
+        """Prepare the steps, each in a directory of its own. directory: of the dataset to build."""
+        for step in self.steps:
+            work = directory / _PREPARED / step.name
+            work.mkdir(parents=True, exist_ok=True)
+            step.prepare(self.source, work, self.progress)
 
-    directory: for the files of the units; those that are complete are not written anew. count:
-    number of worker processes.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    tasks = [UnitTask(unit, directory) for unit in units]
-    total = sum(unit.bytes for unit in units)
-    with (
-        workers.Pool(
-            max(1, min(count, len(units))), "rows", _prepare_judge, steps, context=start_server()
-        ) as pool,
-        Progress("read", total, "B", progress) as bar,
-    ):
-        for task, record in zip(tasks, pool.run(tasks), strict=True):
-            yield record
-            bar.advance(task.unit.bytes)
+    def judge(self, chosen: Sequence[Unit], directory: Path) -> Iterator[UnitRecord]:
+        """Show units to the steps, and yield their records in order.
+
+        directory: for the files of the units; those that are complete are not written anew.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        tasks = [UnitTask(unit, directory) for unit in chosen]
+        with (
+            self._start_workers("rows", _prepare_judge, self.steps) as pool,
+            Progress("read", sum(unit.bytes for unit in chosen), "B", self.progress) as bar,
+        ):
+            for task, record in zip(tasks, pool.run(tasks), strict=True):
+                yield record
+                bar.advance(task.unit.bytes)
+
+    def decide(self, directory: Path, records: Sequence[tuple[Unit, UnitRecord]]) -> WholeDataset:
+        """Join the files of the first pass, and let the steps decide about the whole dataset.
+
+        directory: of the dataset to build. records: of all units in order.
+        """
+        whole = WholeDataset(
+            self.source,
+            directory / _DECISIONS,
+            self.steps,
+            self.workers,
+            self.progress,
+            start_server,
+        )
+        whole.collect(records)
+        whole.decide()
+        return whole
+
+    def write(
+        self,
+        output: DatasetOutput,
+        whole: WholeDataset,
+        schema: RowSchema,
+        directory: Path,
+        records: Sequence[tuple[Unit, UnitRecord]],
+    ) -> None:
+        """Write the rows that are left, from the first unit that the output lacks."""
+        out = directory / _WRITTEN
+        out.mkdir(parents=True, exist_ok=True)
+        for leftover in out.iterdir():
+            leftover.unlink()
+        with (
+            self._start_workers("written", _prepare_writer, self.steps, schema) as pool,
+            Progress("write", self.source.bytes, "B", self.progress) as bar,
+        ):
+            bar.skip(sum(unit.bytes for unit, _ in records[: output.units]))
+            tasks = _list_tasks(whole, self.steps, records[output.units :], out)
+            for written in pool.run(tasks):
+                output.add(written)
+                bar.advance(written.unit.bytes)
+
+    def add_up(
+        self,
+        whole: WholeDataset,
+        output: DatasetOutput,
+        records: Sequence[tuple[Unit, UnitRecord]],
+    ) -> dict[str, Counts]:
+        """Return the own counts of each step by its name: of all units and of its decision."""
+        total: dict[str, Counts] = {step.name: {} for step in self.steps}
+        of_units = (record.counts for _, record in records)
+        decided = {step.name: whole.counts_of(step) for step in self.steps}
+        for counts in chain(of_units, [decided, output.counts]):
+            for step in self.steps:
+                if more := counts.get(step.name):
+                    total[step.name] = step.add_counts(total[step.name], more)
+        for step in self.steps:
+            if rows := step.list_excerpts(whole):
+                shown = {str(row): output.tally.excerpts[str(row)] for row in rows}
+                total[step.name] = {**total[step.name], "excerpts": shown}
+        return total
+
+    def _start_workers(self, name: str, prepare: workers.Prepare, *given: Any) -> workers.Pool:
+        count = max(1, min(self.workers, len(self.source.units)))
+        return workers.Pool(count, name, prepare, *given, context=start_server())
 
 
 def _prepare_judge(steps: Sequence[Step]) -> Callable[[UnitTask], UnitRecord]:
     return UnitJudge(steps)
 
 
-def decide_rows(
-    source: Source,
-    steps: Sequence[Step],
-    directory: Path,
-    find_directory: Callable[[Unit], Path],
-    count: int,
-    progress: bool,
-) -> WholeDataset:
-    """Join the files of the first pass, and let the steps decide about the whole dataset.
-
-    directory: of the dataset that is built. find_directory: returns where the files of a unit are.
-    """
-    whole = WholeDataset(source, directory / _DECISIONS, steps, count, progress, start_server)
-    whole.collect(list_records(source, find_directory))
-    whole.decide()
-    return whole
+def _prepare_writer(steps: Sequence[Step], schema: RowSchema) -> Callable[[WriteTask], WrittenUnit]:
+    return UnitWriter(steps, schema)
 
 
-def list_records(
+def read_records(
     source: Source, find_directory: Callable[[Unit], Path]
-) -> Iterator[tuple[Unit, UnitRecord]]:
-    """Yield each unit with its record. Raises ArtifactError if a record is missing or damaged."""
+) -> list[tuple[Unit, UnitRecord]]:
+    """Return each unit with its record. Raises ArtifactError if a record is missing or damaged.
+
+    find_directory: returns where the files of a unit are.
+    """
+    found = []
     for unit in source.units:
         task = UnitTask(unit, find_directory(unit))
         if (record := first_pass.read_record(task)) is None:
             raise describe_damage(first_pass.locate_record(task).with_suffix(""))
-        yield unit, record
-
-
-def add_up_counts(
-    whole: WholeDataset,
-    steps: Sequence[Step],
-    find_directory: Callable[[Unit], Path],
-    output: DatasetOutput,
-) -> dict[str, Counts]:
-    """Return the own counts of each step by its name: of all units and of its decision."""
-    total: dict[str, Counts] = {step.name: {} for step in steps}
-    units = (record.counts for _, record in list_records(whole.source, find_directory))
-    decided = {step.name: whole.counts_of(step) for step in steps}
-    for counts in chain(units, [decided, output.counts]):
-        for step in steps:
-            if more := counts.get(step.name):
-                total[step.name] = step.add_counts(total[step.name], more)
-    for step in steps:
-        if rows := step.list_excerpts(whole):
-            shown = {str(row): output.tally.excerpts[str(row)] for row in rows}
-            total[step.name] = {**total[step.name], "excerpts": shown}
-    return total
-
-
-def write_units(
-    output: DatasetOutput,
-    whole: WholeDataset,
-    steps: Sequence[Step],
-    schema: RowSchema,
-    directory: Path,
-    find_directory: Callable[[Unit], Path],
-    count: int,
-    progress: bool,
-) -> None:
-    """Write the rows that are left, from the first unit that the output lacks."""
-    out = directory / _WRITTEN
-    out.mkdir(parents=True, exist_ok=True)
-    for leftover in out.iterdir():
-        leftover.unlink()
-    units = whole.source.units
-    records = list(list_records(whole.source, find_directory))[output.units :]
-    with (
-        workers.Pool(
-            max(1, min(count, len(units))),
-            "written",
-            _prepare_writer,
-            steps,
-            schema,
-            context=start_server(),
-        ) as pool,
-        Progress("write", whole.source.bytes, "B", progress) as bar,
-    ):
-        bar.skip(sum(unit.bytes for unit in units[: output.units]))
-        tasks = _list_tasks(whole, steps, records, out)
-        for written in pool.run(tasks):
-            output.add(written)
-            bar.advance(written.unit.bytes)
+        found.append((unit, record))
+    return found
 
 
 def _list_tasks(
@@ -187,10 +189,6 @@ def _list_tasks(
         whole.release()
         for array in late.values():
             array.release()
-
-
-def _prepare_writer(steps: Sequence[Step], schema: RowSchema) -> Callable[[WriteTask], Any]:
-    return UnitWriter(steps, schema)
 
 
 @cache

@@ -6,13 +6,14 @@ and strings stay, and those of other types are left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lib.core.conversation import TEMPLATE_KWARGS
 from lib.corpus import chat_rows, parts
 from lib.curate.reader import Source
+from lib.curate.step import Step
 from lib.tokens import columns
 from lib.tokens.columns import CHAT
 
@@ -65,9 +66,13 @@ def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
     return schema
 
 
-def make_schema(source: Source, added: Mapping[str, str]) -> RowSchema:
-    """Return the columns of a curated dataset. added: by the steps, with their kinds."""
+def make_schema(source: Source, steps: Sequence[Step]) -> RowSchema:
+    """Return the columns of a curated dataset."""
     import pyarrow as pa
+
+    added: dict[str, str] = {}
+    for step in steps:
+        added |= step.list_columns() | step.list_late_columns()
 
     types = dict[str, pa.DataType]()
     for shards in source.dataset.splits.values():
