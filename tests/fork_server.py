@@ -191,7 +191,9 @@ def become_script(request: dict[str, Any], rank: int, files: list[int]) -> None:
     os.environ.update(request["env"] | request["ranks"][rank])
     sys.argv = [request["script"], *request["argv"]]
     if "call" not in request:
-        sys.path[0] = str(Path(request["script"]).parent)
+        script = Path(request["script"])
+        # `python -m` puts the current directory there, which is the root of the repository.
+        sys.path[0] = str(ROOT if script.name == "__main__.py" else script.parent)
     if "before" in request:
         _import_function(request["before"])(rank, **request["given"])
 

@@ -1,6 +1,6 @@
 # covers: lib/curate/classify/model_file.py, lib/curate/classify/predictor.py
-# covers: lib/curate/classify/language.py, lib/curate/classify/scores.py
-# covers: lib/curate/classify/top_scores.py
+# covers: lib/curate/classify/language.py, lib/curate/classify/top_scores.py
+# covers: lib/curate/steps/language.py, lib/curate/steps/quality_model.py
 """fastText models are checked before they are opened; texts get labels and scores."""
 
 from __future__ import annotations
@@ -9,19 +9,18 @@ import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lib.core import declared
 from lib.core.errors import ArtifactError, StageError, UsageError
-from lib.corpus.row_batch import RowBatch, RowText
-from lib.corpus.row_options import RowOptions
-from lib.curate.classify import language, model_file, predictor, scores, top_scores
+from lib.curate.classify import language, model_file, predictor, top_scores
+from lib.curate.steps.language import LanguageLabels, LanguageOptions
+from lib.curate.steps.quality_model import QualityScores, ScoreOptions, score_texts
 from tests.conftest import ROOT
 from tests.fasttext_models import LANGUAGES, QUALITY, write_classifier, write_tree_classifier
-from tests.scripts import load_script
 
 ENGLISH = "The house is of stone and the garden is with roses. "
 GERMAN = "Das Haus ist aus Stein und der Garten ist mit Rosen. "
@@ -29,16 +28,12 @@ DENSE = {"bucket": 3, "longest": 2}
 
 
 @pytest.fixture
-def models(tmp_path: Path) -> RowOptions:
-    return RowOptions(
-        language=["en", "de"],
-        language_model=write_classifier(tmp_path / "languages.bin", LANGUAGES),
-        quality_model=write_classifier(tmp_path / "quality.bin", QUALITY),
-    )
-
-
-def make_batch(*texts: str) -> RowBatch:
-    return RowBatch([RowText([text]) for text in texts])
+def models(tmp_path: Path) -> dict[str, Path]:
+    """Return a model of languages and a model of quality."""
+    return {
+        "languages": write_classifier(tmp_path / "languages.bin", LANGUAGES),
+        "quality": write_classifier(tmp_path / "quality.bin", QUALITY),
+    }
 
 
 @pytest.mark.parametrize("form", [{}, DENSE, {"is_quantised": True}, None])
@@ -127,9 +122,10 @@ def test_languages_of_texts(models):
         GERMAN * 8 + ENGLISH * 100: "en",  # two of three cuts
         "the und " * 40: "und",  # 0.5 for each
     }
-    assert dict(zip(texts, language.label_batch(models, make_batch(*texts)), strict=True)) == texts
-    mixed = RowOptions(language_model=models.language_model, language_score=0.3)
-    assert language.label_batch(mixed, make_batch("the und " * 40)) == ["de"]
+    classifier = predictor.load_line_classifier(models["languages"])
+    labels = language.find_languages(classifier, [*texts], 0.65)
+    assert dict(zip(texts, labels, strict=True)) == texts
+    assert language.find_languages(classifier, ["the und " * 40], 0.3) == ["de"]
 
 
 def test_lines_get_the_scores_of_the_library(tmp_path):
@@ -162,78 +158,89 @@ def test_cuts_are_start_middle_and_end():
 
 def test_scores_of_texts(models):
     texts = ["good " * 30, "bad bad", "good\nbad", "unknown", "", "good \udfff"]
-    assert scores.score_batch(models, make_batch(*texts)) == pytest.approx(
-        [1, 0, 0.5, 0, 0, 1], abs=1e-3
-    )
-    other = RowOptions(quality_model=models.quality_model, quality_label="__label__cc")
-    assert scores.score_batch(other, make_batch(*texts[:2])) == pytest.approx([0, 1], abs=1e-3)
+    model = models["quality"]
+    expected = [1, 0, 0.5, 0, 0, 1]
+    assert score_texts(model, "hq", texts) == pytest.approx(expected, abs=1e-3)
+    assert score_texts(model, "__label__cc", texts[:2]) == pytest.approx([0, 1], abs=1e-3)
 
 
-def catch_error(check, **options) -> StageError:
+def make_labels(**options: object) -> LanguageLabels | None:
+    return LanguageLabels.from_options(LanguageOptions(**options))
+
+
+def make_scores(**options: object) -> QualityScores | None:
+    return QualityScores.from_options(ScoreOptions(**options))
+
+
+def catch_error(make: Callable[..., object], **options: object) -> StageError:
     with pytest.raises(StageError) as error:
-        check(RowOptions(**options))
+        make(**options)
     return error.value
 
 
 def test_options_of_languages_are_checked(models, tmp_path):
-    model = models.language_model
-    language.require_language(models)
-    language.require_language(RowOptions(language=["all"], language_model=model))
-    language.require_language(RowOptions(language=["en", "und"], language_model=model))
-    error = catch_error(language.require_language, language=["en", "dee"], language_model=model)
+    model = models["languages"]
+    for names in (["en", "de"], ["all"], ["en", "und"]):
+        assert make_labels(language=names, language_model=model)
+    assert make_labels() is None
+    error = catch_error(make_labels, language_score=0.5)
+    assert "--language-score needs --language" in error.problem
+    error = catch_error(make_labels, language=["en", "dee"], language_model=model)
     assert "no label dee; the nearest are de" in error.problem
     assert "en, fr" in error.expected
-    error = catch_error(language.require_language, language=["all", "de"], language_model=model)
+    error = catch_error(make_labels, language=["all", "de"], language_model=model)
     assert "cannot be combined with languages" in error.problem
-    error = catch_error(
-        language.require_language, language=["de"], language_model=tmp_path / "x.bin"
-    )
+    error = catch_error(make_labels, language=["de"], language_model=tmp_path / "x.bin")
     assert isinstance(error, ArtifactError) and not error.run
-    known = shutil.copy(model, tmp_path / "lid.176.ftz")
-    error = catch_error(language.require_language, language=["de"], language_model=known)
+    known = Path(shutil.copy(model, tmp_path / "lid.176.ftz"))
+    error = catch_error(make_labels, language=["de"], language_model=known)
     assert "is damaged, or is a different model" in error.problem
 
 
 def test_options_of_quality_are_checked(models):
-    model = models.quality_model
-    scores.require_scores(models)
-    scores.require_scores(RowOptions(quality_model=model, quality_label="cc", keep_top=0.1))
-    error = catch_error(scores.require_scores, keep_top=0.1, quality_label="cc")
+    model = models["quality"]
+    assert make_scores(quality_model=model)
+    assert make_scores(quality_model=model, quality_label="cc", keep_top=0.1)
+    assert make_scores() is None
+    error = catch_error(make_scores, keep_top=0.1, quality_label="cc")
     assert [cause.problem for cause in error.several] == [
-        "--quality-label needs --quality-model",
-        "--keep-top needs --quality-model",
+        "--quality-label needs --quality-model FILE",
+        "--keep-top needs --quality-model FILE",
     ]
     for options in ({"keep_top": 0.1, "quality_score": 0.5}, {"keep_top": 0.0}):
-        assert isinstance(
-            catch_error(scores.require_scores, quality_model=model, **options), UsageError
-        )
-    error = catch_error(scores.require_scores, quality_model=models.language_model)
+        assert isinstance(catch_error(make_scores, quality_model=model, **options), UsageError)
+    error = catch_error(make_scores, quality_model=models["languages"])
     assert "no label hq" in error.problem and error.expected == "en, de, fr"
 
 
 def test_the_package_is_named_if_it_is_missing(models, monkeypatch):
     monkeypatch.setattr(predictor.importlib.util, "find_spec", lambda name: None)
     for error in (
-        catch_error(language.require_language, language=["de"]),
-        catch_error(scores.require_scores, quality_model=models.quality_model),
+        catch_error(make_labels, language=["de"]),
+        catch_error(make_scores, quality_model=models["quality"]),
     ):
         assert "fasttext-predict" in error.problem
         assert "fasttext-predict==0.9.2.4" in error.run
         assert (ROOT / "requirements-optional.txt").read_text().count("fasttext-predict") == 1
 
 
+def test_labels_in_other_forms_are_recognised_in_errors():
+    known = {"en", "de", "und", "zh-cn"}
+    for name in ("EN", "en-US", "en_GB", "__label__en"):
+        assert language._find_near_labels(name, known) == ["en"]
+    assert language._find_near_labels("zh-CN", known) == ["zh-cn"]
+    assert language._find_near_labels("xx", known) == []
+
+
 @pytest.mark.parametrize("count", [1, 2, 499, 500, 777, 1000])
-@pytest.mark.parametrize("first", [0, 100])
-def test_the_highest_scores_are_found_without_sorting(count, first, tmp_path, monkeypatch):
-    monkeypatch.setattr(top_scores, "BLOCK", 64)
+def test_the_highest_scores_are_found_without_sorting(count):
     draw = np.random.default_rng(count)
     values = draw.choice(draw.random(200, np.float32), 1000).astype(np.float32)
     values[draw.integers(0, 1000, 300)] = draw.choice([0, 1, 1e-5])
-    path = tmp_path / "scores"
-    path.write_bytes(draw.random(first, np.float32).tobytes() + values.tobytes())
-    threshold = top_scores.find_threshold(path, first, count)
+    blocks = np.split(values, [10, 64, 900])
+    threshold = top_scores.find_threshold(lambda: blocks, count)
     selector = top_scores.Selector(threshold)
-    chosen = np.concatenate([selector.select(block) for block in np.split(values, [10, 64, 900])])
+    chosen = np.concatenate([selector.select(block) for block in blocks])
     best = np.argsort(-values, kind="stable")[:count]
     assert np.flatnonzero(chosen).tolist() == sorted(best.tolist())
     assert threshold.score == values[best[-1]]
@@ -248,12 +255,3 @@ def test_the_share_of_rows_is_rounded():
     counts = [top_scores.count_kept(rows, share) for rows, share in ((30, 0.1), (3, 0.5), (4, 0.1))]
     assert counts == [3, 2, 1]
     assert top_scores.count_kept(0, 0.5) == 0
-
-
-def test_languages_identify_a_dataset_in_any_order():
-    stage = load_script("02_build_hf_dataset.py")
-    one, two = (
-        declared.identify_artifact(stage.parse(["--language", names]))
-        for names in ("en,de,en", "de,en")
-    )
-    assert one == two

@@ -15,7 +15,7 @@ from lib.curate.quality.judge import Judge, is_dropped
 from lib.curate.quality.layout import find_layouts
 from lib.curate.quality.word_lists import ENGLISH_LISTS, WordLists
 from lib.curate.words import PIECE_CHARACTERS
-from tests.corpus.quality_reference import measure_repeated, measure_text, split_words
+from tests.curate.quality_reference import measure_repeated, measure_text, split_words
 
 PIECES = [
     *("the", "be", "to", "of", "And", "cat", "dog", "house", "javascript", "lorem", "ipsum"),
