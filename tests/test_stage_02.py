@@ -123,6 +123,21 @@ def test_a_second_run_is_done_refused_or_replaces(stage, raw, tmp_path):
     assert len(load_dataset(target)) == 3
 
 
+def test_options_that_curated_a_dataset_are_named_with_the_new_command(stage, raw, tmp_path):
+    for words in (["--language", "en"], ["--quality", "c4", "--mask", "ip"], ["--dedup", "near"]):
+        error = stage(SCRIPT, "--data-folder", raw, *words, expect=2).stderr
+        for option in words[::2]:
+            assert f"python -m lib.curate DATASET --save-dir NEW {option}" in error
+    done = stage(SCRIPT, "--data-folder", raw)
+    assert "-m lib.curate hf_datasets/corpus --save-dir" in done.stdout
+    manifest = tmp_path / "hf_datasets/corpus/manifest.json"
+    content = json.loads(manifest.read_text())
+    content["options"] |= {"near_bands": 20, "quality": ["gopher"]}  # the first was the default
+    manifest.with_name("old.json").write_text(json.dumps(content))
+    error = stage(SCRIPT, "--config", "hf_datasets/corpus/old.json", expect=2).stderr
+    assert "'quality'" in error and "near_bands" not in error
+
+
 def test_dry_run_leaves_nothing(stage, raw, tmp_path):
     done = stage(SCRIPT, "--data-folder", raw, "--dry-run")
     assert "4 files" in done.stdout

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -62,9 +61,7 @@ def test_documents_are_announced_and_the_printed_command_extracts_them(stage, tm
     identity = json.loads((tmp_path / "out/manifest.json").read_text())["identity"]
     assert identity["options"]["extract"]["pdf"].startswith("1, pypdfium2 ")
     assert sorted(problems(tmp_path / "out").values()) == ["damaged", "damaged", "no text"]
-    text = re.sub("<[^>]*>", " ", (tmp_path / "out/report.html").read_text())
-    section = " ".join(text[text.index(" Extraction ") :].split())[:600]
-    assert "PDF 2 1 no text 1" in section and "DOCX 2 2 damaged 2" in section, section
+    assert "2 DOCX damaged" in done.stdout and "1 PDF no text" in done.stdout
     again = stage(SCRIPT, *arguments[:-1], "--extract", "epub,docx")
     assert "already done" in again.stdout  # the same kinds in another order
 

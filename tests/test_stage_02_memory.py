@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import threading
 import time
@@ -64,24 +63,6 @@ def test_sixteen_times_the_input_takes_no_more_memory(tmp_path):
         peaks[times] = peak_of_run(tmp_path / f"x{times}", "--dedup", "exact")
     assert max(peaks.values()) < GIGABYTE, peaks
     assert peaks[16] < 1.5 * peaks[1], peaks
-
-
-@pytest.mark.slow
-def test_near_duplicates_take_no_more_memory_for_four_times_the_input(tmp_path):
-    draw = random.Random(0)
-    words = [f"word{number}" for number in range(5000)]
-    peaks = {}
-    # With less than 48 MB, the batches of the workers and of the main process are not full yet.
-    for megabytes in (48, 192):
-        path = tmp_path / f"x{megabytes}/a.jsonl"
-        path.parent.mkdir()
-        with path.open("w") as file:
-            while file.tell() < megabytes * MEGABYTE:
-                text = " ".join(draw.choices(words, k=300))
-                for end in ("", " one", " two"):  # two of three rows are near duplicates
-                    file.write(json.dumps({"t": text + end}) + "\n")
-        peaks[megabytes] = peak_of_run(path.parent, "--dedup", "near")
-    assert peaks[192] < GIGABYTE // 2 and peaks[192] < 1.2 * peaks[48], peaks
 
 
 @pytest.mark.slow

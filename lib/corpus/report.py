@@ -259,7 +259,7 @@ def print_next(save_dir: Path, row_options: RowOptions) -> None:
     """Print the commands after stage 02: curate, get a model unless one is prepared, then train."""
     curated = f"{save_dir}-curated"
     curate = commands.module("lib.curate", save_dir, "--save-dir", curated, "--dedup", "near")
-    log.info(f"next: select rows, or go on without it (--help lists the rules): {curate}")
+    log.info(f"next, for raw data: drop near duplicates, filter and mask rows: {curate}")
     if model := _find_prepared_model():
         words = ("-e", "first", "-d", save_dir, "-m", model)
         if row_options.format == CHAT:

@@ -25,7 +25,7 @@ _NEAR = "near"
 def parse_dedup(text: str) -> str:
     """Return a value of --dedup. Raises ArgumentTypeError for near duplicates."""
     if text == _NEAR:
-        raise argparse.ArgumentTypeError(f"{text}: {aliases.move_to_curate('--dedup near')}")
+        raise argparse.ArgumentTypeError(f"near is gone; {aliases.move_to_curate('--dedup near')}")
     return text
 
 

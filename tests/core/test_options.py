@@ -230,6 +230,23 @@ def test_recorded_options_that_no_longer_exist_are_ignored(
     (tmp_path / "typed.yaml").write_text("lr: 0.5\nsample_freq: 500\n")
     assert parser.parse(["--config", str(tmp_path / "typed.yaml")]).lr == 0.5
     assert "sample_freq" in capsys.readouterr().out
+
+
+def test_recorded_options_that_the_result_needs_are_refused(parser: Parser, tmp_path: Path) -> None:
+    defaults = {"lr": 0.5, "language": [], "near_threshold": 0.8, "decontaminate_share": 0.5}
+    path = tmp_path / "manifest.json"
+    for more, refused in (({}, []), ({"language": ["en"], "keep_top": 0.1}, ["language", "keep"])):
+        content = {"stage": "x", "options": defaults | more, "versions": {}}
+        path.write_text(json.dumps(content))
+        if not refused:
+            assert parser.parse(["--config", str(path)]).lr == 0.5
+            continue
+        with pytest.raises(UsageError) as error:
+            parser.parse(["--config", str(path)])
+        assert all(name in str(error.value) for name in (*refused, "lib.curate DATASET"))
+    (tmp_path / "typed.yaml").write_text("lr: 0.5\nmask: email\n")
+    with pytest.raises(UsageError, match="mask"):
+        parser.parse(["--config", str(tmp_path / "typed.yaml")])
     (tmp_path / "typed.yaml").write_text("lr: 0.5\nunknown: 1\n")  # a typo is reported
     with pytest.raises(UsageError, match="unknown key 'unknown'"):
         parser.parse(["--config", str(tmp_path / "typed.yaml")])

@@ -19,17 +19,15 @@ import numpy as np
 from lib.corpus import parts
 
 schema = parts.make_text_schema(keep_source=True)
-columns = {"language": "string", "score": "float", "turns": "int"}
 with open(sys.argv[1], "w+b") as file:
-    writer = parts.PartWriter(file, True, columns=columns)
+    writer = parts.PartWriter(file, True)
     for row in range(3):
-        writer.add(b"text", "a.txt", columns=("en", 0.5, row))
-    writer.add_file(open(sys.argv[2], "r+b"), 4000, "b.txt", columns=("und", 0.5, 7))
+        writer.add(b"text", "a.txt")
+    writer.add_file(open(sys.argv[2], "r+b"), 4000, "b.txt")
     writer.finish()
-schema = parts.add_columns(schema, columns)
-copies = np.array([1, 0, 2, 1])
-messages = list(parts.rewrite_part(pathlib.Path(sys.argv[1]), schema, copies, 0, copies))
-assert [size for _, size in messages] == [12, 4000]
+is_kept = np.array([True, False, True, True])
+messages = list(parts.rewrite_part(pathlib.Path(sys.argv[1]), schema, is_kept, 0))
+assert [size for _, size in messages] == [8, 4000]
 assert "pandas" not in sys.modules, "pandas was imported"
 """
 

@@ -84,7 +84,7 @@ def test_a_large_list_is_never_completely_in_memory(tmp_path, monkeypatch):
     work_units.process_unit(unit)  # imports what is needed
     tracemalloc.start()
     try:
-        assert work_units.process_unit(unit).tally.dropped["short"] == 24_000
+        assert work_units.process_unit(unit).tally.short == 24_000
         assert tracemalloc.get_traced_memory()[1] < files[0].bytes / 4
     finally:
         tracemalloc.stop()
@@ -174,7 +174,7 @@ def test_the_same_text_large_and_small_is_a_duplicate(read, monkeypatch):
         {"a.txt": text, "b.json": json.dumps(text[:-1]), "c.txt": text[:-1], "d.txt": text},
         dedup="exact",
     )
-    assert outcome.rows == [text, text[:-1]] and outcome.dataset.dropped["duplicates"] == 2
+    assert outcome.rows == [text, text[:-1]] and outcome.dataset.duplicates == 2
     assert [(p["path"], p["kind"]) for p in outcome.problems] == [
         ("c.txt", "duplicate"),
         ("d.txt", "duplicate"),

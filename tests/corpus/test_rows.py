@@ -62,7 +62,7 @@ def test_strings_rows_gives_one_row_per_string(read):
 
 def test_min_chars_counts_characters_not_bytes(read):
     outcome = read({"a.jsonl": '"éé"\n"ééé"\n"abcd"\n', "b.txt": "éé"}, min_chars=3)
-    assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.dropped["short"] == 2
+    assert outcome.rows == ["ééé", "abcd"] and outcome.dataset.tally.short == 2
     assert [(p["path"], p["kind"]) for p in outcome.problems] == [
         ("a.jsonl", "short"),
         ("b.txt", "short"),
