@@ -35,6 +35,10 @@ _SUFFIXES = (
     "arrow onnx plist service timer socket mount target"
 )
 _NO_TOP_LEVEL = frozenset(_SUFFIXES.split())
+# Some suffixes of files are countries too, such as py. A name in one of these domains is no file.
+_SECOND_LEVEL = "com co org or net ne gov gob gouv go edu ac mil int info coop una"
+_KINDS_OF_OWNERS = frozenset(_SECOND_LEVEL.split())
+_COUNTRY_LETTERS = 2
 _IN_CODE = frozenset(("self", "this"))  # as in `weights@self.inputs`
 _IS_VERSION = re.compile(r"\d+\.\d")  # as in `package@1.0.0-alpha.beta`
 
@@ -100,9 +104,16 @@ def _find_domain_end(text: bytes, start: int, high: int, domains: re.Pattern[str
         return None
     if is_longer or len(domain) > _LONGEST_DOMAIN or any(label[-1:] == "-" for label in labels):
         return None
-    if not _TOP_LEVEL.fullmatch(top_level) or top_level in _NO_TOP_LEVEL:
+    if not _TOP_LEVEL.fullmatch(top_level) or _is_file(labels):
         return None
     return start + len(domain.encode())
+
+
+def _is_file(labels: list[str]) -> bool:
+    """Return whether a name with a dot between its labels is one of a file, such as `setup.py`."""
+    *_, second, top_level = map(str.lower, labels)
+    is_country = len(top_level) == _COUNTRY_LETTERS and len(labels) > 2
+    return top_level in _NO_TOP_LEVEL and not (is_country and second in _KINDS_OF_OWNERS)
 
 
 def _is_in_url(text: bytes, start: int, low: int) -> bool:

@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 
 from lib.core import commands
 from lib.core.errors import UsageError
-from lib.curate.masks.finders import Finder, is_bounded
+from lib.curate.masks.finders import Finder, is_bounded, is_letter_after, is_letter_before
 
 _PACKAGE = "phonenumberslite"
 _FEWEST_DIGITS = 8
@@ -28,17 +28,46 @@ _AREA = _SEPARATOR + rb"?\([0-9]{1,5}\)" + _SEPARATOR + rb"?[0-9]{1,14}"
 _INTERNATIONAL = re.compile(
     rb"\+[1-9][0-9]{0,14}(?:" + _AREA + rb")?(?:" + _SEPARATOR + rb"[0-9]{1,14}){0,7}"
 )
+# Within the country: the area code, a wider gap such as ` / `, and groups.
+_REST = rb"[0-9]{1,10}(?:" + _SEPARATOR + rb"[0-9]{1,8}){0,5}"
+_GAP = rb"(?: ?(?:[/-]|\xe2\x80\x93) ?|" + _SEPARATOR + rb")"
 _NATIONAL = re.compile(
-    rb"\(?0[0-9]{1,5}(?:\)[ /-]?|[ /-]|\xc2\xa0)[0-9]{1,10}(?:" + _SEPARATOR + rb"[0-9]{1,8}){0,5}"
+    rb"(?:\(0 ?[0-9]{1,5}\)|0 ?\([0-9]{1,5}\))" + _GAP + rb"?" + _REST + rb"|0[0-9]{1,5}"
+    rb"(?:" + _GAP + _REST + rb"| ?\([0-9]{1,4}\)" + _SEPARATOR + rb"?[0-9]{4})"
 )
 _AMERICAN = re.compile(
-    rb"(?:1[ .-])?(?:\([2-9][0-9]{2}\) ?|[2-9][0-9]{2}[ .-])[2-9][0-9]{2}[ .-][0-9]{4}"
+    rb"(?:1" + _SEPARATOR + rb"?)?"
+    rb"(?:\([2-9][0-9]{2}\)" + _SEPARATOR + rb"?|[2-9][0-9]{2}" + _SEPARATOR + rb")"
+    rb"[2-9][0-9]{2}" + _SEPARATOR + rb"[0-9]{4}\Z"
 )
-_DATE = re.compile(rb"[0-9]{2}([ ./-])[0-9]{2}\1(?:[0-9]{4}(?:[ ./-]|\Z)|[0-9]{2}\Z)")
+_LONGEST_AMERICAN = len("1 (212) 555-1234") + 3 * len("\u2011".encode())
+# Digits in one piece are mostly no telephone number, except after one of these words.
+_NATIONAL_PIECE = re.compile(rb"0[0-9]{8,13}")
+_AMERICAN_PIECE = re.compile(rb"1?[2-9][0-9]{2}[2-9][0-9]{6}")
+_WORDS = (
+    "t(?:e|é)l(?:(?:e|é)?(?:phone|ph|fone?|foon|fono|fax|copie))?|phone|ph|fon|fax"
+    "|mob(?:ile|il|iel|iltelefon)?|cell(?:ulare|phone)?|handy|portable|natel|gsm|sms|whatsapp"
+    "|call|contact|hotline|電話|携帯|电话|手机|전화|тел"
+)
+_WORD_BEFORE = re.compile(
+    rb"(?:(?<![A-Za-z\x80-\xff])|(?<=_))(?:" + _WORDS.encode() + rb")"
+    rb"(?:[ ._-]?(?:number|numero|nummer|num|no|nr))?[ \t.:;,#=\"'/)-]{0,6}\Z",
+    re.IGNORECASE,
+)
+_WORD_BYTES = 40  # before a number to search for such a word
+# Another pair of digits beside pairs, which are then a list or a dump and no telephone number.
+_PAIR_AFTER = re.compile(rb" [0-9]{2}(?![0-9])")
+_PAIR_BEFORE = re.compile(rb"(?:\A|[^0-9A-Za-z./:-])[0-9]{2} \Z")
+_PAIR_BYTES = len(" 12 ")
+_DATE = re.compile(
+    rb"[0-9]{2}( ?[./-] ?| )[0-9]{2}\1(?:(?:19|20)[0-9]{2}(?![0-9])|[0-9]{2}(?:\Z|[ T][0-9]{2}\Z))"
+)
 _DECIMAL = re.compile(rb"\+[0-9]+\.[0-9]+")
 _POSTAL_CODE = re.compile(rb"0[0-9]{4}-[0-9]{4}(?![0-9])")  # a US ZIP code, as in MA 02111-1307
 _TRUNK = re.compile(rb"\(0\)")  # dialled within the country only
 _NO_DIGIT = re.compile(rb"[^0-9]+")
+_DIGITS = re.compile(rb"[0-9]+")
+_SEPARATION = re.compile(_SEPARATOR)
 
 
 def find_international(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
@@ -91,32 +120,142 @@ def _is_assigned(number: bytes, country: str | None) -> bool:
 def _find_national(
     countries: Sequence[str], text: bytes, at: int, low: int, high: int
 ) -> tuple[int, int] | None:
-    """Return start and end of the number whose first 0 is at an index, None if there is none."""
+    """Return start and end of the number whose first 0 is at an index, None if there is none.
+
+    Groups that follow the number, such as a postal code, do not belong to it.
+    """
     start = at - (at > low and text[at - 1] == ord("("))
-    if start > low and text[start - 1] in b"+-/,:)":
+    has_word = _follows_word(text, start, low)
+    if not has_word and not _may_begin(text, start, low):
         return None
     match = _NATIONAL.match(text, start, high)
+    if not match and has_word:
+        match = _NATIONAL_PIECE.match(text, start, high)
     if not match or _POSTAL_CODE.match(text, at, high) or _DATE.match(text[at : match.end()]):
         return None
-    if not is_bounded(text, start, match.end(), low, high):
+    if not has_word and _is_in_list(text, start, match.end(), low, high):
         return None
-    digits = _read_digits(match.group())
-    is_assigned = any(_is_assigned(digits, country) for country in countries)
-    return (start, match.end()) if is_assigned else None
+    end = match.end()
+    while end > start:
+        number = text[start:end]
+        is_part = end < match.end() and not has_word
+        if _may_end(text, end, high) and _is_national(number, countries, is_part):
+            return start, end
+        end = _drop_last_group(text, start, end)
+    return None
+
+
+def _is_in_list(text: bytes, start: int, end: int, low: int, high: int) -> bool:
+    """Return whether groups of two digits continue before or after an index, as in a table."""
+    if any(len(group) != 2 for group in _DIGITS.findall(text, start, end)):
+        return False
+    return bool(_PAIR_AFTER.match(text, end, high)) or bool(
+        _PAIR_BEFORE.search(text[max(low, start - _PAIR_BYTES) : start])
+    )
+
+
+def _drop_last_group(text: bytes, start: int, end: int) -> int:
+    """Return the end of a number without its last group, or `start` if that leaves no number.
+
+    A group of the same size, or one that is not separated by a space, continues the number.
+    """
+    shorter = _drop_group(text, start, end)
+    groups = _DIGITS.findall(text, start, end)
+    is_separate = len(groups) > 2 and len(groups[-1]) != len(groups[-2])
+    return shorter if is_separate and text[shorter : shorter + 1] == b" " else start
+
+
+def _is_national(number: bytes, countries: Sequence[str], is_part: bool) -> bool:
+    """Return whether a number belongs to the numbering plan of one of the countries.
+
+    is_part: whether more digits follow it; then its groups must be the usual ones.
+    """
+    if not _may_have_dots(number):
+        return False
+    digits = _read_digits(number)
+    groups = _DIGITS.findall(number)
+    return any(
+        _is_assigned(digits, country) and (not is_part or groups == _list_groups(digits, country))
+        for country in countries
+    )
+
+
+def _may_have_dots(number: bytes) -> bool:
+    """Return whether a number whose first separator is a dot is no decimal, version or address."""
+    groups = _DIGITS.findall(number)
+    if not number[len(groups[0]) :].startswith(b"."):
+        return True
+    if number != b".".join(groups) or len(groups) < 3 or min(map(len, groups[1:])) < 2:
+        return False
+    is_amount_or_address = {*map(len, groups[1:])} == {3}
+    return sum(map(len, groups)) > _FEWEST_DIGITS and not is_amount_or_address
+
+
+@lru_cache(_KEPT_NUMBERS)
+def _list_groups(digits: bytes, country: str) -> list[bytes]:
+    """Return the groups in which a country writes a number."""
+    import phonenumbers
+
+    number = phonenumbers.parse(digits.decode(), country)
+    written = phonenumbers.format_number(number, phonenumbers.PhoneNumberFormat.NATIONAL)
+    return _DIGITS.findall(written.encode())
+
+
+def _follows_word(text: bytes, start: int, low: int) -> bool:
+    """Return whether a word such as `Tel.:` or `"phone": "` precedes an index."""
+    return bool(_WORD_BEFORE.search(text[max(low, start - _WORD_BYTES) : start]))
+
+
+def _may_begin(text: bytes, start: int, low: int) -> bool:
+    """Return whether a number may begin at an index, after no letter, digit, sign or dot.
+
+    A colon, comma, slash or bracket counts as a part of the number only after a digit.
+    """
+    if start <= low:
+        return True
+    if is_letter_before(text, start, low) or text[start - 1] in b"+-.":
+        return False
+    return text[start - 1] not in b",:/)" or not text[max(low, start - 2) : start - 1].isdigit()
+
+
+def _may_end(text: bytes, end: int, high: int) -> bool:
+    """Return whether a number may end at an index, before no letter, digit, decimal or time."""
+    if is_letter_after(text, end, high):
+        return False
+    is_time = text[end : end + 1] == b":" and text[end + 1 : min(high, end + 2)].isdigit()
+    return not is_time and not (
+        end < high and text[end] == ord(".") and is_letter_after(text, end + 1, high)
+    )
 
 
 def _find_american(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
     """Return start and end of the US number whose last separator is at an index, or None."""
-    for start in range(max(low, at - len("1 (212) 555")), at - len("212 555") + 1):
-        match = _AMERICAN.match(text, start, high)
-        if not match or match.end() != at + len("-1234"):
-            continue
-        is_part = start > low and text[start - 1] in b"+-/,:"
-        if is_part or not is_bounded(text, start, match.end(), low, high):
-            continue
-        if _is_assigned(_read_digits(match.group()), "US"):
-            return start, match.end()
+    if not (separation := _SEPARATION.match(text, at)):
+        return None
+    end = separation.end() + len("1234")
+    start = max(low, at - _LONGEST_AMERICAN)
+    while end <= high and (match := _AMERICAN.search(text, start, end)):
+        start = match.start()
+        if _is_american_number(text, start, end, low, high):
+            return start, end
+        start += 1
     return None
+
+
+def _find_american_piece(text: bytes, at: int, low: int, high: int) -> tuple[int, int] | None:
+    """Return start and end of a US number in one piece at an index, if it follows a word."""
+    match = _AMERICAN_PIECE.match(text, at, high)
+    if not match or not _follows_word(text, at, low):
+        return None
+    return match.span() if _is_american_number(text, at, match.end(), low, high) else None
+
+
+def _is_american_number(text: bytes, start: int, end: int, low: int, high: int) -> bool:
+    return (
+        _may_end(text, end, high)
+        and (_may_begin(text, start, low) or _follows_word(text, start, low))
+        and _is_assigned(_read_digits(text[start:end]), "US")
+    )
 
 
 _INTERNATIONAL_FINDER = Finder(
@@ -172,14 +311,20 @@ def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
     others = [country for country in countries if not _is_american(country)]
     if len(others) < len(countries):
         finders += [
-            Finder(re.compile(pattern), True, _find_american, _LONGEST_NATIONAL)
-            for pattern in (
-                rb"-(?<=000-)(?=0000)",
-                rb"\.(?<=000\.)(?=0000)",
-                rb" (?<=000 )(?=0000)",
+            Finder(re.compile(pattern), uses_shape, find, _LONGEST_NATIONAL)
+            for pattern, uses_shape, find in (
+                (rb"-(?<=000-)(?=0000)", True, _find_american),
+                (rb"\.(?<=000\.)(?=0000)", True, _find_american),
+                (rb" (?<=000 )(?=0000)", True, _find_american),
+                (rb"\xc2(?<=[0-9]\xc2)(?=\xa0[0-9]{4})", False, _find_american),
+                (rb"\xe2(?<=[0-9]\xe2)(?=\x80[\x91\x93\xaf][0-9]{4})", False, _find_american),
+                (rb"0(?<![0Aa]0)(?=0{9,10}(?!0))", True, _find_american_piece),
             )
         ]
     if others:
-        anchor = re.compile(rb"0(?<![0-9A-Za-z./,:+-]0)(?=[0-9]{1,5}(?:[ )/-]|\xc2\xa0))")
+        anchor = re.compile(
+            rb"0(?<![0-9+]0)(?<![0-9][./,:-]0)(?=[0-9]{1,5}[ .()/\xc2\xe2-]|[0-9]{8,13}(?![0-9])"
+            rb"| [0-9]{2,4}\)| ?\([0-9])"
+        )
         finders.append(Finder(anchor, False, partial(_find_national, others), _LONGEST_NATIONAL))
     return tuple(finders)
