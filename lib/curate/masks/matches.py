@@ -75,14 +75,14 @@ def add_counts(total: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, A
     sources: for each source (a top-level directory), the number of matches by kind. shapes: for
     each kind, the shapes of the first matches.
     """
-    counts = {name: Counter(kinds) for name, kinds in total.get("sources", {}).items()}
+    counts = dict(total.get("sources", {}))
     for name, kinds in more.get("sources", {}).items():
-        is_full = name not in counts and len(counts) >= _MOST_SOURCES
-        counts.setdefault(_OTHERS if is_full else name, Counter()).update(kinds)
+        place = _OTHERS if name not in counts and len(counts) >= _MOST_SOURCES else name
+        counts[place] = dict(Counter(counts.get(place, {})) + Counter(kinds))
     shapes = dict(total.get("shapes", {}))
     for kind, found in more.get("shapes", {}).items():
         shapes[kind] = [*shapes.get(kind, ()), *found][:MOST_SHAPES]
-    return {"sources": {name: dict(kinds) for name, kinds in counts.items()}, "shapes": shapes}
+    return {"sources": counts, "shapes": shapes}
 
 
 def sum_kinds(counts: Mapping[str, Any]) -> dict[str, int]:
