@@ -30,8 +30,9 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = {
     "core": set(),
     "pages": {"core"},
-    "corpus": {"core", "pages"},
+    "corpus": {"core"},
     "tokens": {"core"},
+    "curate": {"core", "pages", "tokens", "corpus"},
     "models": {"core"},
     "hub": {"core", "models"},
     "parallel": {"core", "tokens", "models"},
