@@ -1,4 +1,4 @@
-# covers: lib/corpus/selection.py, lib/optim/registry.py, lib/parallel/placement.py
+# covers: lib/curate/step.py, lib/curate/table.py, lib/optim/registry.py, lib/parallel/placement.py
 # covers: lib/train/settle.py
 """The recipes of docs/explanation/design.md, followed on a throw-away copy of the code.
 
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
@@ -83,14 +82,13 @@ def follow_recipes(copy: Path) -> None:
     append_text(copy / "lib/models/model_changes.py", "\n" + row)
     (copy / "lib/models/scaled.py").write_text(module)
 
-    fields, rows = blocks("How to add a filter to stage 02")
-    before = "    @property\n    def splits("
-    fields = textwrap.indent(fields, "    ") + "\n"
-    replace_in(copy / "lib/corpus/row_options.py", before, fields + before)
-    path = copy / "lib/corpus/selection.py"
-    replace_in(path, "import dataclasses\n", "import dataclasses\nimport hashlib\n")
-    before = "\n\ndef _is_on("
-    replace_in(path, before, f"\n\n{rows}{before}")
+    module, row = blocks("How to add a filter")
+    (copy / "lib/curate/steps/capitals.py").write_text(module)
+    path = copy / "lib/curate/table.py"
+    before = "\nSTEPS: "
+    line = "from lib.curate.steps.capitals import FewCapitals\n"
+    replace_in(path, before, line + before)
+    replace_in(path, "    Masks,\n)", f"    Masks,\n{row})")
 
 
 def test_the_recipes_work_on_one_copy_of_the_code(tmp_path: Path) -> None:
@@ -190,34 +188,17 @@ def check_model_change(copy: Path, run: Run) -> None:
 
 
 def check_filter(copy: Path, run: Run) -> None:
-    texts = ["LOUD AND LARGE", "a text of some length which begins as others do", "another one"]
-    texts += [texts[1] + " and goes on", "ANOTHER LOUD ONE"]
+    texts = ["LOUD AND LARGE", "a text of some length", "another one", "ANOTHER LOUD ONE"]
     (copy / "raw").mkdir()
     for number, text in enumerate(texts):
         (copy / f"raw/{number}.txt").write_text(text)
-    build = ("02_build_hf_dataset.py", "--data-folder", "raw", "--no-progress", "--save-dir")
-    run(*build, "plain")
-    printed = run(*build, "chosen", "--max-capitals", "0.5", "--unique-beginnings")
-    assert "2 rows dropped by --max-capitals 0.5" in printed
-    assert "1 row dropped by --unique-beginnings" in printed
-    plain, chosen = (
-        json.loads((copy / name / "manifest.json").read_text()) for name in ("plain", "chosen")
-    )
-    assert plain["summary"]["rows"] == 5
-    assert "max_capitals" not in plain["identity"]["options"]  # older datasets stay what they are
-    assert {name: chosen["summary"][name] for name in ("rows", "capitals", "same_beginnings")} == {
-        "rows": 2,
-        "capitals": 2,
-        "same_beginnings": 1,
-    }
-    problems = [
-        json.loads(line) for line in (copy / "chosen/errors.jsonl").read_text().splitlines()
-    ]
-    assert {problem["path"]: problem["kind"] for problem in problems} == {
-        "0.txt": "capitals",
-        "3.txt": "beginning",
-        "4.txt": "capitals",
-    }
+    run("02_build_hf_dataset.py", "--data-folder", "raw", "--no-progress", "--save-dir", "plain")
+    curate = ("lib/curate/__main__.py", "plain", "--no-progress", "--save-dir")
+    run(*curate, "chosen", "--max-capitals", "0.5")
+    manifest = json.loads((copy / "chosen/manifest.json").read_text())
+    assert manifest["summary"]["rows"] == 2
+    lines = [json.loads(line) for line in (copy / "chosen/dropped.jsonl").open()]
+    assert [(line["row"], line["rule"]) for line in lines] == [(0, "capitals"), (3, "capitals")]
 
 
 def test_a_wrapper_reaches_every_implementation_of_attention(tmp_path: Path) -> None:
