@@ -90,7 +90,7 @@ def _add_artifact_options(parser: options.Parser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="fastText model, a value of --language-model or --quality-model of stage 02; may be "
+        help="fastText model, a value of --language-model or --quality-model of lib.curate; may be "
         "repeated (default: none)",
     )
     parser.add_argument(

@@ -46,7 +46,7 @@ def suites_root(cache_dir: Path) -> Path:
 
 
 def classifiers_root(cache_dir: Path) -> Path:
-    """Return the directory for fastText models that classify rows in stage 02."""
+    """Return the directory for fastText models that classify rows of a dataset."""
     return cache_dir / "classifiers"
 
 

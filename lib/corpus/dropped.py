@@ -18,12 +18,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 DROPPED_FILE = "dropped.jsonl"
-_DIGITS = 4  # decimals of a value
 _PATH_BYTES = 1 << 16  # more than any path as JSON
 
 
 def format_dropped(
-    path: str, position: int | None, rule: str, value: Any, duplicate_of: dict[str, Any] | None
+    path: str, position: int | None, rule: str, value: float, duplicate_of: dict[str, Any] | None
 ) -> bytes:
     """Return a line of dropped.jsonl.
 
@@ -31,7 +30,6 @@ def format_dropped(
     None if an earlier version wrote the part without positions. value: the measurement of the rule.
     duplicate_of: the kept row that this row duplicates.
     """
-    value = round(float(value), _DIGITS) if isinstance(value, float) else value
     line = {
         "path": path,
         "position": position,
