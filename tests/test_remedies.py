@@ -23,7 +23,6 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import datasets
 import pyarrow.parquet
@@ -43,7 +42,7 @@ from lib.core import file_identity, hashing, identity, offline, paths, publish, 
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import dataset, place, saved, work_units
+from lib.corpus import place, saved, work_units
 from lib.corpus.extract import options as extraction
 from lib.corpus.row_options import RowOptions
 from lib.curate.classify import language, predictor
@@ -189,9 +188,7 @@ def test_remedies_for_splits_work(here: Terminal) -> None:
     assert not here.fails("02_build_hf_dataset.py", "--save-dir", "hf_datasets/third").run
 
 
-def test_remedies_for_parts_of_a_dataset_work(
-    project_terminal: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remedies_for_parts_of_a_dataset_work(project_terminal: Terminal) -> None:
     build = ("02_build_hf_dataset.py", "--save-dir", "hf_datasets/parts", "--num-workers", 1)
     project_terminal.type(*build, "--only-splits", "0-1")
     project_terminal.cured(*build, "--merge")  # one is not built
@@ -204,26 +201,6 @@ def test_remedies_for_parts_of_a_dataset_work(
         project_terminal.type(*build, "--only-splits", "0-2")
         blank_file(f"hf_datasets/parts.parts/split_01/*.{part}")
         project_terminal.cured(*build, "--merge")
-    near = ("02_build_hf_dataset.py", "--num-workers", 1, "--dedup", "near")
-    project_terminal.type(*near, "--save-dir", "hf_datasets/old", "--near-bands", 7)
-    Path("later").mkdir()
-    Path("later/new.txt").write_text("A text that no earlier document contains. " * 9)
-    near += ("--data-folder", "later", "--save-dir", "hf_datasets/later")
-    project_terminal.follow(project_terminal.fails(*near, "--near-against", "hf_datasets/old"))
-    shutil.rmtree("hf_datasets/later")
-    masks = ("--mask", "email,phone", "--mask-phone-country", "US")
-    project_terminal.type(*near[:5], *masks, "--save-dir", "hf_datasets/masked")
-    project_terminal.follow(
-        project_terminal.fails(*near, "--mask", "ip", "--near-against", "hf_datasets/masked")
-    )
-    stopped = (*near[:5], "--save-dir", "hf_datasets/stopped")
-    with monkeypatch.context() as patch:
-        patch.setattr(dataset, "NOTE_BYTES", -1)  # progress is recorded after each part
-        patch.setattr(dataset.DatasetWriter, "finish", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            project_terminal.type(*stopped)
-    blank_file("hf_datasets/**/progress.json")  # the parts that were added are deleted
-    project_terminal.cured(*stopped)
     learn = (
         "03_download_model.py",
         "--from-scratch",
