@@ -1,8 +1,8 @@
-"""Measure what the quality rules of stage 02 cost, beside the pass over the words alone.
+"""Measure what the quality rules of a curation cost, beside the pass over the words alone.
 
     python benchmarks/quality.py /usr/lib/python3* docs
 
-Reads the .py, .md, .txt and .rst files below the directories, in batches of documents as stage 02
+Reads the .py, .md, .txt and .rst files below the directories, in batches of documents as a curation
 does, and prints the time per 3,000 characters. Each batch is measured several times and the fastest
 time counts, because other processes slow a busy machine down.
 """
@@ -39,7 +39,7 @@ def read_texts(directories: Sequence[Path]) -> Iterator[str]:
 
 
 def make_batches(texts: Iterator[str], most: int) -> list[list[str]]:
-    """Return the texts in batches, as stage 02 makes them. most: characters in all."""
+    """Return the texts in batches, as a curation makes them. most: characters in all."""
     batches: list[list[str]] = [[]]
     size = 0
     total = 0

@@ -1,7 +1,7 @@
 """Load fastText classifiers and classify texts with them.
 
-The package fasttext-predict is imported only here. It is optional, so stage 02 checks its presence
-and the model file before it reads any file of the input.
+The package fasttext-predict is imported only here. It is optional, so the steps check its
+presence and the model file before any row is read.
 """
 
 from __future__ import annotations

@@ -30,72 +30,61 @@ _MOST_REPEATED = {2: 0.20, 3: 0.18, 4: 0.16, 5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12,
 class QualityThreshold(NamedTuple):
     """Describes a threshold.
 
-    default: the published value. meaning: a description of the figure, or of the threshold of
-    lines. is_rule: whether the threshold alone can drop a row. off: the value that switches off a
-    threshold of lines.
+    default: the published value. is_rule: whether the threshold alone can drop a row. off: the
+    value that switches off a threshold of lines.
     """
 
     default: float
-    meaning: str
     is_rule: bool = True
     off: float = 0
 
 
+# A comment describes the figure of a rule, or the threshold of lines.
 THRESHOLDS: dict[str, QualityThreshold] = {
-    "gopher.min_words": QualityThreshold(50, "words"),
-    "gopher.max_words": QualityThreshold(100_000, "words"),
-    "gopher.min_word_length": QualityThreshold(3, "mean characters of a word"),
-    "gopher.max_word_length": QualityThreshold(10, "mean characters of a word"),
-    "gopher.max_hash_signs": QualityThreshold(0.1, "characters `#` ÷ words"),
-    "gopher.max_ellipses": QualityThreshold(0.1, "ellipses (`...` or `…`) ÷ words"),
-    "gopher.max_bullet_lines": QualityThreshold(0.9, "share of lines that begin with a bullet"),
-    "gopher.max_ellipsis_lines": QualityThreshold(0.3, "share of lines that end with an ellipsis"),
-    "gopher.min_letter_words": QualityThreshold(0.8, "share of tokens that contain a letter"),
-    "gopher.min_stop_words": QualityThreshold(2, "different stop words"),
-    "gopher-repetition.max_duplicate_lines": QualityThreshold(
-        0.30, "share of lines that are repeats"
-    ),
-    "gopher-repetition.max_duplicate_line_characters": QualityThreshold(
-        0.20, "share of the characters of lines in repeats"
-    ),
-    "gopher-repetition.max_duplicate_paragraphs": QualityThreshold(
-        0.30, "share of paragraphs that are repeats"
-    ),
-    "gopher-repetition.max_duplicate_paragraph_characters": QualityThreshold(
-        0.20, "share of the characters in repeated paragraphs"
-    ),
+    "gopher.min_words": QualityThreshold(50),  # words
+    "gopher.max_words": QualityThreshold(100_000),  # words
+    "gopher.min_word_length": QualityThreshold(3),  # mean characters of a word
+    "gopher.max_word_length": QualityThreshold(10),  # mean characters of a word
+    "gopher.max_hash_signs": QualityThreshold(0.1),  # characters `#` ÷ words
+    "gopher.max_ellipses": QualityThreshold(0.1),  # ellipses (`...` or `…`) ÷ words
+    "gopher.max_bullet_lines": QualityThreshold(0.9),  # share of lines that begin with a bullet
+    "gopher.max_ellipsis_lines": QualityThreshold(0.3),  # share of lines that end with an ellipsis
+    "gopher.min_letter_words": QualityThreshold(0.8),  # share of tokens that contain a letter
+    "gopher.min_stop_words": QualityThreshold(2),  # different stop words
+    # share of lines that are repeats
+    "gopher-repetition.max_duplicate_lines": QualityThreshold(0.30),
+    # share of the characters of lines in repeats
+    "gopher-repetition.max_duplicate_line_characters": QualityThreshold(0.20),
+    # share of paragraphs that are repeats
+    "gopher-repetition.max_duplicate_paragraphs": QualityThreshold(0.30),
+    # share of the characters in repeated paragraphs
+    "gopher-repetition.max_duplicate_paragraph_characters": QualityThreshold(0.20),
     **{
-        f"gopher-repetition.max_top_{n}_gram": QualityThreshold(
-            _MOST_REPEATED[n], f"share of the characters of words in the most frequent {n}-gram"
-        )
+        # share of the characters of words in the most frequent n-gram
+        f"gopher-repetition.max_top_{n}_gram": QualityThreshold(_MOST_REPEATED[n])
         for n in TOP_GRAMS
     },
     **{
-        f"gopher-repetition.max_duplicate_{n}_grams": QualityThreshold(
-            _MOST_REPEATED[n], f"share of the characters of words in repeated {n}-grams"
-        )
+        # share of the characters of words in repeated n-grams
+        f"gopher-repetition.max_duplicate_{n}_grams": QualityThreshold(_MOST_REPEATED[n])
         for n in REPEATED_GRAMS
     },
-    "c4.min_sentences": QualityThreshold(3, "sentences in the lines that C4 keeps"),
-    "c4.max_braces": QualityThreshold(0, "characters `{`"),
-    "c4.max_lorem_ipsum": QualityThreshold(0, "whether the text contains `lorem ipsum` (1 or 0)"),
-    "c4.min_line_words": QualityThreshold(5, "fewest words in a line that C4 keeps", False),
-    "c4.max_word_characters": QualityThreshold(
-        1000, "longest token in a line that C4 keeps, in characters", False, math.inf
-    ),
-    END_MARKS: QualityThreshold(1, "1: C4 keeps only lines that end with an end mark", False),
-    PHRASES: QualityThreshold(1, "1: C4 removes lines with `javascript` or a cookie phrase", False),
-    "fineweb.min_end_mark_lines": QualityThreshold(
-        0.12, "share of lines that end with an end mark"
-    ),
-    "fineweb.max_short_lines": QualityThreshold(0.67, "share of short lines"),
-    "fineweb.short_line_characters": QualityThreshold(
-        30, "longest short line, in characters", False
-    ),
-    "fineweb.max_duplicate_line_characters": QualityThreshold(
-        0.01, "share of the characters of lines in repeats"
-    ),
-    "fineweb.max_newlines": QualityThreshold(0.3, "newlines ÷ words"),
+    "c4.min_sentences": QualityThreshold(3),  # sentences in the lines that C4 keeps
+    "c4.max_braces": QualityThreshold(0),  # characters `{`
+    "c4.max_lorem_ipsum": QualityThreshold(0),  # whether the text contains `lorem ipsum` (1 or 0)
+    "c4.min_line_words": QualityThreshold(5, False),  # fewest words in a line that C4 keeps
+    # longest token in a line that C4 keeps, in characters
+    "c4.max_word_characters": QualityThreshold(1000, False, math.inf),
+    END_MARKS: QualityThreshold(1, False),  # 1: C4 keeps only lines that end with an end mark
+    PHRASES: QualityThreshold(1, False),  # 1: C4 removes lines with `javascript` or a cookie phrase
+    # share of lines that end with an end mark
+    "fineweb.min_end_mark_lines": QualityThreshold(0.12),
+    "fineweb.max_short_lines": QualityThreshold(0.67),  # share of short lines
+    # longest short line, in characters
+    "fineweb.short_line_characters": QualityThreshold(30, False),
+    # share of the characters of lines in repeats
+    "fineweb.max_duplicate_line_characters": QualityThreshold(0.01),
+    "fineweb.max_newlines": QualityThreshold(0.3),  # newlines ÷ words
 }
 
 
