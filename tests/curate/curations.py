@@ -43,12 +43,12 @@ def write_chats(
         "line": [*range(1, len(chats) + 1)],
         "offset": [0] * len(chats),
     }
-    own = {
+    contents = {
         "messages": chats,
         "tools": pa.nulls(len(chats), pa.string()),
         "weights": [[1.0] * len(chat) for chat in chats],
     }
-    return _write_split(directory, split, pa.table({**own, **places, **columns}))
+    return _write_split(directory, split, pa.table({**contents, **places, **columns}))
 
 
 def _write_split(directory: Path, split: str, table: pa.Table) -> Path:

@@ -125,10 +125,10 @@ def test_the_share_with_the_highest_scores_is_kept(place: Path) -> None:
     scores = np.concatenate([splits[split]["quality"].to_numpy() for split in SPLITS])[:320]
     chosen = np.sort(np.argsort(-scores, kind="stable")[:80])
     texts = [text for split in SPLITS for text in splits[split]["text"].to_pylist()]
-    kept = [
+    kept_texts = [
         text for split in SPLITS for text in read_rows(place / "out" / split)["text"].to_pylist()
     ]
-    assert kept == [texts[number] for number in chosen]
+    assert kept_texts == [texts[number] for number in chosen]
 
     dropped = read_dropped(place / "out")
     assert [line["rule"] for line in dropped].count("short") == 1

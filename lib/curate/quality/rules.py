@@ -49,9 +49,9 @@ def require_lists(
     each row is known.
     """
     lists = word_lists.select_lists(words)
-    if not is_labelled and words and len(given := word_lists.read_word_lists(words)) > 1:
+    if not is_labelled and words and len(known := word_lists.read_word_lists(words)) > 1:
         raise UsageError(
-            f"--quality-words: {words} contains the languages {', '.join(given)}, and the language "
+            f"--quality-words: {words} contains the languages {', '.join(known)}, and the language "
             "of a row is not known",
             expected="--language, or a file with one language",
         )
