@@ -163,15 +163,17 @@ def test_low_scores_go_before_near_duplicates(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_any_workers_and_a_kill_give_the_same_bytes(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_workers_machines_and_a_kill_give_the_same_bytes(place: Path) -> None:
     write_graded(place / "in")
     options = ("in", *MODELS, "--language", "all", "--keep-top", 0.3)
     curate_in_units(place, *options, "--save-dir", "one", "--num-workers", 1)
     one = read_dataset_files(place / "one")
     curate_in_units(place, *options, "--save-dir", "three", "--num-workers", 3)
     assert read_dataset_files(place / "three") == one
+    for part in ("2/2", "1/2"):
+        curate_in_units(place, *options, "--save-dir", "merged", "--part", part)
+    curate_in_units(place, *options, "--save-dir", "merged", "--merge")
+    assert read_dataset_files(place / "merged") == one
     killed = curate(
         place,
         *(*options, "--save-dir", "killed"),
