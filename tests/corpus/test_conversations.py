@@ -588,8 +588,8 @@ def test_dropped_rows_do_not_change_other_line_numbers(read, monkeypatch):
         min_chars=10,
     )
     assert [place.line for _, place in outcome.chats] == [*range(11, 31)]
-    assert outcome.dataset.dropped["duplicates"] == 40
-    assert outcome.dataset.tally.dropped["short"] == 41
+    assert outcome.dataset.duplicates == 40
+    assert outcome.dataset.tally.short == 41
     text_bytes = sum(len(turn["content"]) for chat, _ in outcome.chats for turn in chat.messages)
     assert outcome.dataset.summary()["text_bytes"] == text_bytes
 

@@ -115,14 +115,14 @@ def test_a_saved_dataset_with_two_splits(tmp_path: Path) -> None:
 def test_warnings_about_a_dataset() -> None:
     tally = Tally(
         documents=2,
-        dropped=Counter(short=9),
+        short=9,
         lines_lost=3,
         problems=Counter({"no string": 23, "quote": 1}),
     )
     tally.other_fields["body"] = 23
     options = RowOptions(fields=["text"], min_chars=5, validation_percent=1)
     rows = {"train": 2, "validation": 0}
-    assert report.list_warnings(tally, options, rows, {}, Path("out")) == [
+    assert report.list_warnings(tally, options, rows, 0, Path("out")) == [
         "--fields: no document has 'text'\n"
         "other fields with text, the most frequent first: body (23)",
         "--fields text found text in only 2 of 25 documents (8.0 %)\n"

@@ -318,7 +318,7 @@ def test_lines_lost_to_an_unclosed_quote_are_reported(read):
     assert "998 lines" in first["message"]
     assert "3 lines" in second["message"]
     [warning] = list_warnings(
-        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, {}, Path("out")
+        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
     )
     assert "1,001 lines" in warning
 
@@ -338,7 +338,7 @@ def test_a_row_that_looks_like_many_is_reported(read):
     assert [(p["path"], p["kind"], p["line"]) for p in outcome.problems] == [("a.csv", "quote", 7)]
     assert "lines 7 to 62" in outcome.problems[0]["message"]
     doubts = list_warnings(
-        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, {}, Path("out")
+        outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
     )
     assert "1 row of CSV" in doubts[0]
 

@@ -175,7 +175,7 @@ def test_rows_with_too_many_cells_cause_a_warning(read):
     outcome = read({"a.csv": "id,text\n1,one\n2,two, three\n3,four,,\n"})
     assert outcome.rows == ["one", "two\n three", "four"]
     rows = outcome.dataset.rows
-    [warning] = list_warnings(outcome.dataset.tally, RowOptions(), rows, {}, Path("out"))
+    [warning] = list_warnings(outcome.dataset.tally, RowOptions(), rows, 0, Path("out"))
     assert "1 row of CSV" in warning and "quotes" in warning
 
 
