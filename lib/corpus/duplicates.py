@@ -64,10 +64,10 @@ class DuplicateFinder:
         start = 0
         for span, stop in zip(unit.spans, result.rows_of[split], strict=True):
             rows = slice(start, stop)
-            kept = positions[rows][is_kept[rows]]
-            if len(kept):
-                self._places.append(span.file.path, kept)
-            if len(kept) < stop - start:
+            kept_positions = positions[rows][is_kept[rows]]
+            if len(kept_positions):
+                self._places.append(span.file.path, kept_positions)
+            if len(kept_positions) < stop - start:
                 numbers = self._digests.find_numbers(digests[rows][~is_kept[rows]])
                 repeated = positions[rows][~is_kept[rows]]
                 self._describe(span.file.path, split, repeated, numbers, selection)

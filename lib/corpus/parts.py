@@ -263,15 +263,15 @@ def rewrite_part(
     with open_file(str(part)) as file:
         while file.tell() < file.size():
             batch = pa.ipc.read_record_batch(pa.ipc.read_message(file), schema)
-            kept = None if is_kept is None else is_kept[row : row + batch.num_rows]
+            own_flags = None if is_kept is None else is_kept[row : row + batch.num_rows]
             row += batch.num_rows
-            if kept is not None and not kept.any():
+            if own_flags is not None and not own_flags.any():
                 continue
             if is_large_text(batch):
                 yield from _copy_large_row(part, file, batch)
                 continue
-            if kept is not None and not kept.all():
-                batch = batch.filter(pack_flags(kept))
+            if own_flags is not None and not own_flags.all():
+                batch = batch.filter(pack_flags(own_flags))
             if lines_before:
                 number = schema.get_field_index("line")
                 batch = batch.set_column(
