@@ -69,9 +69,11 @@ def test_a_duplicate_names_the_kept_row_also_after_kills(
     copies = [line for line in lines if line["rule"] == "duplicate"]
     assert len(copies) == dataset.duplicates > 10 and dataset.tally.short == len(short)
     for line in copies:
-        kept = line["duplicate_of"]
-        assert texts[line["path"], line["position"]] == texts[kept["path"], kept["position"]]
-        assert (kept["path"], kept["position"]) not in dropped
+        kept_row = line["duplicate_of"]
+        assert (
+            texts[line["path"], line["position"]] == texts[kept_row["path"], kept_row["position"]]
+        )
+        assert (kept_row["path"], kept_row["position"]) not in dropped
 
 
 def test_a_dataset_without_rows_is_refused_with_the_options_that_dropped_them() -> None:
