@@ -138,10 +138,10 @@ def main(argv: list[str]) -> None:
         publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True) as build,
     ):
         first = build.dir / FIRST_PASS
+        curation.prepare(build.dir)
         if parts:
             find_directory = machines.make_finder(opts.save_dir, parts)
         else:
-            curation.prepare(build.dir)
             for _ in curation.judge(source.units, first):
                 pass
             find_directory = lambda unit: first  # noqa: E731

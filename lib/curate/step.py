@@ -141,7 +141,7 @@ class Step:
         return {}
 
     def prepare(self, source: Source, work: Path, progress: bool) -> None:
-        """Prepare the step before the first row is read, and again after a kill.
+        """Prepare the step before the first row is read, again after a kill, and for --merge.
 
         The result depends on all rows of `source`, also if this process reads only a part of them.
         work: the step's own directory, which every worker process can read; after a kill it
