@@ -58,6 +58,7 @@ def option(
     role: Role | None = None,
     renumbers: bool = False,
     quiet: bool | tuple[Any, ...] = False,
+    only_typed: bool = False,
     **more: Any,
 ) -> Any:
     """Declare a field as an option, `--job-name` for job_name.
@@ -69,7 +70,8 @@ def option(
     the option's line on the short page of --help; empty if that page omits the option. role: see
     Role. renumbers: the option decides which sample has which index. quiet: the default does not
     enter a run's identity, so that runs older than the option can resume; a tuple lists all values
-    that do not enter it. more: arguments for argparse.
+    that do not enter it. only_typed: no file of --config may set the option. more: arguments for
+    argparse.
     """
     default_argument: dict[str, Any] = (
         {"default_factory": default.copy} if isinstance(default, list) else {"default": default}
@@ -87,6 +89,7 @@ def option(
             "role": role,
             "renumbers": renumbers,
             "quiet": quiet,
+            "only_typed": only_typed,
             "more": more,
         },
     )
@@ -131,6 +134,7 @@ def add_options(parser: argparse._ActionsContainer, declared: type, **other_help
         flags = [flag(field.name), *metadata["flags"]]
         flags = sorted(flags, key=lambda text: text.startswith("--"))
         action = container.add_argument(*flags, **arguments)
+        action.only_typed = metadata["only_typed"]  # type: ignore[attr-defined]
         options.add_aliases(container, action, map(flag, metadata["aliases"]))
 
 

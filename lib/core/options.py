@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may follow it
                 has_unknown = True
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
-            elif self._dest(flag) in config_file.TYPED and value:
+            elif self._is_only_typed(flag) and value:
                 problems.add(
                     f"{config}: only the command line may set {flag}",
                     expected="a file without it",
@@ -255,6 +255,10 @@ class Parser(argparse.ArgumentParser):
     def _dest(self, flag: str) -> str:
         action = self._option_string_actions.get(flag)
         return action.dest if action else flag
+
+    def _is_only_typed(self, flag: str) -> bool:
+        action = self._option_string_actions[flag]
+        return action.dest in config_file.TYPED or getattr(action, "only_typed", False)
 
     def _value_of(self, argv: Sequence[str], *flags: str) -> str | None:
         """Return the value of an option before the command line is parsed."""

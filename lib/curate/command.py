@@ -87,6 +87,11 @@ def make_steps(parsed: Any) -> list[Step]:
 
     for kind in STEPS:
         problems.collect(partial(add, kind))
+    rules = [rule for step in steps for rule in step.list_rules()]
+    for rule in sorted({rule for rule in rules if rules.count(rule) > 1}):
+        problems.add(
+            f"two rules have the name {rule!r}", expected="another NAME in the --step file"
+        )
     problems.raise_if_any()
     return steps
 

@@ -6,6 +6,7 @@ dropped, or "" to keep it.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class OwnFilterOptions:
         group="own filters",
         parse=Path,
         metavar="FILE",
+        only_typed=True,
         help="a Python file with a filter of your own: `NAME`, the name of the rule, and "
         "`find_reason(text)`, which returns why a text is dropped, or '' to keep it; may be "
         "repeated; only typed, never read from a --config (default: none)",
@@ -87,13 +89,32 @@ class RunningFilters:
 
         verdicts = []
         for name, find_reason in self._filters:
-            reasons = [find_reason(text) or "" for text in batch.texts]
+            reasons = [_call_filter(name, find_reason, text) for text in batch.texts]
             verdicts.append(Verdict(name, np.array([*map(bool, reasons)], bool), reasons))
         return StepResult(verdicts)
 
     def count(self) -> Counts:
         """Return nothing beyond what is counted for every rule."""
         return {}
+
+
+def _call_filter(name: str, find_reason: Callable[[str], str], text: str) -> str:
+    """Return the reason. Raises UsageError if the function fails or returns something else."""
+    try:
+        reason = find_reason(text)
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"--step: the filter {name!r} fails on a text of {len(text):,} characters",
+            found=f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})",
+        ) from None
+    if not isinstance(reason, str):
+        raise UsageError(
+            f"--step: the filter {name!r} does not return a text",
+            expected="a reason, or '' to keep the row",
+            found=repr(reason),
+        )
+    return reason
 
 
 def load_filter(path: Path) -> tuple[str, Callable[[str], str]]:
