@@ -11,12 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lib.corpus.row_batch import RowBatch, RowText, RowVerdict
-from lib.corpus.tally import Tally
 from lib.curate.decontaminate import index, matching
-from lib.curate.decontaminate.hits import TestHits
-from lib.curate.decontaminate.index import Frequent, Index
+from lib.curate.decontaminate.hits import TestHits, add_hits
+from lib.curate.decontaminate.index import Index
 from lib.curate.decontaminate.questions import Question
+from lib.curate.rows import Row, RowBatch
 
 DRAW = random.Random(0)
 GETTYSBURG = (
@@ -39,17 +38,30 @@ def make_index(**sets: Sequence[str]) -> Index:
     return index.build_index(numbered)
 
 
-def check_texts(
-    test_index: Index, *texts: str, least: float = 0.5, report_only: bool = False
-) -> tuple[RowVerdict, TestHits]:
-    rule = matching.TestSetRule(test_index, least, report_only)
-    rows = [RowText([text], path="a.txt", position=n) for n, text in enumerate(texts, 1)]
-    return rule.check(RowBatch(rows)), rule.hits
+def make_row(text: str, number: int = 0, questions: Sequence[str] = ()) -> Row:
+    return Row(number, "a.txt", [text], len(text), len(text.encode()), b"", questions)
+
+
+def compare_rows(
+    test_index: Index, rows: Sequence[Row], least: float = 0.5
+) -> tuple[list[bool], list[str | None], TestHits]:
+    """Return which rows contain a question, a text about each hit, and the counts."""
+    comparison = matching.Comparison(test_index, least)
+    is_hit, values = comparison.compare(RowBatch(rows, {}))
+    return is_hit.tolist(), values, comparison.hits
+
+
+def compare_texts(
+    test_index: Index, *texts: str, least: float = 0.5
+) -> tuple[list[bool], list[str | None], TestHits]:
+    """Return the results of `compare_rows` for rows with these numbers from 0."""
+    rows = [make_row(text, number) for number, text in enumerate(texts)]
+    return compare_rows(test_index, rows, least)
 
 
 def count_shares(test_index: Index, text: str) -> list[float]:
     """Return the shares of all questions that a text contains at least a part of."""
-    grams = matching.hash_batch(RowBatch([RowText([text])]))
+    grams = matching.hash_batch(RowBatch([make_row(text)], {}))
     return [round(share, 4) for share in matching.find_hits(test_index, grams, 0.0).shares.tolist()]
 
 
@@ -76,11 +88,11 @@ def list_reference_share(question: str, text: str) -> float:
 def test_a_copy_is_found_whatever_its_case_punctuation_and_script(question, copy):
     copy = copy or question.upper().replace("E\u0301T\u00c9", "\u00e9te\u0301")
     test_index = make_index(one=[make_words(30), question])
-    verdict, hits = check_texts(
+    is_hit, values, hits = compare_texts(
         test_index, make_words(50), make_words(9) + f" {copy} " + make_words(9)
     )
-    assert verdict.dropped.tolist() == [False, True]
-    assert verdict.values == [None, "one question 2 (1.00)"]
+    assert is_hit == [False, True]
+    assert values == [None, "one question 2 (1.00)"]
     assert dict(hits.sets["one"].questions) == {2: 1}
     assert (hits.compared, hits.documents, hits.beginnings) == (2, 1, 0)
 
@@ -96,14 +108,9 @@ def test_the_share_is_that_of_the_distinct_n_grams_of_the_question():
         assert count_shares(test_index, text) == ([round(share, 4)] if share else [])
     # 29 words contain 22 of the 43 n-grams.
     half = " ".join(words[:29])
-    verdict, _ = check_texts(
-        test_index, half, " ".join(words[:28]), " ".join(words[:25] + words[26:])
-    )
-    assert verdict.dropped.tolist() == [True, False, True]
-    verdict, _ = check_texts(test_index, half, least=0.6)
-    assert not verdict.dropped.any()
-    assert check_texts(test_index, question, report_only=True)[0].dropped.tolist() == [False]
-    assert check_texts(test_index, question, report_only=True)[1].documents == 1
+    parts = half, " ".join(words[:28]), " ".join(words[:25] + words[26:])
+    assert compare_texts(test_index, *parts)[0] == [True, False, True]
+    assert compare_texts(test_index, half, least=0.6)[0] == [False]
 
 
 def test_instructions_that_questions_share_do_not_count():
@@ -116,8 +123,8 @@ def test_instructions_that_questions_share_do_not_count():
         texts[0] = texts[0] if first == questions[0] else first
         test_index = make_index(one=texts)
         assert test_index.sizes.tolist() == [18] * 12  # of 25 words
-        verdict, _ = check_texts(test_index, innocent, f"{make_words(9)} {questions[3]}")
-        assert verdict.dropped.tolist() == [False, True]
+        texts = innocent, f"{make_words(9)} {questions[3]}"
+        assert compare_texts(test_index, *texts)[0] == [False, True]
 
 
 def test_an_n_gram_in_the_middle_of_many_questions_does_not_count():
@@ -145,17 +152,17 @@ def test_frequent_n_grams_are_ignored_and_their_questions_named():
     quoted = make_words(30)
     mixed = make_words(30)
     test_index = make_index(one=[quoted, f"{quoted} {mixed}", mixed], two=[quoted])
-    grams = matching.hash_batch(RowBatch([RowText([quoted])]))
+    grams = matching.hash_batch(RowBatch([make_row(quoted)], {}))
     is_frequent = np.zeros(len(test_index.hashes), bool)
     is_frequent[index.find_members(test_index, grams.hashes)[1]] = True
-    final = index.ignore_frequent(test_index, is_frequent, Frequent(1000, 10, 23))
+    together = np.array([30, 20, 0, 0])
+    final = index.ignore_frequent(test_index, is_frequent, together, 0.5)
     assert [test_set.unprotected for test_set in final.test_sets] == [{"frequent": [1]}] * 2
+    assert [test_set.frequent for test_set in final.test_sets] == [[[1, 30]], []]
     assert test_index.test_sets[0].unprotected == {}
-    verdict, hits = check_texts(final, quoted, mixed)
-    assert verdict.dropped.tolist() == [False, True]
+    is_hit, _, hits = compare_texts(final, quoted, mixed)
+    assert is_hit == [False, True]
     assert set(hits.sets["one"].questions) == {2, 3}
-    nothing = np.zeros_like(is_frequent)
-    assert index.ignore_frequent(test_index, nothing, Frequent(5)).frequent.rows == 5
 
 
 def test_a_stored_index_finds_the_same(tmp_path):
@@ -178,13 +185,14 @@ def test_a_document_with_many_questions_names_the_best_and_counts_all():
     texts = [make_words(40) for _ in range(6)]
     part = " ".join(texts[0].split()[:30])
     test_index = make_index(one=texts, two=[texts[3], make_words(40)])
-    verdict, hits = check_texts(test_index, f"{part} {' '.join(texts[1:5])}", texts[3], texts[3])
-    assert verdict.values[0] == "one question 2 (1.00)"  # of equal shares, the first one
+    long = f"{part} {' '.join(texts[1:5])}"
+    _, values, hits = compare_texts(test_index, long, texts[3], texts[3])
+    assert values[0] == "one question 2 (1.00)"  # of equal shares, the first one
     assert dict(hits.sets["one"].questions) == {1: 1, 2: 1, 3: 1, 4: 3, 5: 1}
     assert dict(hits.sets["two"].questions) == {1: 3}
     assert [hits.sets[name].documents for name in ("one", "two")] == [3, 3]
     samples = hits.sets["one"].samples
-    assert [(sample.position, sample.question) for sample in samples] == [(1, 1), (1, 2), (1, 3)]
+    assert [(sample.row, sample.question) for sample in samples] == [(0, 1), (0, 2), (0, 3)]
     assert samples[0].n_gram == " ".join(texts[0].split()[:8])
     assert samples[0].share == pytest.approx(23 / 33, abs=0.01)
 
@@ -192,36 +200,31 @@ def test_a_document_with_many_questions_names_the_best_and_counts_all():
 def test_conversations_are_compared_by_the_turns_of_the_user():
     question = GETTYSBURG
     test_index = make_index(one=[question, make_words(30)])
-    rule = matching.TestSetRule(test_index, 0.5, False)
-    row = RowText([question, "A speech."], questions=[question])
-    quoted = RowText(["Which speech?", question], questions=["Which speech?"])
-    assert rule.check(RowBatch([row, quoted])).dropped.tolist() == [True, False]
-    assert rule.hits.sets["one"].samples[0].n_gram.startswith("four score and seven")
+    row = make_row(f"{question}\nA speech.", questions=[question])
+    quoted = make_row(f"Which speech?\n{question}", questions=["Which speech?"])
+    is_hit, _, hits = compare_rows(test_index, [row, quoted])
+    assert is_hit == [True, False]
+    assert hits.sets["one"].samples[0].n_gram.startswith("four score and seven")
 
 
-def test_counts_of_several_units_are_added_and_stored():
+def test_counts_of_several_units_are_added():
     texts = [make_words(30) for _ in range(8)]
     test_index = make_index(one=texts)
-    tally = Tally()
+    total: dict = {}
     for number in range(4):
-        rule = matching.TestSetRule(test_index, 0.5, False)
-        long = RowText([texts[number]], "b.txt", characters=10**9, position=number)
-        rule.check(RowBatch([long]))
-        rule.check(RowBatch([RowText([texts[0]], "c.txt", position=1)]))
-        other = Tally()
-        rule.finish(other)
-        stored = Tally.from_json(json.loads(json.dumps(other.to_json())))
-        tally.add(stored, lines_before=7, rows_before=100)
-    stored = Tally.from_json(json.loads(json.dumps(tally.to_json()))).test_hits
-    assert stored == tally.test_hits
+        long = make_row(texts[number], 2 * number)._replace(characters=10**9)
+        _, _, hits = compare_rows(test_index, [long, make_row(texts[0], 2 * number + 1)])
+        total = add_hits(total, json.loads(json.dumps(hits.to_json())))
+    stored = TestHits.from_json(json.loads(json.dumps(total)))
     assert (stored.compared, stored.documents, stored.beginnings) == (8, 8, 4)
     assert dict(stored.sets["one"].questions) == {1: 5, 2: 1, 3: 1, 4: 1}
-    samples = [(sample.path, sample.position) for sample in stored.sets["one"].samples]
-    assert samples == [("b.txt", 100), ("c.txt", 101), ("b.txt", 101)]
+    samples = [(sample.source, sample.row) for sample in stored.sets["one"].samples]
+    assert samples == [("a.txt", 0), ("a.txt", 1), ("a.txt", 2)]
+    assert stored == TestHits.from_json(stored.to_json())
 
 
 @pytest.mark.parametrize("text", ["", "a b", "one two three four five six seven"])
 def test_a_text_shorter_than_an_n_gram_contains_no_question(text):
     test_index = make_index(one=[make_words(30), "one two three four five six seven " * 5])
     assert count_shares(test_index, text) == []
-    assert check_texts(test_index, text, text)[0].dropped.tolist() == [False, False]
+    assert compare_texts(test_index, text, text)[0] == [False, False]

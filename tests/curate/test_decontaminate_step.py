@@ -1,30 +1,30 @@
 # covers: lib/curate/decontaminate/build.py, lib/curate/decontaminate/frequency.py
-# covers: lib/curate/decontaminate/report.py, lib/curate/decontaminate/prepared.py
-"""Stage 02 with --decontaminate: what it drops and reports, on several machines and after kills."""
+# covers: lib/curate/decontaminate/report.py, lib/curate/steps/decontaminate.py
+"""A curation with --decontaminate: what it drops and reports, in units and after kills."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import random
-import resource
 import shutil
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
-from lib.core.errors import DiskFullError
-from lib.corpus import dataset as dataset_module
-from lib.corpus import inputs, work_units
-from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.row_options import RowOptions
-from lib.curate.decontaminate import build as test_sets
-from lib.curate.decontaminate import frequency
+from lib.curate import reader
+from lib.curate.decontaminate import frequency, index
+from lib.curate.steps.decontaminate import DecontaminateOptions, Decontamination
+from tests.curate.curations import (
+    curate,
+    curate_in_units,
+    read_dropped,
+    read_rows,
+    write_chats,
+    write_texts,
+)
 from tests.training import read_dataset_files
 
-SCRIPT = "02_build_hf_dataset.py"
 LICENCE = "permission is hereby granted free of charge to any person obtaining a copy of this text"
 
 
@@ -37,15 +37,19 @@ def write_lines(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_questions(path: Path, *questions: str) -> None:
+    write_lines(path, [{"question": question} for question in questions])
+
+
 def read_report(directory: Path) -> dict:
     return json.loads((directory / "decontamination.json").read_text())
 
 
-def write_test_sets(root: Path) -> None:
-    """Write test sets and files of which some contain a question, whole, in part or as quotation.
+def make_texts(root: Path) -> list[str]:
+    """Write test sets, and return texts of which some contain a question, whole or in part.
 
     `sets/quiz` occurs, `sets/inner/clean` does not, `sets/short` cannot be compared, and
-    `sets/legal` contains a text that occurs in many rows.
+    `sets/legal` contains a question that consists of two sentences which stand in many rows.
     """
     draw = random.Random(0)
     quiz = [make_words(draw, 40) for _ in range(40)]
@@ -56,45 +60,53 @@ def write_test_sets(root: Path) -> None:
     write_lines(root / "sets/short.jsonl", [{"text": "who are you"}, {"text": "one two"}])
     legal = [{"prompt": f"{LICENCE} {LICENCE[::-1]}"}, {"prompt": make_words(draw, 25)}]
     write_lines(root / "sets/legal.jsonl", legal)
+    everything = []
     for number in range(12):
         texts = [make_words(draw, 60) for _ in range(20)]
         texts[3] += f" {quiz[number].upper()}"
         texts[5] = f"{LICENCE} {texts[5]} {LICENCE[::-1]}"
         texts[7] = " ".join(quiz[12 + number].split()[:29])  # 22 of 33 n-grams
         texts[9] = " ".join(quiz[24 + number].split()[:20])  # 13 of 33 n-grams
-        write_lines(root / f"raw_text/{number}.jsonl", [{"text": text} for text in texts])
+        everything += texts
+    return everything
 
 
 @pytest.mark.slow
-def test_any_workers_and_machines_give_the_same_report_and_rows(stage, tmp_path):
-    write_test_sets(tmp_path)
-    stage("01_organize_data.py", "--num-dirs", 3)
-    options = ("--decontaminate", "sets", "--validation-percent", 10)
-    one = stage(SCRIPT, *options, "--save-dir", "one")
+def test_any_workers_and_machines_give_the_same_report_and_rows(tmp_path):
+    texts = make_texts(tmp_path)
+    write_texts(tmp_path / "raw", texts[:40], "validation")
+    write_texts(tmp_path / "raw", texts[40:])
+    options = ("raw", "--decontaminate", "sets")
+    one = curate_in_units(tmp_path, *options, "--save-dir", "one", "--num-workers", 1)
     expected = read_dataset_files(tmp_path / "one")
-    assert len(expected["dropped.jsonl"].splitlines()) == 24
-    assert "decontamination.json" in expected
-    for count in (2, 3):
-        stage(SCRIPT, *options, "--save-dir", f"out{count}", "--num-workers", count)
-        assert read_dataset_files(tmp_path / f"out{count}") == expected
-    stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", "1-2", "--num-workers", 2)
-    stage(SCRIPT, *options, "--save-dir", "many", "--only-splits", 0)
-    shutil.copytree(tmp_path / "sets", tmp_path / "copied/sets")  # identified by content
-    moved = ("--decontaminate", "copied/sets", *options[2:])
-    stage(SCRIPT, *moved, "--save-dir", "many", "--merge")
-    assert read_dataset_files(tmp_path / "many") == expected
-    assert "already done" in stage(SCRIPT, *moved, "--save-dir", "one").stdout
-
-    write_lines(tmp_path / "sets/quiz.jsonl", [{"text": make_words(random.Random(9), 30)}])
-    refused = stage(SCRIPT, *options, "--save-dir", "one", expect=2)
-    assert "was made from other inputs or options" in refused.stderr
+    dropped = read_dropped(tmp_path / "one")
+    assert [(line["split"], line["row"]) for line in dropped[:5]] == [
+        *(("validation", row) for row in (3, 7, 23, 27)),
+        ("train", 3),
+    ]
+    assert len(dropped) == 24
+    assert read_report(tmp_path / "one")["test_sets"][0]["samples"][0]["split"] == "validation"
     assert "over 2 %" in one.stdout and "clean" in one.stdout
+    curate_in_units(tmp_path, *options, "--save-dir", "three", "--num-workers", 3)
+    assert read_dataset_files(tmp_path / "three") == expected
+
+    for more in (["--part", "1/2"], ["--part", "2/2"], ["--merge"]):
+        curate_in_units(tmp_path, *options, "--save-dir", "many", *more)
+    assert read_dataset_files(tmp_path / "many") == expected
+
+    shutil.copytree(tmp_path / "sets", tmp_path / "copied/sets")  # identified by content
+    moved = ("raw", "--decontaminate", "copied/sets", "--save-dir", "one")
+    assert "already done" in curate(tmp_path, *moved).stdout
+    write_questions(tmp_path / "sets/quiz.jsonl", make_words(random.Random(9), 30))
+    refused = curate(tmp_path, *options, "--save-dir", "one", expect=2)
+    assert "was made from other inputs or options" in refused.stderr
 
 
-def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_path):
-    write_test_sets(tmp_path)
-    options = ("--data-folder", "raw_text", "--decontaminate", "sets")
-    done = stage(SCRIPT, *options, "--save-dir", "out")
+@pytest.mark.slow
+def test_the_report_names_what_occurs_and_what_cannot_be_compared(tmp_path):
+    write_texts(tmp_path / "raw", make_texts(tmp_path))
+    options = ("raw", "--decontaminate", "sets")
+    done = curate(tmp_path, *options, "--save-dir", "out")
     assert "no question can be compared in 1 test set: short" in done.stdout
     assert "24 documents with questions of" in done.stdout
     report = read_report(tmp_path / "out")
@@ -103,106 +115,125 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(stage, tmp_pat
     quiz = sets["quiz"]
     assert (quiz["questions"], quiz["hit"], quiz["share"]) == (40, 24, 0.6)
     assert quiz["documents"] == quiz["dropped"] == 24
-    assert quiz["samples"][0] | {"n_gram": ""} == {
-        "path": "0.jsonl",
-        "position": 4,
-        "question": 1,
-        "share": 1.0,
-        "n_gram": "",
-    }
+    sample = {"split": "train", "row": 3, "source": "", "question": 1, "share": 1.0}
+    assert quiz["samples"][0] | {"n_gram": ""} == sample | {"n_gram": ""}
     assert len(quiz["samples"]) == 3 and len(quiz["samples"][0]["n_gram"].split()) == 8
     assert sets["short"]["unprotected"] == {"short": {"count": 2, "first": [1, 2]}}
-    # The licence is in 12 of 240 rows, so it is frequent, and no row is dropped for it.
+    # No row contains the question of two sentences, but both are in 12 of 240 rows.
     assert sets["legal"]["unprotected"] == {"frequent": {"count": 1, "first": [1]}}
+    assert sets["legal"]["frequent"] == [{"question": 1, "sampled_documents": 12}]
     assert report["frequent"]["rows"] == 240 and report["frequent"]["ignored"] > 9
-    dropped = [json.loads(line) for line in (tmp_path / "out/dropped.jsonl").open()]
-    by_file = {line["path"]: line["value"] for line in dropped if line["position"] == 8}
-    assert by_file["3.jsonl"] == "quiz question 16 (0.67)"
+    dropped = read_dropped(tmp_path / "out")
+    assert {line["row"]: line["value"] for line in dropped}[67] == "quiz question 16 (0.67)"
     assert {line["rule"] for line in dropped} == {"test set"}
-    summary = json.loads((tmp_path / "out/manifest.json").read_text())["summary"]
-    assert summary["rules"]["test set"] == {"dropped": 24, "alone": 24}
-    assert summary["decontamination"]["sets_above_limit"] == ["quiz"]
-    assert summary["rows"] == 240 - 24
-    page = (tmp_path / "out/report.html").read_text()
-    assert "quiz: 60.0 % of its compared questions occur in documents." in page
-    assert f"question 1: {quiz['samples'][0]['n_gram']}" in page
+    assert len(read_rows(tmp_path / "out")) == 240 - 24
 
-    only = stage(SCRIPT, *options, "--decontaminate-report-only", "--save-dir", "only")
+    only = curate(tmp_path, *options, "--decontaminate-report-only", "--save-dir", "only")
     assert "none dropped for them" in only.stdout
-    marked_report = read_report(tmp_path / "only")
-    assert marked_report["test_sets"][0] == quiz | {"dropped": 0}
-    summary = json.loads((tmp_path / "only/manifest.json").read_text())["summary"]
-    assert summary["rows"] == 240 and (tmp_path / "only/dropped.jsonl").read_text() == ""
+    assert read_report(tmp_path / "only")["test_sets"][0] == quiz | {"dropped": 0}
+    assert len(read_rows(tmp_path / "only")) == 240 and not read_dropped(tmp_path / "only")
 
 
-def test_conversations_are_dropped_by_the_question_of_the_user(stage, tmp_path):
+def test_conversations_are_dropped_by_the_question_of_the_user(tmp_path):
     draw = random.Random(1)
     question = make_words(draw, 30)
-    write_lines(tmp_path / "sets/quiz.jsonl", [{"question": question}, {"question": "short"}])
+    write_questions(tmp_path / "sets/quiz.jsonl", question, "short")
     pairs = [(question, "an answer"), ("what is it?", question), ("hello", "you")]
-    rows = [{"prompt": question, "completion": answer} for question, answer in pairs]
-    write_lines(tmp_path / "raw/chats.jsonl", rows)
-    options = ("--format", "chat", "--data-folder", "raw", "--save-dir", "out")
-    stage(SCRIPT, *options, "--decontaminate", "sets")
-    with pa.ipc.open_stream((tmp_path / "out/data-00000-of-00001.arrow").read_bytes()) as stream:
-        chats = stream.read_all()["messages"].to_pylist()
-    assert [chat[0]["content"] for chat in chats] == ["what is it?", "hello"]
+    chats = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        for asked, answer in pairs
+    ]
+    write_chats(tmp_path / "raw", chats)
+    curate(tmp_path, "raw", "--save-dir", "out", "--decontaminate", "sets")
+    kept = read_rows(tmp_path / "out")["messages"].to_pylist()
+    assert [chat[0]["content"] for chat in kept] == ["what is it?", "hello"]
     assert read_report(tmp_path / "out")["test_sets"][0]["documents_by_question"] == {"1": 1}
 
 
-def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None = None) -> None:
-    """Build a dataset in this process. units: it stops after them, as if killed."""
-    files, _ = inputs.find_inputs(folder, False)
-    out.mkdir(exist_ok=True)
-    prepared = test_sets.IndexBuilder(folder, files, 1, False)(shape)
-    with DatasetWriter(out, prepared) as dataset:
-        tasks = work_units.cut_files(folder, files, out / PARTS, prepared)
-        for task in tasks[dataset.units : units]:
-            dataset.add(work_units.process_unit(task))
-        if units is None:
-            dataset.finish()
+def prepare(root: Path, texts: Sequence[str], *questions: str) -> index.Index:
+    """Write texts and a test set, and return the index that the texts are compared with."""
+    write_texts(root / "raw", texts)
+    write_questions(root / "sets/quiz.jsonl", *questions)
+    step = Decontamination.from_options(DecontaminateOptions(decontaminate=[root / "sets"]))
+    assert step
+    step.prepare(reader.open_source(root / "raw"), root / "work", progress=False)
+    return index.open_index(step.index_path)
 
 
-def test_a_build_stopped_after_any_unit_gives_the_same_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(work_units, "UNIT_BYTES", 60_000)
-    monkeypatch.setattr(dataset_module, "NOTE_BYTES", 1)
-    write_test_sets(tmp_path)
-    lines = "".join((tmp_path / f"raw_text/{number}.jsonl").read_text() for number in range(12))
-    (tmp_path / "raw_text/large.jsonl").write_text(lines)  # cut into spans
-    shape = RowOptions(decontaminate=[tmp_path / "sets"])
-    build_dataset(tmp_path / "raw_text", tmp_path / "whole", shape)
-    expected = read_dataset_files(tmp_path / "whole")
-    dropped = [json.loads(line) for line in expected["dropped.jsonl"].splitlines()]
-    spots = [line["position"] for line in dropped if line["path"] == "large.jsonl"]
-    assert spots == sorted(20 * n + place for n in range(12) for place in (4, 8))
-    for stops in ([3], [1, 5]):
-        for stop in stops:
-            build_dataset(tmp_path / "raw_text", tmp_path / "out", shape, stop)
-        build_dataset(tmp_path / "raw_text", tmp_path / "out", shape)
-        assert read_dataset_files(tmp_path / "out") == expected
-        shutil.rmtree(tmp_path / "out")
+@pytest.mark.slow
+def test_copies_of_a_question_are_found_however_many_there_are(tmp_path):
+    """A licence text stays, and so does a phrase that many rows share with a question."""
+    draw = random.Random(2)
+    licence = make_words(draw, 60)
+    phrase = make_words(draw, 12)
+    questions = [make_words(draw, 60) for _ in range(3)]
+    questions += [licence, f"{make_words(draw, 20)} {phrase} {make_words(draw, 20)}"]
+    texts = [make_words(draw, 150) for _ in range(1500)]
+    copies = {0: 5, 1: 12, 4: 15}
+    row = 0
+    for question, count in copies.items():
+        for _ in range(count):
+            texts[row] += f" {questions[question]}"
+            row += 1
+    assert row == 32
+    for number in range(40, 490):  # 30 %
+        texts[number] = f"{licence} {texts[number]}"
+    for number in range(500, 600):
+        texts[number] += f" {phrase}"
+    write_texts(tmp_path / "raw", texts)
+    write_questions(tmp_path / "sets/quiz.jsonl", *questions)
+    curate(tmp_path, "raw", "--save-dir", "out", "--decontaminate", "sets")
+    assert [line["row"] for line in read_dropped(tmp_path / "out")] == [*range(32)]
+    (quiz,) = read_report(tmp_path / "out")["test_sets"]
+    assert quiz["documents_by_question"] == {"1": 5, "2": 12, "5": 15}
+    assert quiz["unprotected"] == {"frequent": {"count": 1, "first": [4]}}
+    assert quiz["frequent"] == [{"question": 4, "sampled_documents": 450}]
 
 
-def test_the_sample_is_spread_over_a_large_input(tmp_path, monkeypatch):
-    """It reads the first rows of some units, the same for any number of workers."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(work_units, "UNIT_BYTES", 600_000)
+def test_a_frequent_question_that_stays_is_a_problem(tmp_path):
+    """Half of a question in many rows may be a phrase, so it is reported, and not dropped."""
+    draw = random.Random(3)
+    question = make_words(draw, 60)
+    half = " ".join(question.split()[:36])  # 29 of 53 n-grams
+    texts = [f"{make_words(draw, 30)} {half}" for _ in range(12)]
+    test_index = prepare(tmp_path, texts, question, make_words(draw, 30))
+    assert test_index.frequent[:4] == (12, 10, 10, 29)
+    assert test_index.test_sets[0].frequent == [[1, 12]]
+    assert prepare(tmp_path, texts[:10], question).frequent.ignored == 0
+    step = Decontamination((), 0.5, False, tmp_path / "work/index")
+    assert not next(iter(step.list_sections({}))).problems
+
+    prepare(tmp_path, texts, question)
+    (problem,) = next(iter(step.list_sections({}))).problems
+    assert "question 1 in 12" in problem
+    assert "  frequent" in step.format_lines({})
+
+
+def test_equal_texts_count_once_in_the_sample(tmp_path):
+    draw = random.Random(4)
+    phrase = make_words(draw, 12)
+    question = f"{phrase} {make_words(draw, 40)}"
+    texts = [make_words(draw, 30) for _ in range(5)] + [f"{phrase} {make_words(draw, 9)}"] * 50
+    assert prepare(tmp_path, texts, question).frequent[:4] == (6, 10, 10, 0)
+
+
+def test_the_sample_is_spread_over_a_large_dataset(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "UNIT_BYTES", 30_000)
     monkeypatch.setattr(frequency, "MOST_UNITS", 4)
-    monkeypatch.setattr(frequency, "MOST_CHARACTERS", 4 * 100_000)
-    write_test_sets(tmp_path)
-    text = (tmp_path / "raw_text/0.jsonl").read_text()
-    (tmp_path / "raw_text/large.jsonl").write_text(text * 320)  # 6,400 rows
-    files, _ = inputs.find_inputs(tmp_path / "raw_text", False)
-    shape = RowOptions(decontaminate=[tmp_path / "sets"], min_chars=10, dedup="near")
-    test_set_lists = []
-    for workers in (1, 3):
-        builder = test_sets.IndexBuilder(tmp_path / "raw_text", files, workers, False)
-        prepared = builder(shape)
-        identity = test_sets.add_frequent({"options": {}}, prepared)
-        test_set_lists.append((test_sets.index.read_sets(Path(prepared.test_index))[1], identity))
-    assert test_set_lists[0] == test_set_lists[1]
-    assert 750 < test_set_lists[0][0].rows < 900
+    monkeypatch.setattr(frequency, "MOST_CHARACTERS", 4 * 10_000)
+    draw = random.Random(5)
+    texts = [make_words(draw, 60) for _ in range(1000)]  # 100 characters per row and unit
+    sampled = prepare(tmp_path, texts, make_words(draw, 30)).frequent.rows
+    assert 4 * 20 <= sampled <= 4 * 30
+
+
+def test_an_index_that_a_killed_process_left_is_built_again(tmp_path):
+    draw = random.Random(6)
+    texts = [make_words(draw, 30) for _ in range(30)]
+    first = prepare(tmp_path, texts, texts[0]).hashes.tolist()
+    (tmp_path / "work/index/hashes.npy").write_bytes(b"\x93NUMPY")
+    again = prepare(tmp_path, texts, texts[0])
+    assert again.hashes.tolist() == first
 
 
 @pytest.mark.parametrize(
@@ -215,54 +246,20 @@ def test_the_sample_is_spread_over_a_large_input(tmp_path, monkeypatch):
         ({"a.jsonl": '{"question": "too short to be compared"}\n'}, "no question can be compared"),
     ],
 )
-def test_bad_test_sets_are_refused_before_anything_is_read(stage, tmp_path, content, words):
-    (tmp_path / "raw_text").mkdir()
-    (tmp_path / "raw_text/a.txt").write_text("text")
+def test_bad_test_sets_are_refused_before_anything_is_read(tmp_path, content, words):
+    write_texts(tmp_path / "raw", ["text"])
     (tmp_path / "sets").mkdir()
     for name, text in content.items():
         (tmp_path / "sets" / name).write_text(text)
-    options = ("--data-folder", "raw_text", "--decontaminate", "sets")
     for more in ([], ["--dry-run"]):
-        done = stage(SCRIPT, *options, *more, expect=2)
+        options = ("raw", "--save-dir", "out", "--decontaminate", "sets", *more)
+        done = curate(tmp_path, *options, expect=2)
         assert words in done.stderr and "Traceback" not in done.stderr
-    assert not (tmp_path / "hf_datasets").exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_build_deletes_the_index_of_a_killed_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "test-sets-killed").mkdir()
-    (tmp_path / "test-sets-killed/lock").touch()
-    (tmp_path / "test-sets-running").mkdir()
-    with (tmp_path / "test-sets-running/lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        directory = test_sets.make_directory()
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == sorted(["test-sets-running", directory.name])
-
-
-def test_a_full_directory_for_temporary_files_is_named(tmp_path, monkeypatch):
-    (tmp_path / "sets").mkdir()
-    (tmp_path / "sets/a.jsonl").write_text(
-        json.dumps({"question": make_words(random.Random(0), 30)})
-    )
-    (tmp_path / "raw").mkdir()
-    (tmp_path / "raw/a.txt").write_text("text")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    files, _ = inputs.find_inputs(tmp_path / "raw", False)
-    prepare = test_sets.IndexBuilder(tmp_path / "raw", files, 1, False)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # as on a full disk
-    try:
-        with pytest.raises(DiskFullError, match=f"no room to write in {tmp_path} ") as caught:
-            prepare(RowOptions(decontaminate=[tmp_path / "sets"]))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "TMPDIR=DIR" in caught.value.hint
-
-
-def test_options_without_test_sets_are_refused(stage, tmp_path):
-    (tmp_path / "raw_text").mkdir()
-    options = ("--data-folder", "raw_text", "--decontaminate-share", 0.7)
-    done = stage(SCRIPT, *options, "--decontaminate-report-only", expect=2)
+def test_options_without_test_sets_are_refused(tmp_path):
+    options = ("raw", "--decontaminate-share", 0.7, "--decontaminate-report-only")
+    done = curate(tmp_path, *options, expect=2)
     assert "--decontaminate-share needs --decontaminate DIR" in done.stderr
     assert "--decontaminate-report-only needs --decontaminate DIR" in done.stderr
