@@ -106,7 +106,7 @@ class DatasetOutput:
             ]
         if len(self._homes) > 1:
             path = self._directory / "dataset_dict.json"
-            manifest.write_json(path, {"splits": list(self._homes)})
+            manifest.write_json(path, {"splits": sorted(self._homes)})  # as stage 02 writes it
             files.append(manifest.file_entry(self._directory, path))
         self._dropped.close()
         return [*files, manifest.file_entry(self._directory, self._directory / DROPPED)]
