@@ -82,13 +82,13 @@ def follow_recipes(copy: Path) -> None:
     append_text(copy / "lib/models/model_changes.py", "\n" + row)
     (copy / "lib/models/scaled.py").write_text(module)
 
-    module, row = blocks("How to add a filter")
+    (module,) = blocks("How to add a filter")
     (copy / "lib/curate/steps/capitals.py").write_text(module)
     path = copy / "lib/curate/table.py"
     before = "\nSTEPS: "
     line = "from lib.curate.steps.capitals import FewCapitals\n"
     replace_in(path, before, line + before)
-    replace_in(path, "    Masks,\n)", f"    Masks,\n{row})")
+    replace_in(path, "    Masks,\n)", "    Masks,\n    FewCapitals,\n)")
 
 
 def test_the_recipes_work_on_one_copy_of_the_code(tmp_path: Path) -> None:
