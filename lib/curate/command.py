@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,15 @@ from lib.core import commands, declared, log, manifest, options, publish, units
 from lib.core.data_names import TRAIN
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, UsageError, name_full_disk
-from lib.curate import machines, pipeline, reader, sample, schema
+from lib.curate import first_pass, machines, pipeline, reader, report, sample, schema
+from lib.curate.first_pass import UnitRecord
 from lib.curate.machines import MachinePart
 from lib.curate.output import WORK, DatasetOutput
 from lib.curate.pipeline import FIRST_PASS, Curation
 from lib.curate.reader import Source, Unit
+from lib.curate.report import CurationFacts, RuleFacts
 from lib.curate.schema import RowSchema
-from lib.curate.step import Step
+from lib.curate.step import Counts, Step
 from lib.curate.table import STEPS
 from lib.tokens.dataset import find_dataset
 
@@ -150,7 +153,7 @@ def main(argv: list[str]) -> None:
             for _ in curation.judge(source.units, first):
                 pass
             find_directory = lambda unit: first  # noqa: E731
-        files, summary = write_dataset(curation, row_schema, build.dir, find_directory)
+        files, summary = write_dataset(curation, row_schema, build.dir, find_directory, identity)
         if refusal := find_refusal(summary):
             build.resumable = False  # the next run needs other options or inputs
             raise refusal
@@ -237,6 +240,8 @@ def write_dataset(
     row_schema: RowSchema,
     directory: Path,
     find_directory: Callable[[Unit], Path],
+    identity: Mapping[str, Any],
+    save_dir: Path,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Decide and write; return the manifest entries of all files, and the summary.
 
@@ -250,14 +255,49 @@ def write_dataset(
         files = output.finish()
         summary = output.summarize_splits() | {"dropped": dict(output.dropped)}
     counts = curation.add_up(whole, output, records)
-    lines: dict[str, str] = {}
+    facts = collect_facts(curation, output, summary, counts, records, identity)
+    lines = report.format_lines(facts, save_dir)
+    paths = [report.write_page(directory, facts)]
     for step in curation.steps:
-        paths = step.write_files(directory, whole, counts[step.name])
-        files += [manifest.file_entry(directory, path) for path in paths]
+        paths += step.write_files(directory, whole, counts[step.name])
         lines |= step.format_lines(counts[step.name])
+    files += [manifest.file_entry(directory, path) for path in paths]
     log.table(lines)
     shutil.rmtree(directory / WORK)
     return files, summary
+
+
+def collect_facts(
+    curation: Curation,
+    output: DatasetOutput,
+    summary: Mapping[str, Any],
+    counts: Mapping[str, Counts],
+    records: Sequence[tuple[Unit, UnitRecord]],
+    identity: Mapping[str, Any],
+) -> CurationFacts:
+    """Return the facts for the page about the dataset."""
+    alone: Counter[str] = Counter()
+    for _, record in records:
+        alone.update(record.alone)
+    decided = {rule for step in curation.steps for rule in step.list_decisions()}
+    tally = output.tally
+    rules = [
+        RuleFacts(
+            rule,
+            typed,
+            output.dropped[rule],
+            tally.dropped_bytes[rule],
+            None if rule in decided else alone[rule],
+            tally.samples.get(rule, ()),
+        )
+        for rule, typed in first_pass.list_rules(curation.steps).items()
+    ]
+    sections = [
+        section for step in curation.steps for section in step.list_sections(counts[step.name])
+    ]
+    return CurationFacts(
+        tally, rules, output.rows, summary["text_bytes"], sections, identity["options"]
+    )
 
 
 def find_refusal(summary: Mapping[str, Any]) -> UsageError | None:
