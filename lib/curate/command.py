@@ -153,7 +153,9 @@ def main(argv: list[str]) -> None:
             for _ in curation.judge(source.units, first):
                 pass
             find_directory = lambda unit: first  # noqa: E731
-        files, summary = write_dataset(curation, row_schema, build.dir, find_directory, identity)
+        files, summary = write_dataset(
+            curation, row_schema, build.dir, find_directory, identity, opts.save_dir
+        )
         if refusal := find_refusal(summary):
             build.resumable = False  # the next run needs other options or inputs
             raise refusal

@@ -6,7 +6,7 @@ The arrays of a search lie in files of one directory, with one entry per documen
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,26 +106,28 @@ class Documents:
                 file.write(_mix(values, first, mixer).tobytes())
         return self.open(DIGESTS, np.uint64, 2)
 
-    def join_keys(self, own: Sequence[DiskArray], mixer: DiskArray | None) -> int:
+    def join_keys(
+        self, bands: int, open_own: Callable[[str], DiskArray], mixer: DiskArray | None
+    ) -> int:
         """Write the keys of all documents, and return how many documents have none.
 
-        own: by band, uint64 [rows]. mixer: see `join_digests`. The files are `keys.NUMBER`.
+        open_own: returns the array `keys.NUMBER` of this dataset (uint64 [rows]). mixer: see
+        `join_digests`. The files have the same names.
         """
         import numpy as np
 
+        names = [f"keys.{band}" for band in range(bands)]
         missing = 0
         with ExitStack() as stack:
-            files = [
-                stack.enter_context((self.directory / f"keys.{band}").open("wb"))
-                for band in range(len(own))
-            ]
-            for first, values in self._list_blocks("keys", len(own)):
+            files = [stack.enter_context((self.directory / name).open("wb")) for name in names]
+            for first, values in self._list_blocks("keys", bands):
                 missing += int((values[:, 0] == NO_KEY).sum())
                 for band, file in enumerate(files):
                     file.write(_mix(np.ascontiguousarray(values[:, band]), first, mixer).tobytes())
-            for band, file in enumerate(files):
-                for start, values in own[band].blocks():
-                    missing += 0 if band else int((values == NO_KEY).sum())
+        for name in names:  # one after the other, since each open array and file counts
+            with (self.directory / name).open("ab") as file:
+                for start, values in open_own(name).blocks():
+                    missing += int((values == NO_KEY).sum()) if name == names[0] else 0
                     file.write(_mix(values, self.first_new + start, mixer).tobytes())
         return missing
 

@@ -323,8 +323,9 @@ class Duplicates(Step):
             mixer = documents.join_sources(whole.open(_SOURCES, np.uint64))
         documents.join_digests(whole.open(DIGESTS, np.uint64, 2), mixer)
         if self.is_near:
-            keys = [whole.open(name, np.uint64) for name in self.list_keys()]
-            whole.note(self, _NOT_COMPARED, documents.join_keys(keys, mixer))
+            open_keys = partial(whole.open, dtype=np.uint64)
+            missing = documents.join_keys(self.bands.number, open_keys, mixer)
+            whole.note(self, _NOT_COMPARED, missing)
 
     def _write_decisions(self, whole: WholeDataset, documents: Documents) -> None:
         """Drop the duplicates, and write how many rows each kept one stands for."""
