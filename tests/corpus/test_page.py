@@ -1,4 +1,4 @@
-# covers: lib/corpus/page/content.py, lib/corpus/page/facts.py
+# covers: lib/corpus/page/content.py, lib/corpus/page/facts.py, lib/corpus/page/report.html.j2
 """The page about a dataset shows its facts, and hostile texts do nothing on it."""
 
 from __future__ import annotations
