@@ -412,14 +412,14 @@ def watch_live(root: Path, **environment: str) -> str:
     """Return the output of the live page in a terminal until it has been drawn twice or ends."""
     ours, theirs = pty.openpty()
     hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")  # rich reads them
-    kept = {name: value for name, value in os.environ.items() if name not in hidden}
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
     process = subprocess.Popen(
         [*MONITOR, str(root), "--every", "0.2"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
-        env={**kept, "TERM": "xterm", **environment},
+        env={**variables, "TERM": "xterm", **environment},
     )
     os.close(theirs)
     shown = ""

@@ -33,13 +33,13 @@ def escape(text: object, most: int = _LONGEST) -> Markup:
     return Markup(f"{shown} … ({rest:,} more bytes)")
 
 
-def render(template: str, **values: object) -> str:
+def render_template(template: str, **values: object) -> str:
     """Return a template with its values. template: its path in lib/, `report/report.html.j2`."""
     return ENVIRONMENT.get_template(template).render(values)
 
 
 def is_page(text: str) -> bool:
-    """Return whether a text is a page that `render` has made."""
+    """Return whether a text is a page that `render_template` has made."""
     return f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">' in text
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from markupsafe import Markup
 
 from lib.core import units
-from lib.pages.page import render
+from lib.pages.page import render_template
 from lib.pages.series import Numbers
 
 COLUMNS = 420  # columns between both ends of an axis, into which values are merged
@@ -88,7 +88,7 @@ def draw_chart(
     facts = " ".join(
         f"{curve.label}: {', '.join(map(' '.join, curve.facts.items()))}." for curve in curves
     )
-    text = render(
+    text = render_template(
         "pages/chart.svg.j2",
         key=key,
         title=title,

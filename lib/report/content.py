@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from lib.core import units
 from lib.core.events import Event
-from lib.pages.page import render
+from lib.pages.page import render_template
 from lib.pages.series import EXTREMES
 from lib.pages.svg import COLUMNS, STYLES, TICKS, Line, draw_chart, list_ticks
 from lib.report import summary
@@ -77,7 +77,7 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-class Samples(NamedTuple):
+class WrittenTexts(NamedTuple):
     """Describes the texts that a run wrote, a row for each prompt, a column for each step."""
 
     name: str
@@ -93,7 +93,7 @@ def compose_page(runs: Sequence[RunData], axis: str, end: float, limits: ReportL
     for number, rows in enumerate(events, 1):
         places |= {f"event-{number}-{row[0]}" for row in rows[: limits.rows]}
     is_alone = len(runs) == 1
-    return render(
+    return render_template(
         "report/report.html.j2",
         title=f"Training report: {', '.join(run.name for run in runs)}",
         names=[run.name for run in runs],
@@ -146,12 +146,12 @@ def _list_events(run: RunData) -> list[list[object]]:
     return rows[::-1]
 
 
-def _list_samples(run: RunData) -> Samples:
+def _list_samples(run: RunData) -> WrittenTexts:
     steps, texts = read_samples(run.experiment.samples)
     rows = [
         [prompt, *(written.get(step, "") for step in steps)] for prompt, written in texts.items()
     ]
-    return Samples(run.name, ["prompt", *(f"step {step:,}" for step in steps)], rows)
+    return WrittenTexts(run.name, ["prompt", *(f"step {step:,}" for step in steps)], rows)
 
 
 def _draw_charts(

@@ -19,7 +19,7 @@ from lib.corpus.page.facts import (
     format_share,
 )
 from lib.corpus.row_tally import find_bin_start
-from lib.pages.page import render
+from lib.pages.page import render_template
 from lib.pages.svg import COLUMNS, Line, draw_chart
 
 LARGEST = 2_000_000  # bytes of a page
@@ -29,7 +29,7 @@ _MOST_PROBLEMS = 20
 _MOST_LANGUAGES = 80
 
 
-class Figure(NamedTuple):
+class ChartWithTable(NamedTuple):
     """Describes a chart, and a table with the same numbers."""
 
     chart: Markup
@@ -54,7 +54,7 @@ def _compose_page(facts: CorpusFacts, samples: int) -> str:
     )
     languages = [(name, *counts) for name, counts in facts.languages.items()]
     languages.sort(key=lambda language: (-language[1], language[0]))
-    return render(
+    return render_template(
         "corpus/page/report.html.j2",
         title="Corpus report",
         lead=lead,
@@ -96,7 +96,7 @@ def _list_rules(source: SourceFacts) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in dropped if count)
 
 
-def _draw_lengths(facts: CorpusFacts) -> Figure:
+def _draw_lengths(facts: CorpusFacts) -> ChartWithTable:
     """Return the histogram of the lengths of rows, on a logarithmic axis."""
     first = min(facts.lengths) // 5 * 5
     bins = max(facts.lengths) + 1 - first
@@ -119,7 +119,7 @@ def _draw_lengths(facts: CorpusFacts) -> Figure:
         if facts.lengths.get(number) or facts.lengths_kept.get(number)
     ]
     caption = "Rows by the bytes of their text"
-    return Figure(chart, curves, caption, ["length", "read", "kept"], values)
+    return ChartWithTable(chart, curves, caption, ["length", "read", "kept"], values)
 
 
 def _make_histogram(
@@ -142,7 +142,7 @@ def _make_histogram(
     )
 
 
-def _draw_recall(near: NearFacts) -> Figure:
+def _draw_recall(near: NearFacts) -> ChartWithTable:
     """Return the probability that the bands find a pair, by formula and as measured."""
     centres = (np.arange(COLUMNS) + 0.5) / COLUMNS
     formula = np.array([near.bands.find_probability(float(centre)) for centre in centres])
@@ -167,7 +167,7 @@ def _draw_recall(near: NearFacts) -> Figure:
         for name, row in bins
     ]
     head = ["similarity", "sampled pairs", "formula", "measured"]
-    return Figure(chart, curves, f"{title}, by their Jaccard similarity", head, rows)
+    return ChartWithTable(chart, curves, f"{title}, by their Jaccard similarity", head, rows)
 
 
 def _describe_recall(share: float | None) -> str:
