@@ -9,7 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Group, OverflowMethod
+from rich.cells import cell_len
+from rich.console import Group, JustifyMethod, OverflowMethod
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -214,26 +215,27 @@ def render_table(runs: list[RunSummary], skipped: list[str]) -> Group:
     """Return the table of runs, for a single run without the column of options."""
     shared = _find_shared_options(runs)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("run", "status", "step", "loss", "tok/s", "last change"):
-        table.add_column(
-            name, justify="right" if name in ("step", "loss", "tok/s") else "left", no_wrap=True
-        )
+    columns = {
+        "run": [shorten_text(one_line(run.name), _LONGEST_NAME) for run in runs],
+        "status": [run.status.word for run in runs],
+        "step": [_format_step(run) for run in runs],
+        "loss": [f"{run.loss:.4f}" if "train/loss" in run.figures else "" for run in runs],
+        "tok/s": [_format_speed(run) for run in runs],
+        "last change": [_format_age(run.updated) for run in runs],
+    }
+    for name, cells in columns.items():
+        # A terminal that is too narrow cuts the line off, not each cell.
+        widest = max(map(cell_len, [name, *cells]))
+        justify: JustifyMethod = "right" if name in ("step", "loss", "tok/s") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widest)
+    # This column alone becomes narrower than its text.
+    overflow: OverflowMethod = "ellipsis" if supports_unicode() else "crop"
     if len(runs) > 1:
-        table.add_column("options that differ")
-    for run in runs:
-        cells = [
-            shorten_text(one_line(run.name), _LONGEST_NAME),
-            run.status.word,
-            _format_step(run),
-            f"{run.loss:.4f}" if "train/loss" in run.figures else "",
-            _format_speed(run),
-            _format_age(run.updated),
-        ]
+        table.add_column(Text("options that differ", no_wrap=True, overflow=overflow))
+    for run, *row in zip(runs, *columns.values(), strict=True):
         chosen = {key: value for key, value in run.options.items() if key not in shared}
-        # This column alone becomes narrower than its text.
-        overflow: OverflowMethod = "ellipsis" if supports_unicode() else "crop"
         options = Text(_format_options(chosen), no_wrap=True, overflow=overflow)
-        table.add_row(*cells, *([options] if len(runs) > 1 else []))
+        table.add_row(*row, *([options] if len(runs) > 1 else []))
     notes = [f"all: {_format_options(shared)}"] if shared else []
     if skipped:
         names = units.join_names([one_line(name) for name in skipped], _MOST_SKIPPED)
