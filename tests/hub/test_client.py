@@ -1,15 +1,13 @@
 # covers: lib/hub/client.py, lib/hub/cache.py
-"""Check the URL of the Hub, and read the delay that it requests."""
+"""Check the URL of the Hub, and refuse files that it does not send over HTTP."""
 
 from __future__ import annotations
-
-import time
-from email.utils import formatdate
 
 import pytest
 
 from lib.core.errors import UsageError
 from lib.hub import client
+from lib.hub.repository import RemoteFile, Repository
 
 
 @pytest.mark.parametrize(
@@ -36,11 +34,11 @@ def test_an_invalid_url_of_the_hub_is_refused(monkeypatch, address):
     assert "pa55" not in caught.value.render() and "\n" not in caught.value.found
 
 
-def test_the_delay_that_the_hub_requests_is_read():
-    def asked(after: str) -> float:
-        return client._read_retry_after({"Retry-After": after})
-
-    assert asked("7") == 7 and asked("") == asked("soon") == asked("²") == 0
-    assert 50 < asked(formatdate(time.time() + 60, usegmt=True)) <= 60
-    assert asked(formatdate(time.time() - 60, usegmt=True)) == 0
-    assert client._read_retry_after({"RateLimit": '"resolvers";r=0;t=2'}) == 2
+def test_a_file_that_needs_xet_is_refused_before_any_request(tmp_path):
+    hub = object.__new__(client.Hub)
+    file = RemoteFile("data/pile.jsonl", 10**11, "", "")
+    with pytest.raises(UsageError, match="too large") as caught:
+        hub.download(Repository("org/text", "c", {}, "dataset"), file, tmp_path, print)
+    assert caught.value.run == (
+        "hf download org/text data/pile.jsonl --repo-type dataset --revision c"
+    )
