@@ -847,6 +847,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
                     or words[1:2] == ["-c"]
                     or words[1:4] in (["-m", "pip", "install"], ["-m", "pip", "download"])
                     or words[1:4] == ["-m", "zipfile", "-e"]
+                    or words[1:4] == ["-m", "huggingface_hub.cli.hf", "download"]
                 )
 
 

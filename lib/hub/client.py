@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import re
-import shlex
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -371,13 +370,13 @@ def _is_certificate_error(error: BaseException | None) -> bool:
 
 def _too_large_error(repository: Repository, file: RemoteFile) -> UsageError:
     """Return the error for a file that the Hub sends only by Xet."""
-    words = ("hf", "download", repository.name, file.path, "--repo-type", repository.kind)
+    words = ("download", repository.name, file.path, "--repo-type", repository.kind)
     return UsageError(
         f"{file.path} of {repository.name} is too large for a download by HTTP",
         found=units.size(file.size),
         expected=f"at most {units.size(_MAX_HTTP_BYTES)}, or the file in the Hugging Face cache",
         hint="to download it into that cache, where the same command then finds it:",
-        run=shlex.join((*words, "--revision", repository.commit)),
+        run=commands.module("huggingface_hub.cli.hf", *words, "--revision", repository.commit),
     )
 
 
