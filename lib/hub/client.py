@@ -376,7 +376,9 @@ def _too_large_error(repository: Repository, file: RemoteFile) -> UsageError:
         found=units.size(file.size),
         expected=f"at most {units.size(_MAX_HTTP_BYTES)}, or the file in the Hugging Face cache",
         hint="to download it into that cache, where the same command then finds it:",
-        run=commands.module("huggingface_hub.cli.hf", *words, "--revision", repository.commit),
+        run=commands.python(
+            "-m", "huggingface_hub.cli.hf", *words, "--revision", repository.commit
+        ),
     )
 
 
