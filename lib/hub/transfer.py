@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import queue
 import shutil
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from lib.models.directory import LARGEST_HEADER
 _MAX_CONNECTIONS = 8
 _MAX_ATTEMPTS = 2
 _HUB = "the Hub"
+_PATIENCE_S = 5.0  # with threads that are downloading when another one has failed
 _FIRST_HEADER_BYTES = 1 << 16  # of the first request; most headers fit
 
 
@@ -71,17 +73,41 @@ class Transfer:
         return [_make_entry(file, directory) for file in files]
 
     def _fetch_all(self, files: Sequence[RemoteFile], directory: Path) -> None:
-        """Fetch files in threads. After an error or Ctrl-C, end the downloads that are running."""
-        pool = ThreadPoolExecutor(self._workers)
+        """Fetch files in threads. After an error or Ctrl-C, no further file is begun.
+
+        The threads are daemons, which the process does not wait for at its end: huggingface_hub can
+        sleep for minutes.
+        """
+        waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
+        results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        for file in files:
+            waiting.put(file)
+
+        def work() -> None:
+            with suppress(queue.Empty):
+                while not self._stopped.is_set():
+                    results.put(self._try_file(waiting.get_nowait(), directory))
+
+        count = min(self._workers, len(files))
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
         try:
-            tasks = [pool.submit(self._fetch_file, file, directory) for file in files]
-            for task in as_completed(tasks):
-                task.result()
+            for _ in files:
+                if error := results.get():
+                    raise error
         except BaseException:
             self._stopped.set()
+            for thread in threads:  # most end when their next bytes arrive
+                thread.join(_PATIENCE_S / count)
             raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+
+    def _try_file(self, file: RemoteFile, directory: Path) -> BaseException | None:
+        try:
+            self._fetch_file(file, directory)
+        except BaseException as error:
+            return error
+        return None
 
     def _count_bytes(self, source: str, amount: int) -> None:
         if amount > 0 and self._stopped.is_set():
