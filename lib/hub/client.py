@@ -28,6 +28,7 @@ from lib.models import hf_cache
 Result = TypeVar("Result")
 
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
+_PERMANENT = ("ProxyError", "UnsupportedProtocol", "InvalidURL", "TooManyRedirects")
 _PAUSES_S = (1.0, 4.0, 16.0)  # before each retry, unless the Hub asks for a longer pause
 _METADATA_TIMEOUT_S = 30
 _MAX_HTTP_BYTES = 50 * 10**9  # huggingface_hub downloads larger files only by Xet
@@ -136,7 +137,7 @@ class Hub:
 
     def read_start(self, repository: Repository, file: RemoteFile, size: int) -> bytes:
         """Return the first `size` bytes of a file."""
-        from huggingface_hub import constants, get_session, hf_hub_url
+        from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
         url = hf_hub_url(
@@ -149,7 +150,7 @@ class Hub:
 
         def request() -> bytes:
             with get_session().stream(
-                "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT
+                "GET", url, headers=headers, timeout=_METADATA_TIMEOUT_S
             ) as response:
                 hf_raise_for_status(response)
                 return next(response.iter_bytes(size), b"")  # some servers ignore ranges
@@ -351,13 +352,13 @@ def _require_settings() -> None:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether a retry is pointless: certificates and proxies do not change by waiting."""
-    return type(error).__name__ in (
-        "ProxyError",
-        "UnsupportedProtocol",
-        "InvalidURL",
-        "TooManyRedirects",
-    ) or _is_certificate_error(error)
+    """Return whether a retry is pointless.
+
+    Certificates and proxies do not change by waiting. After a timeout, huggingface_hub has tried
+    again for minutes.
+    """
+    name = type(error).__name__
+    return name in _PERMANENT or name.endswith("Timeout") or _is_certificate_error(error)
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
