@@ -115,7 +115,7 @@ class Hub:
     ) -> Path:
         from huggingface_hub import errors, hf_hub_download
 
-        counter = _Counter(count)
+        counter = _ByteCounter(count)
         try:
             path = hf_hub_download(
                 repository.name,
@@ -289,14 +289,14 @@ class _WaitHandler(logging.Handler):
             log.info(f"the Hub limits our requests. {wait}")
 
 
-class _Counter:
+class _ByteCounter:
     """Counts the bytes of a download in place of the bar that huggingface_hub would show."""
 
     def __init__(self, count: Callable[[int], None]) -> None:
         self.received = 0
         self._count = count
 
-    def __enter__(self) -> _Counter:
+    def __enter__(self) -> _ByteCounter:
         return self
 
     def __exit__(self, *error: object) -> None:
