@@ -31,16 +31,17 @@ def test_busy_answers_and_broken_streams_are_waited_out(hub, stage: StageRunner,
     repo = hub.repos[NAME]
     repo.busy = {
         "": [(503, {})],
-        SHARDS[0]: [(429, {"Retry-After": "1"})] * 2,
-        SHARDS[1]: [(503, {}), (502, {})],
-        "config.json": [(429, {"RateLimit": '"resolvers";r=0;t=2'})] * 2,
+        SHARDS[0]: [(429, {"Retry-After": "6"})],
+        SHARDS[1]: [(503, {})],
+        "config.json": [(429, {"RateLimit": '"resolvers";r=0;t=2'})],
     }
     repo.busy_storage = {SHARDS[1]: [(500, {})], SHARDS[0]: [(429, {"Retry-After": "0"})]}
     repo.cut = {SHARDS[0]: 70_000, SHARDS[1]: 100_000}
     began = time.monotonic()
     done = stage(SCRIPT, "--model-name", NAME)
     assert time.monotonic() - began > 5  # as long as the Hub asked for
-    assert "the Hub limits our requests" in done.stdout
+    assert "the Hub limits our requests" in done.stdout  # printed by huggingface_hub
+    assert "the Hub asks us to wait 6.0 s" in done.stdout
     assert "HTTP Error" not in done.stdout + done.stderr
     assert fetched_all(tmp_path, hub)
     assert not any(repo.busy.values()) and not any(repo.busy_storage.values())

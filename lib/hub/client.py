@@ -113,7 +113,7 @@ class Hub:
         directory: Path,
         count: Callable[[int], None],
     ) -> Path:
-        from huggingface_hub import errors, hf_hub_download
+        from huggingface_hub import hf_hub_download
 
         counter = _ByteCounter(count)
         try:
@@ -123,17 +123,22 @@ class Hub:
                 repo_type=repository.kind,
                 revision=repository.commit,
                 local_dir=directory,
-                cache_dir=directory,  # the user's cache may contain the file, but damaged
+                # Not from the user's cache, where the file may be damaged. A request for the size
+                # and the digest is sent once instead of for six minutes; `_retry` repeats it.
+                force_download=True,
+                etag_timeout=_METADATA_TIMEOUT_S,
                 endpoint=self.endpoint,
                 token=self._token,
                 tqdm_class=cast(Any, lambda **_: counter),
             )
         except BaseException as error:
             count(-counter.received)
-            if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__:
-                raise error.__cause__ from None
-            raise
-        return Path(path)
+            cause = error.__cause__
+            if not isinstance(error, ValueError) or not cause:
+                raise
+        else:
+            return Path(path)
+        raise cause  # not in the handler, where the two would refer to each other in a circle
 
     def read_start(self, repository: Repository, file: RemoteFile, size: int) -> bytes:
         """Return the first `size` bytes of a file."""
@@ -210,8 +215,12 @@ class Hub:
             if not isinstance(error, HfHubHTTPError):
                 may_pass = isinstance(error, HTTPError) and not _is_permanent(error)
                 return may_pass and not needs_answer
-            limit = parse_ratelimit_headers(error.response.headers)
-            asked = limit.reset_in_seconds if limit and not limit.remaining else 0.0
+            headers = error.response.headers
+            limit = parse_ratelimit_headers(headers)
+            after = headers.get("Retry-After", "")
+            asked = float(after) if after.isdecimal() else 0.0
+            if limit and not limit.remaining:
+                asked = float(limit.reset_in_seconds)
             return error.response.status_code in _TRANSIENT_STATUSES
 
         def pauses() -> Iterator[float]:
@@ -352,13 +361,8 @@ def _require_settings() -> None:
 
 
 def _is_permanent(error: Exception) -> bool:
-    """Return whether a retry is pointless.
-
-    Certificates and proxies do not change by waiting. After a timeout, huggingface_hub has tried
-    again for minutes.
-    """
-    name = type(error).__name__
-    return name in _PERMANENT or name.endswith("Timeout") or _is_certificate_error(error)
+    """Return whether a retry is pointless: certificates and proxies do not change by waiting."""
+    return type(error).__name__ in _PERMANENT or _is_certificate_error(error)
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
