@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
 _PERMANENT = ("ProxyError", "UnsupportedProtocol", "InvalidURL", "TooManyRedirects")
-_PAUSES_S = (1.0, 4.0, 16.0)  # before each retry, unless the Hub asks for a longer pause
+_PAUSES_S = (1.0, 2.0, 8.0, 16.0)  # before each retry, unless the Hub asks for a longer pause
 _METADATA_TIMEOUT_S = 30
 _MAX_HTTP_BYTES = 50 * 10**9  # huggingface_hub downloads larger files only by Xet
 
@@ -126,7 +126,6 @@ class Hub:
                 # Not from the user's cache, where the file may be damaged. A request for the size
                 # and the digest is sent once instead of for six minutes; `_retry` repeats it.
                 force_download=True,
-                etag_timeout=_METADATA_TIMEOUT_S,
                 endpoint=self.endpoint,
                 token=self._token,
                 tqdm_class=cast(Any, lambda **_: counter),
