@@ -207,27 +207,29 @@ class Hub:
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
         from huggingface_hub.utils import parse_ratelimit_headers
 
-        asked = 0.0  # seconds that the Hub asks us to wait
+        delay = 0.0  # seconds that the Hub asks us to wait
 
         def is_transient(error: Exception) -> bool:
-            nonlocal asked
+            nonlocal delay
+            delay = 0.0
             if not isinstance(error, HfHubHTTPError):
                 may_pass = isinstance(error, HTTPError) and not _is_permanent(error)
                 return may_pass and not needs_answer
             headers = error.response.headers
             limit = parse_ratelimit_headers(headers)
             after = headers.get("Retry-After", "")
-            asked = float(after) if after.isdecimal() else 0.0
+            if after.isdecimal():
+                delay = float(after)
             if limit and not limit.remaining:
-                asked = float(limit.reset_in_seconds)
+                delay = float(limit.reset_in_seconds)
             return error.response.status_code in _TRANSIENT_STATUSES
 
         def pauses() -> Iterator[float]:
             for pause in _PAUSES_S:
-                if asked > pause:
-                    log.info(f"the Hub asks us to wait {units.duration(asked)}")
+                if delay > pause:
+                    log.info(f"the Hub asks us to wait {units.duration(delay)}")
                 # With jitter, so that refused clients do not all return at once.
-                yield max(pause * random.uniform(0.75, 1.25), asked)
+                yield max(pause * random.uniform(0.75, 1.25), delay)
 
         return retry(request, pauses(), is_transient)
 

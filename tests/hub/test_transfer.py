@@ -85,18 +85,18 @@ def test_complete_files_are_kept_when_another_one_fails(tmp_path, dies_in):
     failing = transfer_files(Wire(dies_in=dies_in), workers=4)
     with pytest.raises(ConnectionError):
         failing.fetch(files, tmp_path)
-    kept = list_files(tmp_path)
-    assert dies_in not in kept and set(kept) <= {file.path for file in files}
+    complete = list_files(tmp_path)
+    assert dies_in not in complete and set(complete) <= {file.path for file in files}
     (tmp_path / "a/.0.download/a").mkdir(parents=True)  # as a kill leaves it
     (tmp_path / "a/.0.download/a/0").write_bytes(CONTENT)
     missing = prepare_directory(files, tmp_path)
-    assert missing == (5 - len(kept)) * len(CONTENT) and list_files(tmp_path) == kept
+    assert missing == (5 - len(complete)) * len(CONTENT) and list_files(tmp_path) == complete
     assert not (tmp_path / "a/.0.download").exists()
     wire = Wire()
     again = transfer_files(wire, workers=4)
     again.fetch(files, tmp_path)
-    assert set(wire.asked) == {file.path for file in files} - set(kept)
-    assert again.bytes_from["an earlier run"] == len(kept) * len(CONTENT)
+    assert set(wire.asked) == {file.path for file in files} - set(complete)
+    assert again.bytes_from["an earlier run"] == len(complete) * len(CONTENT)
 
 
 def test_damage_in_a_file_of_an_earlier_run_is_repaired(tmp_path):
