@@ -20,7 +20,6 @@ from launch.runs.run_files import RunFiles, RunStatus
 from lib.core import declared, options, records, run_records, units
 from lib.core.run_records import mean_loss, one_line
 from lib.train.config import DEFAULTS, Config
-from lib.train.output import journal
 
 _DEEPEST = 4  # levels of directories to search below the listed directory
 _TAIL = 64 << 10  # bytes to read at the end of metrics.jsonl and events.jsonl
@@ -82,8 +81,8 @@ class RunSummary(NamedTuple):
             "loss": self.loss,
             **figures,
             "ranks": self.ranks or None,
-            "started": journal.format_time(self.started) if self.started else None,
-            "updated": journal.format_time(self.updated) if self.updated else None,
+            "started": run_records.format_time(self.started) if self.started else None,
+            "updated": run_records.format_time(self.updated) if self.updated else None,
             "options": self.options,
         }
         return {
@@ -187,7 +186,7 @@ def _find_start(run: RunFiles) -> float:
     """Return when the first launch started to train, in seconds since 1970; 0 if unknown."""
     with suppress(OSError), records.open_regular(run.experiment.events) as file:
         row = run_records.parse_row(file.read(_HEAD).partition(b"\n")[0])
-        return journal.parse_time((row or {}).get("time", ""))
+        return run_records.parse_time((row or {}).get("time", ""))
     return 0.0
 
 
