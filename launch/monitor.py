@@ -21,10 +21,14 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from rich.console import Console, Group
+from rich.live import Live
 
 from launch.runs import overview, run_files
 from launch.runs.page import render_page
@@ -35,9 +39,8 @@ from lib.core.options import Options
 
 _LOG_LINES = 40
 _LOG_BYTES = 64 << 10
-_NARROW = (overview.WIDTH + 1, 40)  # columns and lines if the output is no terminal
-_ENTER_PAGE = "\x1b[?1049h\x1b[?25l"
-_LEAVE_PAGE = "\x1b[?25h\x1b[?1049l"
+_TABLE_WIDTH = 120  # columns if the output is no terminal
+_UNWRAPPED = 10_000  # columns in which no line of a page is wrapped
 
 
 def parse(argv: list[str]) -> Options:
@@ -71,12 +74,14 @@ def parse(argv: list[str]) -> Options:
 def main(argv: list[str]) -> None:
     """List runs, or show one run: once, live, or as its log."""
     opts = parse(argv)
-    width = shutil.get_terminal_size(_NARROW).columns
     directory = _find_directory_of_runs(opts.experiment)
     if directory is not None:
-        _print_list(directory, width, opts.json)
+        _print_list(directory, opts.json)
         return
-    is_live = sys.stdout.isatty() and not (opts.once or opts.log or opts.json)
+    console = make_console(_UNWRAPPED)
+    # A pipe that gets colours by FORCE_COLOR is no terminal, and a dumb terminal moves no cursor.
+    is_live = sys.stdout.isatty() and console.is_interactive
+    is_live = is_live and not (opts.once or opts.log or opts.json)
     experiment = paths.existing_experiment(opts.experiment)
     if not is_live:
         run_files.require_run(experiment)
@@ -90,9 +95,25 @@ def main(argv: list[str]) -> None:
         _follow_log(run, max(0.2, opts.every))
         return
     if is_live:
-        _show_live(run, max(0.2, opts.every))
+        _show_live(run, console, max(0.2, opts.every))
     run.update()
-    print("\n".join(render_page(run, shutil.get_terminal_size((100, 40)).columns)))
+    print(format_text(console, render_page(run, console.width)))
+
+
+def make_console(width: int) -> Console:
+    """Return a console for standard output. width: columns if it is no terminal.
+
+    Texts are shown as they are: `[red]` and `:smile:` in the name of a run mean nothing.
+    """
+    columns = None if sys.stdout.isatty() else width
+    return Console(width=columns, markup=False, emoji=False, highlight=False)
+
+
+def format_text(console: Console, parts: Group) -> str:
+    """Return the lines that a console would print, without the blanks at their ends."""
+    with console.capture() as capture:
+        console.print(parts)
+    return "\n".join(line.rstrip(" ") for line in capture.get().rstrip("\n").split("\n"))
 
 
 def _find_directory_of_runs(text: str | None) -> Path | None:
@@ -105,14 +126,15 @@ def _find_directory_of_runs(text: str | None) -> Path | None:
     return root if overview.find_runs(root)[0] else None
 
 
-def _print_list(directory: Path, width: int, as_json: bool) -> None:
+def _print_list(directory: Path, as_json: bool) -> None:
     """Print the table of the runs below a directory."""
     runs, skipped = overview.list_runs(directory) if directory.is_dir() else ([], [])
     if as_json:
         _print_json({"runs": [run.to_json() for run in runs], "skipped": skipped})
         return
     if runs or skipped:
-        print("\n".join(overview.render_table(runs, skipped, width)))
+        console = make_console(shutil.get_terminal_size((_TABLE_WIDTH, 40)).columns)
+        print(format_text(console, overview.render_table(runs, skipped)))
     if not runs:
         print(f"no runs in {directory}/; next: {commands.script('04_train_fsdp.py', '--help')}")
 
@@ -130,23 +152,15 @@ def _replace_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _show_live(run: RunFiles, every: float) -> None:
+def _show_live(run: RunFiles, console: Console, every: float) -> None:
     """Redraw the page until the run is complete, and then restore the terminal."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
-    sys.stdout.write(_ENTER_PAGE)
-    try:
+    live = Live(console=console, screen=True, auto_refresh=False)
+    with suppress(KeyboardInterrupt), live:
         while not run.is_complete():
             run.update()
-            width, height = shutil.get_terminal_size((100, 40))
-            lines = [line[: width - 1] for line in render_page(run, width - 1)][: height - 1]
-            sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in lines) + "\x1b[J")
-            sys.stdout.flush()
+            live.update(render_page(run, console.width), refresh=True)
             time.sleep(every)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.stdout.write(_LEAVE_PAGE)
-        sys.stdout.flush()
 
 
 def _follow_log(run: RunFiles, every: float) -> None:

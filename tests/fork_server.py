@@ -270,7 +270,8 @@ def _read_settings() -> None:
     from huggingface_hub import constants
 
     importlib.reload(constants)
-    constants.HF_HUB_DISABLE_TELEMETRY = True  # stage 03 sets this before the import
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # stage 03 sets these before the import
+    constants.HF_HUB_DISABLE_XET = True
 
 
 def _import_function(name: str) -> Any:

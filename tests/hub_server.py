@@ -1,11 +1,12 @@
 """A local stand-in for the Hub: an HTTP server for the requests of stage 03, with failures.
 
 Requests for large files are redirected to a second server, as the Hub redirects to its storage,
-which must not receive the token.
+which must not receive the token. The Hub offers such files by Xet too, which no test asks for.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import ssl
@@ -27,8 +28,8 @@ class Repo:
     kind: model or dataset. served: content to send instead of the true one, by path. cut: bytes
     after which the connection breaks, once, by path. sizes: wrong sizes to declare, by path. slow:
     seconds before each 64 KiB of a large file. busy: answers to give first, once each, as (status,
-    headers), by path of a file, or "" for the API. no_ranges: ignore Range. undeclared: paths
-    without a declared digest.
+    headers), by path of a file, or "" for the API; busy_storage: the same of the second server.
+    no_ranges: ignore Range. undeclared: paths without a declared digest.
     """
 
     files: dict[str, bytes]
@@ -41,6 +42,7 @@ class Repo:
     sizes: dict[str, int] = field(default_factory=dict)
     slow: float = 0.0
     busy: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
+    busy_storage: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
     no_ranges: bool = False
     undeclared: set[str] = field(default_factory=set)
 
@@ -84,7 +86,7 @@ class Repo:
         content = self.files[path]
         sibling = {"rfilename": path, "size": self.sizes.get(path, len(content))}
         if path.endswith(LFS_SUFFIXES):
-            digest = hashlib.sha256(content).hexdigest()
+            digest = _sha256(content)
             sibling["lfs"] = {"sha256": digest, "size": len(content), "pointerSize": 134}
         if path in self.undeclared:
             return {"rfilename": path, "size": sibling["size"]}
@@ -99,6 +101,7 @@ class Request:
     token: str
     from_storage: bool
     query: str = ""
+    method: str = "GET"
 
 
 class HubServer:
@@ -146,13 +149,20 @@ class HubServer:
                 split = urlsplit(self.path)
                 token = self.headers.get("Authorization", "").removeprefix("Bearer ")
                 request = Request(
-                    unquote(split.path), self.headers.get("Range", ""), token, storage, split.query
+                    unquote(split.path),
+                    self.headers.get("Range", ""),
+                    token,
+                    storage,
+                    split.query,
+                    self.command,
                 )
                 hub.requests.append(request)
                 try:
                     hub.answer(self, request)
                 except (BrokenPipeError, ConnectionResetError):
                     pass
+
+            do_HEAD = do_GET
 
             def log_message(self, *arguments: object) -> None:
                 pass
@@ -170,8 +180,9 @@ class HubServer:
             return _send_error(http, 404 if request.token else 401, "RepoNotFound")
         if revision not in ("main", repo.commit):
             return _send_error(http, 404, "RevisionNotFound")
-        if not request.from_storage and repo.busy.get(file):
-            status, headers = repo.busy[file].pop(0)
+        busy = repo.busy_storage if request.from_storage else repo.busy
+        if busy.get(file):
+            status, headers = busy[file].pop(0)
             return _send_error(http, status, "", headers)
         if not file:
             if "/tree/" in request.path:
@@ -185,6 +196,10 @@ class HubServer:
             http.send_response(302)
             http.send_header("Location", f"{self.storage_url}{request.path}")
             http.send_header("X-Repo-Commit", repo.commit)
+            http.send_header("X-Xet-Hash", "0" * 64)  # downloads by HTTP do not need it
+            http.send_header("X-Xet-Refresh-Route", f"{self.url}/api/xet")
+            http.send_header("X-Linked-Size", str(repo.sizes.get(file, len(repo.files[file]))))
+            http.send_header("X-Linked-Etag", f'"{_sha256(repo.files[file])}"')
             http.send_header("Content-Length", "0")
             return http.end_headers()
         self._send_file(http, request, repo, file)
@@ -218,15 +233,20 @@ class HubServer:
         self, http: BaseHTTPRequestHandler, request: Request, repo: Repo, file: str
     ) -> None:
         content = repo.served.get(file, repo.files[file])
-        start, stop = self._begin_file(
-            http, request, repo, len(content), hashlib.sha256(content).hexdigest()
-        )
+        start, stop = self._begin_file(http, request, repo, len(content), _sha256(content))
+        if request.method == "HEAD":
+            return
         end = repo.cut.pop(file, stop)
         for offset in range(start, end, 1 << 16):
             if file.endswith(LFS_SUFFIXES):
                 time.sleep(repo.slow)
             http.wfile.write(content[offset : min(offset + (1 << 16), end)])
         http.close_connection = True
+
+
+@functools.lru_cache(maxsize=64)
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _split_path(path: str) -> tuple[str, str, str, str]:

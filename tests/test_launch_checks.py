@@ -555,6 +555,17 @@ def test_different_versions_and_drivers_and_slow_gpus_are_found(smi: Path):
     assert "2.13.0 on node 0 (h0); 2.12.1 on node 1 (h1)" in tie.text
 
 
+def test_any_other_file_of_the_code_counts(tmp_path: Path):
+    (tmp_path / "lib/pages/__pycache__").mkdir(parents=True)
+    seen = set()
+    for name in ("04_train.py", "lib/a.py", "lib/pages/page.html.j2", "lib/pages/style.css"):
+        (tmp_path / name).write_text("{{ x }}")
+        seen.add(machine.list_versions(tmp_path)["code"])
+    (tmp_path / "lib/pages/__pycache__/a.cpython-311.pyc").write_text("compiled")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert len(seen) == 4 and machine.list_versions(tmp_path)["code"] in seen
+
+
 def test_network_problems_are_found(smi: Path):
     four = [make_node_facts()] * 4
     [finding] = judge_nodes(four, make_speeds(4, slow=(2,)))

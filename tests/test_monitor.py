@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import stop
+from launch import monitor, stop
 from launch.runs import curves, page
 from launch.runs.run_files import GrowingFile, JsonLines, RunFiles
 from lib.core import liveness
@@ -36,6 +36,11 @@ def run_once(root: Path | str, expect: int = 0, cwd: Path | None = None, **envir
     )
     assert "Traceback" not in result.stderr
     return result.stdout if expect == 0 else result.stderr
+
+
+def show(run: RunFiles, width: int = 100) -> str:
+    """Return the page about a run as it is printed."""
+    return monitor.format_text(monitor.make_console(width), page.render_page(run, width))
 
 
 def make_row(step: int, **more: object) -> str:
@@ -110,7 +115,7 @@ def test_the_page_shows_the_figures_of_the_last_row(run: Path):
     assert "100 ms on average since step 90: data 1, forward 30, backward 60, update 9" in text
     assert re.search(r"checkpoint +step 100, (under )?\S+ s ago; 2 kept", text)
     assert "slowest" not in text and "warnings" not in text
-    picture = [line for line in text.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")][1:]
+    picture = [line for line in text.splitlines() if set(line) & set("▁▂▃▄▅▆▇█")]
     assert len(picture) == 8 and "7.9500" in picture[0] and "7.0500" in picture[-1]
     assert picture[0].count("█") == 1 and len(picture[-1].split()[-1]) == 10  # the curve falls
 
@@ -118,7 +123,7 @@ def test_the_page_shows_the_figures_of_the_last_row(run: Path):
 def test_a_terminal_without_unicode_gets_ascii_only(run: Path):
     with hold_run(run):
         text = run_once(run, PYTHONIOENCODING="ascii")
-    assert text.isascii() and "\\u" not in text and "#####" in text and "@" in text
+    assert text.isascii() and "\\u" not in text and "-----" in text and "@" in text
 
 
 def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.MonkeyPatch):
@@ -137,7 +142,7 @@ def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.
     ):
         tool.write_text(f"#!/bin/sh\necho '{cells}'\n".replace("\\n", "\n"))
         with hold_run(run):
-            shown[name] = "\n".join(page.render_page(files, 100))
+            shown[name] = show(files)
     assert re.search(
         r"GPUs +on \S+, now\nGPU 0 +busy 97 %, 59.8 GiB of 79.6 GiB, 641 of 700 W, "
         r"61 °C\nGPU 1 +busy 0 %, 4.\S* MiB of 79.6 GiB, 70 W, 31 °C",
@@ -149,12 +154,10 @@ def test_the_page_shows_the_gpus_of_this_machine(run: Path, monkeypatch: pytest.
     with hold_run(run):
         plain = run_once(run, PYTHONIOENCODING="ascii")
     assert "4 W, 61 C" in plain and plain.isascii() and "\\" not in plain
-    assert "GPU" not in shown["broken"] + "\n".join(
-        page.render_page(files, 100)
-    )  # no process holds the run
+    assert "GPU" not in shown["broken"] + show(files)  # no process holds the run
     tool.unlink()
     with hold_run(run):
-        assert "GPU" not in "\n".join(page.render_page(files, 100))
+        assert "GPU" not in show(files)
 
 
 def test_the_page_names_a_straggler(run: Path):
@@ -180,12 +183,12 @@ def test_rows_without_the_slowest_rank_or_its_ratio_are_ignored(
         for step in range(110, 210, 10):
             file.write(json.dumps({**slow, "step": step, **partial}) + "\n")
     files.update()
-    assert "slowest" not in "\n".join(page.render_page(files, 100))
+    assert "slowest" not in show(files)
     with (run / "metrics.jsonl").open("a") as file:
         for step in range(210, 320, 10):
             file.write(json.dumps({**slow, "step": step}) + "\n")
     files.update()
-    assert "3, in 11 of the last 20, up to 1.50 ×" in "\n".join(page.render_page(files, 100))
+    assert "3, in 11 of the last 20, up to 1.50 ×" in show(files)
 
 
 def test_the_page_tolerates_torn_and_missing_files(run: Path):
@@ -360,7 +363,7 @@ def test_the_curve_of_a_long_run_fits_a_narrow_terminal(run: Path, monkeypatch: 
     files.update()
     monkeypatch.setattr(curves, "supports_unicode", lambda: True)
     picture = curves.render_curve([r["train/loss"] for r in files.rows], 60, (1, 5000))
-    assert all(len(line) < 60 for line in picture)
+    assert all(len(line) <= 60 for _, line in picture)
     assert (
         curves.render_curve([], 60, (0, 0))
         == []
@@ -405,15 +408,18 @@ def test_a_real_run_is_shown_while_it_trains_and_after_it_was_killed(project: Pa
     assert "died" in run_once(root)
 
 
-def watch_live(root: Path) -> str:
-    """Return the output of the live page in a terminal until Ctrl-C."""
+def watch_live(root: Path, **environment: str) -> str:
+    """Return the output of the live page in a terminal until it has been drawn twice or ends."""
     ours, theirs = pty.openpty()
+    hidden = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")  # rich reads them
+    variables = {name: value for name, value in os.environ.items() if name not in hidden}
     process = subprocess.Popen(
         [*MONITOR, str(root), "--every", "0.2"],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
         start_new_session=True,
+        env={**variables, "TERM": "xterm", **environment},
     )
     os.close(theirs)
     shown = ""
@@ -424,12 +430,49 @@ def watch_live(root: Path) -> str:
         except OSError:  # the other side has closed the terminal
             break
         shown += part
-        if shown.count("\x1b[J") >= 2 and not is_ended:
+        if shown.count("\x1b[H") >= 3 and not is_ended:
             process.send_signal(signal.SIGINT)
             is_ended = True
     assert process.wait(60) == 0
     os.close(ours)
     return shown
+
+
+def test_the_live_page_fits_its_terminal(run: Path):
+    (run / "logs" / "rank_00000.log").write_text(
+        f"2026-01-01 10:00:00,123 ERROR {'no room ' * 30}\n"
+    )
+    shown = watch_live(run, COLUMNS="60", LINES="30")
+    assert "\x1b[33m" in shown and "\x1b[1m" in shown
+    drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.split("\x1b[H")[2])
+    assert "died: its process is gone" in drawn and "learning rate" in drawn
+    lines = drawn.rstrip("\r\n").splitlines()
+    assert len(lines) == 30 and {len(line) for line in lines} == {60}
+    assert "\x1b[33m" not in watch_live(run, NO_COLOR="1")
+
+
+def test_a_dumb_terminal_gets_the_page_once(run: Path):
+    shown = watch_live(run, TERM="dumb")
+    assert "died: its process is gone" in shown and "\x1b" not in shown
+
+
+def test_nothing_in_a_text_is_markup(tmp_path: Path):
+    name = "[red]a[b] :smile: [link=x]"
+    root = tmp_path / "outputs" / name
+    (root / "logs").mkdir(parents=True)
+    (root / "config.yaml").write_text(json.dumps({"options": {"lr": "[b]1[/b]"}}))
+    (root / "state.json").write_text(json.dumps({"status": "[blue]x", "copy_error": "[/nonsense]"}))
+    (root / "logs" / "rank_00000.log").write_text("2026-01-01 00:00:00,1 ERROR [/] :warning: [x]\n")
+    text = run_once(root)
+    assert f"{name} [blue]x" in text and "failed: [/nonsense]" in text
+    assert "rank 0: [/] :warning: [x]" in text
+    assert f"{name}  [blue]x" in run_stage("launch/monitor.py", cwd=tmp_path).stdout
+
+
+def test_a_pipe_gets_whole_lines(run: Path):
+    (run / "state.json").write_text(json.dumps({"status": "running", "copy_error": "x " * 400}))
+    text = run_once(run, COLUMNS="60", FORCE_COLOR="1")
+    assert "x " * 399 + "x\n" in text and " \n" not in text
 
 
 HOSTILE = (
@@ -458,7 +501,7 @@ def print_run(root: Path) -> str:
     """Return all output of the monitor and the stop command about a run."""
     run = RunFiles(root)
     run.update()
-    text = "\n".join(page.render_page(run, 100))
+    text = show(run)
     return text + run.status().text + stop._describe_step(run) + str(run.checkpoints())
 
 

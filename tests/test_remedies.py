@@ -638,9 +638,9 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         client._refusal_error(Fake(response=Fake(status_code=503)), "m", "e", False)
     )
     yield lambda: _raise_error(client._unreachable_error(ConnectionError("x"), "https://hub"))
-    patch.setattr(client.Hub, "_retry", lambda *arguments: None)
-    piece = Fake(missing_range=lambda piece: (0, 2), file=Fake(path="f", size=2))
-    yield lambda: hub.fetch_piece(Fake(name="m", commit="c", kind="model"), piece, 0, print)
+    yield lambda: _explain_error(hub, OSError("5 bytes instead of 6"))
+    repository_on_hub = Fake(name="m", commit="c", kind="model")
+    yield lambda: hub.download(repository_on_hub, Fake(path="f", size=10**11), Path(), print)
     files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
     yield lambda: _raise_error(repository._incomplete_model_error(Fake(files=files), False))
     model = Path(".cache/models/org--name")
@@ -652,16 +652,12 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         model / "model.safetensors",
         **lookup.model_remedy(model, "--overwrite"),
     )
-    part = Fake(
-        claim=lambda: True,
-        finish=lambda: "other bytes",
-        failed_checks=transfer._MAX_ATTEMPTS,
-        file=Fake(path="f", size=1),
-    )
-    fetching = object.__new__(_class_with(transfer, "_finish_file"))
-    fetching._advance = print
+    fetching = object.__new__(transfer.Transfer)
     fetching._repository = Fake(name="m")
-    yield lambda: fetching._finish_file(part)
+    fetching._hub = Fake(download=lambda *arguments: Path(os.devnull))
+    fetching._count_bytes = print
+    damaged = Fake(path="f", size=1, describe_difference=lambda path: "other bytes")
+    yield lambda: fetching._download(damaged, Path("f"))
     model.mkdir(parents=True)
     (model / "manifest.json").write_text("{")
     yield lambda: lookup.find_model("org/name", Path(".cache"))
@@ -828,6 +824,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
                     or words[1:2] == ["-c"]
                     or words[1:4] in (["-m", "pip", "install"], ["-m", "pip", "download"])
                     or words[1:4] == ["-m", "zipfile", "-e"]
+                    or words[1:4] == ["-m", "huggingface_hub.cli.hf", "download"]
                 )
 
 

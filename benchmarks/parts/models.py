@@ -193,7 +193,8 @@ def serve_model(arguments: argparse.Namespace) -> None:
     class Quick(HubServer):
         def _send_file(self, http: Any, request: Any, repo: Repo, file: str) -> None:
             start, stop = self._begin_file(http, request, repo, len(repo.files[file]), file)
-            http.wfile.write(memoryview(repo.files[file])[start:stop])
+            if request.method == "GET":
+                http.wfile.write(memoryview(repo.files[file])[start:stop])
             http.close_connection = True
 
     files = {path.name: path.read_bytes() for path in arguments.model.iterdir()}

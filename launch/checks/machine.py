@@ -246,9 +246,11 @@ def _time_read(probe: Path) -> float:
 
 def list_versions(root: Path) -> dict[str, str]:
     """Return the versions that must be equal on all nodes; `code` is a digest of the stages."""
-    sources = [*sorted(root.glob("*.py")), *sorted((root / "lib").rglob("*.py"))]
+    sources = [*root.glob("*.py"), *(root / "lib").rglob("*")]
     digests = {
-        path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256") for path in sources
+        path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256")
+        for path in sources
+        if path.is_file() and path.parent.name != "__pycache__"
     }
     versions = {
         **manifest.package_versions(),

@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-LABEL_WIDTH = 13
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = "_.-~=*#@"
 _CURVE_ROWS = 8
@@ -19,12 +18,12 @@ def supports_unicode() -> bool:
     return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[str]:
-    """Return the lines of a loss curve. A column is the mean of an equal number of rows.
+def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> list[tuple[str, str]]:
+    """Return the lines of a loss curve with their labels. A column is the mean of some rows.
 
-    steps: first and last step of the axis.
+    width: columns at most. steps: first and last step of the axis.
     """
-    columns = max(10, min(width - LABEL_WIDTH - 2, _MOST_COLUMNS, len(losses)))
+    columns = max(10, min(width, _MOST_COLUMNS, len(losses)))
     spans = [
         losses[i * len(losses) // columns : (i + 1) * len(losses) // columns]
         for i in range(columns)
@@ -45,9 +44,8 @@ def render_curve(losses: list[float], width: int, steps: tuple[int, int]) -> lis
     lines = []
     for row in range(_CURVE_ROWS - 1, -1, -1):
         cells = (min(max(h - row * len(blocks), 0), len(blocks)) for h in heights)
-        text = "".join(blocks[c - 1] if c else " " for c in cells)
-        lines.append(f"{labels.get(row, ''):>{LABEL_WIDTH}} {text}")
-    return [*lines, _draw_axis(len(means), f"step {steps[0]:,}", f"{steps[1]:,}"), ""]
+        lines.append((labels.get(row, ""), "".join(blocks[c - 1] if c else " " for c in cells)))
+    return [*lines, ("", _draw_axis(len(means), f"step {steps[0]:,}", f"{steps[1]:,}"))]
 
 
 def _mean(losses: Sequence[float]) -> float:
@@ -57,4 +55,4 @@ def _mean(losses: Sequence[float]) -> float:
 
 def _draw_axis(columns: int, first: str, last: str) -> str:
     gap = max(columns - len(first) - len(last), 4)
-    return f"{'':{LABEL_WIDTH}} {first}{' to ':^{gap}}{last}"
+    return f"{first}{' to ':^{gap}}{last}"

@@ -9,14 +9,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.cells import cell_len
+from rich.console import Group, JustifyMethod, OverflowMethod
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
 from launch.runs.curves import supports_unicode
 from launch.runs.run_files import RunFiles, RunStatus
 from lib.core import declared, options, records, run_records, units
 from lib.core.run_records import mean_loss, one_line
 from lib.train.config import DEFAULTS, Config
-from lib.train.output import journal
 
-WIDTH = 119  # of the table, at most
 _DEEPEST = 4  # levels of directories to search below the listed directory
 _TAIL = 64 << 10  # bytes to read at the end of metrics.jsonl and events.jsonl
 _HEAD = 4 << 10  # bytes to read at the beginning of events.jsonl
@@ -77,8 +81,8 @@ class RunSummary(NamedTuple):
             "loss": self.loss,
             **figures,
             "ranks": self.ranks or None,
-            "started": journal.format_time(self.started) if self.started else None,
-            "updated": journal.format_time(self.updated) if self.updated else None,
+            "started": run_records.format_time(self.started) if self.started else None,
+            "updated": run_records.format_time(self.updated) if self.updated else None,
             "options": self.options,
         }
         return {
@@ -182,7 +186,7 @@ def _find_start(run: RunFiles) -> float:
     """Return when the first launch started to train, in seconds since 1970; 0 if unknown."""
     with suppress(OSError), records.open_regular(run.experiment.events) as file:
         row = run_records.parse_row(file.read(_HEAD).partition(b"\n")[0])
-        return journal.parse_time((row or {}).get("time", ""))
+        return run_records.parse_time((row or {}).get("time", ""))
     return 0.0
 
 
@@ -206,46 +210,36 @@ def list_runs(directory: Path) -> tuple[list[RunSummary], list[str]]:
     return summaries, skipped
 
 
-def render_table(runs: list[RunSummary], skipped: list[str], width: int) -> list[str]:
-    """Return the lines of the table, for a single run without the column of options.
-
-    width: columns of the terminal; at most WIDTH are used.
-    """
+def render_table(runs: list[RunSummary], skipped: list[str]) -> Group:
+    """Return the table of runs, for a single run without the column of options."""
     shared = _find_shared_options(runs)
-    rows: list[tuple[str, ...]] = [
-        ("run", "status", "step", "loss", "tok/s", "last change", "options that differ")
-    ]
-    for run in runs:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    columns = {
+        "run": [shorten_text(one_line(run.name), _LONGEST_NAME) for run in runs],
+        "status": [run.status.word for run in runs],
+        "step": [_format_step(run) for run in runs],
+        "loss": [f"{run.loss:.4f}" if "train/loss" in run.figures else "" for run in runs],
+        "tok/s": [_format_speed(run) for run in runs],
+        "last change": [_format_age(run.updated) for run in runs],
+    }
+    for name, cells in columns.items():
+        # A terminal that is too narrow cuts the line off, not each cell.
+        widest = max(map(cell_len, [name, *cells]))
+        justify: JustifyMethod = "right" if name in ("step", "loss", "tok/s") else "left"
+        table.add_column(name, justify=justify, no_wrap=True, min_width=widest)
+    # This column alone becomes narrower than its text.
+    overflow: OverflowMethod = "ellipsis" if supports_unicode() else "crop"
+    if len(runs) > 1:
+        table.add_column(Text("options that differ", no_wrap=True, overflow=overflow))
+    for run, *row in zip(runs, *columns.values(), strict=True):
         chosen = {key: value for key, value in run.options.items() if key not in shared}
-        rows.append(
-            (
-                shorten_text(one_line(run.name), _LONGEST_NAME),
-                run.status.word,
-                _format_step(run),
-                f"{run.loss:.4f}" if "train/loss" in run.figures else "",
-                _format_speed(run),
-                _format_age(run.updated),
-                ", ".join(f"{key} {format_value(value)}" for key, value in chosen.items()),
-            )
-        )
-    if len(runs) < 2:
-        rows = [row[:-1] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    width = min(width, WIDTH)
-    lines = []
-    for row in rows:
-        cells = [
-            text.rjust(size) if number in (2, 3, 4) else text.ljust(size)
-            for number, (text, size) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append(shorten_text("  ".join(cells).rstrip(), width, at_end=True))
-    if shared:
-        text = ", ".join(f"{key} {format_value(value)}" for key, value in shared.items())
-        lines += ["", shorten_text(f"all: {one_line(text)}", width, at_end=True)]
+        options = Text(_format_options(chosen), no_wrap=True, overflow=overflow)
+        table.add_row(*row, *([options] if len(runs) > 1 else []))
+    notes = [f"all: {_format_options(shared)}"] if shared else []
     if skipped:
         names = units.join_names([one_line(name) for name in skipped], _MOST_SKIPPED)
-        lines += ["", shorten_text(f"skipped, no runs: {names}", width, at_end=True)]
-    return lines
+        notes.append(f"skipped, no runs: {names}")
+    return Group(table, *(Padding(note, (1, 0, 0, 0)) for note in notes))
 
 
 def _find_shared_options(runs: list[RunSummary]) -> dict[str, Any]:
@@ -281,6 +275,10 @@ def _format_age(moment: float) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(moment))
 
 
+def _format_options(values: dict[str, Any]) -> str:
+    return ", ".join(f"{one_line(key)} {format_value(value)}" for key, value in values.items())
+
+
 def format_value(value: Any) -> str:
     """Return the value of an option: paths by their last part, lists with commas."""
     if isinstance(value, list):
@@ -292,12 +290,10 @@ def format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else one_line(value)
 
 
-def shorten_text(text: str, most: int, at_end: bool = False) -> str:
-    """Return a text of at most `most` characters, with … in its middle or at its end."""
+def shorten_text(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with … in its middle."""
     if len(text) <= most:
         return text
     mark = "…" if supports_unicode() else "~"
-    if at_end:
-        return text[: most - 1] + mark
     head = (most - 1) // 2
     return text[:head] + mark + text[len(text) - (most - 1 - head) :]

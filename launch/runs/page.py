@@ -6,7 +6,13 @@ import math
 import platform
 import statistics
 
-from launch.runs.curves import LABEL_WIDTH, render_curve, supports_unicode
+from rich.console import Group
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launch.runs.curves import render_curve, supports_unicode
 from launch.runs.run_files import Row, RunFiles
 from lib.core import run_records, units
 from lib.core.figures import documented_name
@@ -16,43 +22,53 @@ from lib.parallel import nvidia
 _RECENT_ROWS = 20  # rows that are searched for a slow rank
 _STRAGGLER_RATIO = 1.2  # times the median rank
 _MIB = 1 << 20
+_LABEL_WIDTH = 13
 
 
-def render_page(run: RunFiles, width: int) -> list[str]:
-    """Return the lines of the page about a run. width: columns of the terminal."""
+def render_page(run: RunFiles, width: int) -> Group:
+    """Return the page about a run. width: columns of the console."""
     ranks = f", {units.counted(run.ranks(), 'rank')}" if run.ranks() else ""
-    lines = [_format_line(run.experiment.root.name, run.status().text + ranks)]
-    if progress := _format_progress(run, width):
-        lines.append(_format_line("progress", progress))
+    # The name of a directory may contain control characters too.
+    name = run_records.one_line(run.experiment.root.name)
+    head = Text(f"{name:<{_LABEL_WIDTH}} {run.status().text}{ranks}", style="bold")
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=_LABEL_WIDTH)
+    grid.add_column(overflow="fold")
+
+    def add(label: str, text: str) -> None:
+        grid.add_row(label, run_records.one_line(text))
+
+    _add_progress(grid, run, width)
     if run.rows:
-        lines += [_format_line(label, text) for label, text in _describe_row(run) if text]
-        lines += [
-            "",
-            *render_curve(
-                [mean_loss(row) for row in run.rows],
-                width,
-                (run.rows[0]["step"], run.rows[-1]["step"]),
-            ),
-        ]
+        for label, text in _describe_row(run):
+            if text:
+                add(label, text)
+        _add_curve(grid, run, width)
     checkpoints = run.checkpoints()
     if checkpoints:
         step, age = checkpoints[-1]
-        lines.append(
-            _format_line(
-                "checkpoint",
-                f"step {step:,}, {units.duration(max(age, 0))} ago; {len(checkpoints)} kept",
-            )
-        )
+        age_text = units.duration(max(age, 0))
+        add("checkpoint", f"step {step:,}, {age_text} ago; {len(checkpoints)} kept")
     elif run.rows:
-        lines.append(_format_line("checkpoint", "none yet"))
+        add("checkpoint", "none yet")
     if "copy_error" in run.state:
-        lines.append(_format_line("copies", _describe_copies(run)))
-    if run.status().is_held:
-        lines += _format_gpus()
-    if warnings := run.warnings():
-        lines += ["", "warnings", *(f"  {text}" for text in warnings)]
-    # The name of a directory may contain control characters too.
-    return [run_records.one_line(line) for line in lines]
+        add("copies", _describe_copies(run))
+    for label, text in _describe_gpus() if run.status().is_held else []:
+        add(label, text)
+    if not (warnings := run.warnings()):
+        return Group(head, grid)
+    lines = Padding(Text("\n".join(warnings), style="yellow"), (0, 0, 0, 2), expand=False)
+    return Group(head, grid, "", Text("warnings", style="bold"), lines)
+
+
+def _add_curve(grid: Table, run: RunFiles, width: int) -> None:
+    steps = run.rows[0]["step"], run.rows[-1]["step"]
+    losses = [mean_loss(row) for row in run.rows]
+    grid.add_row()
+    if curve := render_curve(losses, width - _LABEL_WIDTH - 1, steps):
+        for label, line in curve:
+            grid.add_row(Text(label, justify="right"), line)
+        grid.add_row()
 
 
 def _describe_copies(run: RunFiles) -> str:
@@ -65,8 +81,8 @@ def _describe_copies(run: RunFiles) -> str:
     return ("none yet" if copied is None else f"step {copied:,}") + behind + failure
 
 
-def _format_gpus() -> list[str]:
-    """Return a line for each GPU that nvidia-smi lists on this machine."""
+def _describe_gpus() -> list[tuple[str, str]]:
+    """Return a label and a text for each GPU that nvidia-smi lists on this machine."""
     lines = []
     degrees = "°C" if supports_unicode() else "C"
     for load in nvidia.list_loads():
@@ -82,30 +98,28 @@ def _format_gpus() -> list[str]:
             "" if load.watts is None else f"{load.watts:.0f}{limit} W",
             "" if load.celsius is None else f"{load.celsius:.0f} {degrees}",
         ]
-        lines.append(_format_line(f"GPU {load.gpu}", ", ".join(filter(None, cells)) or "no data"))
-    return ["", _format_line("GPUs", f"on {platform.node()}, now"), *lines] if lines else []
+        lines.append((f"GPU {load.gpu}", ", ".join(filter(None, cells)) or "no data"))
+    return [("", ""), ("GPUs", f"on {platform.node()}, now"), *lines] if lines else []
 
 
-def _format_line(label: str, text: str) -> str:
-    return f"{label:<{LABEL_WIDTH}} {text}"
-
-
-def _format_progress(run: RunFiles, width: int) -> str:
+def _add_progress(grid: Table, run: RunFiles, width: int) -> None:
     step = run.rows[-1]["step"] if run.rows else run.state.get("step", 0)
     total = run.state.get("total_steps") or 0
     if not total:
-        return f"step {step:,}" if run.rows else ""
+        if run.rows:
+            grid.add_row("progress", f"step {step:,}")
+        return
     share = min(1.0, step / total)
-    cells = max(10, min(40, width - 60))
-    full, empty = ("█", "·") if supports_unicode() else ("#", ".")
-    bar = (full * round(share * cells)).ljust(cells, empty)
     seconds = run.rows[-1].get("perf/eta_sec") if run.rows else None
     time_left = (
         ""
         if seconds is None or not math.isfinite(seconds) or not run.status().is_held
         else f", {units.duration(seconds)} left"
     )
-    return f"{bar} {100 * share:.1f} %, step {step:,} of {total:,}{time_left}"
+    text = f"{100 * share:.1f} %, step {step:,} of {total:,}{time_left}"
+    bar = Table.grid(padding=(0, 1))
+    bar.add_row(ProgressBar(1.0, share, max(10, min(40, width - 60))), text)
+    grid.add_row("progress", bar)
 
 
 def _describe_row(run: RunFiles) -> list[tuple[str, str]]:

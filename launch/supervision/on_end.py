@@ -18,7 +18,8 @@ from lib.core import run_records
 from lib.core.events import Event
 from lib.core.figures import EXIT_CODES, Status
 from lib.core.paths import Experiment
-from lib.train.output.journal import Journal, format_time
+from lib.core.run_records import format_time
+from lib.train.output.journal import Journal
 
 KILL_S = 3.0  # the most seconds that it takes to kill a command
 _TERMINATE_S = 2.0  # the part of KILL_S between SIGTERM and SIGKILL

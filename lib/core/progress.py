@@ -10,6 +10,7 @@ from lib.core import log, units
 
 _LINE_EVERY_S = 15.0
 _REFRESH_EVERY_S = 0.2
+_LONGEST_FORECAST_S = 365 * 86400.0  # a longer one means that almost nothing moves
 _BAR_WITHOUT_TIMES = "{desc}: {percentage:3.0f}%|{bar}| {n}/{total}{postfix}"
 
 
@@ -94,13 +95,14 @@ class Progress:
                 self._bar.refresh()
 
     def _line(self) -> str:
-        rate = (self.done - self._before) / max(time.monotonic() - self._began, 1e-9)
+        finished = max(0, self.done - self._before)  # a damaged download is counted out again
+        rate = finished / max(time.monotonic() - self._began, 1e-9)
         show = units.size if self.unit == "B" else lambda n: f"{units.count(n)} {self.unit}"
         if not self.total:
             return f"{self.label}: {show(self.done)}" + (f", {show(rate)}/s" if rate >= 1 else "")
-        remaining = units.duration((self.total - self.done) / max(rate, 1e-9))
+        remaining = (self.total - self.done) / max(rate, 1e-9)
         share = 100 * self.done / self.total
         return (
-            f"{self.label}: {show(self.done)} of {show(self.total)} ({share:.0f} %), "
-            f"{show(rate)}/s, {remaining} left"
+            f"{self.label}: {show(self.done)} of {show(self.total)} ({share:.0f} %), {show(rate)}/s"
+            + (f", {units.duration(remaining)} left" if remaining < _LONGEST_FORECAST_S else "")
         )

@@ -5,8 +5,10 @@ A run may come from anywhere, and a terminal shows its files. Values of the wron
 
 from __future__ import annotations
 
+import calendar
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ _COUNTS = {
     "copied",
 }
 _ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
 _LARGEST = 1 << 62  # a larger number is no count of a run, and cannot be formatted
 # Characters that change the text direction, break a line or are invisible.
 _MORE_CONTROLS = {
@@ -56,6 +59,22 @@ def one_line(text: object) -> str:
     """Return a text that is safe within one line of a terminal."""
     text = make_visible(text)
     return text.replace("\n", "\\n").replace("\t", "\\t")
+
+
+def format_time(seconds: float | None = None) -> str:
+    """Return a UTC time in the format of events.jsonl and metrics.jsonl.
+
+    seconds: since the epoch (default: now).
+    """
+    return time.strftime(_TIME, time.gmtime(seconds))
+
+
+def parse_time(text: object) -> float:
+    """Return the seconds since the epoch of a time that `format_time` wrote, or 0."""
+    try:
+        return float(calendar.timegm(time.strptime(str(text), _TIME)))
+    except ValueError:
+        return 0.0
 
 
 def read_state(path: Path) -> dict[str, Any]:

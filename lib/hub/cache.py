@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import re
-import shutil
 from pathlib import Path
 
 from lib.hub.repository import RemoteFile, Repository
 from lib.models import hf_cache
-
-_FICLONE = 0x40049409  # ioctl_ficlone(2)
 
 
 def find_cached_repository(name: str, revision: str, kind: str) -> Repository | None:
@@ -48,14 +44,3 @@ def find_blob(file: RemoteFile, name: str, kind: str) -> Path | None:
         if file.declared_digest and path.is_file() and path.stat().st_size == file.size
         else None
     )
-
-
-def copy_file(source: Path, destination: Path) -> None:
-    """Copy a file, as a copy-on-write clone if the file system supports it (FICLONE)."""
-    with source.open("rb") as old, destination.open("wb") as new:
-        try:
-            fcntl.ioctl(new, _FICLONE, old.fileno())
-            return
-        except OSError:
-            pass  # different file systems, or no support for clones
-        shutil.copyfileobj(old, new, 1 << 22)

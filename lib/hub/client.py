@@ -1,39 +1,37 @@
-"""Talk to the Hugging Face Hub. No other module may open a connection.
+"""Talk to the Hugging Face Hub. No other module may open a connection to it.
 
-Requests with a transient error are retried, after the delay that the Hub asks for, if any. A broken
-stream continues at the byte where it broke. The token is sent in request headers only.
+`huggingface_hub` lists and downloads. It retries what it can, and this module retries the rest. The
+token is sent in request headers only.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
 import ssl
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from lib.core import commands, log, units
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.retry import backoff, retry
+from lib.core.retry import retry
 from lib.hub import cache
-from lib.hub.partial import PartialFile
 from lib.hub.repository import RemoteFile, Repository, redact_urls
 from lib.models import hf_cache
 
 Result = TypeVar("Result")
 
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
-_MAX_RETRIES = 5
+_PERMANENT = ("ProxyError", "UnsupportedProtocol", "InvalidURL", "TooManyRedirects")
+_PAUSES_S = (1.0, 2.0, 8.0, 16.0)  # before each retry, unless the Hub asks for a longer pause
 _METADATA_TIMEOUT_S = 30
-_MAX_BACKOFF_S = 30.0
-_MAX_RETRY_AFTER_S = 600.0
+_MAX_HTTP_BYTES = 50 * 10**9  # huggingface_hub downloads larger files only by Xet
 
 
 class HubUnreachableError(UsageError):
@@ -43,18 +41,20 @@ class HubUnreachableError(UsageError):
 class Hub:
     """Downloads from the public Hub, or from the one that `HF_ENDPOINT` names.
 
-    When the Hub asks for a delay, all threads wait, because the Hub limits users and not
-    connections. token: a user's access token; "" uses `HF_TOKEN` or the login stored on this
-    machine, if any.
+    token: a user's access token; "" uses `HF_TOKEN` or the login stored on this machine, if any.
     """
 
     def __init__(self, token: str) -> None:
-        # huggingface_hub reads both at import; telemetry would send requests of its own.
+        # huggingface_hub reads all three at import. Telemetry would send requests of its own, and
+        # Xet uses other hosts than HF_ENDPOINT names, without our proxies and certificates.
         _require_endpoint()
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-        from huggingface_hub import constants, get_token, logging
+        os.environ["HF_HUB_DISABLE_XET"] = "1"
+        from huggingface_hub import constants, get_token
 
-        logging.set_verbosity_error()  # it would log each retry again, with its URL
+        logger = logging.getLogger("huggingface_hub")
+        logger.handlers = [_WaitHandler()]
+        logger.setLevel(logging.WARNING)
         access_token = token or get_token()
         if access_token and not re.fullmatch(r"[\x21-\x7e]+", access_token):
             raise UsageError(
@@ -64,9 +64,6 @@ class Hub:
         self._token = access_token or False  # with None, huggingface_hub would look for a login
         self.endpoint = constants.ENDPOINT
         _require_settings()
-        self.stopped = threading.Event()  # Transfer sets it to end all waiting after an error
-        self._paused_until = 0.0
-        self._lock = threading.Lock()
 
     def find_repository(self, name: str, revision: str, kind: str = "model") -> Repository:
         """Return the file list of a repository at a revision (branch, tag or commit).
@@ -77,7 +74,9 @@ class Hub:
         """
         try:
             with self._translate_errors(name, revision, kind):
-                return self._retry(lambda: self._request_metadata(name, revision, kind))
+                return self._retry(
+                    lambda: self._request_metadata(name, revision, kind), needs_answer=True
+                )
         except HubUnreachableError as error:
             cached = cache.find_cached_repository(name, revision, kind)
             if cached is None:
@@ -89,45 +88,79 @@ class Hub:
             )
             return cached
 
-    def read_range(self, repository: Repository, file: RemoteFile, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (exclusive) of a file."""
-        with self._translate_errors(repository.name, repository.commit, repository.kind):
-            return self._retry(
-                lambda: b"".join(self._stream_range(repository, file, start, end)), lambda: False
-            )
+    def download(
+        self,
+        repository: Repository,
+        file: RemoteFile,
+        directory: Path,
+        count: Callable[[int], None],
+    ) -> Path:
+        """Download a file into an empty directory, and return its path there.
 
-    def fetch_piece(
-        self, repository: Repository, part: PartialFile, piece: int, advance: Callable[[int], None]
-    ) -> None:
-        """Download the missing bytes of a piece, continuing where a connection broke.
-
-        Raises ArtifactError if connections keep ending early without progress.
+        count: called with the bytes received, and with a negative number if they are dropped. An
+        error of it ends the download. Besides the file, huggingface_hub leaves records of its own
+        in the directory. The content is not checked.
         """
+        if file.size > _MAX_HTTP_BYTES:
+            raise _too_large_error(repository, file)
+        with self._translate_errors(repository.name, repository.commit, repository.kind):
+            return self._retry(lambda: self._download(repository, file, directory, count))
 
-        def count_missing() -> int:
-            return len(range(*part.missing_range(piece)))
+    def _download(
+        self,
+        repository: Repository,
+        file: RemoteFile,
+        directory: Path,
+        count: Callable[[int], None],
+    ) -> Path:
+        from huggingface_hub import hf_hub_download
 
-        missing = [count_missing()]
+        counter = _ByteCounter(count)
+        try:
+            path = hf_hub_download(
+                repository.name,
+                file.path,
+                repo_type=repository.kind,
+                revision=repository.commit,
+                local_dir=directory,
+                # Not from the user's cache, where the file may be damaged. A request for the size
+                # and the digest is sent once instead of for six minutes; `_retry` repeats it.
+                force_download=True,
+                endpoint=self.endpoint,
+                token=self._token,
+                tqdm_class=cast(Any, lambda **_: counter),
+            )
+        except BaseException as error:
+            count(-counter.received)
+            cause = error.__cause__
+            if not isinstance(error, ValueError) or not cause:
+                raise
+        else:
+            return Path(path)
+        raise cause  # not in the handler, where the two would refer to each other in a circle
 
-        def made_progress() -> bool:
-            missing.append(count_missing())
-            return missing[-1] < missing[-2]
+    def read_start(self, repository: Repository, file: RemoteFile, size: int) -> bytes:
+        """Return the first `size` bytes of a file."""
+        from huggingface_hub import get_session, hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 
-        def continue_stream() -> None:
-            with part.open_piece(piece) as append:
-                for chunk in self._stream_range(repository, part.file, *part.missing_range(piece)):
-                    advance(append(chunk))  # write each chunk at once, so that it survives a kill
+        url = hf_hub_url(
+            repository.name, file.path, revision=repository.commit, repo_type=repository.kind
+        )
+        headers = build_hf_headers(token=self._token) | {
+            "Accept-Encoding": "identity",
+            "Range": f"bytes=0-{size - 1}",
+        }
+
+        def request() -> bytes:
+            with get_session().stream(
+                "GET", url, headers=headers, timeout=_METADATA_TIMEOUT_S
+            ) as response:
+                hf_raise_for_status(response)
+                return next(response.iter_bytes(size), b"")  # some servers ignore ranges
 
         with self._translate_errors(repository.name, repository.commit, repository.kind):
-            while count_missing():  # a stream can also end early without an error
-                self._retry(continue_stream, made_progress)
-                if count_missing() and not made_progress():
-                    raise ArtifactError(
-                        f"{repository.name}: the download of {part.file.path} is incomplete",
-                        expected=f"{part.file.size} bytes, the size that the Hub declares",
-                        hint="try again later:",
-                        run=commands.as_typed(),
-                    )
+            return self._retry(request)
 
     def _request_metadata(self, name: str, revision: str, kind: str) -> Repository:
         from huggingface_hub import HfApi
@@ -166,87 +199,39 @@ class Hub:
         }
         return Repository(name, info.sha or revision, files, kind)
 
-    def _stream_range(
-        self, repository: Repository, file: RemoteFile, start: int, end: int
-    ) -> Iterator[bytes]:
-        """Yield bytes `start` to `end` of a file, as far as one request delivers them."""
-        from huggingface_hub import constants, get_session, hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
+    def _retry(self, request: Callable[[], Result], *, needs_answer: bool = False) -> Result:
+        """Return the result of a request, and repeat it after errors that may pass.
 
-        url = hf_hub_url(
-            repository.name, file.path, revision=repository.commit, repo_type=repository.kind
-        )
-        headers = build_hf_headers(token=self._token) | {"Accept-Encoding": "identity"}
-        if (start, end) != (0, file.size):
-            last = end - 1 if end < file.size else ""
-            headers["Range"] = f"bytes={start}-{last}"
-        with get_session().stream(
-            "GET",
-            url,
-            headers=headers,
-            follow_redirects=True,
-            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-        ) as response:
-            hf_raise_for_status(response)
-            offset = start if response.status_code == 206 else 0  # some servers ignore ranges
-            for chunk in response.iter_bytes():
-                if part := chunk[max(0, start - offset) : end - offset]:
-                    yield part
-                if (offset := offset + len(chunk)) >= end:
-                    break
-
-    def _retry(
-        self, request: Callable[[], Result], made_progress: Callable[[], bool] | None = None
-    ) -> Result:
-        """Return the result of a request, and retry it after transient errors.
-
-        made_progress: returns whether bytes have arrived since its last call; progress resets the
-        count of failures. Without it (a metadata request), a request without an answer is not
-        retried.
+        needs_answer: a request without an answer is not repeated.
         """
         from huggingface_hub.errors import HfHubHTTPError, HTTPError
+        from huggingface_hub.utils import parse_ratelimit_headers
 
-        failures = 0
-        requested = 0.0  # seconds that the Hub asks for
-
-        def send() -> Result:
-            while (delay := self._paused_until - time.monotonic()) > 0:
-                if self.stopped.wait(delay):
-                    break
-            return request()
+        delay = 0.0  # seconds that the Hub asks us to wait
 
         def is_transient(error: Exception) -> bool:
-            nonlocal failures, requested
-            if not isinstance(error, HTTPError):
-                return False
-            response = error.response if isinstance(error, HfHubHTTPError) else None
-            requested = _read_retry_after(getattr(response, "headers", {}))
-            failures = 0 if made_progress and made_progress() else failures + 1
-            is_final = (
-                response.status_code not in _TRANSIENT_STATUSES
-                if response is not None
-                else not made_progress
-            )
-            return not (
-                is_final or failures > _MAX_RETRIES or _is_permanent(error) or self.stopped.is_set()
-            )
+            nonlocal delay
+            delay = 0.0
+            if not isinstance(error, HfHubHTTPError):
+                may_pass = isinstance(error, HTTPError) and not _is_permanent(error)
+                return may_pass and not needs_answer
+            headers = error.response.headers
+            limit = parse_ratelimit_headers(headers)
+            after = headers.get("Retry-After", "")
+            if after.isdecimal():
+                delay = float(after)
+            if limit and not limit.remaining:
+                delay = float(limit.reset_in_seconds)
+            return error.response.status_code in _TRANSIENT_STATUSES
 
         def pauses() -> Iterator[float]:
-            while True:
-                yield self._choose_pause(requested, failures)
+            for pause in _PAUSES_S:
+                if delay > pause:
+                    log.info(f"the Hub asks us to wait {units.duration(delay)}")
+                # With jitter, so that refused clients do not all return at once.
+                yield max(pause * random.uniform(0.75, 1.25), delay)
 
-        return retry(send, pauses(), is_transient, wait=self.stopped.wait)
-
-    def _choose_pause(self, requested: float, failures: int) -> float:
-        """Return the seconds of a backoff; make all threads wait if the Hub requests seconds."""
-        if not requested:  # with jitter, so that refused clients do not all return at once
-            return backoff(failures, 1.0, _MAX_BACKOFF_S) * random.uniform(0.75, 1.25)
-        seconds = min(requested, _MAX_RETRY_AFTER_S)
-        with self._lock:
-            if seconds > _MAX_BACKOFF_S:
-                log.info(f"the Hub asks us to wait {units.duration(seconds)}")
-            self._paused_until = max(self._paused_until, time.monotonic() + seconds)
-        return 0.0
+        return retry(request, pauses(), is_transient)
 
     @contextmanager
     def _translate_errors(self, name: str, revision: str, kind: str) -> Iterator[None]:
@@ -280,24 +265,57 @@ class Hub:
                 found=f"{page} does not exist or may not be read",
                 expected="ORG/NAME; a private repository also needs --token or HF_TOKEN",
             ) from None
+        except errors.FileMetadataError:
+            raise UsageError(
+                f"the server at {endpoint} does not describe the files of {name}",
+                found="a HEAD request was answered without ETag, X-Repo-Commit or a size",
+                expected="HF_ENDPOINT unset, or the URL of a Hub or of a complete mirror",
+            ) from None
         except errors.HfHubHTTPError as error:
             raise _refusal_error(error, name, endpoint, bool(self._token)) from None
         except errors.HTTPError as error:
             raise _unreachable_error(error, endpoint) from None
+        except OSError as error:
+            if type(error) is not OSError or error.errno:
+                raise
+            raise ArtifactError(  # huggingface_hub has no class for it
+                f"{name}: a download ended early",
+                found=str(error).partition("\n")[0],
+                hint="finished files are kept; try again later:",
+                run=commands.as_typed(),
+            ) from None
 
 
-def _read_retry_after(headers: Mapping[str, str]) -> float:
-    """Return the delay in seconds that the Hub requests, or 0 if it requests none."""
-    from huggingface_hub.utils import parse_ratelimit_headers
+class _WaitHandler(logging.Handler):
+    """Prints how long the Hub makes huggingface_hub wait, and nothing else that it logs.
 
-    limit = parse_ratelimit_headers(headers)
-    retry_after = headers.get("Retry-After", "").strip()
-    if retry_after.isascii() and retry_after.isdigit():
-        return float(retry_after)
-    try:  # it may also be a date: RFC 9110, section 10.2.3
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except (ValueError, TypeError, OverflowError):
-        return limit.reset_in_seconds if limit and not limit.remaining else 0.0
+    Its other lines repeat our errors, or contain URLs that are secret.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record about a wait."""
+        reason, _, wait = record.getMessage().partition(". ")
+        if reason == "Rate limited":
+            log.info(f"the Hub limits our requests. {wait}")
+
+
+class _ByteCounter:
+    """Counts the bytes of a download in place of the bar that huggingface_hub would show."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        self.received = 0
+        self._count = count
+
+    def __enter__(self) -> _ByteCounter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def update(self, amount: int) -> None:
+        """Count bytes, before they are written; an error of `count` ends the download."""
+        self.received += amount
+        self._count(amount)
 
 
 def _require_endpoint() -> None:
@@ -345,12 +363,7 @@ def _require_settings() -> None:
 
 def _is_permanent(error: Exception) -> bool:
     """Return whether a retry is pointless: certificates and proxies do not change by waiting."""
-    return type(error).__name__ in (
-        "ProxyError",
-        "UnsupportedProtocol",
-        "InvalidURL",
-        "TooManyRedirects",
-    ) or _is_certificate_error(error)
+    return type(error).__name__ in _PERMANENT or _is_certificate_error(error)
 
 
 def _is_certificate_error(error: BaseException | None) -> bool:
@@ -359,6 +372,20 @@ def _is_certificate_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _too_large_error(repository: Repository, file: RemoteFile) -> UsageError:
+    """Return the error for a file that the Hub sends only by Xet."""
+    words = ("download", repository.name, file.path, "--repo-type", repository.kind)
+    return UsageError(
+        f"{file.path} of {repository.name} is too large for a download by HTTP",
+        found=units.size(file.size),
+        expected=f"at most {units.size(_MAX_HTTP_BYTES)}, or the file in the Hugging Face cache",
+        hint="to download it into that cache, where the same command then finds it:",
+        run=commands.python(
+            "-m", "huggingface_hub.cli.hf", *words, "--revision", repository.commit
+        ),
+    )
 
 
 def _refusal_error(error: Any, name: str, endpoint: str, has_token: bool) -> UsageError:
@@ -375,7 +402,7 @@ def _refusal_error(error: Any, name: str, endpoint: str, has_token: bool) -> Usa
         return UsageError(problem, found=f"HTTP status {status}")
     return UsageError(
         problem,
-        found=f"HTTP status {status}, {_MAX_RETRIES + 1} times",
+        found=f"HTTP status {status}, repeatedly",
         hint="finished files are kept; try again later:",
         run=commands.as_typed(),
     )

@@ -18,7 +18,6 @@ from typing import Any
 
 from lib.core import log, publish, streams, units
 from lib.core.workers import Worker
-from lib.hub import partial
 from lib.hub.client import Hub
 from lib.hub.repository import RemoteFile, Repository, check_name, select_by_globs
 from lib.hub.transfer import Transfer
@@ -53,7 +52,7 @@ class HubDataset:
         return self._worker.receive()
 
     def close(self) -> None:
-        """Stop downloading; partially downloaded files are kept."""
+        """Stop downloading; a file that is not complete is downloaded again by the next run."""
         self._worker.close()
 
 
@@ -87,10 +86,9 @@ def _answer_request(
     target = directory / path
     target.parent.mkdir(parents=True, exist_ok=True)
     with _file_lock(target):
-        missing = file.size - partial.count_fetched_bytes(file, directory)
-        if missing > 0:
-            log.info(f"downloading {path} of {repository.name}, {units.size(missing)}")
-            publish.require_space(directory, missing, path)
+        if not target.is_file():
+            log.info(f"downloading {path} of {repository.name}, {units.size(file.size)}")
+            publish.require_space(directory, file.size, path)
         Transfer(hub, repository).fetch([file], directory)
     return target
 

@@ -47,11 +47,6 @@ class RemoteFile:
     blob_sha1: str
 
     @property
-    def part_name(self) -> str:
-        """Return the path of the partial file; the digest in it keeps versions apart."""
-        return f"{self.path}-{self.declared_digest[:12]}.part"
-
-    @property
     def is_unsafe(self) -> bool:
         """Return whether the path could lead out of the directory that the file is written to."""
         return records.leads_out(self.path) or "\\" in self.path
@@ -68,37 +63,16 @@ class RemoteFile:
         """
         if (size := path.stat().st_size) != self.size:
             return f"{size} bytes instead of {self.size}"
-        digest = Digest(self)
-        digest.update_to(path, self.size)
-        return digest.describe_mismatch()
-
-
-class Digest:
-    """The digest of a file, computed from its beginning, piece by piece."""
-
-    def __init__(self, file: RemoteFile) -> None:
-        self.position = 0
-        self._expected = file.declared_digest
-        self._hasher = hashlib.sha256()
-        if not file.sha256:
+        hasher = hashlib.sha256()
+        if not self.sha256:
             # The name of a git blob: https://git-scm.com/book/en/v2/Git-Internals-Git-Objects
-            self._hasher = hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-
-    def update_to(self, path: Path, end: int) -> None:
-        """Hash the bytes of the file from the current position to `end`."""
-        if self.position >= end:  # also after the file was renamed
-            return
+            hasher = hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
         with path.open("rb", buffering=0) as file:
-            file.seek(self.position)
-            while self.position < end and (chunk := file.read(min(1 << 20, end - self.position))):
-                self._hasher.update(chunk)
-                self.position += len(chunk)
-
-    def describe_mismatch(self) -> str:
-        """Return how the digest differs from the declared one, or "" if it does not."""
-        actual = self._hasher.hexdigest()
-        if self._expected and actual != self._expected:
-            return f"digest {actual} instead of {self._expected}"
+            while chunk := file.read(1 << 20):
+                hasher.update(chunk)
+        actual = hasher.hexdigest()
+        if self.declared_digest and actual != self.declared_digest:
+            return f"digest {actual} instead of {self.declared_digest}"
         return ""
 
 

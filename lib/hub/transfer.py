@@ -1,35 +1,35 @@
-"""Download files of a repository into a directory, or copy those that this machine has.
-
-docs/explanation/log.md compares this with the download functions of huggingface_hub.
-"""
+"""Download files of a repository into a directory, or copy those that this machine has."""
 
 from __future__ import annotations
 
 import functools
 import os
+import queue
+import shutil
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lib.core import commands, log, manifest, units
 from lib.core.errors import ArtifactError
 from lib.core.progress import Progress
-from lib.hub import cache, partial
+from lib.hub import cache
 from lib.hub.client import Hub
 from lib.hub.repository import RemoteFile, Repository, require_safe_paths
 from lib.models.directory import LARGEST_HEADER
 
 _MAX_CONNECTIONS = 8
 _MAX_ATTEMPTS = 2
+_HUB = "the Hub"
+_PATIENCE_S = 5.0  # with threads that are downloading when another one has failed
 _FIRST_HEADER_BYTES = 1 << 16  # of the first request; most headers fit
-
-Job = Callable[[], list["Job"]]  # returns the jobs that can start now
 
 
 class Transfer:
-    """Downloads files of a repository, reusing partial files of an earlier run in the directory.
+    """Downloads files of a repository, except those that an earlier run left in the directory.
 
     reuse_from: directories that may already contain some of the files (the artifact to be replaced,
     a preview). They and the Hugging Face cache are searched before the Hub is asked; every copied
@@ -55,10 +55,11 @@ class Transfer:
         self._workers = min(2 * workers, _MAX_CONNECTIONS)
         self._show_progress = show_progress
         self._lock = threading.Lock()
-        self.bytes_from: dict[str, int] = {"the Hub": 0, "this machine": 0, "an earlier run": 0}
+        self._stopped = threading.Event()
+        self.bytes_from: dict[str, int] = {_HUB: 0, "this machine": 0, "an earlier run": 0}
 
     def fetch(self, files: Sequence[RemoteFile], directory: Path) -> list[dict[str, Any]]:
-        """Download the files into a directory, several pieces at a time.
+        """Download the files into a directory, several at a time and the largest first.
 
         Returns manifest entries with SHA-256. Raises UsageError if the Hub is unreachable or
         refuses, or if a path leads out of the directory. Raises ArtifactError if a file does not
@@ -68,84 +69,93 @@ class Transfer:
         title = f"downloading {units.counted(len(files), 'file')}"
         total = sum(file.size for file in files)
         with Progress(title, total, "B", self._show_progress) as self._progress:
-            self._run([functools.partial(self._start_file, file, directory) for file in files])
-        for file in files:
-            partial.delete_partial(file, directory)
+            self._fetch_all(sorted(files, key=lambda file: -file.size), directory)
         return [_make_entry(file, directory) for file in files]
 
-    def _run(self, jobs: Sequence[Job]) -> None:
-        """Run jobs, and the jobs that they return, until all are done or one fails."""
-        with ThreadPoolExecutor(max_workers=self._workers) as pool:
-            pending: set[Future[list[Job]]] = {pool.submit(job) for job in jobs}
-            try:
-                while pending:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for task in done:
-                        pending |= {pool.submit(job) for job in task.result()}
-            except BaseException:
-                self._hub.stopped.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+    def _fetch_all(self, files: Sequence[RemoteFile], directory: Path) -> None:
+        """Fetch files in threads. After an error or Ctrl-C, no further file is begun.
 
-    def _advance(self, amount: int) -> None:
-        if self._hub.stopped.is_set():
-            raise InterruptedError("another file failed")
-        self._progress.advance(amount)
+        The threads are daemons, which the process does not wait for at its end: huggingface_hub can
+        sleep for minutes.
+        """
+        waiting: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
+        results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        for file in files:
+            waiting.put(file)
+
+        def work() -> None:
+            with suppress(queue.Empty):
+                while not self._stopped.is_set():
+                    results.put(self._try_file(waiting.get_nowait(), directory))
+
+        count = min(self._workers, len(files))
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in files:
+                if error := results.get():
+                    raise error
+        except BaseException:
+            self._stopped.set()
+            for thread in threads:  # most end when their next bytes arrive
+                thread.join(_PATIENCE_S / count)
+            raise
+
+    def _try_file(self, file: RemoteFile, directory: Path) -> BaseException | None:
+        try:
+            self._fetch_file(file, directory)
+        except BaseException as error:
+            return error
+        return None
 
     def _count_bytes(self, source: str, amount: int) -> None:
-        if source == "the Hub":
-            self._advance(amount)
+        if amount > 0 and self._stopped.is_set():
+            raise InterruptedError("another file failed")
+        if source == _HUB:
+            self._progress.advance(amount)
         else:
             self._progress.skip(amount)
         with self._lock:
             self.bytes_from[source] += amount
 
-    def _start_file(self, file: RemoteFile, directory: Path) -> list[Job]:
-        """Reuse the bytes of a file that this machine has, and return the jobs for the rest."""
+    def _fetch_file(self, file: RemoteFile, directory: Path) -> None:
+        """Take a file from this machine if possible, else download it."""
         target = directory / file.path
         if file.declared_digest and target.is_file() and not file.describe_difference(target):
             self._count_bytes("an earlier run", file.size)
-            return []
+            return
         target.unlink(missing_ok=True)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if self._copy_from_this_machine(file, target):
-            return []
-        part = partial.PartialFile(file, directory)
-        self._count_bytes("an earlier run", part.open())
-        return self._list_jobs(part)
+        if not self._copy_from_this_machine(file, target):
+            self._download(file, target)
 
-    def _list_jobs(self, part: partial.PartialFile) -> list[Job]:
-        """Return a job for each incomplete piece, or finish the file if there is none."""
-        jobs: list[Job] = [
-            functools.partial(self._fetch_piece, part, piece)
-            for piece in range(part.pieces)
-            if len(range(*part.missing_range(piece)))
-        ]
-        return jobs or self._finish_file(part)
+    def _download(self, file: RemoteFile, target: Path) -> None:
+        """Download a file, check it, and give it its final name.
 
-    def _fetch_piece(self, part: partial.PartialFile, piece: int) -> list[Job]:
-        self._hub.fetch_piece(
-            self._repository, part, piece, lambda amount: self._count_bytes("the Hub", amount)
+        It is downloaded into a hidden directory, which also takes the records and locks of
+        huggingface_hub, and which a killed run leaves behind.
+        """
+        directory = target.with_name(f".{target.name}.download")
+        for _ in range(_MAX_ATTEMPTS):
+            shutil.rmtree(directory, ignore_errors=True)
+            try:
+                path = self._hub.download(
+                    self._repository, file, directory, functools.partial(self._count_bytes, _HUB)
+                )
+                if not (difference := file.describe_difference(path)):
+                    path.replace(target)
+                    return
+                self._count_bytes(_HUB, -path.stat().st_size)
+            finally:
+                shutil.rmtree(directory, ignore_errors=True)
+        raise ArtifactError(
+            f"{self._repository.name}: {file.path} was downloaded twice and is damaged",
+            expected="the digest that the Hub declares",
+            found=difference,
+            hint="finished files are kept; try again later:",
+            run=commands.as_typed(),
         )
-        return self._finish_file(part) if part.is_complete() else []
-
-    def _finish_file(self, part: partial.PartialFile) -> list[Job]:
-        """Check a complete file; if it is damaged, return the jobs that download it again."""
-        if not part.claim():
-            return []
-        if not (difference := part.finish()):
-            return []
-        self._advance(-part.file.size)
-        if part.failed_checks == _MAX_ATTEMPTS:
-            raise ArtifactError(
-                f"{self._repository.name}: {part.file.path} was downloaded twice and is damaged",
-                expected="the digest that the Hub declares",
-                found=difference,
-                hint="finished files are kept; try again later:",
-                run=commands.as_typed(),
-            )
-        part.open()
-        return self._list_jobs(part)
 
     def _copy_from_this_machine(self, file: RemoteFile, target: Path) -> bool:
         """Copy a file from another directory or the cache, if it matches the declared digest."""
@@ -161,7 +171,7 @@ class Transfer:
                 target.unlink()
                 continue
             is_new = source.parent == self._preview and not cached
-            self._count_bytes("the Hub" if is_new else "this machine", file.size)
+            self._count_bytes(_HUB if is_new else "this machine", file.size)
             return True
         return False
 
@@ -177,16 +187,14 @@ def fetch_headers(
         cached = cache.find_blob(file, repository.name, repository.kind)
         for size in (_FIRST_HEADER_BYTES, 0):  # a long header needs a second request
             size = size or 8 + min(int.from_bytes(content[:8], "little"), LARGEST_HEADER)
-            if (end := min(size, file.size)) <= len(content):
+            size = min(size, file.size)
+            if size <= len(content):
                 continue
             if cached:
                 with cached.open("rb") as blob:
-                    content = blob.read(end)
-            else:  # a stream can end early without an error
-                while chunk := hub.read_range(repository, file, len(content), end):
-                    content += chunk
-                    if len(content) >= end:
-                        break
+                    content = blob.read(size)
+            else:
+                content = hub.read_start(repository, file, size)
         (directory / file.path).write_bytes(content)
 
     with ThreadPoolExecutor(_MAX_CONNECTIONS) as pool:
@@ -209,14 +217,17 @@ def prepare_directory(
             for place in reuse_from
         )
 
-    names = {name for file in files for name in partial.list_possible_names(file)}
-    for path in directory.rglob("*"):
-        if path.is_file() and path.relative_to(directory).as_posix() not in names:
+    names = {file.path for file in files}
+    for path in sorted(directory.rglob("*"), reverse=True):  # files before their directories
+        if path.is_dir() and not path.is_symlink():
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+        elif path.relative_to(directory).as_posix() not in names:
             path.unlink()
     return sum(
-        max(0, file.size - partial.count_fetched_bytes(file, directory))
+        file.size
         for file in files
-        if not can_be_linked(file)
+        if not (directory / file.path).is_file() and not can_be_linked(file)
     )
 
 
@@ -231,7 +242,7 @@ def _link_or_copy(source: Path, target: Path, *, link: bool) -> None:
             return
         except OSError:
             pass  # another file system, or one without links
-    cache.copy_file(source, target)
+    shutil.copyfile(source, target)
 
 
 def _make_entry(file: RemoteFile, directory: Path) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from markupsafe import Markup
 
 from lib.core import units
-from lib.pages.page import Html, escape, tag
+from lib.pages.page import render_template
 from lib.pages.series import Numbers
 
 COLUMNS = 420  # columns between both ends of an axis, into which values are merged
@@ -43,18 +44,16 @@ class Line(NamedTuple):
     form: str = ""
     means: Numbers | None = None
 
-    def render(self, drawing: str) -> str:
-        """Return the SVG of the curve, with its label as tooltip. drawing: paths and marks."""
-        title = f"<title>{escape(self.label)}</title>"
-        return f'<g class="s{self.style} {self.form}">{title}{drawing}</g>'
 
-    def legend(self) -> Html:
-        """Return the entry of the legend: a short piece of the curve, and its label."""
-        path = "M1,1h26v10h-26z" if "area" in self.form else "M1,6h26"
-        mark = '<circle cx="14" cy="6" r="3.5"/>' if "marked" in self.form else ""
-        piece = self.render(f'<path d="{path}"/>{mark}')
-        swatch = f'<svg class="swatch" aria-hidden="true" width="28" height="12">{piece}</svg>'
-        return tag("span", Html(swatch), self.label)
+class Shape(NamedTuple):
+    """Contains the SVG paths of a curve, empty for none, and its marks.
+
+    area: between `low` and `high`. marks: shares of the width, and heights in pixels.
+    """
+
+    area: Markup
+    line: Markup
+    marks: list[tuple[float, float]]
 
 
 def draw_chart(
@@ -66,7 +65,7 @@ def draw_chart(
     end: float,
     rows: Labels,
     ticks: Sequence[float] = (),
-) -> Html:
+) -> Markup:
     """Return a chart that is as wide as the element around it. key: ID of the chart.
 
     Texts and lines keep their size at any width: places along the horizontal axis are shares of the
@@ -84,33 +83,27 @@ def draw_chart(
         share = (scale(np.clip(values, low, high)) - scale(low)) / (scale(high) - scale(low))
         return bottom - (bottom - _TOP) * share
 
-    texts = " ".join(
+    marks = _list_log_ticks(low, high) if "log" in form else list_ticks(low, high, 5)
+    labels = [units.count(mark) if abs(mark) >= 10_000 else f"{mark:.6g}" for mark in marks]
+    facts = " ".join(
         f"{curve.label}: {', '.join(map(' '.join, curve.facts.items()))}." for curve in curves
     )
-    lines = [
-        f'<svg role="img" aria-labelledby="{key}-t {key}-d" class="chart" width="100%" '
-        f'height="{bottom + _BOTTOM}">',
-        f'<title id="{key}-t">{escape(title)}, in {escape(unit)}</title>',
-        f'<desc id="{key}-d">{escape(texts, 4000)}</desc>',
-        f'<text x="{4 - _LEFT}" y="14">{escape(unit)}</text>',
-    ]
-    marks = _list_log_ticks(low, high) if "log" in form else list_ticks(low, high, 5)
-    heights = [float(place(mark)) for mark in marks]
-    for y, mark in zip(heights, marks, strict=True):
-        label = units.count(mark) if abs(mark) >= 10_000 else f"{mark:.6g}"
-        lines.append(f'<text class="y" x="-8" y="{y + 5:.1f}">{label}</text>')
-        lines.append(f'<line class="grid" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>')
-    for row, (name, _) in enumerate(rows):
-        lines.append(f'<text x="{4 - _LEFT}" y="{bottom + 20 + 18 * row}">{escape(name)}</text>')
-    lines.append(f'<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>')
-    for tick in ticks or list_ticks(0, end, TICKS):
-        x = f"{100 * tick / end:.2f}%"
-        lines.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
-        for row, (_, show) in enumerate(rows):
-            y = bottom + 20 + 18 * row
-            lines.append(f'<text class="x" x="{x}" y="{y}">{escape(show(tick))}</text>')
-    lines += [_draw_curve(curve, place, bottom) for curve in curves]
-    return Html("\n".join([*lines, "</svg>"]))
+    text = render_template(
+        "pages/chart.svg.j2",
+        key=key,
+        title=title,
+        unit=unit,
+        facts=facts,
+        left=4 - _LEFT,
+        bottom=bottom,
+        height=bottom + _BOTTOM,
+        marks=[(float(place(mark)), label) for mark, label in zip(marks, labels, strict=True)],
+        rows=rows,
+        ticks=ticks or list_ticks(0, end, TICKS),
+        end=end,
+        curves=[(curve, _trace_curve(curve, place)) for curve in curves],
+    )
+    return Markup(text)
 
 
 def _find_limits(curves: Sequence[Line], is_log: bool, from_zero: bool) -> tuple[float, float]:
@@ -144,8 +137,7 @@ def _list_log_ticks(low: float, high: float) -> list[float]:
     return [tick for tick in ticks if low <= tick <= high]
 
 
-def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], height: int) -> str:
-    count = len(curve.low)
+def _trace_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers]) -> Shape:
     columns = np.flatnonzero(np.isfinite(curve.low) & np.isfinite(curve.high))
     top = place(curve.high).round(1).tolist()
     bottom = place(curve.low).round(1).tolist()
@@ -164,14 +156,6 @@ def _draw_curve(curve: Line, place: Callable[[npt.ArrayLike], Numbers], height: 
             points = [(x, means[x]) for x in piece] if is_band else points
             # `h0` makes a dot of a single point.
             line += "M" + "L".join(f"{x},{y:g}" for x, y in points) + "h0"
-    parts = (
-        [f'<path class="{"sum" if "area" in curve.form else "band"}" d="{area}"/>'] if area else []
-    )
-    parts += [f'<path d="{line}"/>'] if line else []
-    # The middle of a column is at its number.
-    box = f'viewBox="-0.5 0 {count} {height}" preserveAspectRatio="none"'
-    drawing = f'<svg {box} width="100%" height="{height}">{"".join(parts)}</svg>'
-    if "marked" in curve.form and len(columns) <= _MOST_MARKS:
-        for x in columns.tolist():
-            drawing += f'<circle cx="{100 * (x + 0.5) / count:.2f}%" cy="{top[x]:g}" r="3.5"/>'
-    return curve.render(drawing)
+    is_marked = "marked" in curve.form and len(columns) <= _MOST_MARKS
+    marks = [((x + 0.5) / len(top), top[x]) for x in columns.tolist()] if is_marked else []
+    return Shape(Markup(area), Markup(line), marks)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from markupsafe import Markup
 
 from lib.core import units
 from lib.core.events import Event
-from lib.pages.page import Html, escape, page, table, tag
+from lib.pages.page import render_template
 from lib.pages.series import EXTREMES
 from lib.pages.svg import COLUMNS, STYLES, TICKS, Line, draw_chart, list_ticks
 from lib.report import summary
@@ -68,89 +69,95 @@ class Panel(NamedTuple):
     curves: list[tuple[RunData, str]]
 
 
-def compose_page(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> Html:
+class Table(NamedTuple):
+    """Describes a table about all runs. head: names of the columns, from the second on."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+class WrittenTexts(NamedTuple):
+    """Describes the texts that a run wrote, a row for each prompt, a column for each step."""
+
+    name: str
+    head: list[str]
+    rows: list[list[str]]
+
+
+def compose_page(runs: Sequence[RunData], axis: str, end: float, limits: ReportLimits) -> str:
     """Return the page about runs. axis, end: see RunData."""
-    title = f"Training report: {', '.join(run.name for run in runs)}"
-    parts: list[object] = [tag("h1", title)]
-    parts += [tag("p", summary.describe_status(run), class_="lead") for run in runs]
-    if len(runs) == 1:
-        figures = summary.list_figures(runs[0]).items()
-        tiles = (tag("div", tag("dt", name), tag("dd", text)) for name, text in figures)
-        parts.append(tag("dl", *tiles, class_="tiles"))
-    else:
-        parts += _compare_runs(runs, "Figures", summary.list_figures, limits.rows)
-    charts = list(_draw_charts(runs, axis, end, limits.charts))
-    events = [_list_events(run, number, limits.rows) for number, run in enumerate(runs, 1)]
-    places = set(re.findall(r' id="([^"]+)"', "".join([*charts, *events])))
-    problems = [
-        _describe_problem(run, number, problem, places)
-        for number, run in enumerate(runs, 1)
-        for problem in find_problems(run)
-    ]
-    parts += [tag("h2", "Problems"), tag("ul", *problems) if problems else tag("p", "None found.")]
-    parts += [tag("h2", "Curves"), *charts]
-    for run in runs:
-        parts += _show_samples(run, limits.samples)
-    sections = [
-        tag("section", *shown)
-        for heading, list_texts in summary.TABLES.items()
-        if (shown := _compare_runs(runs, heading, list_texts, limits.rows))
-    ]
-    parts.append(tag("div", *sections, class_="charts" if len(runs) < 3 else ""))
-    return page(title, [*parts, tag("h2", "Events"), *events])
-
-
-def _compare_runs(
-    runs: Sequence[RunData],
-    heading: str,
-    list_texts: Callable[[RunData], Mapping[str, str]],
-    most: int,
-) -> list[Html]:
-    """Return a heading and a table with a column for each run; nothing if all are empty."""
-    columns = [list_texts(run) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column)
-    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
-    shown = table("", ["", *(run.name for run in runs)], rows, most)
-    return [tag("h2", heading), shown] if rows else []
-
-
-def _describe_problem(run: RunData, number: int, problem: Problem, places: Container[str]) -> Html:
-    """Return a problem with links to its chart and events, if their IDs are in `places`."""
-    links = [("see the chart", problem.chart)] if problem.chart else []
-    links += [(f"event {event}", f"event-{number}-{event}") for event in problem.events[-5:]]
-    words = [tag("a", text, href=f"#{place}") for text, place in links if place in places]
-    return tag("li", f"{run.name}: {problem.text}", *words)
-
-
-def _list_events(run: RunData, run_number: int, most: int) -> Html:
-    """Return a run's starts, resumes, end and problems, the newest first."""
-    rows = []
-    for number, event in enumerate(run.events, 1):
-        if event.get("event") in SHOWN:
-            mark = tag("span", number, id=f"event-{run_number}-{number}")
-            if event["event"] == Event.RESUME:
-                event = {**event, "event": f"resumed from step {event.get('step', 0):,}"}
-            more = [f"{name} {value}" for name, value in event.items() if name not in _COLUMNS]
-            rows.append([mark, *(event.get(name, "") for name in _COLUMNS), ", ".join(more)])
-    return table(
-        f"Events of {run.name}, the newest first", ["", *_COLUMNS, "more"], rows[::-1], most
+    panels = _list_panels(runs)
+    events = [_list_events(run) for run in runs]
+    places = {panel.id for panel in panels[: limits.charts]}
+    for number, rows in enumerate(events, 1):
+        places |= {f"event-{number}-{row[0]}" for row in rows[: limits.rows]}
+    is_alone = len(runs) == 1
+    return render_template(
+        "report/report.html.j2",
+        title=f"Training report: {', '.join(run.name for run in runs)}",
+        names=[run.name for run in runs],
+        statuses=[summary.describe_status(run) for run in runs],
+        tiles=summary.list_figures(runs[0]) if is_alone else {},
+        figures=None if is_alone else _compare_runs(runs, "Figures", summary.list_figures),
+        problems=[
+            (f"{run.name}: {problem.text}", _list_links(number, problem, places))
+            for number, run in enumerate(runs, 1)
+            for problem in find_problems(run)
+        ],
+        charts=_draw_charts(runs, panels[: limits.charts], axis, end),
+        extremes=EXTREMES,
+        charts_left_out=len(panels) - limits.charts,
+        samples=[samples for run in runs if (samples := _list_samples(run)).rows],
+        sample_bytes=_SAMPLE_BYTES,
+        tables=[_compare_runs(runs, *table) for table in summary.TABLES.items()],
+        event_columns=_COLUMNS,
+        events=events,
+        limits=limits,
     )
 
 
-def _show_samples(run: RunData, most: int) -> list[Html]:
-    steps, texts = read_samples(run.experiment.samples)
+def _compare_runs(
+    runs: Sequence[RunData], title: str, list_texts: Callable[[RunData], Mapping[str, str]]
+) -> Table:
+    """Return a table with a column for each run."""
+    columns = [list_texts(run) for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    return Table(title, [run.name for run in runs], rows)
+
+
+def _list_links(number: int, problem: Problem, places: Container[str]) -> list[tuple[str, str]]:
+    """Return texts and IDs of a problem's chart and events, if the IDs are in `places`."""
+    links = [("see the chart", problem.chart)] if problem.chart else []
+    links += [(f"event {event}", f"event-{number}-{event}") for event in problem.events[-5:]]
+    return [(text, place) for text, place in links if place in places]
+
+
+def _list_events(run: RunData) -> list[list[object]]:
+    """Return a run's starts, resumes, end and problems with their numbers, the newest first."""
     rows = []
-    for prompt, written in list(texts.items())[:most]:
-        cells = [prompt, *(written.get(step, "") for step in steps)]
-        rows.append([tag("pre", escape(cell, _SAMPLE_BYTES), dir="auto") for cell in cells])
-    note = f"; {len(texts) - most} more prompts are in samples.jsonl" if len(texts) > most else ""
-    head = ["prompt", *(f"step {step:,}" for step in steps)]
-    shown = table(f"Texts that {run.name} wrote{note}", head, rows)
-    return [tag("h2", f"Samples of {run.name}"), shown] if texts else []
+    for number, event in enumerate(run.events, 1):
+        if event.get("event") in SHOWN:
+            if event["event"] == Event.RESUME:
+                event = {**event, "event": f"resumed from step {event.get('step', 0):,}"}
+            more = [f"{name} {value}" for name, value in event.items() if name not in _COLUMNS]
+            rows.append([number, *(event.get(name, "") for name in _COLUMNS), ", ".join(more)])
+    return rows[::-1]
 
 
-def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> Iterator[Html]:
-    """Yield the charts, and a note if there are more than `most`."""
+def _list_samples(run: RunData) -> WrittenTexts:
+    steps, texts = read_samples(run.experiment.samples)
+    rows = [
+        [prompt, *(written.get(step, "") for step in steps)] for prompt, written in texts.items()
+    ]
+    return WrittenTexts(run.name, ["prompt", *(f"step {step:,}" for step in steps)], rows)
+
+
+def _draw_charts(
+    runs: Sequence[RunData], panels: Sequence[Panel], axis: str, end: float
+) -> list[tuple[Panel, list[Line], Markup]]:
+    """Return the curves and the chart of each panel."""
     longest = max(runs, key=lambda run: run.series[axis].high.max(initial=0))
     points = np.array([np.append(0, longest.series[key].high) for key in (axis, "step")])
     places, steps = points[:, np.isfinite(points[0])]
@@ -158,22 +165,14 @@ def _draw_charts(runs: Sequence[RunData], axis: str, end: float, most: int) -> I
     round_steps = [tick for tick in list_ticks(0, steps.max() or 1, TICKS) if tick == int(tick)]
     ticks = np.unique(np.interp(round_steps, steps, places)).tolist()
     rows = [("tokens", units.count), *rows] if axis == TOKENS else rows
-    figures = []
-    panels = _list_panels(runs)
-    for panel in panels[:most]:
+    charts = []
+    for panel in panels:
         curves = _make_curves(runs, panel)
         # A faint curve lies below the others.
         below = sorted(curves, key=lambda curve: curve.form != "faint")
         chart = draw_chart(panel.id, panel.title, panel.unit, panel.form, below, end, rows, ticks)
-        legend = tag("p", *(curve.legend() for curve in curves), class_="legend")
-        values = [[curve.label, *curve.facts.values()] for curve in curves]
-        more = table(panel.unit, ["curve", *EXTREMES], values)
-        details = tag("details", tag("summary", f"Table: {panel.title}"), more)
-        caption = tag("figcaption", tag("h3", panel.title), legend)
-        figures.append(tag("figure", caption, chart, details, id=panel.id, class_=panel.form))
-    yield tag("div", *figures, class_="charts")
-    if len(panels) > most:
-        yield tag("p", f"{len(panels) - most} more charts are left out, to keep the page small.")
+        charts.append((panel, curves, chart))
+    return charts
 
 
 def _list_panels(runs: Sequence[RunData]) -> list[Panel]:

@@ -14,7 +14,6 @@ import numpy as np
 from lib.core import records, run_records
 from lib.core.paths import Experiment
 from lib.pages.series import LARGEST, Numbers, Series
-from lib.train.output import journal
 
 try:
     from orjson import loads as _load_json
@@ -65,8 +64,8 @@ class RunData:
         since: a time in the format of events.jsonl (default: the first sign of life).
         """
         times = [str(row.get("time", "")) for row in (*self.events, self.first, self.last) if row]
-        seconds = [second for text in times if (second := journal.parse_time(text))]
-        began = journal.parse_time(since) or min(seconds, default=0.0)
+        seconds = [second for text in times if (second := run_records.parse_time(text))]
+        began = run_records.parse_time(since) or min(seconds, default=0.0)
         return max(seconds, default=began) - began
 
     def _add_rows(self, rows: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import commands, config_file, declared, log, options, paths
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import UsageError
 from lib.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -191,16 +191,6 @@ def add_recipe(words: Sequence[str]) -> list[str]:
         + (f", on {DATASET}" if dataset else "")
     )
     return [*recipe, *dataset, *words]
-
-
-def require_divisible(config: Config, ranks: int) -> None:
-    """Raise UsageError if the batch or --shard-size cannot be divided by this number of ranks."""
-    from lib.train import plan
-
-    problems = Problems()
-    problems.collect(lambda: plan.divide_batch(config, 0, ranks))
-    problems.collect(lambda: plan.get_degrees(config).replicas(ranks))
-    problems.raise_if_any()
 
 
 def require_names(config: Config, run: str = "", hint: str = "") -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, units
 from lib.core.declared import Role
-from lib.core.errors import UsageError
+from lib.core.errors import Problems, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.optim import schedule
@@ -198,6 +198,14 @@ def divide_batch(config: Config, rank: int, ranks: int) -> Division:
             f"(--batch-size) × {dp_size} ranks",
         )
     return Division(batch, accumulation, dp_rank, dp_size)
+
+
+def require_divisible(config: Config, ranks: int) -> None:
+    """Raise UsageError if the batch or --shard-size cannot be divided by this number of ranks."""
+    problems = Problems()
+    problems.collect(lambda: divide_batch(config, 0, ranks))
+    problems.collect(lambda: get_degrees(config).replicas(ranks))
+    problems.raise_if_any()
 
 
 def _get_micro_batch(config: Config) -> int:

@@ -240,6 +240,8 @@ def test_earlier_work_does_not_count_for_the_speed(monkeypatch: pytest.MonkeyPat
     assert re.fullmatch(
         r"reading: 3.0 MB of 4.0 MB \(75 %\), (99|100)\.\d kB/s, 10 s left", lines[0]
     )
+    bar.advance(-1_500_000)  # counted out again, so nothing has come
+    assert lines[1].endswith("of 4.0 MB (38 %), 0 B/s")
 
 
 def test_progress_lines_are_rare() -> None:

@@ -37,7 +37,7 @@ def test_a_hub_that_stays_busy():
     answer = SimpleNamespace(response=SimpleNamespace(status_code=503))
     assert message_lines(client._refusal_error(answer, "org/name", "https://hub", False)) == [
         "error: the Hub at https://hub refused to serve org/name",
-        "found:    HTTP status 503, 6 times",
+        "found:    HTTP status 503, repeatedly",
         "hint:     finished files are kept; try again later:",
     ]
 

@@ -1,53 +1,55 @@
-# covers: lib/hub/repository.py, lib/hub/transfer.py, lib/hub/partial.py
-"""Download files in pieces, from a stand-in for the Hub in this process."""
+# covers: lib/hub/repository.py, lib/hub/transfer.py
+"""Download files, from a stand-in for the Hub in this process."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.hub import partial
 from lib.hub.repository import RemoteFile, Repository
 from lib.hub.transfer import Transfer, fetch_headers, prepare_directory
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
-PIECE = 1 << 18
 
 
 class Wire:
-    """Replaces `Hub`: delivers a piece in chunks, and can fail in the middle."""
+    """Replaces `Hub`: delivers files in chunks, and can fail in the middle of one."""
 
-    def __init__(self, content: bytes = CONTENT, dies_after: int | None = None) -> None:
+    def __init__(self, content: bytes = CONTENT, dies_in: str = "") -> None:
         self.content = content
-        self.left = dies_after
-        self.ranges: list[tuple[int, int]] = []
+        self.dies_in = dies_in
+        self.asked: list[str] = []  # paths of files
+        self.starts: list[int] = []  # sizes of the parts that were asked for
         self.lock = threading.Lock()
-        self.stopped = threading.Event()
 
-    def fetch_piece(self, repository, part, piece, advance) -> None:
-        start, end = part.missing_range(piece)
+    def download(self, repository, file, directory: Path, count: Callable[[int], None]) -> Path:
         with self.lock:
-            self.ranges.append((start, end))
-        with part.open_piece(piece) as append:
-            for at in range(start, end, 1 << 14):
-                if self.left is not None:
-                    self.left -= 1
-                    if self.left < 0:
-                        raise ConnectionError("killed")
-                advance(append(self.content[at : min(at + (1 << 14), end)]))
+            self.asked.append(file.path)
+        assert not directory.exists()
+        path = directory / file.path
+        for record in (path, directory / ".cache/huggingface/record"):
+            record.parent.mkdir(parents=True)
+            record.touch()
+        content = self.content[: file.size]
+        with path.open("wb") as out:
+            for at in range(0, len(content), 1 << 14):
+                count(out.write(content[at : at + (1 << 14)]))
+                if self.dies_in == file.path:
+                    raise ConnectionError("killed")
+        return path
 
-    def read_range(self, repository, file, start, end) -> bytes:
-        self.ranges.append((start, end))
-        return self.content[start:end]
+    def read_start(self, repository, file, size) -> bytes:
+        self.starts.append(size)
+        return self.content[:size]
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(partial, "PIECE_BYTES", PIECE)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
 
 
@@ -59,53 +61,61 @@ def transfer_files(wire: Wire, **options) -> Transfer:
     return Transfer(wire, Repository("org/x", "0" * 40, {}), **options)
 
 
-def test_a_large_file_is_downloaded_in_parallel_pieces(tmp_path):
+def list_files(directory: Path) -> list[str]:
+    return sorted(
+        path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
+    )
+
+
+def test_files_are_downloaded_the_largest_first(tmp_path):
     wire = Wire()
-    entries = transfer_files(wire, workers=4).fetch([remote()], tmp_path)
-    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
-    assert sorted(wire.ranges) == [(at, at + PIECE) for at in range(0, len(CONTENT), PIECE)]
-    assert entries[0]["digest"] == f"sha256:{remote().sha256}"
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.bin"]
+    files = [remote(CONTENT[:size], f"a/{size}") for size in (5, 1 << 16, 0, 100)]
+    transfer = transfer_files(wire)
+    transfer._workers = 1
+    entries = transfer.fetch(files, tmp_path)
+    assert wire.asked == ["a/65536", "a/100", "a/5", "a/0"]
+    assert [entry["digest"] for entry in entries] == [f"sha256:{file.sha256}" for file in files]
+    assert list_files(tmp_path) == ["a/0", "a/100", "a/5", "a/65536"]  # and no records
+    assert transfer.bytes_from["the Hub"] == 5 + 65536 + 100
 
 
-def test_a_killed_download_resumes_where_it_stopped(tmp_path):
+@pytest.mark.parametrize("dies_in", ["a/0", "a/4"])
+def test_complete_files_are_kept_when_another_one_fails(tmp_path, dies_in):
+    files = [remote(path=f"a/{number}") for number in range(5)]
+    failing = transfer_files(Wire(dies_in=dies_in), workers=4)
     with pytest.raises(ConnectionError):
-        transfer_files(Wire(dies_after=23), workers=2).fetch([remote()], tmp_path)
-    came = 23 << 14
-    assert len(CONTENT) - prepare_directory([remote()], tmp_path) == came
+        failing.fetch(files, tmp_path)
+    complete = list_files(tmp_path)
+    assert dies_in not in complete and set(complete) <= {file.path for file in files}
+    (tmp_path / "a/.0.download/a").mkdir(parents=True)  # as a kill leaves it
+    (tmp_path / "a/.0.download/a/0").write_bytes(CONTENT)
+    missing = prepare_directory(files, tmp_path)
+    assert missing == (5 - len(complete)) * len(CONTENT) and list_files(tmp_path) == complete
+    assert not (tmp_path / "a/.0.download").exists()
     wire = Wire()
-    transfer_files(wire, workers=2).fetch([remote()], tmp_path)
-    assert sum(end - start for start, end in wire.ranges) == len(CONTENT) - came
-    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
+    again = transfer_files(wire, workers=4)
+    again.fetch(files, tmp_path)
+    assert set(wire.asked) == {file.path for file in files} - set(complete)
+    assert again.bytes_from["an earlier run"] == len(complete) * len(CONTENT)
 
 
-def test_invalid_counts_restart_the_download(tmp_path):
-    with pytest.raises(ConnectionError):
-        transfer_files(Wire(dies_after=5)).fetch([remote()], tmp_path)
-    counts = next(tmp_path.rglob("*.at"))
-    counts.write_bytes(b"\xff" * len(counts.read_bytes()))
-    transfer_files(Wire()).fetch([remote()], tmp_path)
-    assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
-
-
-def test_counts_ahead_of_the_bytes_are_detected_and_repaired(tmp_path):
-    """A power cut can leave counts on disk whose bytes were never written."""
-    with pytest.raises(ConnectionError):
-        transfer_files(Wire(dies_after=40), workers=1).fetch([remote()], tmp_path)
-    part = next(tmp_path.rglob("*.part"))
-    part.write_bytes(bytes(part.stat().st_size))
+def test_damage_in_a_file_of_an_earlier_run_is_repaired(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/model.bin").write_bytes(CONTENT[:-1] + b"\1")
     wire = Wire()
     transfer_files(wire).fetch([remote()], tmp_path)
+    assert wire.asked == ["a/model.bin"]
     assert (tmp_path / "a/model.bin").read_bytes() == CONTENT
-    assert sum(end - start for start, end in wire.ranges) > len(CONTENT)
 
 
-def test_repeated_damage_is_an_error_and_leaves_nothing(tmp_path):
-    wire = Wire(content=b"\1" + CONTENT[1:])
+@pytest.mark.parametrize("content", [b"\1" + CONTENT[1:], CONTENT[:-1], b""])
+def test_repeated_damage_is_an_error_and_leaves_nothing(tmp_path, content):
+    wire = Wire(content)
+    transfer = transfer_files(wire, workers=3)
     with pytest.raises(ArtifactError, match="is damaged"):
-        transfer_files(wire, workers=3).fetch([remote()], tmp_path)
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(end - start for start, end in wire.ranges) == 2 * len(CONTENT)
+        transfer.fetch([remote()], tmp_path)
+    assert not list_files(tmp_path) and wire.asked == ["a/model.bin"] * 2
+    assert transfer.bytes_from["the Hub"] == 0
 
 
 def test_empty_files_and_git_blobs(tmp_path):
@@ -126,19 +136,9 @@ def test_an_earlier_directory_is_used_if_its_digests_match(tmp_path, capsys):
     (tmp_path / "new").mkdir()
     assert prepare_directory([remote()], tmp_path / "new", reuse_from) == 0  # links take no room
     transfer_files(wire, reuse_from=reuse_from).fetch([remote()], tmp_path / "new")
-    assert not wire.ranges and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
+    assert not wire.asked and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
     transfer_files(wire, reuse_from=reuse_from[:1]).fetch([remote()], tmp_path / "newer")
-    assert wire.ranges and (tmp_path / "bad/a/model.bin").read_bytes()[:1] == b"\1"
-
-
-def test_a_thread_that_comes_late_finds_the_file_finished(tmp_path):
-    part = partial.PartialFile(remote(b"abc", "x"), tmp_path)
-    part.open()
-    with part.open_piece(0) as append:
-        assert append(b"abcdef") == 3  # what is beyond the piece is not taken
-    assert part.is_complete() and part.claim() and not part.finish()
-    assert part.is_complete() and not part.claim()
-    assert (tmp_path / "x").read_bytes() == b"abc"
+    assert wire.asked and (tmp_path / "bad/a/model.bin").read_bytes()[:1] == b"\1"
 
 
 @pytest.mark.parametrize("path", ["/tmp/x", "../x", "a/../../x", "a\\\\x", ""])
@@ -146,7 +146,7 @@ def test_nothing_is_written_outside_the_directory(tmp_path, path):
     wire = Wire(b"abc")
     with pytest.raises(UsageError, match="unsafe paths"):
         transfer_files(wire).fetch([remote(b"abc", path)], tmp_path / "in")
-    assert not wire.ranges and not list(tmp_path.iterdir())
+    assert not wire.asked and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("length", [10, 1 << 17, len(CONTENT)])
@@ -156,20 +156,5 @@ def test_only_the_headers_are_downloaded(tmp_path, length):
     fetch_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
     downloaded = (tmp_path / "x").read_bytes()
     assert content.startswith(downloaded) and min(len(content), 8 + length) <= len(downloaded)
-    assert (
-        sum(end - start for start, end in wire.ranges)
-        == len(downloaded)
-        <= max(1 << 16, length + 8)
-    )
-
-
-def test_a_header_whose_stream_ends_early_is_continued(tmp_path):
-    class Short(Wire):
-        def read_range(self, repository, file, start, end) -> bytes:
-            return super().read_range(repository, file, start, min(end, start + 50_000))
-
-    content = (1 << 17).to_bytes(8, "little") + CONTENT
-    wire = Short(content)
-    fetch_headers(wire, Repository("org/x", "0" * 40, {}), [remote(content, "x")], tmp_path)
-    assert (tmp_path / "x").read_bytes() == content[: 8 + (1 << 17)]
-    assert wire.ranges[:2] == [(0, 50_000), (50_000, 65_536)]
+    assert wire.starts[0] == 1 << 16 and len(wire.starts) <= 2
+    assert wire.starts[-1] == len(downloaded) == max(1 << 16, length + 8)

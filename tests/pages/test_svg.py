@@ -1,4 +1,5 @@
 # covers: lib/pages/svg.py, lib/pages/series.py, lib/pages/page.py, lib/pages/style.css
+# covers: lib/pages/page.html.j2, lib/pages/parts.html.j2, lib/pages/chart.svg.j2
 """Charts and pages without a run: hostile numbers and texts, gaps, and a strict check of HTML."""
 
 from __future__ import annotations
@@ -6,6 +7,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
+import jinja2
 import numpy as np
 import pytest
 
@@ -13,6 +15,10 @@ from lib.pages import page, svg
 from lib.pages.svg import COLUMNS, Line
 
 VOID = {"meta", "path", "line", "circle"}
+PAGE = """{% extends "pages/page.html.j2" %}
+{% from "pages/parts.html.j2" import legend, sample, table %}
+{% block main %}<h1>{{ title }}</h1>
+"""
 HOSTILE = "</svg><script>alert(1)</script>\u202e\x1b[31m\ud800&\"'"
 
 
@@ -79,11 +85,16 @@ def make_curve(values: dict[int, float], **more: object) -> Line:
     return Line("curve", low, np.where(np.isfinite(low), low, -np.inf), gaps, **more)
 
 
+def render_page(main: str, **values: object) -> str:
+    """Return a page. main: the template of what follows its title."""
+    template = page.ENVIRONMENT.from_string(PAGE + main + "{% endblock %}")
+    return template.render({"title": "title", **values})
+
+
 def draw_chart(*curves: Line, form: str = "", end: float = 1000.0) -> str:
     """Return a page with one chart, which passes the check."""
     chart = svg.draw_chart("key", "Title", "unit", form, curves, end, [("tokens", str)])
-    text = page.page("title", [page.tag("h1", "title"), chart])
-    check_page(text)
+    check_page(render_page("{{ legend(curves) }}{{ chart }}", chart=chart, curves=curves))
     assert not re.search(r"nan|inf\b", chart)
     return chart
 
@@ -133,15 +144,22 @@ def test_an_area_lies_between_its_edges() -> None:
 
 
 def test_hostile_text_is_shown_and_does_nothing() -> None:
-    cells = [[HOSTILE, HOSTILE], [page.tag("pre", HOSTILE, dir="auto"), ""]]
-    parts = [page.tag("h1", HOSTILE), page.table(HOSTILE, [HOSTILE, "b"], cells)]
-    parsed = check_page(page.page(HOSTILE, parts))
-    assert parsed.text.count("<script>alert(1)</script>\\u202e\\x1b[31m\\ud800&\"'") == 6
+    main = """{{ table(text, [text, "b"], [[text, text]]) }}{{ sample(text, 400) }}
+        <p id="{{ text }}">{{ text ~ "" }}</p>"""
+    parsed = check_page(render_page(main, title=HOSTILE, text=HOSTILE))
+    assert parsed.text.count("<script>alert(1)</script>\\u202e\\x1b[31m\\ud800&\"'") == 7
+
+
+def test_a_page_lacks_no_value() -> None:
+    with pytest.raises(jinja2.UndefinedError):
+        render_page("{{ titel }}")
 
 
 def test_long_texts_and_tables_are_cut_and_say_so() -> None:
     assert page.escape("ä" * 10, 9) == "ääää … (12 more bytes)"
-    assert page.escape('"a' * 3, 15) == "&quot;a&quot;a … (2 more bytes)"
+    assert page.escape('"a' * 3, 13) == "&#34;a&#34;a … (2 more bytes)"
     assert page.escape("&" * 9, 44) == "&amp;" * 8 + " … (1 more bytes)"
-    assert "80 rows" not in (text := page.table("all", ["n"], [[n] for n in range(100)]))
+    text = render_page('{{ table("all", ["n"], rows) }}', rows=[[n] for n in range(100)])
     assert text.count("<tr>") == 81 and "first 80 of 100 lines" in text
+    text = render_page('{{ table("all", ["n"], rows) }}', rows=[[n] for n in range(80)])
+    assert text.count("<tr>") == 81 and "<caption>all</caption>" in text

@@ -149,7 +149,7 @@ def _check_division(job_options: JobOptions, train: Config, per_node: int) -> No
     """
     from lib.train import plan
 
-    command_line.require_divisible(train, job_options.nodes * per_node)
+    plan.require_divisible(train, job_options.nodes * per_node)
     division = plan.divide_batch(train, 0, job_options.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node

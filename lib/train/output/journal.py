@@ -9,11 +9,9 @@ all processes of a launch share), and a process with one of these marks knows th
 
 from __future__ import annotations
 
-import calendar
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -28,6 +26,7 @@ from lib.core.errors import StageError
 from lib.core.events import Event
 from lib.core.figures import Status
 from lib.core.paths import Experiment
+from lib.core.run_records import format_time
 from lib.train.output.prometheus import PrometheusFile
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
@@ -35,7 +34,6 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
     from lib.train.config import Config
 
 _ROOT = Path(__file__).resolve().parents[3]
-_TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class Journal:
@@ -189,22 +187,6 @@ def _find_bundle_commit() -> str:
         return json.loads((_ROOT / ".bundle.json").read_text())["summary"]["commit"]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
-
-
-def format_time(seconds: float | None = None) -> str:
-    """Return a UTC time in the format of events.jsonl and metrics.jsonl.
-
-    seconds: since the epoch (default: now).
-    """
-    return time.strftime(_TIME, time.gmtime(seconds))
-
-
-def parse_time(text: object) -> float:
-    """Return the seconds since the epoch of a time that `format_time` wrote, or 0."""
-    try:
-        return float(calendar.timegm(time.strptime(str(text), _TIME)))
-    except ValueError:
-        return 0.0
 
 
 @dataclass(frozen=True)

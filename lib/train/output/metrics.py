@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from lib.core import log, manifest, records, units
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
-from lib.core.run_records import mean_loss
-from lib.train.output import journal
+from lib.core.run_records import format_time, mean_loss
 
 _MOST_POINTS = 4_000  # loss.png is 990 pixels wide, and drawing holds the interpreter lock
 _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}
@@ -81,9 +80,7 @@ class Metrics:
         self.curve.add(figures)
         with self._rows_may_fail:
             self._rows.write(
-                _format_line(
-                    {"step": figures["step"], "time": journal.format_time(ended), **figures}
-                )
+                _format_line({"step": figures["step"], "time": format_time(ended), **figures})
             )
         if self._board is not None:
             with self._board_may_fail:
