@@ -286,8 +286,6 @@ class Commands:
         )
         Command("parts", 2, (*options, "--only-splits", "0-2"), for_merge, parts).run(for_merge)
         yield Command("merged", 2, (*options, "--merge"), for_merge, target, (f"{parts}*",))
-        near = (*options, "--dedup", "near", "--near-keep", "upsample")
-        yield Command("near", 2, near, self._project("02_near", "splits"), target)
 
     def _stage_03(self) -> Iterator[Command]:
         hub, changed_hub = self._hubs
