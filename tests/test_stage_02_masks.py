@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from lib.curate.near.build import Planner
 
 from lib.core import errors
 from lib.corpus import chat_rows, inputs, parts, shards, split_parts, work_units
@@ -21,7 +22,6 @@ from lib.curate.masks import mask_options, part_masker, second_pass
 from lib.curate.masks.choices import KINDS
 from lib.curate.masks.masker import Masker
 from lib.curate.masks.matches import MaskedMatches
-from lib.curate.near.build import Planner
 from tests.conftest import StageRunner
 from tests.test_stage_02_near import change_words, make_words, read_table, write_lines
 from tests.training import read_dataset_files

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
+from lib.curate.near.build import Planner
 
 from lib.core.errors import ArtifactError
 from lib.corpus import dataset as dataset_module
@@ -23,7 +24,6 @@ from lib.corpus.dataset import PLAN, DatasetWriter
 from lib.corpus.row_options import RowOptions
 from lib.curate.near import build as near_build
 from lib.curate.near import disk_array, key_groups, leaders
-from lib.curate.near.build import Planner
 from tests.conftest import StageRunner
 from tests.training import read_dataset_files
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from lib.corpus.row_batch import RowBatch, RowText
 
 from lib.corpus import selection
-from lib.corpus.row_batch import RowBatch, RowText
 from lib.corpus.row_options import RowOptions
 from lib.curate.near import minhash
 from lib.curate.near.minhash import Bands
