@@ -50,7 +50,7 @@ _FAULTS = {
     "decision": Fault("", 2, match="unfinished/decisions"),
     "writing": Fault("", 3, kinds=("unlink",), match="unfinished/written"),
     "publishing": Fault("", 1, kinds=("rename",), match="/content"),
-    "full first pass": Fault("", 1, "ENOSPC", times=10**6, match="unfinished/decisions"),
+    "full decision": Fault("", 1, "ENOSPC", times=10**6, match="unfinished/decisions"),
     "full second pass": Fault("", 1, "ENOSPC", times=10**6, kinds=("create",), match=".jsonl"),
 }
 
@@ -244,7 +244,7 @@ def test_a_killed_curation_continues_and_writes_the_same_bytes(tmp_path):
 def test_a_full_disk_ends_a_curation_that_can_continue(tmp_path):
     write_texts(tmp_path / "raw", make_texts(100))
     options = ("raw", "--save-dir", "out", "--step", write_filter(tmp_path))
-    for fault in ("full first pass", "full second pass"):
+    for fault in ("full decision", "full second pass"):
         assert curate_with_fault(tmp_path, fault, *options) == 4, fault
     curate_in_units(tmp_path, *options)
     assert len(read_rows(tmp_path / "out")) == 100
