@@ -84,7 +84,7 @@ def make_steps(parsed: Any) -> list[Step]:
     steps: list[Step] = []
 
     def add(kind: type[Step]) -> None:
-        chosen = declared.drop_repeats(declared.read_options(kind.options, parsed))
+        chosen: Any = declared.drop_repeats(declared.read_options(kind.options, parsed))
         if step := kind.from_options(chosen):
             steps.append(step)
 

@@ -184,7 +184,7 @@ class _UnitFiles:
 
         arrays = {name: np.concatenate(pieces) for name, pieces in self._sidecars.items()}
         path = self._path.with_suffix(_ARRAYS)
-        np.savez(path, fates=np.concatenate(self._fates), **arrays)
+        np.savez(path, allow_pickle=False, fates=np.concatenate(self._fates), **arrays)
         yield path
 
     def _write_columns(self) -> Iterator[Path]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lib.core import workers
 from lib.core.progress import Progress
+from lib.core.workers import Pool, Prepare
 from lib.curate import first_pass
 from lib.curate.first_pass import UnitJudge, UnitRecord, UnitTask
 from lib.curate.output import WORK, DatasetOutput
@@ -121,9 +122,9 @@ class Curation:
                 total[step.name] = {**total[step.name], "excerpts": shown}
         return total
 
-    def _start_workers(self, name: str, prepare: workers.Prepare, *given: Any) -> workers.Pool:
+    def _start_workers(self, name: str, prepare: Prepare, *given: Any) -> Pool:
         count = max(1, min(self.workers, len(self.source.units)))
-        return workers.Pool(count, name, prepare, *given, context=start_server())
+        return Pool(count, name, prepare, *given, context=start_server())
 
 
 def _prepare_judge(steps: Sequence[Step]) -> Callable[[UnitTask], UnitRecord]:

@@ -177,7 +177,7 @@ def _list_rows(batch: pa.RecordBatch, first: int, content: str) -> Iterator[Row]
 
 
 def _list_texts(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """Yield the strings, characters, bytes and digest of each text."""
+    """Yield the strings, characters and digest of each text."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -190,11 +190,11 @@ def _list_texts(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
         text = data.decode("utf-8", "strict" if size <= LARGE_BYTES else "ignore")
         is_cut = size > LARGE_BYTES
         characters = pc.utf8_length(column[number]).as_py() if is_cut else len(text)
-        yield [text], characters, size, hashlib.sha256(value if is_cut else data).digest()
+        yield [text], characters, hashlib.sha256(value if is_cut else data).digest()
 
 
 def _list_chats(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
-    """Yield the strings, characters, bytes, digest and questions of each conversation."""
+    """Yield the strings, characters, digest and questions of each conversation."""
     messages = columns.flatten_messages(batch)
     fields = {name: columns.list_values(columns.read_field(messages, name)) for name in TEXTS}
     calls = columns.list_values(columns.read_field(messages, CALLS))
@@ -214,5 +214,4 @@ def _list_chats(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
         digest = hashlib.sha256(json_data.dump_json(content, is_sorted=True)).digest()
         strings = [turn.get("content", "") for turn in turns]
         questions = [turn.get("content", "") for turn in turns if turn.get("role") == "user"]
-        size = sum(len(text.encode()) for text in strings)
-        yield strings, sum(map(len, strings)), size, digest, questions
+        yield strings, sum(map(len, strings)), digest, questions

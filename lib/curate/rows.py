@@ -16,16 +16,15 @@ class Row(NamedTuple):
 
     number: of the row in its split, from 0. source: value of the column `source`, "" without one.
     strings: the text, or the contents of all turns of a conversation. If a text is larger than
-    LARGE_BYTES (reader.py), this is only its beginning. characters, bytes: size of the whole text,
-    newlines between turns not included. digest: SHA-256 of the content. questions: contents of the
-    user's turns, if the row is a conversation.
+    LARGE_BYTES (reader.py), this is only its beginning. characters: of the whole text, newlines
+    between turns not included. digest: SHA-256 of the content. questions: contents of the user's
+    turns, if the row is a conversation.
     """
 
     number: int
     source: str
     strings: Sequence[str]
     characters: int
-    bytes: int
     digest: bytes
     questions: Sequence[str] = ()
 
