@@ -39,7 +39,7 @@ def make_index(**sets: Sequence[str]) -> Index:
 
 
 def make_row(text: str, number: int = 0, questions: Sequence[str] = ()) -> Row:
-    return Row(number, "a.txt", [text], len(text), len(text.encode()), b"", questions)
+    return Row(number, "a.txt", [text], len(text), b"", questions)
 
 
 def compare_rows(

@@ -35,10 +35,7 @@ def make_rules(**options: object) -> QualityRules:
 def make_batch(*rows: tuple[str, str], **columns: Sequence[str]) -> RowBatch:
     """Return a batch. rows: the source and the text of each row."""
     return RowBatch(
-        [
-            Row(number, source, [text], len(text), len(text.encode()), b"")
-            for number, (source, text) in enumerate(rows)
-        ],
+        [Row(number, source, [text], len(text), b"") for number, (source, text) in enumerate(rows)],
         columns,
     )
 
