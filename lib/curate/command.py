@@ -18,16 +18,16 @@ from lib.core import commands, declared, log, manifest, options, publish, units
 from lib.core.data_names import TRAIN
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, UsageError, name_full_disk
-from lib.curate import first_pass, machines, pipeline, reader, report, sample, schema
-from lib.curate.first_pass import UnitRecord
+from lib.curate import machines, pipeline, reader, report, sample, schema
 from lib.curate.machines import MachinePart
 from lib.curate.output import WORK, DatasetOutput
 from lib.curate.pipeline import FIRST_PASS, Curation
 from lib.curate.reader import Source, Unit
 from lib.curate.report import CurationFacts, RuleFacts
 from lib.curate.schema import RowSchema
-from lib.curate.step import Counts, Step
+from lib.curate.step import Counts, Step, list_rules
 from lib.curate.table import STEPS
+from lib.curate.unit_files import UnitRecord
 from lib.tokens.dataset import find_dataset
 
 KIND = "dataset/1"
@@ -292,7 +292,7 @@ def collect_facts(
             None if rule in decided else alone[rule],
             tally.samples.get(rule, ()),
         )
-        for rule, typed in first_pass.list_rules(curation.steps).items()
+        for rule, typed in list_rules(curation.steps).items()
     ]
     sections = [
         section for step in curation.steps for section in step.list_sections(counts[step.name])

@@ -1,109 +1,33 @@
-"""Show every row to the steps, in worker processes, and keep their verdicts on disk.
-
-The files of a unit are `NUMBER.npz` with the fate of each row and the sidecars, `NUMBER.arrow` with
-the new columns, `NUMBER.drops` with a line for each dropped row, and the record `NUMBER.json`. The
-record is written last and contains the digests of the others, so a unit with a record is complete,
-and a later run does not read it again.
-"""
+"""Show every row to the steps, in worker processes, and keep their verdicts on disk."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, manifest, records
+from lib.core import hashing, manifest
 from lib.corpus.arrow_arrays import make_column
-from lib.curate.reader import Unit
 from lib.curate.rows import RowBatch
 from lib.curate.schema import add_columns
-from lib.curate.step import Counts, RunningStep, Step
+from lib.curate.step import RunningStep, Step, list_rules
+from lib.curate.unit_files import (
+    ARRAYS,
+    COLUMNS,
+    DROPS,
+    KEPT,
+    RECORD,
+    UnitRecord,
+    UnitTask,
+    is_undamaged,
+    locate_record,
+    read_record,
+)
 
 if TYPE_CHECKING:
     import numpy as np
-    import pyarrow as pa
-
-KEPT = 0  # the fate of a row that is kept; otherwise 1 + the number of the rule that drops it
-FATES = "fates"
-_RECORD = ".json"
-_ARRAYS = ".npz"
-_COLUMNS = ".arrow"
-_DROPS = ".drops"
-
-
-@dataclass(frozen=True)
-class UnitTask:
-    """Describes a unit that a worker shows to the steps. directory: for the files of the unit."""
-
-    unit: Unit
-    directory: Path
-
-
-@dataclass(frozen=True)
-class UnitRecord:
-    """Describes the finished files of a unit.
-
-    path: the common beginning of their paths. alone: by rule, the number of rows that it would drop
-    alone. counts: the own counts of the steps, by name.
-    """
-
-    path: Path
-    digests: dict[str, str]
-    alone: dict[str, int]
-    counts: dict[str, Counts]
-
-    def read_arrays(self) -> Mapping[str, np.ndarray]:
-        """Return the fates (uint8 [rows]) and the sidecars."""
-        import numpy as np
-
-        with np.load(self.path.with_suffix(_ARRAYS), allow_pickle=False) as arrays:
-            return dict(arrays)
-
-    def read_columns(self) -> pa.RecordBatch | None:
-        """Return the new columns of all rows, None if there are none."""
-        import pyarrow as pa
-
-        path = self.path.with_suffix(_COLUMNS)
-        if path.name not in self.digests:
-            return None
-        with pa.OSFile(str(path)) as file, pa.ipc.open_stream(file) as stream:
-            return stream.read_all().combine_chunks().to_batches()[0]
-
-    def read_drops(self) -> dict[int, Any]:
-        """Return the measurement of each dropped row, by its number in the unit."""
-        lines = self.path.with_suffix(_DROPS).read_bytes().splitlines()
-        return dict(map(json.loads, lines))
-
-
-def list_rules(steps: Sequence[Step]) -> dict[str, str]:
-    """Return the rules of all steps in their order: for each the option, as typed."""
-    return {rule: option for step in steps for rule, option in step.list_rules().items()}
-
-
-def locate_record(task: UnitTask) -> Path:
-    """Return the path of the record of a unit."""
-    return task.directory / f"{task.unit.number:08d}{_RECORD}"
-
-
-def read_record(task: UnitTask) -> UnitRecord | None:
-    """Return the record of a unit whose files are complete, otherwise None."""
-    path = locate_record(task)
-    try:
-        content = hashing.open_record(records.read_mapping(path))
-    except ValueError:
-        return None
-    if not content:
-        return None
-    return UnitRecord(path.with_suffix(""), content["digests"], content["alone"], content["counts"])
-
-
-def is_undamaged(record: UnitRecord) -> bool:
-    """Return whether the files of a unit have the recorded content."""
-    paths = {record.path.with_name(name): digest for name, digest in record.digests.items()}
-    return all(path.is_file() and hashing.has_digest(path, paths[path]) for path in paths)
 
 
 class UnitJudge:
@@ -145,13 +69,13 @@ class _UnitFiles:
         for batch in self._unit.read_rows(self._inputs):
             self._judge(batch)
         paths = [*self._write_arrays(), *self._write_columns()]
-        drops = self._path.with_suffix(_DROPS)
+        drops = self._path.with_suffix(DROPS)
         drops.write_bytes(b"".join(self._drops))
         digests = {path.name: hashing.file_digest(path) for path in (*paths, drops)}
         counts = {name: running.count() for name, running in self._running.items()}
         record = UnitRecord(self._path, digests, dict(self._alone), counts)
         content = {"digests": digests, "alone": record.alone, "counts": counts}
-        manifest.write_json(self._path.with_suffix(_RECORD), hashing.seal_record(content))
+        manifest.write_json(self._path.with_suffix(RECORD), hashing.seal_record(content))
         return record
 
     def _judge(self, batch: RowBatch) -> None:
@@ -183,7 +107,7 @@ class _UnitFiles:
         import numpy as np
 
         arrays = {name: np.concatenate(pieces) for name, pieces in self._sidecars.items()}
-        path = self._path.with_suffix(_ARRAYS)
+        path = self._path.with_suffix(ARRAYS)
         np.savez(path, allow_pickle=False, fates=np.concatenate(self._fates), **arrays)
         yield path
 
@@ -194,7 +118,7 @@ class _UnitFiles:
 
         schema = add_columns(pa.schema([]), self._kinds)
         arrays = [make_column(self._columns[field.name], field.type) for field in schema]
-        path = self._path.with_suffix(_COLUMNS)
+        path = self._path.with_suffix(COLUMNS)
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as stream:
             stream.write_batch(pa.record_batch(arrays, schema=schema))
         yield path

@@ -16,14 +16,15 @@ from typing import Any
 from lib.core import workers
 from lib.core.progress import Progress
 from lib.core.workers import Pool, Prepare
-from lib.curate import first_pass
-from lib.curate.first_pass import UnitJudge, UnitRecord, UnitTask
+from lib.curate import unit_files
+from lib.curate.first_pass import UnitJudge
 from lib.curate.output import WORK, DatasetOutput
 from lib.curate.reader import Source, Unit
 from lib.curate.schema import RowSchema
 from lib.curate.second_pass import UnitWriter, WriteTask, WrittenUnit
-from lib.curate.step import Counts, Step
-from lib.curate.whole import WholeDataset, describe_damage
+from lib.curate.step import Counts, Step, list_rules
+from lib.curate.unit_files import UnitRecord, UnitTask
+from lib.curate.whole import WholeDataset
 
 FIRST_PASS = f"{WORK}/first"
 _PREPARED = f"{WORK}/prepared"
@@ -70,13 +71,14 @@ class Curation:
         whole = WholeDataset(
             self.source,
             directory / _DECISIONS,
-            self.steps,
+            list_rules(self.steps),
+            [step for step in self.steps if step.start_rewriting()],
             self.workers,
             self.progress,
             start_server,
         )
         whole.collect(records)
-        whole.decide()
+        whole.decide(self.steps)
         return whole
 
     def write(
@@ -145,8 +147,8 @@ def read_records(
     found = []
     for unit in source.units:
         task = UnitTask(unit, find_directory(unit))
-        if (record := first_pass.read_record(task)) is None:
-            raise describe_damage(first_pass.locate_record(task).with_suffix(""))
+        if (record := unit_files.read_record(task)) is None:
+            raise unit_files.describe_damage(unit_files.locate_record(task).with_suffix(""))
         found.append((unit, record))
     return found
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from lib.core import log, run_records, units
 from lib.core.errors import MOVE_TEMPORARY, name_full_disk
-from lib.curate import first_pass, row_tally
-from lib.curate.first_pass import UnitRecord
+from lib.curate import row_tally, unit_files
 from lib.curate.pipeline import Curation
 from lib.curate.reader import UNIT_BYTES, Unit
 from lib.curate.row_tally import READ_CHARACTERS, DroppedSample, RowTally
 from lib.curate.row_texts import list_sources, read_beginning
-from lib.curate.step import Step
+from lib.curate.step import Step, list_rules
+from lib.curate.unit_files import UnitRecord
 
 SAMPLE_BYTES = 64_000_000
 
@@ -37,7 +37,7 @@ def print_examples(curation: Curation, most: int) -> None:
     source = curation.source
     steps = curation.steps
     decided = [rule for step in steps for rule in step.list_decisions()]
-    rules = [rule for rule in first_pass.list_rules(steps) if rule not in decided]
+    rules = [rule for rule in list_rules(steps) if rule not in decided]
     if decided:
         log.info(
             f"a sample cannot show what {' and '.join(decided)} drops: that depends on all rows"
@@ -81,12 +81,12 @@ def _collect(
     judged: Iterator[tuple[Unit, UnitRecord]], steps: Sequence[Step], most: int
 ) -> _Sample:
     """Return what the rules dropped in some units, with at most `most` examples of each rule."""
-    rules = ["", *first_pass.list_rules(steps)]
+    rules = ["", *list_rules(steps)]
     rewriting = [changes for step in steps if (changes := step.start_rewriting())]
     sample = _Sample(RowTally(most_samples=most), Counter(), Counter())
     for unit, record in judged:
         sample.alone.update(record.alone)
-        fates = record.read_arrays()[first_pass.FATES]
+        fates = record.read_arrays()[unit_files.FATES]
         values = record.read_drops()
         first = 0
         for batch in unit.read():

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from lib.core import hashing
 from lib.corpus.arrow_arrays import pack_flags, wrap_numbers
 from lib.corpus.parts import MessageFile
-from lib.curate import first_pass, row_tally
-from lib.curate.first_pass import KEPT, UnitRecord
+from lib.curate import row_tally
 from lib.curate.places import describe_place, locate_row
 from lib.curate.reader import Unit
 from lib.curate.row_tally import READ_CHARACTERS, RowTally
 from lib.curate.row_texts import list_sources, list_text_bytes, read_beginning
 from lib.curate.schema import RowSchema
-from lib.curate.step import Counts, Rewriting, Step
+from lib.curate.step import Counts, Rewriting, Step, list_rules
+from lib.curate.unit_files import KEPT, UnitRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,7 +79,7 @@ class UnitWriter:
     def __init__(self, steps: Sequence[Step], schema: RowSchema) -> None:
         self._steps = {step.name: step for step in steps}
         self._schema = schema
-        self._rules = ["", *first_pass.list_rules(steps)]
+        self._rules = ["", *list_rules(steps)]
         self._rewriting: dict[str, Rewriting] = {
             step.name: rewriting for step in steps if (rewriting := step.start_rewriting())
         }

@@ -193,3 +193,8 @@ class Step:
     def format_lines(self, counts: Counts) -> dict[str, str]:
         """Return the step's lines of the printed summary by label."""
         return {}
+
+
+def list_rules(steps: Sequence[Step]) -> dict[str, str]:
+    """Return the rules of all steps in their order: for each the option, as typed."""
+    return {rule: option for step in steps for rule, option in step.list_rules().items()}

@@ -10,18 +10,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from lib.core import hashing, manifest, records
-from lib.core.errors import ArtifactError
-from lib.curate import first_pass, places
+from lib.curate import places, unit_files
 from lib.curate.disk_array import DiskArray
-from lib.curate.first_pass import FATES, UnitRecord
 from lib.curate.reader import Source, Unit
-from lib.curate.step import Counts, Step
-
-if TYPE_CHECKING:
-    pass
+from lib.curate.unit_files import FATES, UnitRecord
 
 _STATE = "state.json"
 _VALUES = "values"
@@ -32,14 +27,44 @@ _DECIDED = "decided"
 _VERSION = 1  # of the files; those of another version are written anew
 
 
+class DecidingStep(Protocol):
+    """A step (see step.py) as far as this module knows it."""
+
+    @property
+    def name(self) -> str:
+        """Return the name of the step."""
+        ...
+
+    def list_decisions(self) -> list[str]:
+        """Return the rules that `decide` applies."""
+        ...
+
+    def decide(self, whole: WholeDataset) -> dict[str, Any]:
+        """Drop rows that only the whole dataset shows; return counts."""
+        ...
+
+
+class ChangingStep(Protocol):
+    """A step that changes rows, as far as this module knows it."""
+
+    def identify(self) -> dict[str, Any]:
+        """Return what the result depends on."""
+        ...
+
+    def start_rewriting(self) -> Any:
+        """Return what changes rows."""
+        ...
+
+
 class WholeDataset:
     """The fate of each row, and the sidecars, one entry per row.
 
-    source: the dataset. directory: for the arrays and for files of the steps. workers: number of
+    source: the dataset. directory: for the arrays and for files of the steps. rules: of all steps
+    in their order. changing: the steps that change rows in the second pass. workers: number of
     processes that a step may use. progress: whether a step shows its progress. start_server: starts
     what these processes are forked from.
 
-    fates: uint8, see first_pass. values: float32, the measurement of a decision. leaders: int64, 1
+    fates: uint8, see unit_files. values: float32, the measurement of a decision. leaders: int64, 1
     + the number of the kept row that a row duplicates; a negative number −n stands for the n-th of
     the rows that the step itself knows (`describe_earlier`), and 0 for none. copies: uint16, how
     many times a kept row is written.
@@ -49,7 +74,8 @@ class WholeDataset:
         self,
         source: Source,
         directory: Path,
-        steps: Sequence[Step],
+        rules: Iterable[str],
+        changing: Sequence[ChangingStep],
         workers: int,
         progress: bool,
         start_server: Callable[[], BaseContext],
@@ -57,19 +83,14 @@ class WholeDataset:
         directory.mkdir(parents=True, exist_ok=True)
         self.source = source
         self.directory = directory
+        self.changing = changing
         self.workers = workers
         self.progress = progress
         self.start_server = start_server
-        self._steps = steps
-        self._rules = {rule: number for number, rule in enumerate(first_pass.list_rules(steps), 1)}
+        self._rules = {rule: number for number, rule in enumerate(rules, 1)}
         self._state = _read_state(directory / _STATE)
         if self._state.get("version") != _VERSION:
             self._state = {"version": _VERSION}
-
-    @property
-    def is_decided(self) -> bool:
-        """Return whether all steps have made their decisions."""
-        return all(step.name in self._state.get(_DECIDED, {}) for step in self._steps)
 
     @property
     def rows(self) -> int:
@@ -86,8 +107,8 @@ class WholeDataset:
         if not self._state.get(_COLLECTED):
             files: dict[str, Any] = {}
             for _, record in units:
-                if not first_pass.is_undamaged(record):
-                    raise describe_damage(record.path)
+                if not unit_files.is_undamaged(record):
+                    raise unit_files.describe_damage(record.path)
                 for name, array in record.read_arrays().items():
                     if name not in files:
                         files[name] = (self.directory / name).open("wb")
@@ -103,18 +124,18 @@ class WholeDataset:
         self.leaders = self.open(_LEADERS, np.int64)
         self.copies = self.open(_COPIES, np.uint16)
 
-    def decide(self) -> None:
+    def decide(self, steps: Iterable[DecidingStep]) -> None:
         """Let each step make its decision about the whole dataset, unless it has made it."""
-        for step in self._steps:
+        for step in steps:
             if step.name not in self._state.get(_DECIDED, {}):
                 self._undo(step)
                 counts = step.decide(self)
                 decided = self._state.get(_DECIDED, {}) | {step.name: counts}
                 self._note({_DECIDED: decided})
 
-    def counts_of(self, step: Step) -> Counts:
+    def counts_of(self, step: DecidingStep) -> dict[str, Any]:
         """Return the counts that `decide` of a step has returned."""
-        counts: Counts = self._state[_DECIDED][step.name]
+        counts: dict[str, Any] = self._state[_DECIDED][step.name]
         return counts
 
     def open(self, name: str, dtype: Any, width: int = 0) -> DiskArray:
@@ -125,10 +146,6 @@ class WholeDataset:
         """Return a sidecar that only some datasets have."""
         return self.open(name, dtype) if (self.directory / name).is_file() else None
 
-    def list_changing(self) -> list[Step]:
-        """Return the steps that change rows in the second pass."""
-        return [step for step in self._steps if step.start_rewriting()]
-
     def locate_row(self, number: int) -> dict[str, Any]:
         """Return the split of a row and its number there."""
         return places.locate_row(number, self.source.validation_rows)
@@ -137,11 +154,11 @@ class WholeDataset:
         """Return the number that stands for a rule in `fates`."""
         return self._rules[rule]
 
-    def recall(self, step: Step, name: str) -> Any:
+    def recall(self, step: DecidingStep, name: str) -> Any:
         """Return what the step has noted under a name, None if nothing."""
         return self._state.get(f"{step.name}: {name}")
 
-    def note(self, step: Step, name: str, value: Any) -> None:
+    def note(self, step: DecidingStep, name: str, value: Any) -> None:
         """Note that a part of a decision is finished, so that it is not repeated after a kill.
 
         value: for JSON.
@@ -153,7 +170,7 @@ class WholeDataset:
         for array in (self.fates, self.values, self.leaders, self.copies):
             array.release()
 
-    def _undo(self, step: Step) -> None:
+    def _undo(self, step: DecidingStep) -> None:
         """Keep the rows that a killed run had dropped by a decision of the step."""
         import numpy as np
 
@@ -171,15 +188,6 @@ class WholeDataset:
         os.sync()  # the files must be on disk before the record says that they are complete
         self._state |= facts
         manifest.write_json(self.directory / _STATE, hashing.seal_record(self._state))
-
-
-def describe_damage(path: Path) -> ArtifactError:
-    """Return the error about damaged files of a unit. path: the common beginning of their paths."""
-    return ArtifactError(
-        f"{path}.* is damaged or gone",
-        expected="the content that the first pass wrote",
-        hint="delete the directory, and run the same command again",
-    )
 
 
 def _read_state(path: Path) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lib.curate import first_pass, reader
-from lib.curate.first_pass import KEPT, UnitJudge, UnitTask
+from lib.curate import reader, step
+from lib.curate.first_pass import UnitJudge
 from lib.curate.rows import RowBatch
 from lib.curate.step import Counts, Step, StepResult, Verdict
+from lib.curate.unit_files import KEPT, UnitTask
 from tests.curate.curations import write_texts
 
 TEXTS = [
@@ -85,7 +86,7 @@ def test_every_batch_gives_the_same_record(
     (unit,) = source.units
     record = UnitJudge(steps)(UnitTask(unit, tmp_path))
     arrays = record.read_arrays()
-    assert [*first_pass.list_rules(steps)] == ["loud", "numbers"]
+    assert [*step.list_rules(steps)] == ["loud", "numbers"]
     assert arrays["fates"].tolist() == [KEPT, 2, 1, 2, 2, KEPT, KEPT, KEPT]
     letters = [6, 0, 9, 1, 1, 10, 11, 6]
     assert arrays["letters"].tolist() == letters

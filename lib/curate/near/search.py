@@ -38,7 +38,7 @@ from lib.curate.near.shingle_sets import SetsTask
 if TYPE_CHECKING:
     import numpy as np
 
-    from lib.curate.step import Step
+    from lib.curate.whole import ChangingStep
 
 COPY, NEAR = 1, 2  # values of OMITTED for duplicates; 3 stands for a row that is dropped already
 DROPPED = 3
@@ -60,7 +60,7 @@ class NearSettings:
     threshold: float
     candidates: int
     members: int
-    changing: Sequence[Step] = ()
+    changing: Sequence[ChangingStep] = ()
 
 
 class Search:

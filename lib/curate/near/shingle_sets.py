@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-    from lib.curate.step import Step
+    from lib.curate.whole import ChangingStep
 
 
 class SetsTask(NamedTuple):
@@ -40,7 +40,7 @@ class SetsWriter:
     datasets; the rows of this dataset are changed alike before they are compared.
     """
 
-    def __init__(self, words: int, changing: Sequence[Step]) -> None:
+    def __init__(self, words: int, changing: Sequence[ChangingStep]) -> None:
         self._words = words
         self._changing = [rewriting for step in changing if (rewriting := step.start_rewriting())]
 
@@ -79,7 +79,9 @@ class SetsWriter:
                 yield text
 
 
-def prepare_worker(words: int, changing: Sequence[Step]) -> Callable[[SetsTask], np.ndarray]:
+def prepare_worker(
+    words: int, changing: Sequence[ChangingStep]
+) -> Callable[[SetsTask], np.ndarray]:
     """Return the function that a worker calls with a task."""
     return SetsWriter(words, changing)
 

@@ -297,7 +297,7 @@ class Duplicates(Step):
                 expected=f"the same changes of rows in all of them: {ours or 'none'}",
                 found=f"{other[0].name}: {other[0].changes or 'none'}",
             )
-        changing = whole.list_changing() if are_changed else ()
+        changing = whole.changing if are_changed else ()
         return NearSettings(
             self.bands,
             chosen.near_words,
@@ -406,7 +406,7 @@ def _is_compared(row: Row) -> bool:
 
 def _identify_changes(whole: WholeDataset) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    for step in whole.list_changing():
+    for step in whole.changing:
         changes |= step.identify()
     return changes
 

@@ -11,9 +11,9 @@ from lib.core import declared, hashing, options, units
 from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
 from lib.curate.classify import model_file, predictor, top_scores
-from lib.curate.first_pass import KEPT
 from lib.curate.rows import RowBatch
 from lib.curate.step import Counts, Section, Step, StepResult, Verdict
+from lib.curate.unit_files import KEPT
 
 if TYPE_CHECKING:
     import numpy as np
