@@ -16,10 +16,11 @@ report.html shows what each rule does. This command needs no network.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from lib.core import stage
-from lib.curate.command import main
+from lib.curate import command
 
 if __name__ == "__main__":
     sys.argv[0] = "lib.curate"
-    stage.run_main(main)
+    stage.run_main(partial(command.run, __doc__))

@@ -22,10 +22,10 @@ from lib.curate import machines, pipeline, reader, report, sample, schema
 from lib.curate.machines import MachinePart
 from lib.curate.output import WORK, DatasetOutput
 from lib.curate.pipeline import FIRST_PASS, Curation
-from lib.curate.reader import Source, Unit
+from lib.curate.reader import SourceDataset, Unit
 from lib.curate.report import CurationFacts, RuleFacts
 from lib.curate.schema import RowSchema
-from lib.curate.step import Counts, Step, list_rules
+from lib.curate.step import Counts, CurationStep, list_rules
 from lib.curate.table import STEPS
 from lib.curate.unit_files import UnitRecord
 from lib.tokens.dataset import find_dataset
@@ -65,11 +65,9 @@ class CurateOptions(CommonOptions):
     num_workers: int = option(1)
 
 
-def make_parser() -> options.Parser:
+def make_parser(description: str | None) -> options.Parser:
     """Return the parser of the command line."""
-    from lib.curate import __main__ as entry
-
-    parser = options.Parser(entry.__doc__, "DATASET [options]")
+    parser = options.Parser(description, "DATASET [options]")
     parser.add_argument("dataset", help="dataset of stage 02 or of save_to_disk")
     declared.add_options(parser, CurateOptions)
     for step in STEPS:
@@ -78,12 +76,12 @@ def make_parser() -> options.Parser:
     return parser
 
 
-def make_steps(parsed: Any) -> list[Step]:
+def make_steps(parsed: Any) -> list[CurationStep]:
     """Return the steps that the options ask for. Raises one error for all that is wrong."""
     problems = Problems()
-    steps: list[Step] = []
+    steps: list[CurationStep] = []
 
-    def add(kind: type[Step]) -> None:
+    def add(kind: type[CurationStep]) -> None:
         chosen: Any = declared.drop_repeats(declared.read_options(kind.options, parsed))
         if step := kind.from_options(chosen):
             steps.append(step)
@@ -99,7 +97,9 @@ def make_steps(parsed: Any) -> list[Step]:
     return steps
 
 
-def require_options(opts: CurateOptions, source: Source, steps: Sequence[Step]) -> None:
+def require_options(
+    opts: CurateOptions, source: SourceDataset, steps: Sequence[CurationStep]
+) -> None:
     """Raise one UsageError for options that contradict each other or do not fit the dataset."""
     problems = Problems()
     if opts.merge and (opts.part or opts.sample_dropped):
@@ -116,10 +116,10 @@ def require_options(opts: CurateOptions, source: Source, steps: Sequence[Step]) 
     problems.raise_if_any()
 
 
-def main(argv: list[str]) -> None:
-    """Run the command."""
+def run(description: str | None, argv: list[str]) -> None:
+    """Run the command. description: for --help."""
     began = time.monotonic()
-    parsed = make_parser().parse(argv)
+    parsed = make_parser(description).parse(argv)
     opts = declared.read_options(CurateOptions, parsed)
     steps = make_steps(parsed)
     source = reader.open_source(find_dataset(opts.dataset))
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
     log.info(f"next: {commands.train('-e', 'first', '-d', opts.save_dir)}")
 
 
-def make_identity(source: Source, steps: Sequence[Step]) -> dict[str, Any]:
+def make_identity(source: SourceDataset, steps: Sequence[CurationStep]) -> dict[str, Any]:
     """Return what determines the content of the result: the input and the steps."""
     chosen: dict[str, Any] = {}
     versions: dict[str, Any] = {}

@@ -12,7 +12,7 @@ from lib.core import hashing, manifest
 from lib.corpus.arrow_arrays import make_column
 from lib.curate.rows import RowBatch
 from lib.curate.schema import add_columns
-from lib.curate.step import RunningStep, Step, list_rules
+from lib.curate.step import CurationStep, RunningStep, list_rules
 from lib.curate.unit_files import (
     ARRAYS,
     COLUMNS,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class UnitJudge:
     """Shows units to the steps; each worker process has one."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[CurationStep]) -> None:
         self._steps = steps
         self._rules = {rule: number for number, rule in enumerate(list_rules(steps), 1)}
 
@@ -48,7 +48,9 @@ class UnitJudge:
 class _UnitFiles:
     """Collects the verdicts about the rows of a unit, and writes its files."""
 
-    def __init__(self, steps: Sequence[Step], rules: Mapping[str, int], task: UnitTask) -> None:
+    def __init__(
+        self, steps: Sequence[CurationStep], rules: Mapping[str, int], task: UnitTask
+    ) -> None:
         self._path = locate_record(task).with_suffix("")
         self._unit = task.unit
         self._rules = rules

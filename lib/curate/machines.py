@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from lib.core import commands, log, manifest, partial_dirs, publish, units
 from lib.core.errors import ArtifactError
 from lib.core.paths import MANIFEST
-from lib.curate.reader import Source, Unit
+from lib.curate.reader import SourceDataset, Unit
 
 KIND = "curation-part/1"
 _NAME = re.compile(r"(\d+)-of-(\d+)")
@@ -32,7 +32,7 @@ class MachinePart(NamedTuple):
         """Return the name of the part's directory."""
         return f"{self.number}-of-{self.total}"
 
-    def select(self, source: Source) -> list[Unit]:
+    def select(self, source: SourceDataset) -> list[Unit]:
         """Return the units of this part; every part has units of all kinds of rows."""
         return source.units[self.number - 1 :: self.total]
 

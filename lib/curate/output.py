@@ -19,7 +19,7 @@ from lib.corpus.shards import Flusher, ShardWriter
 from lib.curate.row_tally import RowTally
 from lib.curate.schema import RowSchema
 from lib.curate.second_pass import WrittenUnit
-from lib.curate.step import Counts, Step
+from lib.curate.step import Counts, CurationStep
 
 DROPPED = "dropped.jsonl"
 WORK = "unfinished"
@@ -42,7 +42,11 @@ class DatasetOutput:
     """
 
     def __init__(
-        self, directory: Path, splits: Sequence[str], schema: RowSchema, steps: Sequence[Step]
+        self,
+        directory: Path,
+        splits: Sequence[str],
+        schema: RowSchema,
+        steps: Sequence[CurationStep],
     ) -> None:
         before = _restore_progress(directory)
         self.units: int = before.get("units", 0)

@@ -19,10 +19,10 @@ from lib.core.workers import Pool, Prepare
 from lib.curate import unit_files
 from lib.curate.first_pass import UnitJudge
 from lib.curate.output import WORK, DatasetOutput
-from lib.curate.reader import Source, Unit
+from lib.curate.reader import SourceDataset, Unit
 from lib.curate.schema import RowSchema
 from lib.curate.second_pass import UnitWriter, WriteTask, WrittenUnit
-from lib.curate.step import Counts, Step, list_rules
+from lib.curate.step import Counts, CurationStep, list_rules
 from lib.curate.unit_files import UnitRecord, UnitTask
 from lib.curate.whole import WholeDataset
 
@@ -36,8 +36,8 @@ _WRITTEN = f"{WORK}/written"
 class Curation:
     """Applies steps to a dataset. workers: number of processes. progress: whether it is shown."""
 
-    source: Source
-    steps: Sequence[Step]
+    source: SourceDataset
+    steps: Sequence[CurationStep]
     workers: int
     progress: bool
 
@@ -129,16 +129,18 @@ class Curation:
         return Pool(count, name, prepare, *given, context=start_server())
 
 
-def _prepare_judge(steps: Sequence[Step]) -> Callable[[UnitTask], UnitRecord]:
+def _prepare_judge(steps: Sequence[CurationStep]) -> Callable[[UnitTask], UnitRecord]:
     return UnitJudge(steps)
 
 
-def _prepare_writer(steps: Sequence[Step], schema: RowSchema) -> Callable[[WriteTask], WrittenUnit]:
+def _prepare_writer(
+    steps: Sequence[CurationStep], schema: RowSchema
+) -> Callable[[WriteTask], WrittenUnit]:
     return UnitWriter(steps, schema)
 
 
 def read_records(
-    source: Source, find_directory: Callable[[Unit], Path]
+    source: SourceDataset, find_directory: Callable[[Unit], Path]
 ) -> list[tuple[Unit, UnitRecord]]:
     """Return each unit with its record. Raises ArtifactError if a record is missing or damaged.
 
@@ -155,7 +157,7 @@ def read_records(
 
 def _list_tasks(
     whole: WholeDataset,
-    steps: Sequence[Step],
+    steps: Sequence[CurationStep],
     records: Sequence[tuple[Unit, UnitRecord]],
     out: Path,
 ) -> Iterator[WriteTask]:

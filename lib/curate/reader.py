@@ -77,7 +77,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceDataset:
     """A dataset to curate, divided into units."""
 
     dataset: Dataset
@@ -111,7 +111,7 @@ class Source:
         return [name for name in _SPLITS if name in self.dataset.splits]
 
 
-def open_source(path: Path) -> Source:
+def open_source(path: Path) -> SourceDataset:
     """Open a dataset and divide it into units. Raises the errors of `open_dataset`."""
     dataset = open_dataset(path)
     units: list[Unit] = []
@@ -136,7 +136,7 @@ def open_source(path: Path) -> Source:
                 )
                 first += rows
                 start += rows
-    return Source(dataset, units)
+    return SourceDataset(dataset, units)
 
 
 def _cut_shard(shard: Path) -> Iterator[tuple[int, int, int, int]]:

@@ -15,7 +15,7 @@ from lib.curate.pipeline import Curation
 from lib.curate.reader import UNIT_BYTES, Unit
 from lib.curate.row_tally import READ_CHARACTERS, DroppedSample, RowTally
 from lib.curate.row_texts import list_sources, read_beginning
-from lib.curate.step import Step, list_rules
+from lib.curate.step import CurationStep, list_rules
 from lib.curate.unit_files import UnitRecord
 
 SAMPLE_BYTES = 64_000_000
@@ -78,7 +78,7 @@ def choose_units(all_units: Sequence[Unit]) -> list[Unit]:
 
 
 def _collect(
-    judged: Iterator[tuple[Unit, UnitRecord]], steps: Sequence[Step], most: int
+    judged: Iterator[tuple[Unit, UnitRecord]], steps: Sequence[CurationStep], most: int
 ) -> _Sample:
     """Return what the rules dropped in some units, with at most `most` examples of each rule."""
     rules = ["", *list_rules(steps)]

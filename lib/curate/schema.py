@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from lib.core.conversation import TEMPLATE_KWARGS
 from lib.corpus import chat_rows, parts
-from lib.curate.reader import Source
-from lib.curate.step import Step
+from lib.curate.reader import SourceDataset
+from lib.curate.step import CurationStep
 from lib.tokens import columns
 from lib.tokens.columns import CHAT
 
@@ -66,7 +66,7 @@ def add_columns(schema: pa.Schema, columns: Mapping[str, str]) -> pa.Schema:
     return schema
 
 
-def make_schema(source: Source, steps: Sequence[Step]) -> RowSchema:
+def make_schema(source: SourceDataset, steps: Sequence[CurationStep]) -> RowSchema:
     """Return the columns of a curated dataset."""
     import pyarrow as pa
 

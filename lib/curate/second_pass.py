@@ -19,7 +19,7 @@ from lib.curate.reader import Unit
 from lib.curate.row_tally import READ_CHARACTERS, RowTally
 from lib.curate.row_texts import list_sources, list_text_bytes, read_beginning
 from lib.curate.schema import RowSchema
-from lib.curate.step import Counts, Rewriting, Step, list_rules
+from lib.curate.step import Counts, CurationStep, Rewriting, list_rules
 from lib.curate.unit_files import KEPT, UnitRecord
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class WrittenUnit:
 class UnitWriter:
     """Writes units; each worker process has one."""
 
-    def __init__(self, steps: Sequence[Step], schema: RowSchema) -> None:
+    def __init__(self, steps: Sequence[CurationStep], schema: RowSchema) -> None:
         self._steps = {step.name: step for step in steps}
         self._schema = schema
         self._rules = ["", *list_rules(steps)]

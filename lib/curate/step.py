@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-    from lib.curate.reader import Source
+    from lib.curate.reader import SourceDataset
     from lib.curate.whole import WholeDataset
 
 Counts = dict[str, Any]  # values for JSON
 _NOTHING: Mapping[str, Any] = {}
 
 
-class Verdict(NamedTuple):
+class RuleVerdict(NamedTuple):
     """Contains which rows of a batch a rule drops (bool [rows]), and why.
 
     rule: its name in dropped.jsonl and in the report. values: the measurement of each row, or
@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
     [rows, …] that `decide` reads.
     """
 
-    verdicts: Sequence[Verdict] = ()
+    verdicts: Sequence[RuleVerdict] = ()
     columns: Mapping[str, Sequence[Any]] = _NOTHING
     sidecars: Mapping[str, np.ndarray] = _NOTHING
 
@@ -89,7 +89,7 @@ class Section(NamedTuple):
     problems: Sequence[str] = ()
 
 
-class Step:
+class CurationStep:
     """A filter, a label, a choice among all rows, or a mask.
 
     A step is made from the options that its class declares, and pickled for the worker processes.
@@ -101,7 +101,7 @@ class Step:
     options: ClassVar[type]
 
     @classmethod
-    def from_options(cls, chosen: Any) -> Step | None:
+    def from_options(cls, chosen: Any) -> CurationStep | None:
         """Return the step, None if the options leave it out.
 
         chosen: an object of the class `options`. Raises UsageError or ArtifactError if options
@@ -109,7 +109,7 @@ class Step:
         """
         raise NotImplementedError
 
-    def require_source(self, source: Source) -> None:
+    def require_source(self, source: SourceDataset) -> None:
         """Raise UsageError if the step cannot work on this dataset."""
 
     def identify(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class Step:
         """Return the columns that the step adds: for each the kind `string`, `int` or `float`."""
         return {}
 
-    def prepare(self, source: Source, work: Path, progress: bool) -> None:
+    def prepare(self, source: SourceDataset, work: Path, progress: bool) -> None:
         """Prepare the step before the first row is read, again after a kill, and for --merge.
 
         The result depends on all rows of `source`, also if this process reads only a part of them.
@@ -195,6 +195,6 @@ class Step:
         return {}
 
 
-def list_rules(steps: Sequence[Step]) -> dict[str, str]:
+def list_rules(steps: Sequence[CurationStep]) -> dict[str, str]:
     """Return the rules of all steps in their order: for each the option, as typed."""
     return {rule: option for step in steps for rule, option in step.list_rules().items()}

@@ -5,7 +5,7 @@ To add a filter, write a Step and name it here.
 
 from __future__ import annotations
 
-from lib.curate.step import Step
+from lib.curate.step import CurationStep
 from lib.curate.steps.decontaminate import Decontamination
 from lib.curate.steps.duplicates import Duplicates
 from lib.curate.steps.language import LanguageLabels
@@ -14,7 +14,7 @@ from lib.curate.steps.own_filter import OwnFilters
 from lib.curate.steps.quality import QualityRules
 from lib.curate.steps.quality_model import QualityScores
 
-STEPS: tuple[type[Step], ...] = (
+STEPS: tuple[type[CurationStep], ...] = (
     OwnFilters,
     LanguageLabels,
     QualityRules,

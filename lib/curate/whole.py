@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from lib.core import hashing, manifest, records
 from lib.curate import places, unit_files
 from lib.curate.disk_array import DiskArray
-from lib.curate.reader import Source, Unit
+from lib.curate.reader import SourceDataset, Unit
 from lib.curate.unit_files import FATES, UnitRecord
 
 _STATE = "state.json"
@@ -72,7 +72,7 @@ class WholeDataset:
 
     def __init__(
         self,
-        source: Source,
+        source: SourceDataset,
         directory: Path,
         rules: Iterable[str],
         changing: Sequence[ChangingStep],

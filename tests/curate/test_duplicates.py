@@ -1,4 +1,5 @@
-# covers: lib/curate/steps/duplicates.py, lib/curate/near/search.py, lib/curate/near/documents.py
+# covers: lib/curate/steps/duplicates.py, lib/curate/near/search.py
+# covers: lib/curate/near/compared_rows.py
 # covers: lib/curate/near/signatures.py, lib/curate/near/shingle_sets.py, lib/curate/near/checks.py
 # covers: lib/curate/near/report.py, lib/curate/places.py, lib/curate/machines.py
 """Duplicates are those of a walk over all pairs, on several machines, after kills, and again."""

@@ -15,9 +15,9 @@ import pytest
 from lib.core.errors import UsageError
 from lib.curate import reader
 from lib.curate.quality import thresholds
-from lib.curate.reader import Source
+from lib.curate.reader import SourceDataset
 from lib.curate.rows import Row, RowBatch
-from lib.curate.step import Verdict
+from lib.curate.step import RuleVerdict
 from lib.curate.steps import duplicates
 from lib.curate.steps.duplicates import DuplicateOptions, Duplicates
 from lib.curate.steps.quality import QualityOptions, QualityRules
@@ -40,12 +40,12 @@ def make_batch(*rows: tuple[str, str], **columns: Sequence[str]) -> RowBatch:
     )
 
 
-def judge(rules: QualityRules, batch: RowBatch) -> dict[str, Verdict]:
+def judge(rules: QualityRules, batch: RowBatch) -> dict[str, RuleVerdict]:
     return {verdict.rule: verdict for verdict in rules.start().run(batch).verdicts}
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Source:
+def source(tmp_path: Path) -> SourceDataset:
     """Return a dataset without further columns."""
     return reader.open_source(write_texts(tmp_path / "plain", ["a"]))
 

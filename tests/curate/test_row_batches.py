@@ -12,7 +12,7 @@ import pytest
 from lib.curate import reader, step
 from lib.curate.first_pass import UnitJudge
 from lib.curate.rows import RowBatch
-from lib.curate.step import Counts, Step, StepResult, Verdict
+from lib.curate.step import Counts, CurationStep, RuleVerdict, StepResult
 from lib.curate.unit_files import KEPT, UnitTask
 from tests.curate.curations import write_texts
 
@@ -32,7 +32,7 @@ def count_letters(batch: RowBatch) -> list[int]:
     return [sum(map(str.isalpha, text)) for text in batch.texts]
 
 
-class Loud(Step):
+class Loud(CurationStep):
     """Adds a column, and drops rows with many capital letters."""
 
     name = "loud"
@@ -50,7 +50,7 @@ class Loud(Step):
         shares = [sum(map(str.isupper, text)) / len(text) for text in batch.texts]
         letters = batch.memo("letters", count_letters)
         dropped = np.array(shares) > 0.5
-        return StepResult([Verdict("loud", dropped, shares)], {"letters": letters})
+        return StepResult([RuleVerdict("loud", dropped, shares)], {"letters": letters})
 
     def count(self) -> Counts:
         return {"seen": True}
@@ -73,7 +73,7 @@ class Numbers(Loud):
     def run(self, batch: RowBatch) -> StepResult:
         letters = np.array(batch.columns["letters"])
         dropped = letters < np.array(batch.columns["least"])
-        return StepResult([Verdict("numbers", dropped)], sidecars={"letters": letters})
+        return StepResult([RuleVerdict("numbers", dropped)], sidecars={"letters": letters})
 
 
 @pytest.mark.parametrize("characters", [1 << 19, 12, 1])

@@ -12,7 +12,7 @@ from lib.core.errors import UsageError
 from lib.core.progress import Progress
 from lib.curate.decontaminate import frequency, index, questions
 from lib.curate.decontaminate.index import SHORTEST, Index
-from lib.curate.reader import Source
+from lib.curate.reader import SourceDataset
 
 _NAMED = 10
 
@@ -45,7 +45,7 @@ def load_index(directories: tuple[Path, ...]) -> Index:
 
 
 def prepare_index(
-    directories: tuple[Path, ...], least: float, source: Source, path: Path, progress: bool
+    directories: tuple[Path, ...], least: float, source: SourceDataset, path: Path, progress: bool
 ) -> None:
     """Write the index that rows are compared with into the directory `path`.
 

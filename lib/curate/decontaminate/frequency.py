@@ -22,7 +22,7 @@ from lib.core.progress import Progress
 from lib.core.units import ceil_div
 from lib.curate.decontaminate import matching
 from lib.curate.decontaminate.index import Frequent, Index
-from lib.curate.reader import Source, Unit
+from lib.curate.reader import SourceDataset, Unit
 from lib.curate.rows import RowBatch
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ MOST_UNITS = 64
 MOST_CHARACTERS = 1 << 26  # characters of the sample, for all units together
 
 
-class Sample(NamedTuple):
+class CorpusSample(NamedTuple):
     """Contains which n-grams of an index are frequent, and which questions occur in the sample.
 
     is_frequent: bool [n-grams]. together: int64 [questions], number of sampled rows that contain
@@ -49,7 +49,9 @@ class Sample(NamedTuple):
     frequent: Frequent
 
 
-def sample_rows(source: Source, test_index: Index, least: float, progress: bool) -> Sample:
+def sample_rows(
+    source: SourceDataset, test_index: Index, least: float, progress: bool
+) -> CorpusSample:
     """Return which n-grams of an index are frequent in a dataset.
 
     least: the share of the n-grams of a question with which a row contains the question.
@@ -108,7 +110,7 @@ class _Counter:
         np.add.at(self._outside, matches.members[~is_in_copy], 1)
         np.add.at(self._together, overlaps.questions[overlaps.shares >= self._least], 1)
 
-    def finish(self) -> Sample:
+    def finish(self) -> CorpusSample:
         """Return which n-grams are frequent."""
         rows = len(self._seen)
         least = max(FEWEST_ROWS, int(FREQUENT * rows))
@@ -117,4 +119,4 @@ class _Counter:
         ignored = self._index.hashes[is_frequent]
         digest = hashing.fingerprint(ignored.tolist())
         frequent = Frequent(rows, least, most, len(ignored), digest)
-        return Sample(is_frequent, self._together, frequent)
+        return CorpusSample(is_frequent, self._together, frequent)

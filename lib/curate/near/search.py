@@ -22,13 +22,13 @@ from lib.core import log, units, workers
 from lib.core.progress import Progress
 from lib.curate.disk_array import DiskArray
 from lib.curate.near import key_groups, shingle_sets
-from lib.curate.near.documents import (
+from lib.curate.near.compared_rows import (
     DIGESTS,
     LEADERS,
     OMITTED,
     SIMILARITIES,
     SIZES,
-    Documents,
+    ComparedRows,
 )
 from lib.curate.near.leaders import Limits, SetStore, Walk
 from lib.curate.near.minhash import Bands
@@ -73,7 +73,7 @@ class Search:
 
     def __init__(
         self,
-        documents: Documents,
+        documents: ComparedRows,
         count: int,
         context: Callable[[], BaseContext],
         recall: Callable[[str], Any],

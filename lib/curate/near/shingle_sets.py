@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.curate import shingles
-from lib.curate.near.documents import DocumentRange
+from lib.curate.near.compared_rows import DocumentRange
 from lib.tokens import columns
 
 if TYPE_CHECKING:

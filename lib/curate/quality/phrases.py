@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _PREFIX_BITS = 12  # a table of all prefixes fits the fastest cache
 
 
-class Matches(NamedTuple):
+class PhraseMatches(NamedTuple):
     """Contains the matches of a list, each as the number of its first word and of its phrase."""
 
     words: np.ndarray
@@ -41,7 +41,7 @@ class PhraseList:
             table[int(hashes[0]) >> (64 - _PREFIX_BITS)] = True
         return table
 
-    def find(self, words: Words) -> Matches:
+    def find(self, words: Words) -> PhraseMatches:
         """Return where the phrases are, in the order of the phrases and then of the words."""
         import numpy as np
 
@@ -62,7 +62,7 @@ class PhraseList:
             np.arange(len(matches_by_phrase)),
             [len(phrase_matches) for phrase_matches in matches_by_phrase],
         )
-        return Matches(np.concatenate([np.empty(0, np.int64), *matches_by_phrase]), numbers)
+        return PhraseMatches(np.concatenate([np.empty(0, np.int64), *matches_by_phrase]), numbers)
 
     def count_distinct(self, words: Words) -> np.ndarray:
         """Return how many different phrases each text contains."""

@@ -14,10 +14,10 @@ from lib.curate.decontaminate import build, hits, index, matching, questions
 from lib.curate.decontaminate.matching import Comparison
 from lib.curate.decontaminate.report import TestSetReport
 from lib.curate.rows import RowBatch
-from lib.curate.step import Counts, Section, Step, StepResult, Verdict
+from lib.curate.step import Counts, CurationStep, RuleVerdict, Section, StepResult
 
 if TYPE_CHECKING:
-    from lib.curate.reader import Source
+    from lib.curate.reader import SourceDataset
     from lib.curate.whole import WholeDataset
 
 RULE = "test set"
@@ -51,7 +51,7 @@ class DecontaminateOptions:
 
 
 @dataclass
-class Decontamination(Step):
+class Decontamination(CurationStep):
     """Compares rows with the questions of test sets.
 
     share: a row with this share of a question's n-grams contains the question. index_path: the
@@ -100,7 +100,7 @@ class Decontamination(Step):
         names = " ".join(f"--decontaminate {path.name}" for path in self.directories)
         return {} if self.report_only else {RULE: names}
 
-    def prepare(self, source: Source, work: Path, progress: bool) -> None:
+    def prepare(self, source: SourceDataset, work: Path, progress: bool) -> None:
         """Build the index of the test sets, without n-grams that are frequent in the dataset."""
         self.index_path = work / "index"
         build.prepare_index(self.directories, self.share, source, self.index_path, progress)
@@ -141,7 +141,9 @@ class RunningDecontamination:
     def run(self, batch: RowBatch) -> StepResult:
         """Return which rows contain a question, with the best hit of each."""
         is_hit, values = self._comparison.compare(batch)
-        return StepResult() if self._report_only else StepResult([Verdict(RULE, is_hit, values)])
+        return (
+            StepResult() if self._report_only else StepResult([RuleVerdict(RULE, is_hit, values)])
+        )
 
     def count(self) -> Counts:
         """Return the hits."""

@@ -14,20 +14,20 @@ from lib.core.errors import Problems, UsageError
 from lib.curate import shingles
 from lib.curate.disk_array import DiskArray
 from lib.curate.near import checks, minhash, report, search
-from lib.curate.near.documents import (
+from lib.curate.near.compared_rows import (
     DIGESTS,
     LEADERS,
     OMITTED,
     SIMILARITIES,
     SIZES,
-    Documents,
+    ComparedRows,
     hash_source,
 )
 from lib.curate.near.minhash import Bands
 from lib.curate.near.search import COPY, NEAR, WALK, NearSettings, Search
 from lib.curate.near.signatures import EarlierDataset, SignatureFiles, describe_parameters
 from lib.curate.rows import Row, RowBatch
-from lib.curate.step import Counts, Section, Step, StepResult
+from lib.curate.step import Counts, CurationStep, Section, StepResult
 from lib.curate.words import WORDS, find_words
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class DuplicateOptions:
 
 
 @dataclass(frozen=True)
-class Duplicates(Step):
+class Duplicates(CurationStep):
     """Drops rows that duplicate earlier rows. chosen: the options."""
 
     chosen: DuplicateOptions
@@ -191,7 +191,7 @@ class Duplicates(Step):
         import numpy as np
 
         earlier = self._open_earlier()
-        documents = Documents(whole.directory / self.name, whole.source, earlier)
+        documents = ComparedRows(whole.directory / self.name, whole.source, earlier)
         finder = Search(
             documents,
             whole.workers,
@@ -272,7 +272,9 @@ class Duplicates(Step):
         """Return the names of the sidecars with the keys of the bands."""
         return [f"keys.{band}" for band in range(self.bands.number)] if self.is_near else []
 
-    def _locate(self, whole: WholeDataset, documents: Documents, document: int) -> dict[str, Any]:
+    def _locate(
+        self, whole: WholeDataset, documents: ComparedRows, document: int
+    ) -> dict[str, Any]:
         """Return the place of a document."""
         row = document - documents.first_new
         return whole.locate_row(row) if row >= 0 else self.describe_earlier(document + 1)
@@ -307,7 +309,7 @@ class Duplicates(Step):
             changing,
         )
 
-    def _lay_out(self, whole: WholeDataset, documents: Documents) -> None:
+    def _lay_out(self, whole: WholeDataset, documents: ComparedRows) -> None:
         """Write the arrays that the search reads."""
         import numpy as np
 
@@ -327,7 +329,7 @@ class Duplicates(Step):
             missing = documents.join_keys(self.bands.number, open_keys, mixer)
             whole.note(self, _NOT_COMPARED, missing)
 
-    def _write_decisions(self, whole: WholeDataset, documents: Documents) -> None:
+    def _write_decisions(self, whole: WholeDataset, documents: ComparedRows) -> None:
         """Drop the duplicates, and write how many rows each kept one stands for."""
         import numpy as np
 

@@ -11,7 +11,7 @@ from lib.core.declared import option
 from lib.curate.classify import language, predictor
 from lib.curate.classify.language import ALL, UNDETERMINED
 from lib.curate.rows import RowBatch
-from lib.curate.step import Counts, Step, StepResult, Verdict
+from lib.curate.step import Counts, CurationStep, RuleVerdict, StepResult
 
 COLUMN = "language"
 RULE = "language"  # in dropped.jsonl
@@ -46,7 +46,7 @@ class LanguageOptions:
 
 
 @dataclass(frozen=True)
-class LanguageLabels(Step):
+class LanguageLabels(CurationStep):
     """Adds the column `language`, and drops rows in other languages."""
 
     chosen: LanguageOptions
@@ -116,7 +116,7 @@ class RunningLabels:
         verdicts = []
         if self._kept:
             dropped = np.array([label not in self._kept for label in labels], bool)
-            verdicts.append(Verdict(RULE, dropped, labels))
+            verdicts.append(RuleVerdict(RULE, dropped, labels))
         return StepResult(verdicts, {COLUMN: labels})
 
     def count(self) -> Counts:

@@ -15,12 +15,12 @@ from lib.curate.masks import choices, matches, phones, row_masker
 from lib.curate.masks.choices import HASH, KINDS, PHONE
 from lib.curate.masks.masker import Masker
 from lib.curate.reader import list_sources
-from lib.curate.step import Counts, Section, Step
+from lib.curate.step import Counts, CurationStep, Section
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from lib.curate.reader import Source
+    from lib.curate.reader import SourceDataset
 
 _VERSION = 2  # of the patterns
 _FEWEST_KEY_BYTES = 16
@@ -66,7 +66,7 @@ class MaskOptions:
 
 
 @dataclass
-class Masks(Step):
+class Masks(CurationStep):
     """Replaces personal data in the second pass. scratch: directory for large texts."""
 
     chosen: MaskOptions
@@ -114,7 +114,7 @@ class Masks(Step):
         national = f", also in the national format of {countries}" if countries else ""
         return {"masks": f"{', '.join(self.kinds)}{national}; replaced by {replacement}"}
 
-    def prepare(self, source: Source, work: Path, progress: bool) -> None:
+    def prepare(self, source: SourceDataset, work: Path, progress: bool) -> None:
         """Remember the directory for large texts."""
         self.scratch = work
 

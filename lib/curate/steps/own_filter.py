@@ -16,7 +16,7 @@ from lib.core import hashing
 from lib.core.declared import option
 from lib.core.errors import UsageError
 from lib.curate.rows import RowBatch
-from lib.curate.step import Counts, Step, StepResult, Verdict
+from lib.curate.step import Counts, CurationStep, RuleVerdict, StepResult
 
 if TYPE_CHECKING:
     pass
@@ -41,7 +41,7 @@ class OwnFilterOptions:
 
 
 @dataclass(frozen=True)
-class OwnFilters(Step):
+class OwnFilters(CurationStep):
     """Drops rows by functions of the user's. names: the rules, by file."""
 
     names: dict[Path, str]
@@ -90,7 +90,7 @@ class RunningFilters:
         verdicts = []
         for name, find_reason in self._filters:
             reasons = [_call_filter(name, find_reason, text) for text in batch.texts]
-            verdicts.append(Verdict(name, np.array([*map(bool, reasons)], bool), reasons))
+            verdicts.append(RuleVerdict(name, np.array([*map(bool, reasons)], bool), reasons))
         return StepResult(verdicts)
 
     def count(self) -> Counts:

@@ -19,13 +19,13 @@ from lib.curate.quality import rules, thresholds, word_lists
 from lib.curate.quality.judge import Judge, is_dropped
 from lib.curate.quality.layout import Layout, find_layouts
 from lib.curate.rows import RowBatch
-from lib.curate.step import Counts, Step, StepResult, Verdict
+from lib.curate.step import Counts, CurationStep, RuleVerdict, StepResult
 from lib.curate.words import WORDS, WordGroup
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from lib.curate.reader import Source
+    from lib.curate.reader import SourceDataset
 
 MOST_CHARACTERS = 16_000_000  # the rules measure only so many characters of a text
 _LANGUAGE = "language"  # a column of the input, or of an earlier step
@@ -80,7 +80,7 @@ class QualityOptions:
 
 
 @dataclass(frozen=True)
-class QualityRules(Step):
+class QualityRules(CurationStep):
     """Drops rows by published rules, such as Gopher's."""
 
     chosen: QualityOptions
@@ -102,7 +102,7 @@ class QualityRules(Step):
         """Return the thresholds in force, None for one that is off."""
         return thresholds.find_limits(self.chosen.quality, self.chosen.quality_set)
 
-    def require_source(self, source: Source) -> None:
+    def require_source(self, source: SourceDataset) -> None:
         """Raise UsageError if a rule lacks a list of words, or if an exempt source is unknown."""
         problems = Problems()
         languages = self.chosen.language
@@ -165,7 +165,7 @@ class RunningRules:
             assert limit is not None
             dropped = is_dropped(name, limit, values)
             figures = list(map(_simplify_count, values.tolist())) if dropped.any() else ()
-            verdicts.append(Verdict(name, dropped, figures))
+            verdicts.append(RuleVerdict(name, dropped, figures))
         return StepResult(verdicts)
 
     def count(self) -> Counts:
@@ -204,7 +204,7 @@ def _simplify_count(value: float) -> float | int:
     return int(value) if value.is_integer() else value
 
 
-def require_sources(names: Sequence[str], source: Source) -> None:
+def require_sources(names: Sequence[str], source: SourceDataset) -> None:
     """Raise UsageError if no row is from a source that --quality-except names."""
     if not source.has_column("source"):
         raise UsageError(

@@ -12,7 +12,7 @@ from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
 from lib.curate.classify import model_file, predictor, top_scores
 from lib.curate.rows import RowBatch
-from lib.curate.step import Counts, Section, Step, StepResult, Verdict
+from lib.curate.step import Counts, CurationStep, RuleVerdict, Section, StepResult
 from lib.curate.unit_files import KEPT
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class QualityScores(Step):
+class QualityScores(CurationStep):
     """Adds the column `quality`, and drops the rows with the lowest scores.
 
     label: of good texts. least: the lowest score of a kept row, None to drop none. share: fraction
@@ -204,7 +204,7 @@ class RunningScores:
         values = score_texts(step.model, step.label, batch.texts)
         verdicts = []
         if step.least is not None:
-            verdicts.append(Verdict(RULE, np.array(values, np.float64) < step.least, values))
+            verdicts.append(RuleVerdict(RULE, np.array(values, np.float64) < step.least, values))
         sidecars = {_SCORES: np.array(values, np.float32)} if step.share is not None else {}
         return StepResult(verdicts, {COLUMN: values}, sidecars)
 

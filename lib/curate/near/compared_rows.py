@@ -23,7 +23,7 @@ from lib.tokens import columns
 if TYPE_CHECKING:
     import numpy as np
 
-    from lib.curate.reader import Source
+    from lib.curate.reader import SourceDataset
 
 DIGESTS = "digests"  # uint64 [documents, 2]
 LEADERS = "leaders"  # int64: 1 + the kept document that a document duplicates, 0: it is kept
@@ -56,13 +56,15 @@ class DocumentRange:
         return own if self.rows is None else self.rows[own]
 
 
-class Documents:
+class ComparedRows:
     """The documents of a search.
 
     directory: with the arrays. earlier: datasets whose rows come first.
     """
 
-    def __init__(self, directory: Path, source: Source, earlier: Sequence[EarlierDataset]) -> None:
+    def __init__(
+        self, directory: Path, source: SourceDataset, earlier: Sequence[EarlierDataset]
+    ) -> None:
         self.directory = directory
         self.earlier = earlier
         self._source = source
