@@ -16,11 +16,16 @@ report.html shows what each rule does. This command needs no network.
 from __future__ import annotations
 
 import sys
-from functools import partial
 
 from lib.core import stage
 from lib.curate import command
 
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    command.run_command(__doc__, argv)
+
+
 if __name__ == "__main__":
     sys.argv[0] = "lib.curate"
-    stage.run_main(partial(command.run, __doc__))
+    stage.run_main(main)

@@ -105,8 +105,9 @@ def require_options(
     if opts.merge and (opts.part or opts.sample_dropped):
         other = "--part" if opts.part else "--sample-dropped"
         problems.add(f"--merge and {other} exclude each other", expected="--merge alone")
-    ours, theirs = opts.save_dir.resolve(), source.dataset.path.resolve()
-    if ours.is_relative_to(theirs) or theirs.is_relative_to(ours):
+    save_dir = opts.save_dir.resolve()
+    folder = source.dataset.path.resolve()
+    if save_dir.is_relative_to(folder) or folder.is_relative_to(save_dir):
         problems.add(
             f"--save-dir {opts.save_dir} and the input {source.dataset.path} contain each other",
             expected="a directory beside the input",
@@ -116,7 +117,7 @@ def require_options(
     problems.raise_if_any()
 
 
-def run(description: str | None, argv: list[str]) -> None:
+def run_command(description: str | None, argv: list[str]) -> None:
     """Run the command. description: for --help."""
     began = time.monotonic()
     parsed = make_parser(description).parse(argv)
@@ -250,18 +251,18 @@ def write_dataset(
     find_directory: returns where the files of a unit of the first pass are.
     """
     records = pipeline.read_records(curation.source, find_directory)
-    whole = curation.decide(directory, records)
+    dataset = curation.decide(directory, records)
     with DatasetOutput(directory, curation.source.splits, row_schema, curation.steps) as output:
-        curation.write(output, whole, row_schema, directory, records)
+        curation.write(output, dataset, row_schema, directory, records)
         curation.source.dataset.require_same()
         files = output.finish()
         summary = output.summarize_splits() | {"dropped": dict(output.dropped)}
-    counts = curation.add_up(whole, output, records)
+    counts = curation.add_up(dataset, output, records)
     facts = collect_facts(curation, output, summary, counts, records, identity)
     lines = report.format_lines(facts, save_dir)
     paths = [report.write_page(directory, facts)]
     for step in curation.steps:
-        paths += step.write_files(directory, whole, counts[step.name])
+        paths += step.write_files(directory, dataset, counts[step.name])
         lines |= step.format_lines(counts[step.name])
     files += [manifest.file_entry(directory, path) for path in paths]
     log.table(lines)

@@ -68,7 +68,7 @@ class Curation:
 
         directory: of the dataset to build. records: of all units in order.
         """
-        whole = WholeDataset(
+        dataset = WholeDataset(
             self.source,
             directory / _DECISIONS,
             list_rules(self.steps),
@@ -77,14 +77,14 @@ class Curation:
             self.progress,
             start_server,
         )
-        whole.collect(records)
-        whole.decide(self.steps)
-        return whole
+        dataset.collect(records)
+        dataset.decide(self.steps)
+        return dataset
 
     def write(
         self,
         output: DatasetOutput,
-        whole: WholeDataset,
+        dataset: WholeDataset,
         schema: RowSchema,
         directory: Path,
         records: Sequence[tuple[Unit, UnitRecord]],
@@ -99,34 +99,34 @@ class Curation:
             Progress("write", self.source.bytes, "B", self.progress) as bar,
         ):
             bar.skip(sum(unit.bytes for unit, _ in records[: output.units]))
-            tasks = _list_tasks(whole, self.steps, records[output.units :], out)
+            tasks = _list_tasks(dataset, self.steps, records[output.units :], out)
             for written in pool.run(tasks):
                 output.add(written)
                 bar.advance(written.unit.bytes)
 
     def add_up(
         self,
-        whole: WholeDataset,
+        dataset: WholeDataset,
         output: DatasetOutput,
         records: Sequence[tuple[Unit, UnitRecord]],
     ) -> dict[str, Counts]:
         """Return the own counts of each step by its name: of all units and of its decision."""
         total: dict[str, Counts] = {step.name: {} for step in self.steps}
         of_units = (record.counts for _, record in records)
-        decided = {step.name: whole.counts_of(step) for step in self.steps}
+        decided = {step.name: dataset.counts_of(step) for step in self.steps}
         for counts in chain(of_units, [decided, output.counts]):
             for step in self.steps:
                 if more := counts.get(step.name):
                     total[step.name] = step.add_counts(total[step.name], more)
         for step in self.steps:
-            if rows := step.list_excerpts(whole):
+            if rows := step.list_excerpts(dataset):
                 shown = {str(row): output.tally.excerpts[str(row)] for row in rows}
                 total[step.name] = {**total[step.name], "excerpts": shown}
         return total
 
-    def _start_workers(self, name: str, prepare: Prepare, *given: Any) -> Pool:
+    def _start_workers(self, name: str, prepare: Prepare, *arguments: Any) -> Pool:
         count = max(1, min(self.workers, len(self.source.units)))
-        return Pool(count, name, prepare, *given, context=start_server())
+        return Pool(count, name, prepare, *arguments, context=start_server())
 
 
 def _prepare_judge(steps: Sequence[CurationStep]) -> Callable[[UnitTask], UnitRecord]:
@@ -156,20 +156,22 @@ def read_records(
 
 
 def _list_tasks(
-    whole: WholeDataset,
+    dataset: WholeDataset,
     steps: Sequence[CurationStep],
     records: Sequence[tuple[Unit, UnitRecord]],
     out: Path,
 ) -> Iterator[WriteTask]:
     import numpy as np
 
-    late = {name: whole.open(name, np.int64) for step in steps for name in step.list_late_columns()}
-    excerpts = {number for step in steps for number in step.list_excerpts(whole)}
-    deciding = {whole.find_rule(rule): step for step in steps for rule in step.list_decisions()}
+    late = {
+        name: dataset.open(name, np.int64) for step in steps for name in step.list_late_columns()
+    }
+    excerpts = {number for step in steps for number in step.list_excerpts(dataset)}
+    deciding = {dataset.find_rule(rule): step for step in steps for rule in step.list_decisions()}
     for unit, record in records:
         rows = slice(unit.start, unit.start + unit.rows)
-        fates = whole.fates.values[rows].copy()
-        leaders = whole.leaders.values[rows].copy()
+        fates = dataset.fates.values[rows].copy()
+        leaders = dataset.leaders.values[rows].copy()
         earlier = {
             int(leaders[row]): deciding[int(fates[row])].describe_earlier(-int(leaders[row]))
             for row in np.flatnonzero(leaders < 0).tolist()
@@ -178,12 +180,12 @@ def _list_tasks(
             unit,
             record,
             fates,
-            whole.values.values[rows].copy(),
+            dataset.values.values[rows].copy(),
             leaders,
-            whole.copies.values[rows].copy(),
+            dataset.copies.values[rows].copy(),
             {name: array.values[rows].copy() for name, array in late.items()},
             earlier,
-            whole.source.validation_rows,
+            dataset.source.validation_rows,
             frozenset(
                 number - unit.start
                 for number in excerpts
@@ -191,7 +193,7 @@ def _list_tasks(
             ),
             out / f"{unit.number:08d}",
         )
-        whole.release()
+        dataset.release()
         for array in late.values():
             array.release()
 

@@ -70,8 +70,8 @@ class Unit:
             first = 0
             for rows in _group_rows(_list_rows(batch, number, self.format)):
                 last = first + len(rows)
-                own = {name: column[first:last] for name, column in values.items()}
-                yield RowBatch(rows, own, self.split)
+                own_columns = {name: column[first:last] for name, column in values.items()}
+                yield RowBatch(rows, own_columns, self.split)
                 first = last
             number += batch.num_rows
 
@@ -150,7 +150,9 @@ def _cut_shard(shard: Path) -> Iterator[tuple[int, int, int, int]]:
         size += batch.nbytes
         if size >= UNIT_BYTES:
             yield first, number - first, rows, size
-            first, rows, size = number, 0, 0
+            first = number
+            rows = 0
+            size = 0
     if rows:
         yield first, number - first, rows, size
 
@@ -185,12 +187,14 @@ def _list_texts(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:
     sizes = pc.fill_null(pc.binary_length(column), 0).to_pylist()
     for number, size in enumerate(sizes):
         value = column[number].as_buffer() if size else b""
-        data = bytes(memoryview(value)[: size if size <= LARGE_BYTES else _BEGINNING])
-        # A cut may fall inside a character; its remaining bytes are dropped.
-        text = data.decode("utf-8", "strict" if size <= LARGE_BYTES else "ignore")
-        is_cut = size > LARGE_BYTES
-        characters = pc.utf8_length(column[number]).as_py() if is_cut else len(text)
-        yield [text], characters, hashlib.sha256(value if is_cut else data).digest()
+        digest = hashlib.sha256(value).digest()
+        if size <= LARGE_BYTES:
+            text = bytes(value).decode()
+            yield [text], len(text), digest
+        else:
+            # The cut may be inside of a character.
+            text = bytes(memoryview(value)[:_BEGINNING]).decode("utf-8", "ignore")
+            yield [text], pc.utf8_length(column[number]).as_py(), digest
 
 
 def _list_chats(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:

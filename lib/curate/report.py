@@ -208,12 +208,12 @@ def format_lines(facts: CurationFacts, save_dir: Path) -> dict[str, str]:
 def _draw_lengths(tally: RowTally) -> ChartWithTable:
     """Return the histogram of the lengths of rows, on a logarithmic axis."""
     lengths = tally.lengths
-    kept = lengths - tally.dropped_lengths  # a Counter leaves out counts of 0
+    kept_lengths = lengths - tally.dropped_lengths  # a Counter leaves out counts of 0
     first = min(lengths) // 5 * 5
     bins = max(lengths) + 1 - first
     curves = [
         _make_histogram("read", lengths, first, bins, 0, "area"),
-        _make_histogram("kept", kept, first, bins, 1, ""),
+        _make_histogram("kept", kept_lengths, first, bins, 1, ""),
     ]
     # The axis ends just before the end of the last bin, where a label would be cut off.
     rows: list[tuple[str, Callable[[float], str]]] = [
@@ -224,7 +224,7 @@ def _draw_lengths(tally: RowTally) -> ChartWithTable:
         [
             f"{units.size(find_bin_start(number))} to {units.size(find_bin_start(number + 1))}",
             f"{lengths[number]:,}",
-            f"{kept[number]:,}",
+            f"{kept_lengths[number]:,}",
         ]
         for number in range(first, first + bins)
         if lengths[number]

@@ -18,7 +18,7 @@ def list_text_bytes(rows: pa.RecordBatch) -> np.ndarray:
     """Return the bytes of each text (int64 [rows]); of a conversation, of the contents of turns."""
     import numpy as np
 
-    sizes = _measure(_list_contents(rows))
+    sizes = _count_bytes(_list_contents(rows))
     if "text" in rows.schema.names:
         return sizes
     total = np.concatenate([[0], np.cumsum(sizes)])
@@ -32,7 +32,7 @@ def _list_contents(rows: pa.RecordBatch) -> pa.Array:
     return columns.read_field(columns.flatten_messages(rows), "content")
 
 
-def _measure(texts: pa.Array) -> np.ndarray:
+def _count_bytes(texts: pa.Array) -> np.ndarray:
     import numpy as np
     import pyarrow.compute as pc
 
@@ -66,5 +66,5 @@ def list_sources(batch: pa.RecordBatch) -> list[str]:
     """Return the values of the column `source`, "" for each row without one."""
     number = batch.schema.get_field_index("source")
     if number < 0 or not columns.is_string(str(batch.schema.field(number).type)):
-        return [""] * batch.num_rows
+        return ["" for _ in range(batch.num_rows)]
     return [source or "" for source in columns.list_values(batch.column(number))]

@@ -52,7 +52,7 @@ def print_examples(curation: Curation, most: int) -> None:
     ):
         curation.prepare(Path(scratch))
         records = curation.judge(chosen, Path(scratch) / "sample")
-        sample = _collect(zip(chosen, records, strict=True), steps, most)
+        sample = _collect_drops(zip(chosen, records, strict=True), steps, most)
     rows = sum(unit.rows for unit in chosen)
     log.info(
         "rows that each rule drops in a sample of "
@@ -77,7 +77,7 @@ def choose_units(all_units: Sequence[Unit]) -> list[Unit]:
     return chosen
 
 
-def _collect(
+def _collect_drops(
     judged: Iterator[tuple[Unit, UnitRecord]], steps: Sequence[CurationStep], most: int
 ) -> _Sample:
     """Return what the rules dropped in some units, with at most `most` examples of each rule."""

@@ -85,8 +85,8 @@ def make_schema(source: SourceDataset, steps: Sequence[CurationStep]) -> RowSche
     known = pa.schema([known.field(name) for name in names])
     others = {name: kind for name, kind in types.items() if name not in {*names, *added}}
     plain = {name: kind for name, kind in others.items() if str(kind) in _PLAIN}
-    kept = pa.schema([*known, *(pa.field(name, kind) for name, kind in plain.items())])
-    return RowSchema(kept, added, tuple(name for name in others if name not in plain))
+    kept_schema = pa.schema([*known, *(pa.field(name, kind) for name, kind in plain.items())])
+    return RowSchema(kept_schema, added, tuple(name for name in others if name not in plain))
 
 
 def _convert_messages(rows: pa.RecordBatch, kind: pa.DataType) -> pa.Array:

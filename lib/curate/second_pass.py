@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing
 from lib.corpus.arrow_arrays import pack_flags, wrap_numbers
 from lib.corpus.parts import MessageFile
 from lib.curate import row_tally
@@ -58,7 +57,7 @@ class WriteTask:
 class WrittenUnit:
     """Describes a written unit.
 
-    rows, text_bytes: of the file `out`, whose digest is given. dropped: lines of dropped.jsonl.
+    rows, text_bytes: of the file `out`. dropped: lines of dropped.jsonl.
     counts: the own counts of the steps that change rows, by name.
     """
 
@@ -66,7 +65,6 @@ class WrittenUnit:
     out: Path
     rows: int = 0
     text_bytes: int = 0
-    digest: str = ""
     dropped: list[bytes] = field(default_factory=list)
     dropped_by_rule: Counter[str] = field(default_factory=Counter)
     tally: RowTally = field(default_factory=RowTally)
@@ -95,11 +93,10 @@ class UnitWriter:
                 rows = range(first, first + batch.num_rows)
                 first += batch.num_rows
                 self._describe(task, batch, rows, values, columns, written)
-                if kept := self._select(task, batch, rows, columns, written):
-                    written.rows += kept.num_rows
-                    written.text_bytes += int(list_text_bytes(kept).sum())
-                    file.write_batch(kept)
-        written.digest = hashing.file_digest(task.out)
+                if kept_rows := self._select(task, batch, rows, columns, written):
+                    written.rows += kept_rows.num_rows
+                    written.text_bytes += int(list_text_bytes(kept_rows).sum())
+                    file.write_batch(kept_rows)
         return written
 
     def _select(
@@ -113,14 +110,14 @@ class UnitWriter:
         """Return the kept rows of a batch as they are written, None if none is kept."""
         import numpy as np
 
-        own = slice(rows.start, rows.stop)
-        copies = np.where(task.fates[own] == KEPT, task.copies[own], 0)
+        own_rows = slice(rows.start, rows.stop)
+        copies = np.where(task.fates[own_rows] == KEPT, task.copies[own_rows], 0)
         if not copies.any():
             return None
         batch = self._schema.convert(batch)
         for name in self._schema.added:
             if name in task.late:
-                batch = batch.append_column(name, wrap_numbers(task.late[name][own]))
+                batch = batch.append_column(name, wrap_numbers(task.late[name][own_rows]))
             elif columns is not None:
                 column = columns.column(columns.schema.get_field_index(name))
                 batch = batch.append_column(name, column.slice(rows.start, len(rows)))
@@ -131,8 +128,8 @@ class UnitWriter:
             before = written.counts.get(name, {})
             written.counts[name] = self._steps[name].add_counts(before, counts)
         if (copies > 1).any():
-            kept = copies[copies > 0]
-            batch = batch.take(wrap_numbers(np.repeat(np.arange(len(kept)), kept)))
+            times = copies[copies > 0]
+            batch = batch.take(wrap_numbers(np.repeat(np.arange(len(times)), times)))
         return batch
 
     def _describe(

@@ -152,7 +152,7 @@ class CurationStep:
         """Return what looks at rows in a worker process, None if the first pass needs nothing."""
         return None
 
-    def decide(self, whole: WholeDataset) -> Counts:
+    def decide(self, dataset: WholeDataset) -> Counts:
         """Drop rows that only the whole dataset shows; return the step's own counts."""
         return {}
 
@@ -164,7 +164,7 @@ class CurationStep:
         """Return the place of a row of another dataset. number: as in `leaders`, from 1."""
         raise NotImplementedError
 
-    def list_excerpts(self, whole: WholeDataset) -> list[int]:
+    def list_excerpts(self, dataset: WholeDataset) -> list[int]:
         """Return the rows whose beginning the report shows, by their number in the curation."""
         return []
 
@@ -179,7 +179,7 @@ class CurationStep:
         """
         return total or more
 
-    def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
+    def write_files(self, directory: Path, dataset: WholeDataset, counts: Counts) -> list[Path]:
         """Write the step's own files into a dataset that is finished otherwise; return them.
 
         counts: the step's own counts of all units.

@@ -39,7 +39,7 @@ class DecidingStep(Protocol):
         """Return the rules that `decide` applies."""
         ...
 
-    def decide(self, whole: WholeDataset) -> dict[str, Any]:
+    def decide(self, dataset: WholeDataset) -> dict[str, Any]:
         """Drop rows that only the whole dataset shows; return counts."""
         ...
 

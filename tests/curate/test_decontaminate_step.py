@@ -140,17 +140,17 @@ def test_conversations_are_dropped_by_the_question_of_the_user(tmp_path):
     write_questions(tmp_path / "sets/quiz.jsonl", question, "short")
     pairs = [(question, "an answer"), ("what is it?", question), ("hello", "you")]
     chats = [
-        [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-        for asked, answer in pairs
+        [{"role": "user", "content": one}, {"role": "assistant", "content": other}]
+        for one, other in pairs
     ]
     write_chats(tmp_path / "raw", chats)
     curate(tmp_path, "raw", "--save-dir", "out", "--decontaminate", "sets")
-    kept = read_rows(tmp_path / "out")["messages"].to_pylist()
-    assert [chat[0]["content"] for chat in kept] == ["what is it?", "hello"]
+    kept_chats = read_rows(tmp_path / "out")["messages"].to_pylist()
+    assert [chat[0]["content"] for chat in kept_chats] == ["what is it?", "hello"]
     assert read_report(tmp_path / "out")["test_sets"][0]["documents_by_question"] == {"1": 1}
 
 
-def prepare(root: Path, texts: Sequence[str], *questions: str) -> index.Index:
+def prepare_index(root: Path, texts: Sequence[str], *questions: str) -> index.Index:
     """Write texts and a test set, and return the index that the texts are compared with."""
     write_texts(root / "raw", texts)
     write_questions(root / "sets/quiz.jsonl", *questions)
@@ -196,14 +196,14 @@ def test_a_frequent_question_that_stays_is_a_problem(tmp_path):
     question = make_words(draw, 60)
     half = " ".join(question.split()[:36])  # 29 of 53 n-grams
     texts = [f"{make_words(draw, 30)} {half}" for _ in range(12)]
-    test_index = prepare(tmp_path, texts, question, make_words(draw, 30))
+    test_index = prepare_index(tmp_path, texts, question, make_words(draw, 30))
     assert test_index.frequent[:4] == (12, 10, 10, 29)
     assert test_index.test_sets[0].frequent == [[1, 12]]
-    assert prepare(tmp_path, texts[:10], question).frequent.ignored == 0
+    assert prepare_index(tmp_path, texts[:10], question).frequent.ignored == 0
     step = Decontamination((), 0.5, False, tmp_path / "work/index")
     assert not next(iter(step.list_sections({}))).problems
 
-    prepare(tmp_path, texts, question)
+    prepare_index(tmp_path, texts, question)
     (problem,) = next(iter(step.list_sections({}))).problems
     assert "question 1 in 12" in problem
     assert "  frequent" in step.format_lines({})
@@ -214,7 +214,7 @@ def test_equal_texts_count_once_in_the_sample(tmp_path):
     phrase = make_words(draw, 12)
     question = f"{phrase} {make_words(draw, 40)}"
     texts = [make_words(draw, 30) for _ in range(5)] + [f"{phrase} {make_words(draw, 9)}"] * 50
-    assert prepare(tmp_path, texts, question).frequent[:4] == (6, 10, 10, 0)
+    assert prepare_index(tmp_path, texts, question).frequent[:4] == (6, 10, 10, 0)
 
 
 def test_the_sample_is_spread_over_a_large_dataset(tmp_path, monkeypatch):
@@ -223,16 +223,16 @@ def test_the_sample_is_spread_over_a_large_dataset(tmp_path, monkeypatch):
     monkeypatch.setattr(frequency, "MOST_CHARACTERS", 4 * 10_000)
     draw = random.Random(5)
     texts = [make_words(draw, 60) for _ in range(1000)]  # 100 characters per row and unit
-    sampled = prepare(tmp_path, texts, make_words(draw, 30)).frequent.rows
+    sampled = prepare_index(tmp_path, texts, make_words(draw, 30)).frequent.rows
     assert 4 * 20 <= sampled <= 4 * 30
 
 
 def test_an_index_that_a_killed_process_left_is_built_again(tmp_path):
     draw = random.Random(6)
     texts = [make_words(draw, 30) for _ in range(30)]
-    first = prepare(tmp_path, texts, texts[0]).hashes.tolist()
+    first = prepare_index(tmp_path, texts, texts[0]).hashes.tolist()
     (tmp_path / "work/index/hashes.npy").write_bytes(b"\x93NUMPY")
-    again = prepare(tmp_path, texts, texts[0])
+    again = prepare_index(tmp_path, texts, texts[0])
     assert again.hashes.tolist() == first
 
 

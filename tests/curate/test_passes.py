@@ -97,8 +97,8 @@ def test_columns_of_another_program_stay_if_they_are_plain(tmp_path):
     assert "columns tags, meta" in done.stdout
     table = read_rows(tmp_path / "out")
     assert sorted(table.column_names) == ["id", "score", "text", "url"]
-    kept = {name: table[name].to_pylist() for name in ("id", "score", "url")}
-    assert kept == {"id": [7, 8], "score": [0.5, 0.25], "url": ["a", None]}
+    kept_values = {name: table[name].to_pylist() for name in ("id", "score", "url")}
+    assert kept_values == {"id": [7, 8], "score": [0.5, 0.25], "url": ["a", None]}
     assert [text or "" for text in table["text"].to_pylist()] == ["first text", ""]
     assert datasets.load_from_disk(str(tmp_path / "out")).num_rows == 2
     (line,) = read_dropped(tmp_path / "out")

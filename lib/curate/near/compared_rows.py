@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from lib.tokens import columns
 
 if TYPE_CHECKING:
     import numpy as np
+    import pyarrow as pa
 
     from lib.curate.reader import SourceDataset
 
@@ -50,10 +52,15 @@ class DocumentRange:
     rows: np.ndarray | None
     is_earlier: bool
 
+    def read(self) -> Iterator[pa.RecordBatch]:
+        """Yield the record batches."""
+        stop = None if self.batches is None else self.batch + self.batches
+        yield from islice(columns.read_batches([self.shard], mapped=True), self.batch, stop)
+
     def find_rows(self, documents: np.ndarray) -> np.ndarray:
         """Return the row of some documents after the first batch of the range (int64)."""
-        own = documents - self.first
-        return own if self.rows is None else self.rows[own]
+        numbers = documents - self.first
+        return numbers if self.rows is None else self.rows[numbers]
 
 
 class ComparedRows:
@@ -79,10 +86,10 @@ class ComparedRows:
         """Return a new array of zeros."""
         return DiskArray(self.directory / name, dtype, (self.count,))
 
-    def join_sources(self, own: DiskArray) -> DiskArray:
+    def join_sources(self, own_values: DiskArray) -> DiskArray:
         """Write the hash of the source of each document, and return them (uint64).
 
-        own: of this dataset.
+        own_values: of this dataset.
         """
         import numpy as np
 
@@ -91,21 +98,21 @@ class ComparedRows:
                 for split in dataset.splits:
                     for shard, rows in dataset.list_shards(split):
                         file.write(_hash_sources(shard)[rows].tobytes())
-            for _, values in own.blocks():
+            for _, values in own_values.blocks():
                 file.write(values.tobytes())
         return self.open("sources", np.uint64)
 
-    def join_digests(self, own: DiskArray, mixer: DiskArray | None) -> DiskArray:
+    def join_digests(self, own_values: DiskArray, mixer: DiskArray | None) -> DiskArray:
         """Write the digests of the earlier datasets and of this one, and return them.
 
-        own: uint64 [rows, 2]. mixer: uint64 [documents], which makes the digests of documents of
-        different sources differ; None to compare all documents.
+        own_values: uint64 [rows, 2]. mixer: uint64 [documents], which makes the digests of
+        documents of different sources differ; None to compare all documents.
         """
         import numpy as np
 
         with (self.directory / DIGESTS).open("wb") as file:
-            for first, values in self._list_blocks("digests", 2, own):
-                file.write(_mix(values, first, mixer).tobytes())
+            for first, values in self._list_blocks("digests", 2, own_values):
+                file.write(_mix_sources(values, first, mixer).tobytes())
         return self.open(DIGESTS, np.uint64, 2)
 
     def join_keys(
@@ -125,16 +132,18 @@ class ComparedRows:
             for first, values in self._list_blocks("keys", bands):
                 missing += int((values[:, 0] == NO_KEY).sum())
                 for band, file in enumerate(files):
-                    file.write(_mix(np.ascontiguousarray(values[:, band]), first, mixer).tobytes())
+                    file.write(
+                        _mix_sources(np.ascontiguousarray(values[:, band]), first, mixer).tobytes()
+                    )
         for name in names:  # one after the other, since each open array and file counts
             with (self.directory / name).open("ab") as file:
                 for start, values in open_own(name).blocks():
                     missing += int((values == NO_KEY).sum()) if name == names[0] else 0
-                    file.write(_mix(values, self.first_new + start, mixer).tobytes())
+                    file.write(_mix_sources(values, self.first_new + start, mixer).tobytes())
         return missing
 
     def _list_blocks(
-        self, name: str, width: int, own: DiskArray | None = None
+        self, name: str, width: int, own_values: DiskArray | None = None
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Yield blocks of an array of the earlier datasets, and of this one if it is given.
 
@@ -144,7 +153,7 @@ class ComparedRows:
             dataset.open(split, name, width) for dataset in self.earlier for split in dataset.splits
         ]
         first = 0
-        for array in (*arrays, *([own] if own else [])):
+        for array in (*arrays, *([own_values] if own_values else [])):
             for start, values in array.blocks():
                 yield first + start, values
             first += len(array)
@@ -180,7 +189,7 @@ def hash_source(source: str) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
 
 
-def _mix(values: np.ndarray, first: int, mixer: DiskArray | None) -> np.ndarray:
+def _mix_sources(values: np.ndarray, first: int, mixer: DiskArray | None) -> np.ndarray:
     """Return values of which only those of the same source can be equal; NO_KEY stays as it is.
 
     values: uint64 [n] or [n, columns] of the documents from number `first` on.

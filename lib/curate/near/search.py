@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
     from lib.curate.whole import ChangingStep
 
-COPY, NEAR = 1, 2  # values of OMITTED for duplicates; 3 stands for a row that is dropped already
+# Values of OMITTED: for duplicates, and for a row that is dropped already.
+COPY = 1
+NEAR = 2
 DROPPED = 3
 WALK = "walk"
 _DOCUMENTS_AT_ONCE = 1 << 13  # documents with a shared key in one step of the walk
@@ -193,12 +195,12 @@ class Search:
         candidates: file for the numbers of these rows. outputs: receives the file of each task.
         """
         members = self._open_members(bands)
-        for number, own in enumerate(self._documents.list_ranges()):
-            documents = _list_documents(members, own.first, own.first + own.count)
+        for number, row_range in enumerate(self._documents.list_ranges()):
+            documents = _list_documents(members, row_range.first, row_range.first + row_range.count)
             if len(documents):
                 candidates.write(documents.tobytes())
                 outputs.append(self._directory / f"sets.{number}")
-                yield SetsTask(own, own.find_rows(documents), outputs[-1])
+                yield SetsTask(row_range, row_range.find_rows(documents), outputs[-1])
 
     def _walk(self, settings: NearSettings, pairs: int) -> dict[str, Any]:
         """Find the leader of each near duplicate, and the size of each cluster."""

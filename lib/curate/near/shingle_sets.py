@@ -7,7 +7,6 @@ another row need one, so the sets are computed from the text after the keys were
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,16 +64,14 @@ class SetsWriter:
         import numpy as np
 
         first = 0
-        own = task.range
-        last_batch = None if own.batches is None else own.batch + own.batches
-        for batch in islice(columns.read_batches([own.shard], mapped=True), own.batch, last_batch):
+        for batch in task.range.read():
             last = first + batch.num_rows
             selected = task.rows[slice(*np.searchsorted(task.rows, [first, last]))] - first
             first = last
             if not len(selected):
                 continue
             for text in _list_texts(batch, selected):
-                for rewriting in () if own.is_earlier else self._changing:
+                for rewriting in () if task.range.is_earlier else self._changing:
                     text = rewriting.show(text)
                 yield text
 

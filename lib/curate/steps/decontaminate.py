@@ -114,7 +114,7 @@ class Decontamination(CurationStep):
         """Return the hits of several units."""
         return hits.add_hits(total, more)
 
-    def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
+    def write_files(self, directory: Path, dataset: WholeDataset, counts: Counts) -> list[Path]:
         """Write decontamination.json, which lists all test sets and the questions that occur."""
         return [self._make_report().write(directory, hits.TestHits.from_json(counts))]
 

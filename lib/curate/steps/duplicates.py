@@ -38,9 +38,13 @@ if TYPE_CHECKING:
 EXACT_RULE = "duplicate"
 NEAR_RULE = "near duplicate"
 CLUSTER_SIZE = "cluster_size"
-_NONE, _EXACT, _NEAR = "none", "exact", "near"
-_ONCE, _UPSAMPLE = "1", "upsample"
-_CORPUS, _SOURCE = "corpus", "source"
+_NONE = "none"
+_EXACT = "exact"
+_NEAR = "near"
+_ONCE = "1"
+_UPSAMPLE = "upsample"
+_CORPUS = "corpus"
+_SOURCE = "source"
 _SOURCES = "sources"  # the sidecar with a hash of each row's source
 _WEIGHTS = "weights"  # the sidecar with the value of CLUSTER_SIZE in the input
 _MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near duplicates
@@ -186,33 +190,33 @@ class Duplicates(CurationStep):
         """Return what computes digests and band keys."""
         return RunningDuplicates(self)
 
-    def decide(self, whole: WholeDataset) -> Counts:
+    def decide(self, dataset: WholeDataset) -> Counts:
         """Drop duplicates; return the figures of the search."""
         import numpy as np
 
         earlier = self._open_earlier()
-        documents = ComparedRows(whole.directory / self.name, whole.source, earlier)
+        documents = ComparedRows(dataset.directory / self.name, dataset.source, earlier)
         finder = Search(
             documents,
-            whole.workers,
-            whole.start_server,
-            partial(whole.recall, self),
-            partial(whole.note, self),
-            whole.progress,
+            dataset.workers,
+            dataset.start_server,
+            partial(dataset.recall, self),
+            partial(dataset.note, self),
+            dataset.progress,
         )
-        figures: Counts = {"rows": whole.rows, "earlier_rows": documents.first_new}
-        if whole.recall(self, WALK) is None:
-            self._lay_out(whole, documents)
+        figures: Counts = {"rows": dataset.rows, "earlier_rows": documents.first_new}
+        if dataset.recall(self, WALK) is None:
+            self._lay_out(dataset, documents)
             finder.find_copies()
         if self.is_near:
-            figures |= finder.find_near(self._make_settings(whole))
-            figures["not_compared"] = whole.recall(self, _NOT_COMPARED)
-            weights = whole.find(_WEIGHTS, np.int64)
+            figures |= finder.find_near(self._make_settings(dataset))
+            figures["not_compared"] = dataset.recall(self, _NOT_COMPARED)
+            weights = dataset.find(_WEIGHTS, np.int64)
             figures["largest"] = [
-                [size, document - documents.first_new, self._locate(whole, documents, document)]
+                [size, document - documents.first_new, self._locate(dataset, documents, document)]
                 for size, document in finder.measure_clusters(weights)
             ]
-        self._write_decisions(whole, documents)
+        self._write_decisions(dataset, documents)
         return figures
 
     def describe_earlier(self, number: int) -> dict[str, Any]:
@@ -224,24 +228,24 @@ class Duplicates(CurationStep):
             number -= dataset.count_rows()
         raise IndexError(number)
 
-    def list_excerpts(self, whole: WholeDataset) -> list[int]:
+    def list_excerpts(self, dataset: WholeDataset) -> list[int]:
         """Return the kept rows of the largest clusters."""
-        largest = whole.counts_of(self).get("largest", ())
+        largest = dataset.counts_of(self).get("largest", ())
         return [row for _, row, _ in largest if row >= 0]
 
-    def write_files(self, directory: Path, whole: WholeDataset, counts: Counts) -> list[Path]:
+    def write_files(self, directory: Path, dataset: WholeDataset, counts: Counts) -> list[Path]:
         """Write the signatures of the kept rows, for --near-against of a later curation."""
         import numpy as np
 
         if not self.is_near:
             return []
-        files = SignatureFiles(directory, whole.source.splits)
-        keys = [whole.open(name, np.uint64) for name in self.list_keys()]
-        digests = whole.open(DIGESTS, np.uint64, 2)
-        written = dict.fromkeys(whole.source.splits, 0)
-        for unit in whole.source.units:
+        files = SignatureFiles(directory, dataset.source.splits)
+        keys = [dataset.open(name, np.uint64) for name in self.list_keys()]
+        digests = dataset.open(DIGESTS, np.uint64, 2)
+        written = dict.fromkeys(dataset.source.splits, 0)
+        for unit in dataset.source.units:
             rows = slice(unit.start, unit.start + unit.rows)
-            copies = np.where(whole.fates.values[rows] == 0, whole.copies.values[rows], 0)
+            copies = np.where(dataset.fates.values[rows] == 0, dataset.copies.values[rows], 0)
             is_kept = copies > 0
             first = np.cumsum(copies, dtype=np.int64) - copies + written[unit.split]
             written[unit.split] += int(copies.sum())
@@ -253,9 +257,9 @@ class Duplicates(CurationStep):
             files.append(unit.split, values)
             for array in (*keys, digests):
                 array.release()
-            whole.release()
+            dataset.release()
         parameters = describe_parameters(self.chosen.near_words, self.bands)
-        return files.finish(parameters, _identify_changes(whole))
+        return files.finish(parameters, _identify_changes(dataset))
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield the tables about near duplicates."""
@@ -273,16 +277,16 @@ class Duplicates(CurationStep):
         return [f"keys.{band}" for band in range(self.bands.number)] if self.is_near else []
 
     def _locate(
-        self, whole: WholeDataset, documents: ComparedRows, document: int
+        self, dataset: WholeDataset, documents: ComparedRows, document: int
     ) -> dict[str, Any]:
         """Return the place of a document."""
         row = document - documents.first_new
-        return whole.locate_row(row) if row >= 0 else self.describe_earlier(document + 1)
+        return dataset.locate_row(row) if row >= 0 else self.describe_earlier(document + 1)
 
     def _open_earlier(self) -> tuple[EarlierDataset, ...]:
         return _open_datasets(tuple(self.chosen.near_against))
 
-    def _make_settings(self, whole: WholeDataset) -> NearSettings:
+    def _make_settings(self, dataset: WholeDataset) -> NearSettings:
         """Return the settings of the search.
 
         If the rows of the earlier datasets were changed after their search, such as masked, the
@@ -290,7 +294,7 @@ class Duplicates(CurationStep):
         """
         chosen = self.chosen
         earlier = self._open_earlier()
-        ours = _identify_changes(whole)
+        ours = _identify_changes(dataset)
         are_changed = any(dataset.changes for dataset in earlier)
         other = [dataset for dataset in earlier if dataset.changes != ours]
         if are_changed and other:
@@ -299,7 +303,7 @@ class Duplicates(CurationStep):
                 expected=f"the same changes of rows in all of them: {ours or 'none'}",
                 found=f"{other[0].name}: {other[0].changes or 'none'}",
             )
-        changing = whole.changing if are_changed else ()
+        changing = dataset.changing if are_changed else ()
         return NearSettings(
             self.bands,
             chosen.near_words,
@@ -309,7 +313,7 @@ class Duplicates(CurationStep):
             changing,
         )
 
-    def _lay_out(self, whole: WholeDataset, documents: ComparedRows) -> None:
+    def _lay_out(self, dataset: WholeDataset, documents: ComparedRows) -> None:
         """Write the arrays that the search reads."""
         import numpy as np
 
@@ -317,49 +321,49 @@ class Duplicates(CurationStep):
         documents.create(LEADERS, np.int64)
         documents.create(SIMILARITIES, np.float32)
         omitted = documents.create(OMITTED, np.uint8)
-        for first, fates in whole.fates.blocks():
-            own = omitted.values[documents.first_new + first :]
-            own[: len(fates)][fates != 0] = search.DROPPED
+        for first, fates in dataset.fates.blocks():
+            own_rows = omitted.values[documents.first_new + first :]
+            own_rows[: len(fates)][fates != 0] = search.DROPPED
         mixer = None
         if self.chosen.near_within == _SOURCE:
-            mixer = documents.join_sources(whole.open(_SOURCES, np.uint64))
-        documents.join_digests(whole.open(DIGESTS, np.uint64, 2), mixer)
+            mixer = documents.join_sources(dataset.open(_SOURCES, np.uint64))
+        documents.join_digests(dataset.open(DIGESTS, np.uint64, 2), mixer)
         if self.is_near:
-            open_keys = partial(whole.open, dtype=np.uint64)
+            open_keys = partial(dataset.open, dtype=np.uint64)
             missing = documents.join_keys(self.bands.number, open_keys, mixer)
-            whole.note(self, _NOT_COMPARED, missing)
+            dataset.note(self, _NOT_COMPARED, missing)
 
-    def _write_decisions(self, whole: WholeDataset, documents: ComparedRows) -> None:
+    def _write_decisions(self, dataset: WholeDataset, documents: ComparedRows) -> None:
         """Drop the duplicates, and write how many rows each kept one stands for."""
         import numpy as np
 
-        rules = {COPY: whole.find_rule(EXACT_RULE)}
+        rules = {COPY: dataset.find_rule(EXACT_RULE)}
         if self.is_near:
-            rules[NEAR] = whole.find_rule(NEAR_RULE)
-            cluster_sizes = DiskArray(whole.directory / CLUSTER_SIZE, np.int64, (whole.rows,))
+            rules[NEAR] = dataset.find_rule(NEAR_RULE)
+            cluster_sizes = DiskArray(dataset.directory / CLUSTER_SIZE, np.int64, (dataset.rows,))
             sizes = documents.open(SIZES, np.int64)
         omitted = documents.open(OMITTED, np.uint8)
         leaders = documents.open(LEADERS, np.int64)
         similarities = documents.open(SIMILARITIES, np.float32)
         before = documents.first_new
-        for first, fates in whole.fates.blocks():
+        for first, fates in dataset.fates.blocks():
             rows = slice(first, first + len(fates))
-            own = slice(before + first, before + first + len(fates))
+            own_rows = slice(before + first, before + first + len(fates))
             for value, rule in rules.items():
-                is_dropped = omitted.values[own] == value
-                whole.fates.values[rows][is_dropped] = rule
-                whole.values.values[rows][is_dropped] = similarities.values[own][is_dropped]
-                found = leaders.values[own][is_dropped]
+                is_dropped = omitted.values[own_rows] == value
+                dataset.fates.values[rows][is_dropped] = rule
+                dataset.values.values[rows][is_dropped] = similarities.values[own_rows][is_dropped]
+                found = leaders.values[own_rows][is_dropped]
                 # An earlier row has the number −1 to −before, a row of this dataset 1 and above.
                 found = np.where(found > before, found - before, -found)
-                whole.leaders.values[rows][is_dropped] = found
+                dataset.leaders.values[rows][is_dropped] = found
             if self.is_near:
-                stands_for = sizes.values[own] + 1
+                stands_for = sizes.values[own_rows] + 1
                 cluster_sizes.values[rows] = stands_for
                 if self.chosen.near_keep == _UPSAMPLE:
                     steps = np.searchsorted([*_COPIES], stands_for, "right") - 1
-                    whole.copies.values[rows] = np.array([*_COPIES.values()])[steps]
-            whole.release()
+                    dataset.copies.values[rows] = np.array([*_COPIES.values()])[steps]
+            dataset.release()
             for array in (omitted, leaders, similarities):
                 array.release()
 
@@ -406,9 +410,9 @@ def _is_compared(row: Row) -> bool:
     return row.is_whole and row.characters <= _MOST_CHARACTERS
 
 
-def _identify_changes(whole: WholeDataset) -> dict[str, Any]:
+def _identify_changes(dataset: WholeDataset) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    for step in whole.changing:
+    for step in dataset.changing:
         changes |= step.identify()
     return changes
 

@@ -139,7 +139,7 @@ class QualityScores(CurationStep):
         """Return what scores rows."""
         return RunningScores(self)
 
-    def decide(self, whole: WholeDataset) -> Counts:
+    def decide(self, dataset: WholeDataset) -> Counts:
         """Keep the share of rows with the highest scores; among equal scores, the first rows.
 
         Rows that a rule has dropped do not count.
@@ -148,19 +148,19 @@ class QualityScores(CurationStep):
 
         if self.share is None:
             return {}
-        rows = sum(len(numbers) for numbers, _ in list_candidates(whole))
+        rows = sum(len(numbers) for numbers, _ in list_candidates(dataset))
         count = top_scores.count_kept(rows, self.share)
         threshold = top_scores.find_threshold(
-            lambda: (values for _, values in list_candidates(whole)), count
+            lambda: (values for _, values in list_candidates(dataset)), count
         )
         selector = top_scores.Selector(threshold)
         bins = np.zeros(top_scores.BINS, np.int64)
-        for numbers, values in list_candidates(whole):
+        for numbers, values in list_candidates(dataset):
             bins += top_scores.count_bins(values)
             is_low = ~selector.select(values)
-            whole.fates.values[numbers[is_low]] = whole.find_rule(RULE)
-            whole.values.values[numbers[is_low]] = values[is_low]
-            whole.release()
+            dataset.fates.values[numbers[is_low]] = dataset.find_rule(RULE)
+            dataset.values.values[numbers[is_low]] = values[is_low]
+            dataset.release()
         return {"rows": rows, "kept": count, "score": threshold.score, "bins": bins.tolist()}
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
@@ -213,13 +213,13 @@ class RunningScores:
         return {}
 
 
-def list_candidates(whole: WholeDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def list_candidates(dataset: WholeDataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the numbers and scores of the rows that no rule has dropped, block by block."""
     import numpy as np
 
-    for first, values in whole.open(_SCORES, np.float32).blocks():
-        rows = np.flatnonzero(whole.fates.values[first : first + len(values)] == KEPT)
-        whole.fates.release()
+    for first, values in dataset.open(_SCORES, np.float32).blocks():
+        rows = np.flatnonzero(dataset.fates.values[first : first + len(values)] == KEPT)
+        dataset.fates.release()
         yield first + rows, values[rows]
 
 
