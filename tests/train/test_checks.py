@@ -123,7 +123,7 @@ def test_possible_options_are_accepted(argv: tuple) -> None:
     [
         (("--wandb", "on"), "wandb"),
         (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing"),
-        (("--ckpt-copy-to", "s3://bucket/x"), "boto3"),
+        (("--ckpt-copy-to", "s3://bucket/x"), "s3fs"),
     ],
 )
 def test_a_missing_package_of_an_option_is_reported_first(
