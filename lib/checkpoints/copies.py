@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lib.checkpoints import commit, copy_files
 from lib.checkpoints.commit import COMMIT, MANIFEST, Checkpoint
 from lib.core import commands, hashing, manifest, partial_dirs, paths, records
-from lib.core.errors import ArtifactError, UsageError
+from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.hub.folder import Folder, is_url
 
@@ -83,11 +84,20 @@ class CopyPlace:
             return "a damaged file"
 
     def list_steps(self) -> list[int]:
-        """Return the steps that have a copy, even a damaged one, newest first."""
-        names = self._folder.list_names(_CHECKPOINTS)
-        folders = [name.split("/")[1] for name in names if name.split("/")[2:] == [COMMIT]]
-        steps = [step for step in map(paths.step_of, folders) if step is not None]
-        return sorted(steps, reverse=True)
+        """Return the steps that have a copy, even a damaged one, newest first.
+
+        A copy that is being written or deleted, or that is retired, does not count.
+        """
+        names = set(self._folder.list_names(_CHECKPOINTS))
+
+        def has(step: int, name: str) -> bool:
+            return f"{_name_folder(step)}/{name}" in names
+
+        return [
+            step
+            for step in reversed(_list_steps(names))
+            if has(step, COMMIT) or not (has(step, _name_mark(step)) or has(step, _SUPERSEDED))
+        ]
 
     def read_commits(self) -> dict[int, dict[str, Any]]:
         """Return the content of COMMIT of each complete copy, by step."""
@@ -125,11 +135,15 @@ class CopyPlace:
                 source = checkpoint.path / entry["path"]
                 name = f"{folder}/{entry['path']}"
                 self._folder.upload(name, source, entry["bytes"], entry["digest"])
-        except FileNotFoundError:
-            self._delete_marked(folder, mark)
+            self.write_file(f"{folder}/{MANIFEST}", manifest_bytes)
+            self.write_file(f"{folder}/{COMMIT}", commit_bytes)
+        except Exception as error:
+            # A bucket that fails may not answer; the next process deletes what is left there.
+            if self._folder.directory or isinstance(error, FileNotFoundError):
+                with suppress(StageError, OSError):
+                    self._folder.delete([f"{folder}/{COMMIT}"])
+                    self._delete_marked(folder, mark)
             raise
-        self.write_file(f"{folder}/{MANIFEST}", manifest_bytes)
-        self.write_file(f"{folder}/{COMMIT}", commit_bytes)
         self._folder.delete([f"{folder}/{mark}"])
 
     def copy_commit(self, checkpoint: Checkpoint) -> None:

@@ -81,7 +81,8 @@ class Folder:
     def list_names(self, folder: str = "") -> list[str]:
         """Return the names of all files in a folder and below, sorted."""
         with self._translate_errors():
-            paths = self._fs.find(self._path(folder))
+            find = _find_files if self.directory else self._fs.find
+            paths = find(self._path(folder))
         return sorted(path[len(self._root) + 1 :] for path in paths)
 
     def list_folders(self) -> list[str]:
@@ -111,7 +112,7 @@ class Folder:
             if content:
                 manifest.write_bytes(path, content)
             else:  # as a mark must: after a kill, its directory contains it or is empty
-                path.touch()
+                path.write_bytes(content)
             for parent in path.parents[: name.count("/") + 1]:
                 publish.fsync(parent)
             return
@@ -145,10 +146,12 @@ class Folder:
             raise self._make_damage(name)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete files. A name without a file is no error."""
+        """Delete files, one after the other. A name without a file is no error."""
         for name in names:
             with self._translate_errors(), suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(name))
+                if self.directory:
+                    publish.fsync((self.directory / name).parent)
 
     def abort_uploads(self, folder: str) -> None:
         """Discard the parts that killed uploads left in S3, for the files of a folder.
@@ -207,6 +210,23 @@ class Folder:
 
 def _join(folder: str, name: str) -> str:
     return f"{folder}/{name}" if name else folder
+
+
+def _find_files(directory: str) -> list[str]:
+    """Return the paths of all files in a directory, if it exists, and below.
+
+    fsspec's own `find` omits directories that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    return [
+        f"{folder}/{name}"
+        for folder, _, names in os.walk(directory, onerror=refuse)
+        for name in names
+    ]
 
 
 def _open_file_system(kind: str, where: str) -> Any:

@@ -21,7 +21,7 @@ from lib.core.errors import ArtifactError, DiskFullError, StageError, UsageError
 from lib.core.paths import Experiment
 from lib.hub import folder
 from tests.checkpoint_harness import commit_checkpoint
-from tests.fault_points import Fault
+from tests.fault_points import OPERATION_KINDS, Fault
 from tests.s3_server import BUCKET, S3Server, serve_s3
 
 RUN = "18ab"
@@ -120,7 +120,7 @@ def test_a_copy_of_an_abandoned_line_is_kept_but_not_used(
         place.copy(checkpoint(run, step))
     place.retire([2])
     place = open_place(target)
-    assert [*place.read_commits()] == [1]
+    assert [*place.read_commits()] == place.list_steps() == [1]
     assert len([n for n in list_objects(target, server) if "step_00000002" in n]) >= 4
     shutil.rmtree(run.checkpoints / "step_00000002")
     commit_checkpoint(run.checkpoints, 2, tokens=7)  # the run reaches this step again
@@ -211,6 +211,7 @@ def test_a_damaged_copy_is_not_restored(
             server.store.objects[f"backup/{path}"] = content
         else:
             (Path(target) / path).write_bytes(content)
+    assert place.list_steps() == [1], "otherwise a lost run would start from step 0"
     with pytest.raises(ArtifactError):
         place.restore(1, tmp_path / "restored")
     assert not commit.list_checkpoints(tmp_path / "restored")
@@ -274,16 +275,37 @@ def test_a_full_disk_and_a_read_only_directory_are_reported(
     with pytest.raises(DiskFullError, match="no disk space"):
         place.copy(checkpoint(run, 1))
     monkeypatch.undo()
-    for number in (errno.ENOSPC, errno.EROFS):
+    for number, kinds in ((errno.ENOSPC, ("create", "write")), (errno.EROFS, OPERATION_KINDS)):
         if not (pid := os.fork()):
-            Fault(str(tmp_path / "second"), 6, errno.errorcode[number], times=99).install()
+            act = errno.errorcode[number]
+            Fault(str(tmp_path / "second"), 4, act, times=99, kinds=kinds).install()
             try:
                 place.copy(checkpoint(run, 1))
             except OSError as error:
                 os._exit(error.errno)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == number
+        if number == errno.ENOSPC:
+            assert not list(tmp_path.glob("second/*/checkpoints/step_*")), "others need the space"
         assert open_place(str(tmp_path / "second")).read_commits() == {}
+
+
+def test_a_directory_that_cannot_be_read_is_not_empty(
+    run: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a lost run would start from step 0."""
+    place = open_place(str(tmp_path / "second"))
+    place.copy(checkpoint(run, 1))
+    scan = os.scandir
+
+    def fail(path: object) -> object:
+        if str(path).endswith("/checkpoints"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return scan(path)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        place.list_steps()
 
 
 @pytest.mark.parametrize("act", ["copy", "delete", "retire"])

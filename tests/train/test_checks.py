@@ -57,7 +57,7 @@ def parse_options(*argv: Any) -> Config:
         ),
         (("--ckpt-copy-to", "s3:bucket"), "names no bucket"),
         (("--ckpt-copy-to", ""), "--ckpt-copy-to is empty"),
-        (("--ckpt-copy-to", "gs://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
+        (("--ckpt-copy-to", "ssh://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
         (("--ckpt-copy-keep", 3), "--ckpt-copy-keep belongs to --ckpt-copy-to"),
         (("--dry-run", "--plan-gpu-memory", 40), "--plan-gpu-memory belongs to --plan-gpus"),
