@@ -132,10 +132,10 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "NoSuchKey", "The specified key does not exist.")
 
     def _answer_range(self, content: bytes) -> None:
-        if not (asked := self.headers.get("Range")):
+        if not (asked_range := self.headers.get("Range")):
             self._answer(content)
             return
-        first, last = (int(number) for number in asked.partition("=")[2].split("-"))
+        first, last = (int(number) for number in asked_range.partition("=")[2].split("-"))
         self._answer(content[first : last + 1], status=206)
 
     def _list(self, query: dict[str, str]) -> None:

@@ -126,8 +126,8 @@ class CopyPlace:
             size = sum(entry["bytes"] for entry in files)
             commit.require_free(self._folder.directory, size)
         self.write_file(f"{folder}/{mark}", b"")
-        kept = {f"{folder}/{name}" for name in (mark, *(entry["path"] for entry in files))}
-        if older := [name for name in self._folder.list_names(folder) if name not in kept]:
+        kept_names = {f"{folder}/{name}" for name in (mark, *(entry["path"] for entry in files))}
+        if older := [name for name in self._folder.list_names(folder) if name not in kept_names]:
             self._folder.delete([f"{folder}/{COMMIT}", *older])
         try:
             for entry in files:

@@ -73,8 +73,8 @@ class Folder:
         parts = _URL.fullmatch(target)
         self._kind = parts["kind"] if parts else "file"
         self.directory = None if parts else Path(target, name).absolute()
-        self.where = _join(target.rstrip("/"), name) if parts else str(Path(target, name))
-        self._root = _join(parts["root"], name) if parts else str(self.directory)
+        self.where = _join_path(target.rstrip("/"), name) if parts else str(Path(target, name))
+        self._root = _join_path(parts["root"], name) if parts else str(self.directory)
         with self._translate_errors():
             self._fs = _open_file_system(self._kind, self.where)
 
@@ -168,7 +168,7 @@ class Folder:
                 self._fs.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def _path(self, name: str) -> str:
-        return _join(self._root, name)
+        return _join_path(self._root, name)
 
     def _find_reason(self) -> None:
         """Raise an error if a file is missing or refused because its bucket is.
@@ -208,7 +208,7 @@ class Folder:
             raise kind(f"{self.where}: {_summarize_error(error)}") from error
 
 
-def _join(folder: str, name: str) -> str:
+def _join_path(folder: str, name: str) -> str:
     return f"{folder}/{name}" if name else folder
 
 
@@ -218,13 +218,13 @@ def _find_files(directory: str) -> list[str]:
     fsspec's own `find` omits directories that cannot be read.
     """
 
-    def refuse(error: OSError) -> None:
+    def refuse_directory(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
             raise error
 
     return [
         f"{folder}/{name}"
-        for folder, _, names in os.walk(directory, onerror=refuse)
+        for folder, _, names in os.walk(directory, onerror=refuse_directory)
         for name in names
     ]
 
