@@ -339,6 +339,12 @@ def _own_content() -> str:
     return f"{_CONTENT}-{platform.node()}"
 
 
+def find_kept(path: Path) -> Path:
+    """Return where a path in the directory of a build lies after an error, for messages."""
+    names = [_CONTENT if name == _own_content() else name for name in path.parts]
+    return Path(*names)
+
+
 def _list_foreign(partial: Path) -> list[Path]:
     """Return the directories to which other machines write, or wrote before they were killed."""
     return [path for path in partial.glob(f"{_CONTENT}-*") if path.name != _own_content()]

@@ -13,7 +13,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, partial_dirs, reading, records, units
+from lib.core import (
+    commands,
+    hashing,
+    log,
+    manifest,
+    partial_dirs,
+    publish,
+    reading,
+    records,
+    units,
+)
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import MANIFEST
@@ -219,7 +229,7 @@ def read_results(units: Sequence[WorkUnit], work: Path | None = None) -> Iterato
         result = _read_record(unit)
         if result is None:
             raise ArtifactError(
-                f"{unit.part(work_units.RECORD)} is damaged or gone",
+                f"{publish.find_kept(unit.part(work_units.RECORD))} is damaged or gone",
                 run=work_units.format_rebuild_commands(Path(unit.out), work),
             )
         yield result

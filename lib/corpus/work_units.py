@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import commands, hashing, reading
+from lib.core import commands, hashing, publish, reading
 from lib.core.data_names import TEST
 from lib.core.errors import ArtifactError, DiskFullError, UsageError, from_os_error
 from lib.corpus import chat_rows, columnar_reader, inputs, kinds, parts, row_tally, selection
@@ -240,7 +240,7 @@ def format_rebuild_commands(directory: Path, work: Path | None) -> str:
     work: instead, delete this directory, in which a build in two passes keeps its own parts.
     """
     if work:
-        return f"{commands.shell('rm', '-r', work)}\n{commands.as_typed()}"
+        return f"{commands.shell('rm', '-r', publish.find_kept(work))}\n{commands.as_typed()}"
     number = directory.name.rpartition("_")[2].lstrip("0") or "0"
     return "\n".join(
         (
@@ -262,7 +262,7 @@ def require_undamaged(result: UnitResult, work: Path | None) -> None:
 def describe_damage(path: Path, work: Path | None) -> ArtifactError:
     """Return the error about a damaged part. work: see format_rebuild_commands."""
     return ArtifactError(
-        f"{path} is damaged or gone",
+        f"{publish.find_kept(path)} is damaged or gone",
         expected="the content that was written",
         run=format_rebuild_commands(path.parent, work),
     )
