@@ -1,8 +1,7 @@
-"""A local stand-in for S3: an HTTP server with the requests of lib/hub/s3.py, and with faults."""
+"""A local stand-in for S3, with faults: an HTTP server with the requests of lib/hub/folder.py."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import itertools
 import os
@@ -15,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
@@ -28,34 +26,37 @@ _PAGE = 3  # names in an answer, so that listings have several pages
 class S3Store:
     """Contains the objects of one bucket by name, and the faults of the server.
 
-    checksums: by name, as S3 reports them. uploads: the parts of each upload, by number.
-    keeps_checksums: whether to report checksums. corrupts: pattern of the names of objects in which
-    a bit changes. status: the error with which all requests are answered. hangs: whether to answer
-    nothing. seconds: time before the answer to an upload. requests: method and name of each
-    request.
+    etags: by name, as S3 reports them: the MD5 of the content, or of the MD5 of its parts. uploads:
+    the parts of each upload, by number. has_own_keys: whether the ETags are no MD5, as with
+    encryption by own keys. corrupts: pattern of the names of objects in which a bit changes.
+    status: the error with which all requests are answered. hangs: whether to answer nothing.
+    seconds: time before the answer to an upload. requests: method and name of each request.
     """
 
     objects: dict[str, bytes] = field(default_factory=dict)
-    checksums: dict[str, str] = field(default_factory=dict)
+    etags: dict[str, str] = field(default_factory=dict)
     uploads: dict[str, tuple[str, dict[int, bytes]]] = field(default_factory=dict)
-    keeps_checksums: bool = True
+    has_own_keys: bool = False
     corrupts: str = "nothing is corrupted"
     status: int = 0
     hangs: bool = False
     seconds: float = 0.0
     requests: list[tuple[str, str]] = field(default_factory=list)
 
-    def put(self, name: str, content: bytes, checksum: str) -> None:
-        """Store an object, perhaps damaged; the checksum is that of the stored bytes."""
-        if re.search(self.corrupts, name) and content:
-            content = bytes([content[0] ^ 1]) + content[1:]
-            checksum = _checksum(content)
-        self.objects[name] = content
-        self.checksums[name] = checksum
+    def put(self, name: str, parts: list[bytes]) -> None:
+        """Store an object, perhaps damaged; the ETag is that of the stored bytes."""
+        if re.search(self.corrupts, name) and parts[0]:
+            parts = [bytes([parts[0][0] ^ 1]) + parts[0][1:], *parts[1:]]
+        self.objects[name] = b"".join(parts)
+        sums = b"".join(hashlib.md5(part).digest() for part in parts)
+        is_whole = len(parts) == 1
+        self.etags[name] = sums.hex() if is_whole else f"{_md5(sums)}-{len(parts)}"
+        if self.has_own_keys:
+            self.etags[name] = _md5(b"a key" + sums)
 
 
-def _checksum(content: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(content).digest()).decode()
+def _md5(content: bytes) -> str:
+    return hashlib.md5(content).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -87,15 +88,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.store.requests.append((self.command, name))
         while self.store.hangs:
             time.sleep(0.05)
-        claimed = self.headers.get("x-amz-checksum-sha256")
         if self.store.status:
             self._refuse(self.store.status, "SlowDown", "Please reduce your request rate.")
         elif f"Credential={_KEY_ID}/" not in self.headers.get("Authorization", ""):
             self._refuse(403, "InvalidAccessKeyId", "The AWS Access Key Id does not exist.")
         elif bucket != BUCKET:
             self._refuse(404, "NoSuchBucket", "The specified bucket does not exist")
-        elif claimed and self.command == "PUT" and claimed != _checksum(content):
-            self._refuse(400, "BadDigest", "The SHA256 you specified did not match.")
         else:
             if self.command == "PUT":
                 time.sleep(self.store.seconds)
@@ -105,24 +103,17 @@ class _Handler(BaseHTTPRequestHandler):
         if "uploadId" in query:
             self.store.uploads[query["uploadId"]][1][int(query["partNumber"])] = content
         else:
-            self.store.put(name, content, _checksum(content))
-        self._answer(b"", {"ETag": f'"{hashlib.md5(content).hexdigest()}"'})
+            self.store.put(name, [content])
+        self._answer(b"", {"ETag": f'"{_md5(content)}"'})
 
     def _post(self, name: str, query: dict[str, str], content: bytes) -> None:
-        if "delete" in query:
-            keys = [e.text or "" for e in ElementTree.fromstring(content).iter() if "Key" in e.tag]
-            for key in keys:
-                self.store.objects.pop(key, None)
-            self._answer(b"<DeleteResult></DeleteResult>")
-        elif "uploads" in query:
+        if "uploads" in query:
             upload = f"upload-{next(self._numbers)}"
             self.store.uploads[upload] = name, {}
             self._answer(f"<R><UploadId>{upload}</UploadId></R>".encode())
         else:
             parts = self.store.uploads.pop(query["uploadId"])[1]
-            ordered = [parts[number] for number in sorted(parts)]
-            digests = b"".join(hashlib.sha256(part).digest() for part in ordered)
-            self.store.put(name, b"".join(ordered), f"{_checksum(digests)}-{len(parts)}")
+            self.store.put(name, [parts[number] for number in sorted(parts)])
             self._answer(b'<R><ETag>"e"</ETag></R>')
 
     def _get(self, name: str, query: dict[str, str], content: bytes) -> None:
@@ -136,15 +127,22 @@ class _Handler(BaseHTTPRequestHandler):
         elif "list-type" in query:
             self._list(query)
         elif name in self.store.objects:
-            self._answer(self.store.objects[name])
+            self._answer_range(self.store.objects[name])
         else:
             self._refuse(404, "NoSuchKey", "The specified key does not exist.")
+
+    def _answer_range(self, content: bytes) -> None:
+        if not (asked_range := self.headers.get("Range")):
+            self._answer(content)
+            return
+        first, last = (int(number) for number in asked_range.partition("=")[2].split("-"))
+        self._answer(content[first : last + 1], status=206)
 
     def _list(self, query: dict[str, str]) -> None:
         start = query["prefix"]
         names = sorted(name for name in self.store.objects if name.startswith(start))
         folders = set()
-        if "delimiter" in query:
+        if query.get("delimiter"):
             rests = {name: name[len(start) :] for name in names}
             folders = {start + r.partition("/")[0] + "/" for r in rests.values() if "/" in r}
             names = [name for name, rest in rests.items() if "/" not in rest]
@@ -152,7 +150,7 @@ class _Handler(BaseHTTPRequestHandler):
         entries += [("Contents", "Key", name) for name in names]
         first = int(query.get("continuation-token", 0))
         page = "".join(
-            f"<{outer}><{inner}>{escape(text)}</{inner}></{outer}>"
+            f"<{outer}><{inner}>{escape(text)}</{inner}><Size>1</Size></{outer}>"
             for outer, inner, text in entries[first : first + _PAGE]
         )
         is_cut = len(entries) > first + _PAGE
@@ -164,12 +162,13 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in self.store.objects:
             self._answer(b"", status=404)
             return
-        checksum = self.store.checksums[name]
-        headers = {"x-amz-checksum-sha256": checksum} if self.store.keeps_checksums else {}
-        self._answer(self.store.objects[name], headers)
+        self._answer(self.store.objects[name], {"ETag": f'"{self.store.etags.get(name)}"'})
 
     def _delete(self, name: str, query: dict[str, str], content: bytes) -> None:
-        self.store.uploads.pop(query["uploadId"], None)
+        if "uploadId" in query:
+            self.store.uploads.pop(query["uploadId"], None)
+        else:
+            self.store.objects.pop(name, None)
         self._answer(b"", status=204)
 
     def _refuse(self, status: int, code: str, text: str) -> None:

@@ -48,7 +48,7 @@ from lib.corpus.row_options import RowOptions
 from lib.curate.classify import language, predictor
 from lib.curate.masks import phones
 from lib.export import adapter_files, checkpoint_choice
-from lib.hub import client, repository, s3, transfer
+from lib.hub import client, folder, repository, transfer
 from lib.models import (
     architecture,
     float8,
@@ -596,7 +596,7 @@ def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
         architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
     )
     yield lambda: hyperpod._make_client("auto", "x", 0, 1)
-    yield lambda: s3._make_client("s3://bucket")
+    yield lambda: folder.Folder("s3://bucket")
     yield lambda: predictor.require_package("--language")
     yield phones.identify_package
     yield lambda: language._read_labels(Path("models/lid.176.ftz"))
@@ -803,7 +803,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
     """Their commands are at least such as the scripts take, and programs that are there."""
     absent = (
         "amzn_sagemaker_checkpointing",
-        "boto3",
+        "s3fs",
         "fasttext",
         "phonenumbers",
     )  # and what other tests have imported of them

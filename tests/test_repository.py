@@ -71,7 +71,7 @@ FRONT_DOORS = {"launch/build_image.py", "launch/kubernetes.py"}
 TABLES = {"lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
-CLOUD = {"boto3", "botocore"}
+CLOUD = {"fsspec", "s3fs"}
 SCRIPTS = {".py", ".sh", ".sbatch"}
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
@@ -202,7 +202,7 @@ def test_only_the_hub_opens_connections(path: Path) -> None:
     assert (
         not names
         or name_of(path) == "lib/hub/client.py"
-        or (name_of(path) == "lib/hub/s3.py" and {n.split(".")[0] for n in names} <= CLOUD)
+        or (name_of(path) == "lib/hub/folder.py" and {n.split(".")[0] for n in names} <= CLOUD)
         or (name_of(path), names) == ("launch/torchrun.py", {"socket"})
     )  # which listens on loopback
 
@@ -488,13 +488,14 @@ def test_what_is_imported_is_required() -> None:
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
     # Python 3.14 has compression of its own.
     third_party -= {*sys.stdlib_module_names, "compression", "lib", "launch"}
-    names = {"yaml": "pyyaml", "botocore": "boto3", "fasttext": "fasttext-predict"}
+    names = {"yaml": "pyyaml", "fasttext": "fasttext-predict"}
     names |= {"backports": "backports-zstd", "phonenumbers": "phonenumberslite"}
     packages = {names.get(name, name.replace("_", "-")) for name in third_party}
     # An option wants each of these, and says how to install it.
     pins = requirements("requirements-optional.txt")
     optional = {re.split(r"[\[=]", pin)[0] for pin in pins}
     optional -= {"flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"}  # lib/parallel/flash_4.py
+    optional -= {"s3fs"}  # fsspec imports it
     assert optional <= packages
     assert not packages - named - optional
     assert not named - packages - {"tensorboard"}  # which torch.utils.tensorboard imports

@@ -300,7 +300,7 @@ def test_a_killed_run_leaves_no_splits_and_the_next_one_cleans_up(stage, raw, tm
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
     )
-    while process.poll() is None and not list(tmp_path.glob("splits.partial-*/content/split_00")):
+    while process.poll() is None and not list(tmp_path.glob("splits.partial-*/content-*/split_00")):
         pass
     process.kill()
     process.wait()

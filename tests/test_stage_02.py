@@ -194,7 +194,7 @@ def test_a_killed_build_continues_to_the_same_bytes(stage, tmp_path):
         stdout=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
-    parts = "out.partial-*/content/*/parts/*"
+    parts = "out.partial-*/content-*/*/parts/*"
     while not list(tmp_path.glob(parts)) and time.monotonic() < deadline:
         time.sleep(0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

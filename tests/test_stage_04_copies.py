@@ -1,5 +1,5 @@
 # covers: 04_train_fsdp.py, lib/checkpoints/copier.py, lib/checkpoints/copies.py
-# covers: lib/checkpoints/copy_lease.py, lib/train/copying.py, lib/hub/s3.py
+# covers: lib/checkpoints/copy_lease.py, lib/train/copying.py, lib/hub/folder.py
 """`--ckpt-copy-to`: copies of checkpoints in a second place, and runs restored from them."""
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def test_a_run_without_its_second_place_is_complete_and_copied_later(
     """The server fails from the second step on, and answers again after the run."""
     environment = server.environment()
     launch = start_stage(
-        *("04_train_fsdp.py", *IN_BUCKET, "--ckpt-copy-wait", 0.05),
+        *("04_train_fsdp.py", *IN_BUCKET),
         cwd=project,
         env=environment,
         output=project / "printed",
@@ -252,7 +252,7 @@ def test_a_stopped_run_finishes_its_copy(project: Path, server: S3Server) -> Non
 @pytest.mark.slow
 def test_a_signal_to_any_rank_ends_the_wait_for_a_copy(project: Path, server: S3Server) -> None:
     launch = start_stage(
-        *("04_train_fsdp.py", *IN_BUCKET, "--ckpt-copy-wait", 30),
+        *("04_train_fsdp.py", *IN_BUCKET),
         cwd=project,
         env=server.environment(),
         ranks=2,

@@ -318,7 +318,7 @@ def _prepare_place(target: str, experiment: str, run: str) -> Callable[[tuple[An
     The child holds the place, so that the next launch on this machine sees the end of its holder.
     """
     os.nice(19)
-    place = copies.open_place(target, experiment, run)
+    place = copies.CopyPlace(target, experiment, run)
     place.claim()
     lease = PlaceLease(place)
 

@@ -75,19 +75,6 @@ def _write_file(path: Path, entry: dict[str, Any], chunks: Iterable[bytes]) -> N
             raise ArtifactError(f"{entry['path']} has other content than when it was saved")
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file through a temporary one, so that it is complete or does not exist."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        _write_bytes(temporary, content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    publish.fsync(path.parent)
-
-
 def _write_bytes(path: Path, content: bytes) -> None:
     with path.open("xb") as file:
         file.write(content)

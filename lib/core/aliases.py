@@ -47,6 +47,11 @@ GONE = {
     "token_reads": Gone(
         "mmap", "leave it out, or put the cache on a local disk; pread is used where mmap fails"
     ),
+    "ckpt_copy_wait": Gone(
+        30.0,
+        "leave it out: a complete run waits up to 30 minutes for its last copy, and Ctrl-C ends "
+        "the wait",
+    ),
     "on_end": Gone("", _END),
     "on_end_seconds": Gone(20.0, _END),
 }

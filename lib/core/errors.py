@@ -168,6 +168,7 @@ def from_os_error(error: OSError) -> StageError | None:
     """Return the StageError for an OSError that the machine or user caused, else None."""
     where = f": {error.filename}" if error.filename else ""
     if error.errno in _DISK_FULL_ERRNOS:
+        where = f": {error.filename2}" if error.filename2 else where  # the target of a copy
         return _make_full_error(where, error)
     if is_of_disk(error):
         return StageError(

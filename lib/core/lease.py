@@ -18,7 +18,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ class Lease:
         self._lost = lost
         self._beats = 0
         self._record = make_record()
-        self._lock = lock_directory(path.parent)
+        self._lock = lock_path(path.parent)
         if self._lock < 0:
             raise self._make_held_error(records.read_mapping(path))
         try:
@@ -73,23 +73,12 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Stop updating the record, after checking once more that this process owns it.
-
-        The record remains until `release`."""
+    def release(self) -> None:
+        """Let others take the directory, after checking once more that this process owns it."""
         self._ended.set()
         self._thread.join()
-        self._is_own()
-
-    def release(self, keep: bool = False) -> None:
-        """Let others take the directory. keep: leave the record, which names the last holder."""
-        self.stop()
-        if records.read_mapping(self._path).get("id") == self._record["id"]:
-            if keep:
-                self._record["released"] = True
-                self._write()
-            else:
-                self._path.unlink(missing_ok=True)
+        if self._is_own():
+            self._path.unlink(missing_ok=True)
         os.close(self._file)
         os.close(self._lock)
 
@@ -152,11 +141,10 @@ class Lease:
         Returns whether another machine may be taking it over as well. Raises DirectoryHeld if its
         holder is alive.
         """
-        alive = liveness.is_alive(earlier)
-        if earlier.get("released") or alive is not None:
-            if alive and not earlier.get("released"):
+        if (alive := liveness.is_alive(earlier)) is not None:
+            if alive:
                 raise self._make_held_error(earlier)
-            return alive is None
+            return False
         # An unreadable record is being written at this moment, or was torn by a power failure.
         patience = PATIENCE_S if earlier else SETTLE_S
         began = time.monotonic()
@@ -226,18 +214,35 @@ class Lease:
         os.fsync(file)
 
 
-def lock_directory(directory: Path) -> int:
-    """Return a descriptor that holds the kernel lock on a directory.
+def lock_to_build(record: Path) -> ExitStack:
+    """Lock the directory of `record` until the result is closed, or this process has ended.
+
+    The record then names this process. The lock on the directory is exact on one machine. The lock
+    on the record also excludes other machines, on file systems that support it, such as NFS.
+    Raises DirectoryHeld if another process holds one of them, or has just deleted the directory.
+    """
+    with ExitStack() as stack:
+        for path, flags in ((record.parent, os.O_RDONLY), (record, os.O_RDWR | os.O_CREAT)):
+            if (descriptor := lock_path(path, flags)) < 0:
+                holder = describe_holder(records.read_mapping(record))
+                raise DirectoryHeld(f"another process uses {record.parent} now", holder=holder)
+            stack.callback(os.close, descriptor)
+        record.write_text(json.dumps(make_record()), encoding="utf-8")
+        return stack.pop_all()
+
+
+def lock_path(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Return a descriptor that holds the kernel lock on a directory, or on a file.
 
     Returns -1 if another process holds it, or has just removed or published the directory.
     """
     try:
-        descriptor = os.open(directory, os.O_RDONLY)
+        descriptor = os.open(path, flags, 0o666)
     except FileNotFoundError:
         return -1
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_there = os.path.samestat(os.fstat(descriptor), directory.stat())
+        is_there = os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError as error:
         # Without locks on a file system, no process is known to hold one.
         is_there = error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.ENOENT)

@@ -86,7 +86,7 @@ def write_manifest(
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON atomically: through a temporary file, fsync and rename."""
+    """Write JSON atomically."""
     write_text(path, format_json(content))
 
 
@@ -96,11 +96,16 @@ def format_json(content: Any) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically: through a temporary file, fsync and rename."""
+    """Write a text file atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file atomically: through a temporary file, fsync and rename."""
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

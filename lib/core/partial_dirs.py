@@ -1,6 +1,6 @@
 """Mark directories that a stage is building, so that it never deletes a user's directory.
 
-The mark is an empty file whose name contains a digest of the directory's own name. One system call
+The mark is a file whose name contains a digest of the directory's own name. One system call
 creates it, and it is deleted last. So after a kill at any moment our directory contains the mark or
 is empty. A copy under another name, or a finished artifact beside it, does not count as ours.
 """
@@ -32,8 +32,8 @@ def is_bare(directory: Path) -> bool:
 
 def claim_directory(directory: Path) -> None:
     """Mark a directory that is ours or empty. Raises UsageError for any other."""
-    # The third check is for another process that marked it between the first two.
-    if not (is_ours(directory) or is_bare(directory) or is_ours(directory)):
+    # The third check is for a process that has just marked it, the last for one that deleted it.
+    if not (is_ours(directory) or is_bare(directory) or is_ours(directory)) and directory.exists():
         raise UsageError(
             f"{directory} is in the way, and this program did not create it",
             expected="no directory of that name: unfinished work would be kept there",

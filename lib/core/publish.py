@@ -1,21 +1,25 @@
 """Publish artifacts atomically: one appears under its final name complete, or not at all.
 
     corpus.partial-1a2b3c4d/
-        .unfinished-…           the mark that makes the directory ours (partial_dirs.py)
-        .owner.json             the process that builds in it (lease.py), to distinguish leftovers
-                                from work in progress, also on other machines
-        content/                receives its manifest last, and is then renamed to `corpus`
+        .unfinished-…           the mark that makes the directory ours (partial_dirs.py); it names
+                                the process that builds, which keeps it locked (lease.py)
+        content-HOST/           receives its manifest last, and is then renamed to `corpus`
+        content/                the work of a run that ended by itself; any machine may continue it
         replaced/               the previous `corpus` (--overwrite), about to be deleted
 
-No other directory beside the target is changed, whatever its name.
+Two machines whose locks do not exclude each other both build, and the first one publishes. No other
+directory beside the target is changed, whatever its name.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import platform
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -24,9 +28,7 @@ from typing import Any
 from lib.core import (
     commands,
     hashing,
-    launcher,
     lease,
-    liveness,
     log,
     manifest,
     other_files,
@@ -34,13 +36,13 @@ from lib.core import (
     records,
     units,
 )
-from lib.core.errors import EXIT_USAGE, ArtifactError, DiskFullError, UsageError
+from lib.core.errors import ArtifactError, DiskFullError, UsageError
 from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import MANIFEST
 
-OWNER = ".owner.json"  # in a partial directory: the process that builds, or built, in it
+_CONTENT = "content"
 _REPLACED = "replaced"
-_LEFT_AFTER_S = 600  # without a sign of life, until another machine's leftovers are deleted
+_LEFT_AFTER_S = 7 * 86400  # since its start, until a build of another machine counts as a leftover
 _KIND_NAMES = {
     "raw": "raw files",
     "dataset-parts": "dataset parts",  # other kinds are words already
@@ -169,16 +171,16 @@ class Build:
         self.published = False
         suffix = hashing.fingerprint(identity)[:8]
         self.partial = self.target.with_name(f"{self.target.name}.partial-{suffix}")
-        self.dir = self.partial / "content"
-        self._replaced = self.partial / _REPLACED
+        self.dir = self.partial / _own_content()
 
     def __enter__(self) -> Build:
         _require_replaceable(self.target)
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        self.partial.mkdir(exist_ok=True)
+        with suppress(FileExistsError):
+            self.partial.mkdir()
         try:
             partial_dirs.claim_directory(self.partial)
-            self._lease = lease.Lease(self.partial / OWNER, self._lost)
+            self._lock = lease.lock_to_build(partial_dirs.mark_path(self.partial))
         except lease.DirectoryHeld as error:
             raise AlreadyBuilding(
                 f"another process is building {self.target}",
@@ -194,9 +196,10 @@ class Build:
             self._remove_leftovers()
             if not self.overwrite and self.target.exists() and any(self.target.iterdir()):
                 raise self._make_built_error()
-            if partial_dirs.has_links(
-                self.dir
-            ):  # not made by this stage, which would write through them
+            if self.resumable and not self.dir.exists():
+                with suppress(FileNotFoundError):
+                    (self.partial / _CONTENT).replace(self.dir)
+            if partial_dirs.has_links(self.dir):  # this stage makes none, and would follow them
                 partial_dirs.delete_tree(self.dir)
             self.dir.mkdir(exist_ok=True)
             manifest.remove_temporary(self.dir)
@@ -206,18 +209,21 @@ class Build:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        is_left = not self.published and self.resumable and self.dir.is_dir() and bool(self.files())
-        if not is_left:
-            self._lease.stop()
-            with suppress(OSError):  # the next run deletes it
+        is_gone = isinstance(value, FileNotFoundError) and not self.dir.exists()
+        with suppress(OSError):  # the next run deletes it
+            if self.published:
+                for path in _list_foreign(self.partial):  # a process there loses all files at once
+                    path.replace(path.with_name(f"{_REPLACED}-{path.name}"))
                 partial_dirs.delete_marked(self.partial)
-        self._lease.release(keep=is_left)
-        if (
-            isinstance(value, FileNotFoundError)
-            and not self.partial.exists()
-            and not self.published
-        ):
-            # Another process built it while this one was stopped.
+            elif self.resumable and self.files():
+                self.dir.replace(self.partial / _CONTENT)
+            else:
+                partial_dirs.delete_tree(self.dir)
+                partial_dirs.delete_bare(self.partial)
+        self._lock.close()
+        with suppress(OSError):  # only now does NFS delete a mark that was open
+            self.partial.rmdir()
+        if is_gone and not self.published:  # another machine built it, and deleted this directory
             raise self._make_built_error() from value
 
     def files(self) -> list[Path]:
@@ -247,17 +253,15 @@ class Build:
         )
         for directory in {self.dir, *(self._place(entry["path"]).parent for entry in files)}:
             fsync(directory)
-        self._lease.stop()  # after checking its owner once more
-        if self.target.exists() and any(self.target.iterdir()):
-            if not self.overwrite:
-                raise AlreadyBuilding(
-                    f"{self.target} appeared while this run was building it",
-                    hint="choose another name, or replace it:",
-                    run=commands.as_typed("--overwrite"),
-                )
+        if self.overwrite and self.target.exists() and any(self.target.iterdir()):
             self._replace()
         else:
-            self.dir.replace(self.target)
+            try:
+                self.dir.replace(self.target)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise self._make_built_error() from None
+                raise
         self.published = True
         fsync(self.target.parent)
 
@@ -278,7 +282,7 @@ class Build:
         if not renameat2 or renameat2(
             _AT_FDCWD, os.fsencode(self.dir), _AT_FDCWD, os.fsencode(self.target), _RENAME_EXCHANGE
         ):
-            self.target.replace(self._replaced)
+            self.target.replace(self.partial / _REPLACED)
             self.dir.replace(self.target)
 
     def _make_built_error(self) -> AlreadyBuilding:
@@ -290,24 +294,15 @@ class Build:
         """Delete leftovers of killed runs, and restore an artifact that was being replaced."""
         _restore_target(self.target, self.partial)
         _remove_leftovers(self.target, self.partial)
+        for path in _list_foreign(self.partial):
+            log.info(f"kept {path} during this build: another machine may be writing it")
         if not self.resumable and self.dir.exists():
             partial_dirs.delete_tree(self.dir)
             log.info(f"deleted {self.partial.name}, left by a run that did not finish")
 
-    def _lost(self, text: str) -> None:
-        """End the process at once: two processes must not write the same directory."""
-        text = f"error: {text}; run the same command again to wait for it, or to continue after it"
-        launcher.record_failure(AlreadyBuilding.__name__, EXIT_USAGE, text)
-        os.write(2, f"{text}\n".encode())
-        os._exit(EXIT_USAGE)
-
 
 def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
-    """Delete leftovers of killed runs beside a target.
-
-    own_partial: the partial directory of this process. Without one, a directory is kept if a
-    process on another machine may be building in it.
-    """
+    """Delete leftovers of killed runs beside a target, except for that of this process."""
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
     for path in sorted(target.parent.iterdir()):
         if (
@@ -316,16 +311,19 @@ def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
             or not (partial_dirs.is_ours(path) or partial_dirs.is_bare(path))
         ):
             continue
-        descriptor = lease.lock_directory(path)
-        if descriptor < 0:
+        mark = partial_dirs.mark_path(path)
+        if _list_foreign(path) and time.time() - mark.stat().st_mtime < _LEFT_AFTER_S:
+            holder = lease.describe_holder(records.read_mapping(mark))
+            log.info(f"kept {path}: {holder} may be building in it; if not, delete it")
             continue
-        if _is_abandoned(path, own_partial):
+        # Another process builds in it, or it belongs to another user and disturbs nobody.
+        with suppress(lease.DirectoryHeld, OSError), lease.lock_to_build(mark):
             _restore_target(target, path)
-            with suppress(OSError):  # it belongs to another user, and disturbs nobody
-                partial_dirs.delete_marked(path)
-            if not path.exists():
-                log.info(f"deleted {path.name}, left by a run that did not finish")
-        os.close(descriptor)
+            partial_dirs.delete_marked(path)
+        with suppress(OSError):
+            path.rmdir()
+        if not path.exists():
+            log.info(f"deleted {path.name}, left by a run that did not finish")
 
 
 def _restore_target(target: Path, partial: Path) -> None:
@@ -336,23 +334,20 @@ def _restore_target(target: Path, partial: Path) -> None:
     partial_dirs.delete_tree(previous)
 
 
-def _is_abandoned(directory: Path, own_partial: Path | None) -> bool:
-    """Return whether no process on any machine builds in a directory.
+def _own_content() -> str:
+    """Return the name of the directory to which only this machine writes."""
+    return f"{_CONTENT}-{platform.node()}"
 
-    It compares two modification times, which both come from the file server's clock.
-    """
-    record = directory / OWNER
-    owner = records.read_mapping(record)
-    if not owner or owner.get("released"):
-        return True
-    if (alive := liveness.is_alive(owner)) is not None:
-        return not alive
-    if own_partial is None:
-        return False
-    silent_s = (own_partial / OWNER).stat().st_mtime - record.stat().st_mtime
-    if silent_s < _LEFT_AFTER_S:
-        log.info(f"kept {directory}: {lease.describe_holder(owner)} may be building in it")
-    return silent_s >= _LEFT_AFTER_S
+
+def find_kept(path: Path) -> Path:
+    """Return where a path in the directory of a build lies after an error, for messages."""
+    names = [_CONTENT if name == _own_content() else name for name in path.parts]
+    return Path(*names)
+
+
+def _list_foreign(partial: Path) -> list[Path]:
+    """Return the directories to which other machines write, or wrote before they were killed."""
+    return [path for path in partial.glob(f"{_CONTENT}-*") if path.name != _own_content()]
 
 
 def fsync(path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +167,17 @@ def _write_record(place: Path, identities: dict[str, list[int]]) -> None:
 def _take_turn(place: Path) -> Iterator[bool]:
     """Wait until no other process hashes the same files. Yields False if it had to wait.
 
-    If the cache cannot be written, nobody waits.
+    Nobody waits if the cache cannot be written, or for a machine that its locks do not reach.
     """
     is_first = True
-    held: lease.Lease | None = None
+    lock = ExitStack()
 
     def take() -> bool:
         """Return whether this process need not wait: it holds the lock, or nobody can."""
-        nonlocal is_first, held
+        nonlocal is_first
         try:
             place.mkdir(parents=True, exist_ok=True)
-            held = lease.Lease(place / "lock.json", lost=log.warn)
+            lock.enter_context(lease.lock_to_build(place / "lock.json"))
         except lease.DirectoryHeld as other:
             if is_first:
                 log.info(
@@ -190,12 +190,9 @@ def _take_turn(place: Path) -> Iterator[bool]:
             pass
         return True
 
-    poll(take, _POLL_S)
-    try:
+    with lock:
+        poll(take, _POLL_S)
         yield is_first
-    finally:
-        if held:
-            held.release()
 
 
 def _find_damage(

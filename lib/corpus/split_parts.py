@@ -13,7 +13,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lib.core import commands, hashing, log, manifest, partial_dirs, reading, records, units
+from lib.core import (
+    commands,
+    hashing,
+    log,
+    manifest,
+    partial_dirs,
+    reading,
+    records,
+    units,
+)
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import MANIFEST

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lib.core import hashing, records
+from lib.core import hashing, publish, records
 from lib.core.errors import ArtifactError
 from lib.curate.reader import Unit
 
@@ -100,7 +100,7 @@ def is_undamaged(record: UnitRecord) -> bool:
 def describe_damage(path: Path) -> ArtifactError:
     """Return the error about damaged files of a unit. path: the common beginning of their paths."""
     return ArtifactError(
-        f"{path}.* is damaged or gone",
+        f"{publish.find_kept(path)}.* is damaged or gone",
         expected="the content that the first pass wrote",
-        hint="delete the directory, and run the same command again",
+        hint="delete that directory, and run the same command again",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -113,17 +112,20 @@ def build_once(
     def is_complete() -> bool:
         """Return whether the artifact is complete, after building it if no other process does."""
         nonlocal was_built, is_announced
+        builder = ""
         if publish.is_done(
             target, kind, identity, overwrite=False, run=commands.delete_and_rerun(target)
         ):
             return True
         if is_builder:
-            with suppress(publish.AlreadyBuilding):  # by another machine or launch
+            try:
                 build()
                 was_built = True
                 return True
+            except publish.AlreadyBuilding as error:  # by another machine or launch
+                builder = f" ({error.found})" if error.found else ""
         if not is_announced:
-            log.info(f"waiting for {target} to be built by another process")
+            log.info(f"waiting for {target} to be built by another process{builder}")
             is_announced = True
         return False
 

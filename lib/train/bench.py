@@ -42,7 +42,6 @@ _WITHOUT_EFFECT = (
     "ckpt_local_freq",
     "ckpt_copy_to",
     "ckpt_copy_keep",
-    "ckpt_copy_wait",
     "eval_freq",
     "eval_batches",
     "sample_prompts",

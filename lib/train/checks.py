@@ -16,7 +16,7 @@ from lib.checkpoints.vendor_tiers import VENDOR_TIERS, find_requested
 from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
-from lib.hub import s3
+from lib.hub import folder
 from lib.hub.repository import redact_urls
 from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
 from lib.optim.registry import OPTIMIZERS, find_option_problems
@@ -33,14 +33,13 @@ _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 _PACKAGES = {
     "wandb": "wandb",
     **{name: vendor.package for name, vendor in VENDOR_TIERS.items()},
-    "ckpt_copy_to": "boto3",  # for a bucket
 }
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
     "streaming": ("online", "include", "text_field"),
     "sample_prompts": ("sample_tokens",),
     "eval_suite": ("suite_limit",),
-    "ckpt_copy_to": ("ckpt_copy_keep", "ckpt_copy_wait"),
+    "ckpt_copy_to": ("ckpt_copy_keep",),
     "plan_gpus": ("plan_gpu_memory", "plan_gpu_tflops"),
 }
 _LARGEST_RANK = 65_536
@@ -279,7 +278,7 @@ def _check_copies(config: Config, problems: Problems) -> None:
         )
         return
     if "://" in target or target.startswith(("s3:", "/s3:")):
-        if not s3.is_url(target):
+        if not folder.is_url(target):
             problems.add(
                 f"--ckpt-copy-to {redact_urls(target)} names no bucket",
                 expected="a directory, or s3://BUCKET/PREFIX without user and password",
@@ -297,17 +296,20 @@ def _check_packages(config: Config, problems: Problems) -> None:
     """Add a problem for each missing package that an option needs, if this run will train."""
     if config.prepare_only or config.plan_gpus:
         return
-    for name, package in _PACKAGES.items():
+    needed = {name: package for name, package in _PACKAGES.items() if getattr(config, name)}
+    if package := folder.find_package(config.ckpt_copy_to or ""):
+        needed["ckpt_copy_to"] = package
+    for name, package in needed.items():
         try:
-            value = getattr(config, name)
-            if value and (package != "boto3" or s3.is_url(value)):
-                metadata.version(package)
+            metadata.version(package)
         except metadata.PackageNotFoundError:
             problems.add(
                 f"{declared.flag(name)} needs the package {package}, which is not installed",
                 hint="a bundle of `airgap.py pack --optional` contains its wheels; "
                 "or install it from a package index:",
-                run=commands.pip_install_optional(package),
+                run=folder.install_command(package)
+                if name == "ckpt_copy_to"
+                else commands.pip_install_optional(package),
             )
 
 

@@ -663,7 +663,7 @@ class Config:
         metavar="DIR|s3://BUCKET/PREFIX",
         help="copy each checkpoint in the background to another directory or to S3, and verify the "
         "copy. A run that has lost its checkpoints is restored from the copies. s3:// needs the "
-        "package boto3 and a network connection (default: no copies)",
+        "package s3fs and a network connection (default: no copies)",
     )
     ckpt_copy_keep: int = option(
         0,
@@ -671,14 +671,6 @@ class Config:
         parse=count,
         help="keep the N newest copies (2 or more; 0: all); the copies for --ckpt-keep-every and "
         "of the best checkpoint by --best-by are kept too",
-    )
-    ckpt_copy_wait: float = option(
-        30.0,
-        role=LOCAL,
-        parse=non_negative,
-        metavar="MINUTES",
-        help="minutes to wait at the end of a run until its last checkpoint is copied; a run that "
-        "is stopped waits at most 20 seconds",
     )
     eval_freq: int = option(
         500,

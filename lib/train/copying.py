@@ -21,7 +21,7 @@ from lib.core.lease import DirectoryHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
 from lib.core.run_records import read_config
-from lib.hub import s3
+from lib.hub.folder import is_url
 from lib.train import checks, previous_run
 from lib.train.config import Config
 from lib.train.inputs import find_inputs
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # these import torch, which a run that is complete does not w
 
 COPIES = "copies"  # the value of --resume that takes over a lost run
 _ROOT = Path("/")
+_WAIT_S = 1800.0  # for the last copy of a complete run
 _WAIT_IF_STOPPED_S = 20.0  # for the last copy; a launcher kills the ranks after 30 s
 
 
@@ -207,7 +208,7 @@ def _find_copies(target: str, experiment: Experiment) -> CopyPlace | None:
     """
     name = experiment.root.name
     run = read_config(experiment).get("run") or copies.find_last_run(target, name)
-    place = copies.open_place(target, name, run) if run else None
+    place = CopyPlace(target, name, run) if run else None
     return place if place and place.is_ours() else None
 
 
@@ -266,12 +267,11 @@ def begin_copying(
 
     After an error, ranks do not wait. All ranks must call this.
     """
-    patience = 60 * state.plan.config.ckpt_copy_wait
 
     def finish(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             checkpointer.finish_copying(
-                patience, lambda: bool(stop_request.agree()), meters.show_end
+                _WAIT_S, lambda: bool(stop_request.agree()), meters.show_end
             )
         elif issubclass(kind, Preempted):
             checkpointer.finish_copying(_WAIT_IF_STOPPED_S, lambda: False, meters.show_end)
@@ -299,8 +299,8 @@ def copy_complete_run(config: Config, experiment: Experiment) -> None:
         if not is_restart(experiment):
             copier.open()
         copier.start(newest.step, lambda step: None)
-        copier.hurry(60 * config.ckpt_copy_wait)
-        poll(lambda: copier.wait(1.0) or copier.has_given_up(), 0.0, 60 * config.ckpt_copy_wait)
+        copier.hurry(_WAIT_S)
+        poll(lambda: copier.wait(1.0) or copier.has_given_up(), 0.0, _WAIT_S)
         copier.close()
     finally:
         lease.release()
@@ -324,7 +324,7 @@ def _make_copier(
 def _warn_about_disk(config: Config, experiment: Experiment) -> None:
     """Warn if copies in a directory do not survive the loss of the run, or may be misplaced."""
     target = Path(config.ckpt_copy_to or "")
-    if s3.is_url(str(config.ckpt_copy_to)) or not target.is_dir():
+    if is_url(str(config.ckpt_copy_to)) or not target.is_dir():
         return
     device = target.stat().st_dev
     if device == experiment.root.stat().st_dev:

@@ -101,7 +101,7 @@ def commit_steps(
 
 
 def find_copies(target: object) -> list[int]:
-    return sorted(copies.open_place(str(target), "exp", "18ab").read_commits())
+    return sorted(copies.CopyPlace(str(target), "exp", "18ab").read_commits())
 
 
 def test_each_checkpoint_is_copied_and_old_copies_are_pruned(
@@ -191,7 +191,7 @@ def test_a_server_that_fails_is_tried_again(
     assert recorder.state["copied"] is None and not copying.wait(0)
     server.store.status = 503
     server.start()
-    wait_until(lambda: "reduce your request rate" in recorder.state["copy_error"])
+    wait_until(lambda: "Service Unavailable" in recorder.state["copy_error"])
     commit_steps(run, 2, copier=copying)
     server.store.status = 0
     assert copying.wait(PATIENCE_S)
@@ -280,7 +280,7 @@ def test_a_step_that_is_saved_again_is_copied_again(
     shutil.rmtree(run.checkpoints / "step_00000001")
     commit_steps(run, 1, copier=copying, tokens=9)
     assert copying.wait(PATIENCE_S)
-    place = copies.open_place(str(tmp_path / "second"), "exp", "18ab")
+    place = copies.CopyPlace(str(tmp_path / "second"), "exp", "18ab")
     assert place.read_commits()[1]["tokens"] == 9
 
 

@@ -78,3 +78,8 @@ def test_os_errors_that_a_person_can_fix_become_stage_errors(number: int, kind: 
     assert type(error) is kind
     if error:
         assert "/some/file" in error.problem and "why" in error.problem
+
+
+def test_a_copy_to_a_full_disk_names_the_file_that_was_written() -> None:
+    error = from_os_error(OSError(errno.ENOSPC, "why", "/source", None, "/target"))
+    assert error and "/target" in error.problem and "/source" not in error.problem

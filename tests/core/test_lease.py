@@ -54,7 +54,7 @@ def holder(path: Path) -> Iterator[subprocess.Popen]:
 @pytest.fixture
 def no_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Act like a network file system that keeps no locks, here and in no other process."""
-    monkeypatch.setattr(lease, "lock_directory", lambda directory: os.open(directory, os.O_RDONLY))
+    monkeypatch.setattr(lease, "lock_path", lambda directory: os.open(directory, os.O_RDONLY))
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch, no_kernel_locks: None, fast: None) ->
     return here
 
 
-@pytest.mark.parametrize("leftover", ["nothing", "dead", "released", "torn"])
+@pytest.mark.parametrize("leftover", ["nothing", "dead", "torn"])
 def test_one_of_many_nodes_gets_the_lease(
     path: Path, nodes: threading.local, leftover: str
 ) -> None:
@@ -163,8 +163,7 @@ def test_one_of_many_nodes_gets_the_lease(
     elif leftover != "nothing":
         manifest.write_json(
             path,
-            {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7}
-            | ({"released": True} if leftover == "released" else {}),
+            {"host": "gone", "pid": 1, "machine": "gone", "id": "x", "beats": 7},
         )
     start = threading.Barrier(8)
     leases = []
@@ -201,7 +200,7 @@ def test_leases_work_without_hard_links(
     nodes.name = "second"
     with pytest.raises(lease.DirectoryHeld, match="another process"):
         Lease(path, never)
-    held.release(keep=True)
+    held.release()
     Lease(path, never).release()
 
 
@@ -222,7 +221,7 @@ def test_a_late_holder_does_not_write_into_the_new_record(path: Path, fast: None
     before = path.read_bytes()
     held._write()
     assert path.read_bytes() == before
-    held.stop()
+    held.release()
     assert "taken over by process 1 on elsewhere" in messages[0]
 
 

@@ -89,8 +89,8 @@ def test_a_directory_that_disappears_is_not_locked(tmp_path: Path, monkeypatch, 
 
     path.mkdir()
     monkeypatch.setattr(lease.fcntl, "flock", vanish)
-    assert lease.lock_directory(path) == -1
-    assert lease.lock_directory(tmp_path / "none") == -1
+    assert lease.lock_path(path) == -1
+    assert lease.lock_path(tmp_path / "none") == -1
 
 
 @pytest.fixture

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from pathlib import Path
 
 import numpy as np
 
-from lib.core import lease, liveness, log
+from lib.core import lease, log
 from lib.tokens import build, split_writer
 from lib.tokens import dataset as datasets
 
@@ -16,16 +17,12 @@ def prepare_store(dataset: str, tokenizer: str, cache: str, pause: str, node: st
     """Build the token store and print its directory.
 
     pause: seconds before each write, which is announced; writes are small then, so that a test can
-    act during the build. node: the machine as which this process acts, with locks of its own.
+    act during the build. node: the machine as which this process acts, whose locks reach no other.
     """
     log.setup()
     if node:
         lease.fcntl.flock = lambda *_: None
-        liveness.machine_identity = lambda: node
-        lease.BEAT_S = 0.1
-        lease.PATIENCE_S = 2.0
-        lease.SETTLE_S = 0.3
-        lease._POLL_S = 0.2
+        platform.node = lambda: node
     if float(pause):
         datasets._BATCH_ROWS = 5
         split_writer._SAVE_PROGRESS_S = 0

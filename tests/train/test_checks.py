@@ -57,7 +57,7 @@ def parse_options(*argv: Any) -> Config:
         ),
         (("--ckpt-copy-to", "s3:bucket"), "names no bucket"),
         (("--ckpt-copy-to", ""), "--ckpt-copy-to is empty"),
-        (("--ckpt-copy-to", "gs://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
+        (("--ckpt-copy-to", "ssh://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
         (("--ckpt-copy-keep", 3), "--ckpt-copy-keep belongs to --ckpt-copy-to"),
         (("--dry-run", "--plan-gpu-memory", 40), "--plan-gpu-memory belongs to --plan-gpus"),
@@ -123,7 +123,7 @@ def test_possible_options_are_accepted(argv: tuple) -> None:
     [
         (("--wandb", "on"), "wandb"),
         (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing"),
-        (("--ckpt-copy-to", "s3://bucket/x"), "boto3"),
+        (("--ckpt-copy-to", "s3://bucket/x"), "s3fs"),
     ],
 )
 def test_a_missing_package_of_an_option_is_reported_first(

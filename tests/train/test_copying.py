@@ -24,7 +24,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     """Return a lost run with copies of steps 1 and 2, and whose settings are the same now."""
     monkeypatch.setattr(copying, "_require_same_run", lambda *_: None)
     experiment = Experiment(tmp_path / "outputs", "exp")
-    place = copies.open_place(str(tmp_path / "second"), "exp", "18ab")
+    place = copies.CopyPlace(str(tmp_path / "second"), "exp", "18ab")
     for step in (1, 2):
         place.open()
         place.copy(commit_checkpoint(experiment.checkpoints, step))
@@ -147,7 +147,7 @@ def test_a_place_whose_disk_is_not_mounted_is_refused(
 ) -> None:
     """Otherwise a lost run would start from step 0, and the copies would fill another disk."""
     second = run.root.parents[1] / "second"
-    place = copies.open_place(str(second), "exp", "18ab")
+    place = copies.CopyPlace(str(second), "exp", "18ab")
     place.open()
     checkpoint = commit_checkpoint(Experiment(second.parent, "source").checkpoints, 3)
     monkeypatch.setattr(paths, "find_missing_mount", lambda path: second)

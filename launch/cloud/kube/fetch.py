@@ -245,7 +245,7 @@ class Copy:
         total = sum(size for size, _ in files.values())
         self.target.parent.mkdir(parents=True, exist_ok=True)
         self._partial.mkdir(exist_ok=True)
-        descriptor = lease.lock_directory(self._partial)
+        descriptor = lease.lock_path(self._partial)
         if descriptor < 0:
             raise UsageError(f"another process is copying to {self.target}")
         try:
