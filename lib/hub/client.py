@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
 _PERMANENT = ("ProxyError", "UnsupportedProtocol", "InvalidURL", "TooManyRedirects")
 _PAUSES_S = (1.0, 2.0, 8.0, 16.0)  # before each retry, unless the Hub asks for a longer pause
+_LONGEST_PAUSE_S = 600.0  # that the Hub can ask for; then we ask again
 _METADATA_TIMEOUT_S = 30
 _MAX_HTTP_BYTES = 50 * 10**9  # huggingface_hub downloads larger files only by Xet
 
@@ -219,9 +220,9 @@ class Hub:
             limit = parse_ratelimit_headers(headers)
             after = headers.get("Retry-After", "")
             if after.isdecimal():
-                delay = float(after)
+                delay = min(float(after), _LONGEST_PAUSE_S)
             if limit and not limit.remaining:
-                delay = float(limit.reset_in_seconds)
+                delay = min(float(limit.reset_in_seconds), _LONGEST_PAUSE_S)
             return error.response.status_code in _TRANSIENT_STATUSES
 
         def pauses() -> Iterator[float]:
