@@ -155,7 +155,14 @@ def _replace_non_finite(value: Any) -> Any:
 def _show_live(run: RunFiles, console: Console, every: float) -> None:
     """Redraw the page until the run is complete, and then restore the terminal."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
-    live = Live(console=console, screen=True, auto_refresh=False)
+    # Redirected, standard output would have no encoding, and the page only ASCII.
+    live = Live(
+        console=console,
+        screen=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
     with suppress(KeyboardInterrupt), live:
         while not run.is_complete():
             run.update()

@@ -442,10 +442,11 @@ def test_the_live_page_fits_its_terminal(run: Path):
     (run / "logs" / "rank_00000.log").write_text(
         f"2026-01-01 10:00:00,123 ERROR {'no room ' * 30}\n"
     )
-    shown = watch_live(run, COLUMNS="60", LINES="30")
+    shown = watch_live(run, COLUMNS="60", LINES="30", PYTHONIOENCODING="utf-8")
     assert "\x1b[33m" in shown and "\x1b[1m" in shown
     drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown.split("\x1b[H")[2])
     assert "died: its process is gone" in drawn and "learning rate" in drawn
+    assert any(block in drawn for block in "▁▂▃▄▅▆▇█")
     lines = drawn.rstrip("\r\n").splitlines()
     assert len(lines) == 30 and {len(line) for line in lines} == {60}
     assert "\x1b[33m" not in watch_live(run, NO_COLOR="1")

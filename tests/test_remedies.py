@@ -28,6 +28,7 @@ import datasets
 import pyarrow.parquet
 import pytest
 import torch
+from fsspec.registry import _registry as file_systems
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AutoModelForCausalLM
 
@@ -809,6 +810,7 @@ def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) ->
     )  # and what other tests have imported of them
     for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
         monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(file_systems, "s3", raising=False)  # what s3fs registered
     for situation in situations(monkeypatch):
         with pytest.raises(StageError) as caught:
             situation()

@@ -24,6 +24,7 @@ _DISK_SECONDS = 2.0
 SHM = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 _AMAZON = "0x1d0f"
+_CODE = (".py", ".j2", ".css")  # suffixes of the files that must be equal on all nodes
 _SETTINGS = ("NCCL_", "FI_", "GLOO_", "TORCH_NCCL_", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
 _DIFFERENT_PER_NODE = ("SOCKET_IFNAME", "NCCL_HOSTID", "TORCH_NCCL_BLOCKING_WAIT", "_FILE")
 
@@ -250,7 +251,7 @@ def list_versions(root: Path) -> dict[str, str]:
     digests = {
         path.relative_to(root).as_posix(): hashing.file_digest(path, "sha256")
         for path in sources
-        if path.is_file() and path.parent.name != "__pycache__"
+        if path.suffix in _CODE
     }
     versions = {
         **manifest.package_versions(),

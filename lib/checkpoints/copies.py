@@ -100,9 +100,15 @@ class CopyPlace:
         ]
 
     def read_commits(self) -> dict[int, dict[str, Any]]:
-        """Return the content of COMMIT of each complete copy, by step."""
+        """Return the content of COMMIT of each complete copy, by step.
+
+        In a directory, this also finds copies that lack a file or a part of it.
+        """
         commits = {}
+        root = self._folder.directory
         for step in self.list_steps():
+            if root and Checkpoint(root / _name_folder(step), step).problems():
+                continue
             try:
                 content = records.parse_json(b"".join(self.read(f"{_name_folder(step)}/{COMMIT}")))
                 if commit.has_digest(content) and content["step"] == step:

@@ -227,7 +227,9 @@ def lock_to_build(record: Path) -> ExitStack:
                 holder = describe_holder(records.read_mapping(record))
                 raise DirectoryHeld(f"another process uses {record.parent} now", holder=holder)
             stack.callback(os.close, descriptor)
-        record.write_text(json.dumps(make_record()), encoding="utf-8")
+        # Through the descriptor with the lock: SMB refuses to write through another one.
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(make_record()).encode(), 0)
         return stack.pop_all()
 
 

@@ -209,7 +209,8 @@ class Build:
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        is_gone = isinstance(value, FileNotFoundError) and not self.dir.exists()
+        is_stale = isinstance(value, OSError) and value.errno in (errno.ENOENT, errno.ESTALE)
+        is_gone = is_stale and not self.dir.exists()
         with suppress(OSError):  # the next run deletes it
             if self.published:
                 for path in _list_foreign(self.partial):  # a process there loses all files at once
@@ -305,25 +306,31 @@ def _remove_leftovers(target: Path, own_partial: Path | None = None) -> None:
     """Delete leftovers of killed runs beside a target, except for that of this process."""
     name = re.compile(re.escape(target.name) + r"\.partial-[0-9a-f]{8}")
     for path in sorted(target.parent.iterdir()):
-        if (
-            not name.fullmatch(path.name)
-            or path == own_partial
-            or not (partial_dirs.is_ours(path) or partial_dirs.is_bare(path))
-        ):
+        if not name.fullmatch(path.name) or path == own_partial:
             continue
-        mark = partial_dirs.mark_path(path)
-        if _list_foreign(path) and time.time() - mark.stat().st_mtime < _LEFT_AFTER_S:
-            holder = lease.describe_holder(records.read_mapping(mark))
-            log.info(f"kept {path}: {holder} may be building in it; if not, delete it")
-            continue
-        # Another process builds in it, or it belongs to another user and disturbs nobody.
-        with suppress(lease.DirectoryHeld, OSError), lease.lock_to_build(mark):
-            _restore_target(target, path)
-            partial_dirs.delete_marked(path)
-        with suppress(OSError):
-            path.rmdir()
-        if not path.exists():
-            log.info(f"deleted {path.name}, left by a run that did not finish")
+        # Another process may build in it or delete it, or it may belong to another user.
+        with suppress(lease.DirectoryHeld, OSError):
+            if partial_dirs.is_ours(path) or partial_dirs.is_bare(path):
+                _delete_leftover(target, path)
+
+
+def _delete_leftover(target: Path, partial: Path) -> None:
+    """Delete the directory of a killed run, unless another machine may be building in it.
+
+    Raises DirectoryHeld or OSError if this process cannot delete it.
+    """
+    mark = partial_dirs.mark_path(partial)
+    if _list_foreign(partial) and time.time() - mark.stat().st_mtime < _LEFT_AFTER_S:
+        holder = lease.describe_holder(records.read_mapping(mark))
+        log.info(f"kept {partial}: {holder} may be building in it; if not, delete it")
+        return
+    with lease.lock_to_build(mark):
+        _restore_target(target, partial)
+        partial_dirs.delete_marked(partial)
+    with suppress(OSError):  # only now does NFS delete a mark that was open
+        partial.rmdir()
+    if not partial.exists():
+        log.info(f"deleted {partial.name}, left by a run that did not finish")
 
 
 def _restore_target(target: Path, partial: Path) -> None:

@@ -170,14 +170,21 @@ def _take_turn(place: Path) -> Iterator[bool]:
     Nobody waits if the cache cannot be written, or for a machine that its locks do not reach.
     """
     is_first = True
+    record = place / "lock.json"
     lock = ExitStack()
+
+    def delete_record() -> None:
+        """Leave no file behind; the record is still locked."""
+        with suppress(OSError):
+            record.unlink()
 
     def take() -> bool:
         """Return whether this process need not wait: it holds the lock, or nobody can."""
         nonlocal is_first
         try:
             place.mkdir(parents=True, exist_ok=True)
-            lock.enter_context(lease.lock_to_build(place / "lock.json"))
+            lock.enter_context(lease.lock_to_build(record))
+            lock.callback(delete_record)
         except lease.DirectoryHeld as other:
             if is_first:
                 log.info(

@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 _TRANSIENT_STATUSES = {408, 429, 500, 502, 503, 504}  # HTTP statuses that are retried
 _PERMANENT = ("ProxyError", "UnsupportedProtocol", "InvalidURL", "TooManyRedirects")
 _PAUSES_S = (1.0, 2.0, 8.0, 16.0)  # before each retry, unless the Hub asks for a longer pause
+_LONGEST_PAUSE_S = 600.0  # that the Hub can ask for; then we ask again
 _METADATA_TIMEOUT_S = 30
 _MAX_HTTP_BYTES = 50 * 10**9  # huggingface_hub downloads larger files only by Xet
 
@@ -101,43 +102,39 @@ class Hub:
         error of it ends the download. Besides the file, huggingface_hub leaves records of its own
         in the directory. The content is not checked.
         """
-        if file.size > _MAX_HTTP_BYTES:
-            raise _too_large_error(repository, file)
-        with self._translate_errors(repository.name, repository.commit, repository.kind):
-            return self._retry(lambda: self._download(repository, file, directory, count))
-
-    def _download(
-        self,
-        repository: Repository,
-        file: RemoteFile,
-        directory: Path,
-        count: Callable[[int], None],
-    ) -> Path:
         from huggingface_hub import hf_hub_download
 
-        counter = _ByteCounter(count)
-        try:
-            path = hf_hub_download(
-                repository.name,
-                file.path,
-                repo_type=repository.kind,
-                revision=repository.commit,
-                local_dir=directory,
-                # Not from the user's cache, where the file may be damaged. A request for the size
-                # and the digest is sent once instead of for six minutes; `_retry` repeats it.
-                force_download=True,
-                endpoint=self.endpoint,
-                token=self._token,
-                tqdm_class=cast(Any, lambda **_: counter),
-            )
-        except BaseException as error:
-            count(-counter.received)
-            cause = error.__cause__
-            if not isinstance(error, ValueError) or not cause:
-                raise
-        else:
-            return Path(path)
-        raise cause  # not in the handler, where the two would refer to each other in a circle
+        if file.size > _MAX_HTTP_BYTES:
+            raise _too_large_error(repository, file)
+
+        def request() -> Path:
+            counter = _ByteCounter(count)
+            try:
+                path = hf_hub_download(
+                    repository.name,
+                    file.path,
+                    repo_type=repository.kind,
+                    revision=repository.commit,
+                    local_dir=directory,
+                    # Not from the user's cache, where the file may be damaged. A request for the
+                    # size and the digest is sent once instead of for six minutes; `_retry` repeats
+                    # it.
+                    force_download=True,
+                    endpoint=self.endpoint,
+                    token=self._token,
+                    tqdm_class=cast(Any, lambda **_: counter),
+                )
+            except BaseException as error:
+                count(-counter.received)
+                cause = error.__cause__
+                if not isinstance(error, ValueError) or not cause:
+                    raise
+            else:
+                return Path(path)
+            raise cause  # not in the handler, where the two would refer to each other in a circle
+
+        with self._translate_errors(repository.name, repository.commit, repository.kind):
+            return self._retry(request)
 
     def read_start(self, repository: Repository, file: RemoteFile, size: int) -> bytes:
         """Return the first `size` bytes of a file."""
@@ -219,9 +216,9 @@ class Hub:
             limit = parse_ratelimit_headers(headers)
             after = headers.get("Retry-After", "")
             if after.isdecimal():
-                delay = float(after)
+                delay = min(float(after), _LONGEST_PAUSE_S)
             if limit and not limit.remaining:
-                delay = float(limit.reset_in_seconds)
+                delay = min(float(limit.reset_in_seconds), _LONGEST_PAUSE_S)
             return error.response.status_code in _TRANSIENT_STATUSES
 
         def pauses() -> Iterator[float]:

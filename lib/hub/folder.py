@@ -75,6 +75,7 @@ class Folder:
         self.directory = None if parts else Path(target, name).absolute()
         self.where = _join_path(target.rstrip("/"), name) if parts else str(Path(target, name))
         self._root = _join_path(parts["root"], name) if parts else str(self.directory)
+        self._fs: Any = None
         with self._translate_errors():
             self._fs = _open_file_system(self._kind, self.where)
 
@@ -132,7 +133,7 @@ class Folder:
         etag = _read_etag(path, size, digest, part) if self._kind == "s3" else ""
         if self.directory:
             (self.directory / name).parent.mkdir(parents=True, exist_ok=True)
-        with self._translate_errors():
+        with self._translate_errors(path):
             self._fs.put_file(str(path), self._path(name), **options)
             if self.directory:
                 _settle(self.directory / name)
@@ -148,7 +149,7 @@ class Folder:
     def delete(self, names: Iterable[str]) -> None:
         """Delete files, one after the other. A name without a file is no error."""
         for name in names:
-            with self._translate_errors(), suppress(FileNotFoundError):
+            with suppress(FileNotFoundError), self._translate_errors():
                 self._fs.rm_file(self._path(name))
                 if self.directory:
                     publish.fsync((self.directory / name).parent)
@@ -182,22 +183,36 @@ class Folder:
         except Exception as error:
             must_be_fixed = isinstance(error, (FileNotFoundError, PermissionError))
             kind = UsageError if must_be_fixed else StageError
-            raise kind(f"{self.where}: {_summarize_error(error)}") from error
+            name = self._find_local_file(error)
+            subject = f"{self.where}: {name}" if name else self.where
+            raise kind(f"{subject}: {_summarize_error(error)}") from error
+
+    def _find_local_file(self, error: Exception) -> str | None:
+        """Return the file of this machine that an error is about, None for other errors."""
+        if not isinstance(error, OSError) or error.filename is None:
+            return None
+        name = os.fsdecode(error.filename)
+        return None if name.lstrip("/").startswith(self._root) else name
 
     def _make_damage(self, name: str) -> StageError:
         return StageError(f"the copy {self.where}/{name} differs from what was written")
 
     @contextmanager
-    def _translate_errors(self) -> Iterator[None]:
+    def _translate_errors(self, source: Path | None = None) -> Iterator[None]:
+        """Raise the errors that the class promises. source: a file of this machine to upload."""
         try:
             yield
         except Exception as error:
-            is_of_file = isinstance(error, OSError) and error.filename is not None
-            if self.directory or is_of_file or isinstance(error, StageError):
+            if self.directory or isinstance(error, StageError):
                 raise
-            if isinstance(error, (FileNotFoundError, PermissionError)):
+            if (name := self._find_local_file(error)) is not None:
+                if source and Path(name) == source:
+                    raise
+                # Such as a file with credentials: no object is missing.
+                raise UsageError(f"{self.where}: {name}: {_summarize_error(error)}") from error
+            if isinstance(error, (FileNotFoundError, PermissionError)) and self._fs:
                 self._find_reason()
-            if isinstance(error, FileNotFoundError):
+            if isinstance(error, FileNotFoundError) and self._fs:
                 raise
             must_be_fixed = (
                 isinstance(error, PermissionError)

@@ -33,7 +33,7 @@ _LICENCE = re.compile(
 _NAMED_TEMPLATE = re.compile(rf"{NAMED_TEMPLATES}/[\w-]+\.jinja")
 _PICKLES = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
-_PASSWORD = re.compile(r"(?<=//)[^/@\s]+@")
+_PASSWORD = re.compile(r"(?<=//)[^/@:\s]*(:\S*)?@")  # with any signs in a password
 _SHOWN = 10
 
 

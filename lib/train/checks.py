@@ -305,8 +305,8 @@ def _check_packages(config: Config, problems: Problems) -> None:
         except metadata.PackageNotFoundError:
             problems.add(
                 f"{declared.flag(name)} needs the package {package}, which is not installed",
-                hint="a bundle of `airgap.py pack --optional` contains its wheels; "
-                "or install it from a package index:",
+                hint="a bundle of `airgap.py pack --optional` contains the wheels of all packages "
+                "in requirements-optional.txt; or install it from a package index:",
                 run=folder.install_command(package)
                 if name == "ckpt_copy_to"
                 else commands.pip_install_optional(package),

@@ -218,6 +218,21 @@ def test_a_damaged_copy_is_not_restored(
     assert [p for p in (tmp_path / "restored").glob("*")] == []
 
 
+def test_a_copy_in_a_directory_that_lacks_a_file_is_written_again(
+    run: Experiment, tmp_path: Path, server: S3Server
+) -> None:
+    target = str(tmp_path / "second")
+    place = open_place(target)
+    for copied in commit.list_checkpoints(run.checkpoints):
+        place.copy(copied)
+    folder = Path(place.where) / "checkpoints/step_00000004"
+    victim = sorted(folder.glob("dcp/*"))[0]
+    victim.unlink()
+    assert sorted(open_place(target).read_commits()) == [1, 2, 3]
+    place.copy(checkpoint(run, 4))
+    assert sorted(place.read_commits()) == [1, 2, 3, 4] and victim.is_file()
+
+
 def test_a_damaged_checkpoint_is_not_copied(run: Experiment, target: str, server: S3Server) -> None:
     data = run.checkpoints / "step_00000001/dcp/data"
     data.write_bytes(b"?" + data.read_bytes()[1:])

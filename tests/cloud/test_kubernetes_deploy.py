@@ -91,14 +91,19 @@ def act_later(cluster: Cluster, seconds: float, do: Callable[[], None]) -> None:
     threading.Timer(seconds, run).start()
 
 
-def complete_job(cluster: Cluster, item: Object, seconds: float = 1.0) -> None:
-    """Run a job to its end, as an operator would."""
+def complete_job(
+    cluster: Cluster, item: Object, seconds: float = 1.0, when_followed: bool = False
+) -> None:
+    """Run a job to its end, as an operator would. when_followed: once a client reads its log."""
     set_condition(item, "Created")
     names = add_pods(cluster, item, state=RUNNING, log=("[rank=0] {'global_step': 1}",))
     cluster.following |= set(names)
     set_condition(item, "Running")
 
     def end() -> None:
+        if when_followed and not any("/log" in request for request in cluster.requests):
+            act_later(cluster, 0.1, end)
+            return
         for name in names:
             cluster.logs[name].append("done: 10 steps")
         cluster.following -= set(names)

@@ -126,7 +126,7 @@ def test_a_missing_operator_is_reported_before_the_preparation(
 def test_a_job_that_runs_already_is_followed_without_a_preparation(
     kube: Cluster, deploy: Callable[..., str]
 ) -> None:
-    kube.on_create = partial(complete_job, seconds=3.0)
+    kube.on_create = partial(complete_job, when_followed=True)
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
     output = deploy()
     assert not started(kube) and "following it as it is" in output

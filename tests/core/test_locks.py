@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -115,3 +116,19 @@ def ignore(
             raise error
 
     return lock
+
+
+def test_the_record_is_written_where_the_lock_is(
+    record: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SMB refuses to write a locked file through another descriptor, even of the same process."""
+
+    def refuse(path: Path, *_: object, **more: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    record.write_text("a longer record of a process that ended" * 9)
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with lock_to_build(record):
+        monkeypatch.undo()
+        assert json.loads(record.read_text())["pid"] == os.getpid()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -206,6 +207,41 @@ def test_a_resumed_build_does_not_write_through_links(tmp_path: Path, name: str)
         finish_build(build, "ours")
     assert names(tmp_path / "mine") == ["part"]
     assert (tmp_path / "mine/part").read_text() == "mine"
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+def test_a_builder_whose_files_disappear_uses_what_another_one_built(
+    tmp_path: Path, code: int
+) -> None:
+    target = tmp_path / "corpus"
+    with (
+        pytest.raises(AlreadyBuilding),
+        Build(target, KIND, identity(), False, resumable=True) as build,
+    ):
+        shutil.rmtree(build.partial)
+        raise OSError(code, os.strerror(code))
+
+
+@pytest.mark.parametrize("name", ["_list_foreign", "is_bare"])
+def test_a_partial_directory_that_disappears_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, name: str
+) -> None:
+    """Its builder has published the artifact while this process looked for leftovers."""
+    target = tmp_path / "corpus"
+    publish_file(target)
+    partial = tmp_path / "corpus.partial-0123abcd"
+    partial.mkdir()
+    if name == "_list_foreign":
+        partial_dirs.claim_directory(partial)
+    module = publish if name == "_list_foreign" else partial_dirs
+
+    def vanish(path: Path) -> None:
+        shutil.rmtree(path)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(module, name, vanish)
+    assert publish.is_done(target, KIND, identity(), overwrite=False)
+    assert not partial.exists() and "deleted" not in capsys.readouterr().out
 
 
 def test_parts_of_other_options_are_not_resumed(tmp_path: Path) -> None:

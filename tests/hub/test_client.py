@@ -30,6 +30,8 @@ TEXT = b"a line\n"
         "http://x/\x7f",
         "http://x?a",
         "http://u:pa55@x\n",
+        "http://u:pa55/w@x",
+        "http://u:x@pa55@x:0",
         "http://ü",
     ],
 )

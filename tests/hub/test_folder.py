@@ -109,6 +109,28 @@ def test_names_are_listed_page_by_page(place: Folder) -> None:
     assert place.list_names() == place.list_names("folder") == []
 
 
+@needs_faults
+@pytest.mark.parametrize("kind", ["token", "process"])
+def test_missing_credentials_are_no_missing_file(
+    server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Otherwise a place with copies would seem to be empty."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    missing = tmp_path / "missing"
+    if kind == "token":
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(missing))
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/name")
+    else:
+        config = tmp_path / "config"
+        config.write_text(f"[default]\ncredential_process = {missing}\n")
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    with pytest.raises(UsageError, match=str(missing)):
+        b"".join(Folder(URL, "a run-18").read("COPIES.json"))
+    with pytest.raises(UsageError, match=str(missing)):
+        Folder(URL).list_folders()
+
+
 def test_a_file_with_other_content_is_refused(
     place: Folder, server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,9 +32,8 @@ class Extraction:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._inherited = (
-            0  # peak memory in KiB that the child may have inherited from this process
-        )
+        # In KiB: the peak memory of this process, which its child counts as its own.
+        self._inherited = 0
         self._connection: Connection | None = None
         atexit.register(self.close)
 
