@@ -33,9 +33,8 @@ from lib.core import commands, declared, log, options, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, name_full_disk
 from lib.core.progress import Progress
-from lib.corpus import field_sample, inputs, pool, report, split_parts, work_units
+from lib.corpus import extraction, field_sample, inputs, pool, report, split_parts, work_units
 from lib.corpus.dataset import PARTS, DatasetWriter
-from lib.corpus.extract import options as extraction
 from lib.corpus.extract import table
 from lib.corpus.inputs import InputFile
 from lib.corpus.pool import UnitPool

@@ -1,4 +1,4 @@
-# covers: lib/core/aliases.py, lib/train/config.py, lib/train/command_line.py
+# covers: lib/core/unknown_options.py, lib/train/config.py, lib/train/command_line.py
 """Options of other systems: the stage accepts them, or its error names the nearest option."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lib.core import aliases, figures, log, options
+from lib.core import figures, log, options, unknown_options
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
@@ -77,7 +77,7 @@ def test_the_page_says_what_replaces_each_option_that_differs_or_is_gone() -> No
     named = {name for row in rows if " in " not in row for name in re.findall(r"`([\w.]+)`", row)}
     assert len(named) > 100
     assert not named & accepted
-    assert not [name for name in aliases.GONE if f"`{name}`" not in gone]
+    assert not [name for name in unknown_options.GONE if f"`{name}`" not in gone]
 
 
 def test_the_fields_that_replace_those_of_logs_and_states_exist() -> None:

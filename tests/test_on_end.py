@@ -1,4 +1,4 @@
-# covers: launch/supervision/end_command.py, launch/supervise.py, lib/core/aliases.py
+# covers: launch/supervision/end_command.py, launch/supervise.py, lib/core/unknown_options.py
 """--on-end of a launcher runs exactly once when a launch ends."""
 
 from __future__ import annotations

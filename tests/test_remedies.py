@@ -43,8 +43,7 @@ from lib.core import file_identity, hashing, identity, offline, paths, publish, 
 from lib.core import workers as core_workers
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import place, saved, work_units
-from lib.corpus.extract import options as extraction
+from lib.corpus import extraction, place, saved, work_units
 from lib.corpus.row_options import RowOptions
 from lib.curate.classify import language, predictor
 from lib.curate.masks import phones

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import graphlib
 import re
 import shlex
 import subprocess
@@ -148,6 +149,19 @@ def test_imports_go_down_the_rooms_only(path: Path) -> None:
     others = {name.split(".")[0] for name in imports(path)}
     assert not others & {"launch", "tests", "benchmarks"}
     assert room != "core" or not others & HEAVY
+
+
+@pytest.mark.parametrize("room", ["corpus", "curate"])
+def test_no_folder_of_a_room_imports_upwards(room: str) -> None:
+    """Each folder counts as one module: what it imports of the room must not import it."""
+    base = ROOT / "lib" / room
+    graph: dict[str, set[str]] = {}
+    for path in base.rglob("*.py"):
+        name = path.relative_to(base).with_suffix("").parts[0]
+        inside = [name for name in imports(path) if name.startswith(f"lib.{room}.")]
+        graph.setdefault(name, set()).update(used.split(".")[2] for used in inside)
+        graph[name].discard(name)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 @check_each(sorted((ROOT / "launch").rglob("*/*.py")))
@@ -332,15 +346,21 @@ def test_options_have_help_and_the_common_ones_are_there(stage: Path) -> None:
 
 
 def commands(text: str) -> list[tuple[str, list[str]]]:
-    """Return (stage, arguments) of every command line that runs a stage, and elides nothing."""
+    """Return (script, arguments) of every command line that runs a stage or a tool of lib.
+
+    Lines that elide something are left out.
+    """
     command_lines = []
     for line in text.replace("\\\n", " \x01 ").splitlines():
         line = re.sub(r"\s*\x01\s*", " ", line)  # one command on several lines
         for column in re.split(r"\s{3,}", line.strip()):
-            match = re.search(r"(?:python|torchrun|\$\(PY\)).*?\b(0\d_\w+\.py)(.*)", column)
+            match = re.search(
+                r"(?:python|torchrun|\$\(PY\)).*?\b(0\d_\w+\.py|-m lib\.\w+)(.*)", column
+            )
             if match and "…" not in match[2]:
                 arguments = re.split(r"\s#|`", match[2])[0]
-                command_lines.append((match[1], shlex.split(arguments)))
+                script = re.sub(r"-m lib\.(\w+)", r"lib/\1/__main__.py", match[1])
+                command_lines.append((script, shlex.split(arguments)))
     return command_lines
 
 
@@ -355,8 +375,11 @@ def test_every_command_that_is_shown_can_be_typed(path: Path) -> None:
     shown = commands(text)
     assert shown or path not in (ROOT / "README.md", ROOT / "Makefile", *STAGES)
     for script, arguments in shown:
-        assert (ROOT / script).is_file(), f"no stage {script}"
-        load_script(ROOT / script).parse(arguments)
+        assert (ROOT / script).is_file(), f"no script {script}"
+        if script in map(name_of, TOOLS):
+            parser_of(ROOT / script).parse(arguments)
+        else:
+            load_script(ROOT / script).parse(arguments)
 
 
 def spans(text: str) -> list[str]:

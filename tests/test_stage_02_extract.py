@@ -1,4 +1,4 @@
-# covers: 01_organize_data.py, 02_build_hf_dataset.py, lib/corpus/extract/options.py
+# covers: 01_organize_data.py, 02_build_hf_dataset.py, lib/corpus/extraction.py
 # covers: lib/corpus/extract/process.py, lib/corpus/place.py
 """Build datasets from HTML, PDF, DOCX and EPUB files with the real stages."""
 

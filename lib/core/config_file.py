@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from lib.core import aliases, log, records
+from lib.core import log, records, unknown_options
 from lib.core.commands import REDACTED, is_secret
 from lib.core.errors import UsageError
 
@@ -48,7 +48,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
         unknown = [str(key) for key in content if key not in ours]
-        gone = [key for key in unknown if aliases.find_gone(key) and not _is_needed(key)]
+        gone = [key for key in unknown if unknown_options.find_gone(key) and not _is_needed(key)]
         _report_gone(f"--config: {config}", gone)
         return {key: value for key, value in content.items() if key not in gone}
     stage = content.get("stage")
@@ -87,19 +87,19 @@ def _list_unknown(recorded: Mapping[str, Any], ours: Set[str]) -> list[str]:
 
 def _was_default(name: str, value: Any) -> bool:
     """Return whether nobody set an option that this version does not know."""
-    gone = aliases.find_gone(name)
+    gone = unknown_options.find_gone(name)
     return value is None or (gone is not None and str(value) == str(gone.default))
 
 
 def _is_needed(name: str) -> bool:
     """Return whether the result would differ without an option that this version does not know."""
-    gone = aliases.find_gone(name)
+    gone = unknown_options.find_gone(name)
     return gone is not None and gone.is_needed
 
 
 def _report_gone(where: str, names: Sequence[str]) -> None:
     for name in names:
-        gone = aliases.find_gone(name)
+        gone = unknown_options.find_gone(name)
         log.warn(
             f"{where} contains {name}, which this version does not know and ignores"
             + (f"; {gone.advice}" if gone else "")

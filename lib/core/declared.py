@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lib.core import options
-from lib.core.aliases import OTHER_TRAINERS, SIMILAR
 from lib.core.errors import Problems
+from lib.core.unknown_options import OTHER_TRAINERS, SIMILAR
 
 Declared = TypeVar("Declared")
 

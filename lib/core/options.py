@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lib.core import aliases, commands, config_file, help_text
+from lib.core import commands, config_file, help_text, unknown_options
 from lib.core.commands import REDACTED, is_secret
 from lib.core.conversation import RESERVED_KWARGS
 from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, combine_errors
@@ -125,7 +125,7 @@ class Parser(argparse.ArgumentParser):
             if names and value is not None and self._dest(flag) not in typed:
                 TYPED_AS[str(key)] = flag
             if flag not in self._option_string_actions or flag in _HELP:
-                near, hint = aliases.suggest_option(flag, self._option_string_actions)
+                near, hint = unknown_options.suggest_option(flag, self._option_string_actions)
                 name = re.split(r"[\s=:]", str(key))[0]  # a secret may follow it
                 has_unknown = True
                 problems.add(f"{config}: unknown key {name!r}{near}", hint=hint)
@@ -151,7 +151,7 @@ class Parser(argparse.ArgumentParser):
                         expected="one of them",
                     )
                 from_yaml += words
-        problems.raise_if_any(hint=aliases.OTHER_TRAINERS if has_unknown else "")
+        problems.raise_if_any(hint=unknown_options.OTHER_TRAINERS if has_unknown else "")
         needed = [action for action in self._actions if action.required]
         try:  # without required options, so that an error here concerns the file
             for action in needed:
@@ -209,7 +209,7 @@ class Parser(argparse.ArgumentParser):
         options, unknown_words = self.parse_known_args(argv)
         if unknown_words:
             raise self._with_help(
-                aliases.unknown_options_error(unknown_words, self._option_string_actions)
+                unknown_options.unknown_options_error(unknown_words, self._option_string_actions)
             )
         self._require_names(options)
         return options

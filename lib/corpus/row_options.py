@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 from dataclasses import dataclass
 
-from lib.core import aliases, options
+from lib.core import options, unknown_options
 from lib.core.data_names import TRAIN, VALIDATION
 from lib.core.declared import option
 from lib.core.errors import Problems
@@ -25,7 +25,9 @@ _NEAR = "near"
 def parse_dedup(text: str) -> str:
     """Return a value of --dedup. Raises ArgumentTypeError for near duplicates."""
     if text == _NEAR:
-        raise argparse.ArgumentTypeError(f"near is gone; {aliases.move_to_curate('--dedup near')}")
+        raise argparse.ArgumentTypeError(
+            f"near is gone; {unknown_options.move_to_curate('--dedup near')}"
+        )
     return text
 
 

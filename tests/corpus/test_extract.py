@@ -2,7 +2,7 @@
 # covers: lib/corpus/extract/html.py, lib/corpus/extract/pdf.py, lib/corpus/extract/docx.py
 # covers: lib/corpus/extract/epub.py, lib/corpus/extract/archive.py
 # covers: lib/corpus/extract/extracted.py
-# covers: lib/corpus/extract/table.py, lib/corpus/extract/options.py, lib/corpus/kinds.py
+# covers: lib/corpus/extract/table.py, lib/corpus/extraction.py, lib/corpus/kinds.py
 """The text of documents is extracted; a damaged or hostile document costs no other document."""
 
 from __future__ import annotations

@@ -79,14 +79,14 @@ def test_workers_give_the_same_masked_rows_and_masking_them_again_changes_nothin
     (tmp_path / "filter.py").write_text(FILTER)
     options = ("--step", "filter.py", *MASK, "--save-dir")
     done = curate_in_units(tmp_path, "in", *options, "one", "--num-workers", 1)
-    kept = [text for text in texts if "@mail" not in text]  # the filter sees text without masks
-    written = [*list_texts(tmp_path / "one/train"), *list_texts(tmp_path / "one/validation")]
-    assert written == [*map(MASKER.mask_text, kept)]
+    kept_texts = [text for text in texts if "@mail" not in text]  # the filter reads unmasked text
+    masked_texts = [*list_texts(tmp_path / "one/train"), *list_texts(tmp_path / "one/validation")]
+    assert masked_texts == [*map(MASKER.mask_text, kept_texts)]
     require_no_leak(tmp_path / "one", done.stdout, done.stderr)
     curate_in_units(tmp_path, "in", *options, "three", "--num-workers", 3)
     one = read_dataset_files(tmp_path / "one")
     assert read_dataset_files(tmp_path / "three") == one
-    counts = [(kind, sum(text.count(f"<{kind}>") for text in written)) for kind in KINDS]
+    counts = [(kind, sum(text.count(f"<{kind}>") for text in masked_texts)) for kind in KINDS]
     assert ", ".join(f"{number:,} {kind}" for kind, number in counts) in done.stdout
     assert all(f"{name} " in done.stdout for name in ("(by source: web", "mail", "(no directory)"))
     assert "national format of US" in done.stdout

@@ -1,3 +1,4 @@
+# covers: lib/curate/__main__.py, lib/curate/unit_files.py, lib/curate/disk_array.py
 # covers: lib/curate/first_pass.py, lib/curate/second_pass.py, lib/curate/output.py
 # covers: lib/curate/reader.py, lib/curate/schema.py, lib/curate/steps/own_filter.py
 # covers: lib/curate/command.py, lib/curate/pipeline.py, lib/curate/whole.py

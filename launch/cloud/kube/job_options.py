@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.cloud.kube.kinds import ELASTIC, HYPERPOD_PREFIX, KINDS, ON_HYPERPOD
-from lib.core import aliases, commands, config_file, options, units
+from lib.core import commands, config_file, options, units, unknown_options
 from lib.core.declared import flag, option
 from lib.core.errors import Problems, UsageError
 
@@ -164,7 +164,9 @@ class JobNeeds:
         kind = self.bare_type
         known = read_instances()
         if kind not in known and self.gpus_per_node is None:
-            similar = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=aliases.SIMILAR)
+            similar = difflib.get_close_matches(
+                kind.lower(), known, n=1, cutoff=unknown_options.SIMILAR
+            )
             problem = (
                 f"--instance-type {kind} is not in the table"
                 if kind

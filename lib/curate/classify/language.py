@@ -8,7 +8,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lib.core import aliases, commands, hashing, units
+from lib.core import commands, hashing, units, unknown_options
 from lib.core.errors import ArtifactError, UsageError
 from lib.curate.classify import model_file
 from lib.curate.classify.predictor import LineClassifier
@@ -114,7 +114,7 @@ def _find_near_labels(name: str, known: Collection[str]) -> list[str]:
     plain = name.removeprefix(model_file.PREFIX).casefold()
     language = plain.replace("_", "-").partition("-")[0]
     same = [label for label in sorted(known) if label.casefold() in (plain, language)]
-    return same or difflib.get_close_matches(plain, sorted(known), 3, aliases.SIMILAR)
+    return same or difflib.get_close_matches(plain, sorted(known), 3, unknown_options.SIMILAR)
 
 
 def _read_labels(path: Path) -> list[str]:
