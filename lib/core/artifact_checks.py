@@ -25,6 +25,7 @@ _KINDS = (
     "tokens",
     "packs",
     "dataset-parts",
+    "curation-part",
     "raw",
     "splits",
     "dataset",

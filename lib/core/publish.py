@@ -46,6 +46,7 @@ _LEFT_AFTER_S = 7 * 86400  # since its start, until a build of another machine c
 _KIND_NAMES = {
     "raw": "raw files",
     "dataset-parts": "dataset parts",  # other kinds are words already
+    "curation-part": "part of a curated dataset",
     "tokens": "token store",
 }
 _AT_FDCWD = -100

@@ -46,6 +46,7 @@ _DATA_CARD = re.compile(
 _ARTIFACT_NAMES = {
     "dataset": "dataset",
     "dataset-parts": "dataset part",
+    "curation-part": "part of a curated dataset",
     "tokens": "token store",
     "packs": "token store",
     "model": "model",
