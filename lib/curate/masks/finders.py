@@ -31,11 +31,12 @@ _LONGEST_CHARACTER = 4  # bytes
 class Finder(NamedTuple):
     """Describes one way to find a kind of match.
 
-    anchor: pattern of the places to examine. It begins with a rare byte and consumes only this
-    byte, so no place is skipped. uses_shape: whether to search the shape of the text instead of the
-    text. find: called with the text, the index of the place, and the start and end of its line;
-    returns the start and end of the match, None if there is none. reach: bytes before and after the
-    place that may affect the match.
+    anchor: pattern of the places to examine. It begins with a rare byte, or with several literal
+    ones, for which `re` is fast. Two of its matches cannot overlap, so no place is skipped.
+    uses_shape: whether to search the shape of the text instead of the text. find: called with the
+    text, the index of the place, and the start and end of its line; returns the start and end of
+    the match, None if there is none. reach: bytes before and after the place that may affect the
+    match.
     """
 
     anchor: re.Pattern[bytes]

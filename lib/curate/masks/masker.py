@@ -38,6 +38,7 @@ class Masker:
             CARD: accounts.CARD_FINDERS,
         }
         self._finders = [(kind, finder) for kind in kinds for finder in finders[kind]]
+        self._reaches = {finder.reach for _, finder in self._finders}
         self._uses_shape = any(finder.uses_shape for _, finder in self._finders)
         self._key = hashlib.sha256(key).digest() if key else b""
 
@@ -118,21 +119,27 @@ class Masker:
         match that does not depend on them has been found before.
         """
         spans = []
-        pieces: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+        pieces = {reach: [*self._cut_pieces(line, changed, reach)] for reach in self._reaches}
         for number, (_, finder) in enumerate(self._finders):
-            for low, high in _widen_parts(changed, finder.reach):
-                begin = max(0, low - _BEFORE)
-                if (low, high) not in pieces:
-                    piece = bytes(line[begin : high + _AFTER])
-                    pieces[low, high] = piece, self._make_shape(piece)
-                piece, shape = pieces[low, high]
-                for start, end in _search_part(finder, piece, shape, low - begin, high - begin):
+            for begin, low, high, piece, shape in pieces[finder.reach]:
+                for start, end in _search_part(finder, piece, shape, low, high):
                     spans.append((begin + start, -(begin + end), number))
         matches: list[tuple[int, int, str]] = []
         for start, negative_end, number in sorted(spans):
             if not matches or start >= matches[-1][1]:
                 matches.append((start, -negative_end, self._finders[number][0]))
         return matches
+
+    def _cut_pieces(
+        self, line: bytearray, changed: Sequence[tuple[int, int]], reach: int
+    ) -> Iterator[tuple[int, int, int, bytes, bytes]]:
+        """Yield what finders of one reach search: the start of a piece of the line, start and end
+        of the places in it, the piece, and its shape.
+        """
+        for low, high in _widen_parts(changed, reach):
+            begin = max(0, low - _BEFORE)
+            piece = bytes(line[begin : high + _AFTER])
+            yield begin, low - begin, high - begin, piece, self._make_shape(piece)
 
     def _find_lines(self, text: bytes) -> list[tuple[int, int]]:
         """Return start and end of the lines with a match, in their order."""

@@ -59,13 +59,14 @@ _WORD_BYTES = 40  # before a number to search for such a word
 _PAIR_AFTER = re.compile(rb" [0-9]{2}(?![0-9])")
 _PAIR_BEFORE = re.compile(rb"(?:\A|[^0-9A-Za-z./:-])[0-9]{2} \Z")
 _PAIR_BYTES = len(" 12 ")
+_PAIRS = re.compile(rb"(?:[^0-9]*[0-9]{2}(?![0-9]))+")
 _DATE = re.compile(
     rb"[0-9]{2}( ?[./-] ?| )[0-9]{2}\1(?:(?:19|20)[0-9]{2}(?![0-9])|[0-9]{2}(?:\Z|[ T][0-9]{2}\Z))"
 )
 _DECIMAL = re.compile(rb"\+[0-9]+\.[0-9]+")
 _POSTAL_CODE = re.compile(rb"0[0-9]{4}-[0-9]{4}(?![0-9])")  # a US ZIP code, as in MA 02111-1307
-_TRUNK = re.compile(rb"\(0\)")  # dialled within the country only
-_NO_DIGIT = re.compile(rb"[^0-9]+")
+_TRUNK = b"(0)"  # dialled within the country only
+_NO_DIGITS = bytes({*range(256)} - {*b"0123456789"})
 _DIGITS = re.compile(rb"[0-9]+")
 _SEPARATION = re.compile(_SEPARATOR)
 
@@ -97,7 +98,7 @@ def _is_international(number: bytes) -> bool:
 
 
 def _read_digits(number: bytes) -> bytes:
-    return _NO_DIGIT.sub(b"", _TRUNK.sub(b"", number))
+    return number.replace(_TRUNK, b"").translate(None, _NO_DIGITS)
 
 
 @lru_cache(_KEPT_NUMBERS)
@@ -125,29 +126,37 @@ def _find_national(
     Groups that follow the number, such as a postal code, do not belong to it.
     """
     start = at - (at > low and text[at - 1] == ord("("))
-    has_word = _follows_word(text, start, low)
-    if not has_word and not _may_begin(text, start, low):
-        return None
     match = _NATIONAL.match(text, start, high)
-    if not match and has_word:
+    if match:
+        if _POSTAL_CODE.match(text, at, high) or _DATE.match(text[at : match.end()]):
+            return None
+        is_clear = _may_begin(text, start, low) and not _is_in_list(
+            text, start, match.end(), low, high
+        )
+    else:
         match = _NATIONAL_PIECE.match(text, start, high)
-    if not match or _POSTAL_CODE.match(text, at, high) or _DATE.match(text[at : match.end()]):
-        return None
-    if not has_word and _is_in_list(text, start, match.end(), low, high):
+        is_clear = False
+    # The search for a word is slow, so it comes last.
+    if not match or not (is_clear or _follows_word(text, start, low)):
         return None
     end = match.end()
     while end > start:
-        number = text[start:end]
-        is_part = end < match.end() and not has_word
-        if _may_end(text, end, high) and _is_national(number, countries, is_part):
-            return start, end
+        if _may_end(text, end, high):
+            number = text[start:end]
+            homes = _list_homes(number, countries)
+            if homes and (
+                end == match.end()
+                or _has_usual_groups(number, homes)
+                or _follows_word(text, start, low)
+            ):
+                return start, end
         end = _drop_last_group(text, start, end)
     return None
 
 
 def _is_in_list(text: bytes, start: int, end: int, low: int, high: int) -> bool:
     """Return whether groups of two digits continue before or after an index, as in a table."""
-    if any(len(group) != 2 for group in _DIGITS.findall(text, start, end)):
+    if not _PAIRS.fullmatch(text, start, end):
         return False
     return bool(_PAIR_AFTER.match(text, end, high)) or bool(
         _PAIR_BEFORE.search(text[max(low, start - _PAIR_BYTES) : start])
@@ -165,23 +174,25 @@ def _drop_last_group(text: bytes, start: int, end: int) -> int:
     return shorter if is_separate and text[shorter : shorter + 1] == b" " else start
 
 
-def _is_national(number: bytes, countries: Sequence[str], is_part: bool) -> bool:
-    """Return whether a number belongs to the numbering plan of one of the countries.
-
-    is_part: whether more digits follow it; then its groups must be the usual ones.
-    """
+def _list_homes(number: bytes, countries: Sequence[str]) -> list[str]:
+    """Return those of the countries whose numbering plan contains a number."""
     if not _may_have_dots(number):
-        return False
+        return []
+    digits = _read_digits(number)
+    return [country for country in countries if _is_assigned(digits, country)]
+
+
+def _has_usual_groups(number: bytes, countries: Sequence[str]) -> bool:
+    """Return whether a number is written in the groups that are usual in one of the countries."""
     digits = _read_digits(number)
     groups = _DIGITS.findall(number)
-    return any(
-        _is_assigned(digits, country) and (not is_part or groups == _list_groups(digits, country))
-        for country in countries
-    )
+    return any(groups == _list_groups(digits, country) for country in countries)
 
 
 def _may_have_dots(number: bytes) -> bool:
     """Return whether a number whose first separator is a dot is no decimal, version or address."""
+    if b"." not in number:
+        return True
     groups = _DIGITS.findall(number)
     if not number[len(groups[0]) :].startswith(b"."):
         return True
@@ -313,18 +324,18 @@ def list_finders(countries: Sequence[str]) -> tuple[Finder, ...]:
         finders += [
             Finder(re.compile(pattern), uses_shape, find, _LONGEST_NATIONAL)
             for pattern, uses_shape, find in (
-                (rb"-(?<=000-)(?=0000)", True, _find_american),
-                (rb"\.(?<=000\.)(?=0000)", True, _find_american),
-                (rb" (?<=000 )(?=0000)", True, _find_american),
+                (rb"-0000(?<=000-0000)", True, _find_american),
+                (rb"\.0000(?<=000\.0000)", True, _find_american),
+                (rb" 0000(?<=000 0000)", True, _find_american),
                 (rb"\xc2(?<=[0-9]\xc2)(?=\xa0[0-9]{4})", False, _find_american),
                 (rb"\xe2(?<=[0-9]\xe2)(?=\x80[\x91\x93\xaf][0-9]{4})", False, _find_american),
-                (rb"0(?<![0Aa]0)(?=0{9,10}(?!0))", True, _find_american_piece),
+                (rb"0000000000(?<![0Aa]0000000000)(?!00)", True, _find_american_piece),
             )
         ]
     if others:
         anchor = re.compile(
-            rb"0(?<![0-9+]0)(?<![0-9][./,:-]0)(?=[0-9]{1,5}[ .()/\xc2\xe2-]|[0-9]{8,13}(?![0-9])"
-            rb"| [0-9]{2,4}\)| ?\([0-9])"
+            rb"0(?<![0-9+]0)(?<![0-9][./,:-]0)(?=[0-9]{1,5}[ ./()\x80-\xff-]{1,6}[0-9]"
+            rb"|[0-9]{8,13}(?![0-9])| [0-9]{2,4}\)| ?\([0-9])"
         )
         finders.append(Finder(anchor, False, partial(_find_national, others), _LONGEST_NATIONAL))
     return tuple(finders)
