@@ -9,7 +9,6 @@ from pathlib import Path
 
 from lib.core import log, units
 from lib.core.errors import UsageError
-from lib.core.progress import Progress
 from lib.curate.decontaminate import frequency, index, questions
 from lib.curate.decontaminate.index import SHORTEST, Index
 from lib.curate.reader import SourceDataset
@@ -27,8 +26,7 @@ def load_index(directories: tuple[Path, ...]) -> Index:
     files = questions.list_files(directories)
     size = sum(file.path.stat().st_size for file in files)
     log.info(f"reading {units.counted(len(files), 'test set')}, {units.size(size)}")
-    with Progress("test sets", len(files), "set") as bar:
-        full_index = index.build_index(questions.read_sets(directories, bar.advance))
+    full_index = index.build_index(questions.read_sets(directories))
     digests = questions.identify_sets(directories)
     if not any(test_set.protected for test_set in full_index.test_sets):
         raise UsageError(

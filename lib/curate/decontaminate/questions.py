@@ -8,7 +8,7 @@ NAME/VARIANT/requests.jsonl.gz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,20 +83,16 @@ def identify_sets(directories: Sequence[Path]) -> dict[str, str]:
     return {file.name: hashing.file_digest(file.path) for file in list_files(directories)}
 
 
-def read_sets(
-    directories: Sequence[Path], advance: Callable[[], object] = int
-) -> Iterator[tuple[str, list[Question]]]:
+def read_sets(directories: Sequence[Path]) -> Iterator[tuple[str, list[Question]]]:
     """Yield the name and the questions of each test set.
 
-    advance: called after each file. Raises one UsageError or ArtifactError that lists the problems
-    of all files, after the last one.
+    Raises one UsageError or ArtifactError that lists the problems of all files, after the last one.
     """
     problems = Problems()
     for file in list_files(directories):
         question_list = problems.collect(partial(read_questions, file.path))
         if question_list is not None:
             yield file.name, question_list
-        advance()
     problems.raise_if_any()
 
 
