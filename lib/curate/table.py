@@ -1,6 +1,6 @@
 """List the steps of a curation, in the order in which they look at a row.
 
-To add a filter, write a Step and name it here.
+To add a filter, write a subclass of CurationStep, and name it here.
 """
 
 from __future__ import annotations
