@@ -130,13 +130,14 @@ def run_command(description: str | None, argv: list[str]) -> None:
     if opts.sample_dropped:
         sample.print_examples(curation, opts.sample_dropped)
     if opts.part:
-        read_part(opts, parsed, curation, identity, opts.part)
+        read_part(opts, parsed, curation, opts.part)
         return
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} contains these rows")
         return
     row_schema = schema.make_schema(source, steps)
-    parts = machines.find_parts(opts.save_dir, identity) if opts.merge else []
+    of_parts = make_identity(source, steps, first_pass=True)
+    parts = machines.find_parts(opts.save_dir, of_parts) if opts.merge else []
     print_plan(opts, curation, row_schema)
     publish.require_space(opts.save_dir, int(_OVERHEAD * source.bytes), "the dataset")
     if opts.dry_run:
@@ -172,13 +173,20 @@ def run_command(description: str | None, argv: list[str]) -> None:
     log.info(f"next: {commands.train('-e', 'first', '-d', opts.save_dir)}")
 
 
-def make_identity(source: SourceDataset, steps: Sequence[CurationStep]) -> dict[str, Any]:
-    """Return what determines the content of the result: the input and the steps."""
+def make_identity(
+    source: SourceDataset, steps: Sequence[CurationStep], first_pass: bool = False
+) -> dict[str, Any]:
+    """Return what determines the content of the result: the input and the steps.
+
+    first_pass: only what determines the files of the first pass.
+    """
     chosen: dict[str, Any] = {}
     versions: dict[str, Any] = {}
     for step in steps:
-        chosen |= step.identify()
-        versions |= step.list_versions()
+        values = step.identify_first_pass() if first_pass else step.identify()
+        chosen |= values
+        if values:  # otherwise the step has no part in the first pass
+            versions |= step.list_versions()
     inputs = {"dataset": source.dataset.fingerprint, "rows": source.rows}
     return {"options": chosen, "inputs": inputs, "versions": versions}
 
@@ -204,11 +212,11 @@ def read_part(
     opts: CurateOptions,
     parsed: Any,
     curation: Curation,
-    identity: dict[str, Any],
     part: MachinePart,
 ) -> None:
     """Run the first pass on the units of one machine, and print the next command."""
     target = machines.locate_parts(opts.save_dir) / part.directory
+    identity = make_identity(curation.source, curation.steps, first_pass=True)
     part_identity = machines.make_identity(identity, part)
     chosen = part.select(curation.source)
     log.info(f"read part {part.number} of {part.total}: {units.counted(len(chosen), 'unit')}")
@@ -263,6 +271,7 @@ def write_dataset(
     paths = [report.write_page(directory, facts)]
     for step in curation.steps:
         paths += step.write_files(directory, dataset, counts[step.name])
+        summary |= step.summarize(counts[step.name])
         lines |= step.format_lines(counts[step.name])
     files += [manifest.file_entry(directory, path) for path in paths]
     log.table(lines)

@@ -53,14 +53,15 @@ def locate_parts(save_dir: Path) -> Path:
 
 
 def make_identity(identity: dict[str, Any], part: MachinePart) -> dict[str, Any]:
-    """Return the identity of a part, from the identity of the dataset."""
+    """Return the identity of a part, from the identity of the first pass."""
     return identity | {"part": part.directory}
 
 
 def find_parts(save_dir: Path, identity: dict[str, Any]) -> list[MachinePart]:
     """Return the parts to merge, in order.
 
-    Raises ArtifactError if there are none, or if one is missing, damaged or made in another way.
+    identity: of the first pass. Raises ArtifactError if there are no parts, or if one is missing or
+    damaged, and UsageError if one was made in another way.
     """
     root = locate_parts(save_dir)
     names = [match for path in sorted(root.glob("*-of-*")) if (match := _NAME.fullmatch(path.name))]

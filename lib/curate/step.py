@@ -1,4 +1,4 @@
-"""Define a step of a curation. To add a filter, write a subclass of Step, and list it in table.py.
+"""Define a step of a curation. To add one, write a subclass of CurationStep; name it in table.py.
 
 A curation reads its input twice. In the first pass, worker processes call `start` of each step, and
 what it returns, with every row. Between the passes, `decide` of each step that needs the whole
@@ -116,6 +116,13 @@ class CurationStep:
         """Return what the result depends on: values of options, and digests of files they name."""
         raise NotImplementedError
 
+    def identify_first_pass(self) -> dict[str, Any]:
+        """Return the part of `identify` that the first pass depends on.
+
+        It must be the same for --part and --merge. The rest may be changed for --merge.
+        """
+        return self.identify()
+
     def list_versions(self) -> dict[str, Any]:
         """Return the versions of code and packages that the result depends on, by their names."""
         return {}
@@ -185,6 +192,13 @@ class CurationStep:
         counts: the step's own counts of all units.
         """
         return []
+
+    def summarize(self, counts: Counts) -> dict[str, Any]:
+        """Return the step's totals for the manifest, under a name of their own.
+
+        counts: the step's own counts of all units.
+        """
+        return {}
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield the step's part of the report. counts: the step's own counts of all units."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -122,6 +123,8 @@ def test_the_share_with_the_highest_scores_is_kept(place: Path) -> None:
     options = ("--keep-top", 0.25, "--step", "short.py")
     done = curate_in_units(place, "in", "--save-dir", "out", *MODELS[2:], *options)
     assert "80 of 320 rows were kept for their scores" in done.stdout
+    totals = json.loads((place / "out/manifest.json").read_text())["summary"]["quality"]
+    assert (totals["rows"], totals["kept"], sum(totals["bins"])) == (320, 80, 320)
     scores = np.concatenate([splits[split]["quality"].to_numpy() for split in SPLITS])[:320]
     chosen = np.sort(np.argsort(-scores, kind="stable")[:80])
     texts = [text for split in SPLITS for text in splits[split]["text"].to_pylist()]
@@ -171,7 +174,10 @@ def test_any_workers_machines_and_a_kill_give_the_same_bytes(place: Path) -> Non
     curate_in_units(place, *options, "--save-dir", "three", "--num-workers", 3)
     assert read_dataset_files(place / "three") == one
     for part in ("2/2", "1/2"):
-        curate_in_units(place, *options, "--save-dir", "merged", "--part", part)
+        other_share = ("--keep-top", 0.6, "--save-dir", "merged")
+        curate_in_units(place, *options, *other_share, "--part", part)
+    refused = curate(place, *options[:-2], "--save-dir", "merged", "--merge", expect=2)
+    assert "--keep-top: a fraction there, not given" in refused.stderr
     curate_in_units(place, *options, "--save-dir", "merged", "--merge")
     assert read_dataset_files(place / "merged") == one
     killed = curate(

@@ -110,6 +110,8 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(tmp_path):
     assert "no question can be compared in 1 test set: short" in done.stdout
     assert "24 documents with questions of" in done.stdout
     report = read_report(tmp_path / "out")
+    totals = json.loads((tmp_path / "out/manifest.json").read_text())["summary"]["decontamination"]
+    assert totals.items() <= report.items() and totals["documents"] == 24
     sets = {test_set["name"]: test_set for test_set in report["test_sets"]}
     assert [*sets] == ["quiz", "inner/clean", "legal", "short"]
     quiz = sets["quiz"]

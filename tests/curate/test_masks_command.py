@@ -86,10 +86,17 @@ def test_workers_give_the_same_masked_rows_and_masking_them_again_changes_nothin
     curate_in_units(tmp_path, "in", *options, "three", "--num-workers", 3)
     one = read_dataset_files(tmp_path / "one")
     assert read_dataset_files(tmp_path / "three") == one
+    without_masks = ("in", "--step", "filter.py", "--save-dir", "merged", "--part", "1/1")
+    curate_in_units(tmp_path, *without_masks)
+    curate_in_units(tmp_path, "in", *options, "merged", "--merge")
+    assert read_dataset_files(tmp_path / "merged") == one
     counts = [(kind, sum(text.count(f"<{kind}>") for text in masked_texts)) for kind in KINDS]
     assert ", ".join(f"{number:,} {kind}" for kind, number in counts) in done.stdout
     assert all(f"{name} " in done.stdout for name in ("(by source: web", "mail", "(no directory)"))
     assert "national format of US" in done.stdout
+    totals = json.loads((tmp_path / "one/manifest.json").read_text())["summary"]["masks"]
+    assert totals["counts"] == dict(counts)
+    assert {*totals["sources"]} == {"web", "mail", ""} and {*totals["shapes"]} == {*KINDS}
 
     again = curate_in_units(tmp_path, "one", *options, "twice")
     assert "nothing found" in again.stdout

@@ -79,7 +79,7 @@ class TestSetReport:
         ]
         return sorted(reports, key=lambda report: (-report.share, report.test_set.name))
 
-    def summarise(self, hits: TestHits) -> dict[str, Any]:
+    def summarize(self, hits: TestHits) -> dict[str, Any]:
         """Return the totals of all sets."""
         reports = self.list_sets(hits)
         return {
@@ -111,7 +111,7 @@ class TestSetReport:
                 "limit": MOST_HIT,
             },
             "frequent": self._frequent._asdict(),
-            **self.summarise(hits),
+            **self.summarize(hits),
             "test_sets": [
                 report.describe(not self._report_only) for report in self.list_sets(hits)
             ],
@@ -172,7 +172,7 @@ class TestSetReport:
     def format_lines(self, hits: TestHits) -> dict[str, str]:
         """Return the lines of the printed summary by label: totals, then the sets with hits."""
         reports = self.list_sets(hits)
-        summary = self.summarise(hits)
+        summary = self.summarize(hits)
         hit_sets = [report for report in reports if report.hits.documents]
         remark = ", none dropped for them" if self._report_only else ""
         lines = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lib.core import units
-from lib.curate.near.minhash import Bands
+from lib.curate.near.minhash import CURVE, Bands
 from lib.curate.near.recall import ENOUGH, Recall, estimate_recall
 from lib.curate.places import describe_place
 from lib.curate.step import Section
@@ -27,6 +27,25 @@ _RECALL_NOTE = (
     "not, the true recall is lower. Pairs below the threshold are compared too, but kept. Bins "
     f"with fewer than {ENOUGH} pairs are not estimated."
 )
+
+
+def summarize(figures: Mapping[str, Any], bands: Bands, threshold: float) -> dict[str, Any]:
+    """Return the figures of a search for the manifest."""
+    bins, above = estimate_recall(figures["recall"], bands, threshold)
+    return {
+        "probability": {
+            f"{similarity:g}": round(bands.find_probability(similarity), 4) for similarity in CURVE
+        },
+        "rows": figures["rows"],
+        "earlier_rows": figures["earlier_rows"],
+        "not_compared": figures["not_compared"],
+        "sharing_a_band": figures["documents"],
+        "compared_pairs": figures["compared"],
+        "candidates_reached": figures["candidates_reached"],
+        "members_reached": figures["members_reached"],
+        "recall": [row.summarize() for row in (*bins, *([above] if above else ()))],
+        "largest": [{"size": size, **place} for size, _, place in figures["largest"]],
+    }
 
 
 def list_sections(figures: Mapping[str, Any], bands: Bands, threshold: float) -> Iterator[Section]:

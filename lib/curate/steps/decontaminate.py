@@ -118,6 +118,11 @@ class Decontamination(CurationStep):
         """Write decontamination.json, which lists all test sets and the questions that occur."""
         return [self._make_report().write(directory, hits.TestHits.from_json(counts))]
 
+    def summarize(self, counts: Counts) -> dict[str, Any]:
+        """Return the totals of all test sets."""
+        totals = self._make_report().summarize(hits.TestHits.from_json(counts))
+        return {"decontamination": totals}
+
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield the table of the test sets."""
         yield self._make_report().make_section(hits.TestHits.from_json(counts))

@@ -50,6 +50,7 @@ _WEIGHTS = "weights"  # the sidecar with the value of CLUSTER_SIZE in the input
 _MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near duplicates
 # Smallest size of a cluster → how many times its kept row is written, as in FineWeb-2.
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
+_FIRST_PASS = ("near_words", "near_bands", "near_band_size", "near_within")
 _NOT_COMPARED = "not compared"
 _DIGEST_BYTES = 16
 
@@ -163,6 +164,11 @@ class Duplicates(CurationStep):
         earlier = [dataset.identify() for dataset in self._open_earlier()]
         return vars(self.chosen) | {"near_against": earlier}
 
+    def identify_first_pass(self) -> dict[str, Any]:
+        """Return the options that the digests and band keys depend on."""
+        names = ("dedup", *(_FIRST_PASS if self.is_near else ()))
+        return {name: getattr(self.chosen, name) for name in names}
+
     def describe(self) -> dict[str, str]:
         """Return the line of the plan about duplicates."""
         if not self.is_near:
@@ -260,6 +266,12 @@ class Duplicates(CurationStep):
             dataset.release()
         parameters = describe_parameters(self.chosen.near_words, self.bands)
         return files.finish(parameters, _identify_changes(dataset))
+
+    def summarize(self, counts: Counts) -> dict[str, Any]:
+        """Return the figures of the search for near duplicates."""
+        if not self.is_near:
+            return {}
+        return {"near": report.summarize(counts, self.bands, self.chosen.near_threshold)}
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield the tables about near duplicates."""

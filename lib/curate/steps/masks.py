@@ -98,6 +98,10 @@ class Masks(CurationStep):
             "mask_key": digest.hexdigest() if key else None,
         }
 
+    def identify_first_pass(self) -> dict[str, Any]:
+        """Return nothing, since rows are masked in the second pass."""
+        return {}
+
     def list_versions(self) -> dict[str, Any]:
         """Return the versions of what finds matches."""
         package = {"phonenumbers": phones.identify_package()} if PHONE in self.kinds else {}
@@ -129,6 +133,10 @@ class Masks(CurationStep):
     def add_counts(self, total: Counts, more: Counts) -> Counts:
         """Return the matches by source and kind, and a few shapes; see `matches.add_counts`."""
         return matches.add_counts(total, more)
+
+    def summarize(self, counts: Counts) -> dict[str, Any]:
+        """Return the matches by kind and by source, and their shapes."""
+        return {"masks": {"counts": matches.sum_kinds(counts), **matches.add_counts({}, counts)}}
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield a table of the matches by kind."""

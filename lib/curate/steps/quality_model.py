@@ -112,6 +112,10 @@ class QualityScores(CurationStep):
             "keep_top": self.share,
         }
 
+    def identify_first_pass(self) -> dict[str, Any]:
+        """Return the identity without the share, which only `decide` reads."""
+        return self.identify() | {"keep_top": None if self.share is None else "a fraction"}
+
     def describe(self) -> dict[str, str]:
         """Return the line of the plan about scores."""
         choice = "keep all rows"
@@ -162,6 +166,10 @@ class QualityScores(CurationStep):
             dataset.values.values[numbers[is_low]] = values[is_low]
             dataset.release()
         return {"rows": rows, "kept": count, "score": threshold.score, "bins": bins.tolist()}
+
+    def summarize(self, counts: Counts) -> dict[str, Any]:
+        """Return how many rows were kept for their scores, and how the scores are distributed."""
+        return {"quality": counts} if self.share is not None else {}
 
     def list_sections(self, counts: Counts) -> Iterator[Section]:
         """Yield a table of the scores if they select rows among all."""
