@@ -65,7 +65,7 @@ class RowTally:
     directory, see list_sources. languages, dropped_languages: number of rows by the column
     `language`. samples: by rule, the samples with the smallest keys. excerpts: the beginning of the
     kept row of each of the largest clusters, by the row's number. most_samples: samples to keep for
-    each rule. uncounted: number of added tallies from an earlier version, which lack these counts.
+    each rule.
     """
 
     rows: int = 0
@@ -79,7 +79,6 @@ class RowTally:
     samples: dict[str, list[DroppedSample]] = field(default_factory=dict)
     excerpts: dict[str, str] = field(default_factory=dict)
     most_samples: int = SAMPLES
-    uncounted: int = 0
 
     def add_rows(self, source: str, sizes: Sequence[int] | np.ndarray) -> None:
         """Count rows that were read from a file.
@@ -137,7 +136,7 @@ class RowTally:
 
     def add(self, other: RowTally) -> None:
         """Add the tally of later input."""
-        for name in ("rows", "bytes", "uncounted"):
+        for name in ("rows", "bytes"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("lengths", "dropped_lengths", "dropped_bytes"):
             getattr(self, name).update(getattr(other, name))
@@ -173,10 +172,8 @@ class RowTally:
         return vars(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any] | None) -> RowTally:
-        """Return the tally that `to_json` has converted. value: None from a version without it."""
-        if value is None:
-            return cls(uncounted=1)
+    def from_json(cls, value: Mapping[str, Any]) -> RowTally:
+        """Return the tally that `to_json` has converted."""
         tally = cls(**value)
         for name in ("lengths", "dropped_lengths"):
             setattr(tally, name, Counter({int(key): n for key, n in value[name].items()}))

@@ -2,6 +2,7 @@
 # covers: lib/curate/first_pass.py, lib/curate/second_pass.py, lib/curate/output.py
 # covers: lib/curate/reader.py, lib/curate/schema.py, lib/curate/steps/own_filter.py
 # covers: lib/curate/command.py, lib/curate/pipeline.py, lib/curate/whole.py
+# covers: lib/curate/__main__.py, lib/curate/unit_files.py
 """The two passes of a curation: its inputs, kills, full disks, and filters of the user's own."""
 
 from __future__ import annotations

@@ -53,12 +53,6 @@ def test_tallies_of_parts_add_up_after_json(monkeypatch):
     assert [(sample.key, sample.position) for sample in tally.samples["rule"]] == keys[:SAMPLES]
 
 
-def test_positions_in_a_later_span_are_shifted():
-    first = tally_rows([("a", 3, 9, True)])
-    first.add(tally_rows([("a", 2, 9, True)]), rows_before=100)
-    assert {sample.position for sample in first.samples["rule"]} == {3, 102}
-
-
 def test_samples_show_control_characters_and_are_cut():
     tally = RowTally()
     tally.add_sample("rule", 1, "a\n\ud800", 1, None, "\0\u202e" + "y" * 300)
@@ -66,10 +60,3 @@ def test_samples_show_control_characters_and_are_cut():
     assert sample.path == "a\\n\\xed\\xa0\\x80" or "\\" in sample.path
     assert sample.text.startswith("\\x00\\u202eyyy") and sample.text.endswith("y …")
     assert not any(ord(char) < 32 for char in sample.path + sample.text)
-
-
-def test_a_tally_of_an_earlier_version_is_known_to_be_incomplete():
-    total = RowTally()
-    total.add(RowTally.from_json(None))
-    total.add(tally_rows([("a", 1, 9, False)]))
-    assert (total.uncounted, total.rows) == (1, 1)

@@ -1,4 +1,4 @@
-# covers: lib/curate/near/key_groups.py, lib/curate/near/disk_array.py
+# covers: lib/curate/near/key_groups.py, lib/curate/disk_array.py
 """Documents that share a key are found on disk, with any number of buckets."""
 
 from __future__ import annotations
