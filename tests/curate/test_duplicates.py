@@ -332,6 +332,26 @@ def test_upsampling_repeats_a_row_by_the_size_of_its_cluster(
     assert {*table["cluster_size"].to_pylist()} == {size}
 
 
+@pytest.mark.slow
+def test_copies_that_upsampling_wrote_are_not_counted_again(tmp_path: Path) -> None:
+    """Curating twice changes nothing, and clusters keep their sizes without the copies."""
+    draw = random.Random(6)
+    sizes = [1, 2, 7, 1, 120, 3, 99, 150, 5]
+    texts = [text for size in sizes for text in [" ".join(make_words(draw, 30))] * size]
+    write_texts(tmp_path / "raw", texts)
+    upsample = ("--dedup", "near", "--near-keep", "upsample", "--save-dir")
+    curate_in_units(tmp_path, "raw", *upsample, "one")
+    one = read_rows(tmp_path / "one")
+    assert one.num_rows == 1 + 2 + 5 + 1 + 8 + 3 + 5 + 8 + 5
+    curate(tmp_path, "one", *upsample, "two", before=f"{__name__}:use_small_blocks")
+    assert read_rows(tmp_path / "two") == one
+    curate_in_units(tmp_path, "two", "--dedup", "near", "--save-dir", "three")
+    assert read_rows(tmp_path / "three")["cluster_size"].to_pylist() == sizes
+    assert [cluster["size"] for cluster in read_summary(tmp_path / "three")["near"]["largest"]] == [
+        size for size in sorted(sizes, reverse=True) if size > 1
+    ]
+
+
 def limit_open_files(rank: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, 512))
 

@@ -119,6 +119,27 @@ class Search:
         self._delete("copies", "firsts")
         return copies
 
+    def ignore_repeats(self, weights: DiskArray) -> None:
+        """Let the copies of a row that an earlier --near-keep upsample has written count as none.
+
+        These are the equal rows directly behind a row. weights: see `measure_clusters`; changed.
+        Call this after `find_copies`; a second call changes nothing.
+        """
+        import numpy as np
+
+        leaders = self._documents.open(LEADERS, np.int64)
+        last = 0
+        for first, block in weights.blocks():
+            start = self._first_new + first
+            own = leaders.values[start : start + len(block)].copy()
+            follows_leader = own == np.arange(start, start + len(block))  # they count from 1
+            is_repeat = follows_leader | (own == np.concatenate([[last], own[:-1]]))
+            is_repeat &= (own != 0) & (block > 1)
+            weights.values[first : first + len(block)][is_repeat] = 0
+            last = int(own[-1])
+            for array in (leaders, weights):
+                array.release()
+
     def find_near(self, settings: NearSettings) -> dict[str, Any]:
         """Drop near duplicates; return counts for the report."""
         found: dict[str, Any] | None = self._recall(WALK)
@@ -255,7 +276,8 @@ class Search:
         similarities = self._documents.open(SIMILARITIES, np.float32)
         sizes = self._documents.create(SIZES, np.int64)
         for first, block in weights.blocks() if weights else ():
-            sizes.values[self._first_new + first :][: len(block)] = block - 1
+            rows = slice(self._first_new + first, self._first_new + first + len(block))
+            sizes.values[rows] = np.where(omitted.values[rows] == 0, block - 1, 0)
         for first, block in leaders.blocks():
             dropped = np.flatnonzero(block)
             direct = block[dropped] - 1

@@ -211,13 +211,15 @@ class Duplicates(CurationStep):
             dataset.progress,
         )
         figures: Counts = {"rows": dataset.rows, "earlier_rows": documents.first_new}
+        weights = dataset.find(_WEIGHTS, np.int64)
         if dataset.recall(self, WALK) is None:
             self._lay_out(dataset, documents)
             finder.find_copies()
+            if weights:
+                finder.ignore_repeats(weights)
         if self.is_near:
             figures |= finder.find_near(self._make_settings(dataset))
             figures["not_compared"] = dataset.recall(self, _NOT_COMPARED)
-            weights = dataset.find(_WEIGHTS, np.int64)
             figures["largest"] = [
                 [size, document - documents.first_new, self._locate(dataset, documents, document)]
                 for size, document in finder.measure_clusters(weights)
