@@ -232,7 +232,7 @@ def test_a_killed_curation_continues_and_writes_the_same_bytes(tmp_path):
     (tmp_path / "was_killed").unlink()
     done = curate_in_units(tmp_path, *options, "--save-dir", "out", expect=None)
     assert done.returncode == -signal.SIGKILL and (tmp_path / "was_killed").exists()
-    assert [*tmp_path.glob("out.partial-*/content/unfinished/first/*.json")]
+    assert [*tmp_path.glob("out.partial-*/content*/unfinished/first/*.json")]
     for fault in ("decision", "writing", "publishing"):
         code = curate_with_fault(tmp_path, fault, *options, "--save-dir", "out")
         assert code == -signal.SIGKILL, fault
