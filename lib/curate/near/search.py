@@ -131,12 +131,14 @@ class Search:
         last = 0
         for first, block in weights.blocks():
             start = self._first_new + first
-            own = leaders.values[start : start + len(block)].copy()
-            follows_leader = own == np.arange(start, start + len(block))  # they count from 1
-            is_repeat = follows_leader | (own == np.concatenate([[last], own[:-1]]))
-            is_repeat &= (own != 0) & (block > 1)
+            row_leaders = leaders.values[start : start + len(block)].copy()
+            follows_leader = row_leaders == np.arange(
+                start, start + len(block)
+            )  # they count from 1
+            is_repeat = follows_leader | (row_leaders == np.concatenate([[last], row_leaders[:-1]]))
+            is_repeat &= (row_leaders != 0) & (block > 1)
             weights.values[first : first + len(block)][is_repeat] = 0
-            last = int(own[-1])
+            last = int(row_leaders[-1])
             for array in (leaders, weights):
                 array.release()
 
