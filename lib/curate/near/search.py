@@ -132,9 +132,8 @@ class Search:
         for first, block in weights.blocks():
             start = self._first_new + first
             row_leaders = leaders.values[start : start + len(block)].copy()
-            follows_leader = row_leaders == np.arange(
-                start, start + len(block)
-            )  # they count from 1
+            documents_before = np.arange(start, start + len(block))  # counted from 1, as leaders
+            follows_leader = row_leaders == documents_before
             is_repeat = follows_leader | (row_leaders == np.concatenate([[last], row_leaders[:-1]]))
             is_repeat &= (row_leaders != 0) & (block > 1)
             weights.values[first : first + len(block)][is_repeat] = 0
