@@ -1,4 +1,4 @@
-"""Commands of stages 01, 02, 03 and 05 for tests that kill them, and checks of what they leave."""
+"""Commands of stages and of a curation for tests that kill them, and checks of what they leave."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Command:
     """A command line and the project that it is typed in.
 
     target: path of the artifact in the project. free: globs of other paths in the project that the
-    command may change or delete before it ends.
+    command may change or delete before it ends. script: if it is not the one of the stage.
     """
 
     name: str
@@ -46,6 +46,7 @@ class Command:
     target: str
     free: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    script: str = ""
 
     def start(self, project: Path, fault: Fault | None = None) -> forks.Launch:
         """Start the command in a copy of the project."""
@@ -57,7 +58,7 @@ class Command:
         with (temporary / "output.txt").open("ab") as output:
             return forks.Launch(
                 forks.get_server("stages").start(
-                    str(ROOT / SCRIPTS[self.stage]),
+                    str(ROOT / (self.script or SCRIPTS[self.stage])),
                     self.argv,
                     project,
                     environment,
@@ -80,13 +81,16 @@ def read_output(project: Path) -> str:
 
 
 def prepare_process(rank: int, fault: dict[str, Any] | None) -> None:
-    """Divide the work of stage 02 into many small units, and install the fault."""
+    """Divide the work of stage 02 or a curation into many small units, and install the fault."""
     from lib.corpus import dataset, shards, work_units
+    from lib.curate import output, reader
 
     # Then it records its progress after each unit, and writes several shards.
     work_units.UNIT_BYTES = UNIT_BYTES
     dataset.NOTE_BYTES = 1
     shards.SHARD_BYTES = 20_000
+    reader.UNIT_BYTES = 20_000
+    output._NOTE_BYTES = 1
     if fault:
         Fault(**fault).install()
 
@@ -286,6 +290,15 @@ class Commands:
         )
         Command("parts", 2, (*options, "--only-splits", "0-2"), for_merge, parts).run(for_merge)
         yield Command("merged", 2, (*options, "--merge"), for_merge, target, (f"{parts}*",))
+        near = ("--dedup", "near", "--near-keep", "upsample", "--num-workers", 2, "--no-progress")
+        yield Command(
+            "near",
+            2,
+            ("hf_datasets/corpus", *near, "--save-dir", "hf_datasets/near"),
+            self._copy(built, "02_near"),
+            "hf_datasets/near",
+            script="lib/curate/__main__.py",
+        )
 
     def _stage_03(self) -> Iterator[Command]:
         hub, changed_hub = self._hubs

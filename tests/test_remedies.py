@@ -75,7 +75,8 @@ from tests.models.families import FAMILIES
 from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
 
-STAGE = re.compile(r"0[1-5]_\w+\.py$")
+STAGE = re.compile(r"0[1-5]_\w+\.py$|^lib\.\w+$")
+CURATE = "lib/curate/__main__.py"
 TRAIN = ("04_train_fsdp.py", "-e", "run", "-d", "corpus", "-m", "model", "-s", SEQ_LENGTH)
 
 
@@ -100,7 +101,9 @@ class Terminal:
 
     def type(self, script: object, *words: object) -> str:
         """Run a script in this process; return what it printed, raise its StageError."""
-        self._patch.setattr(sys, "argv", [str(ROOT / str(script)), *map(str, words)])
+        path = Path(str(script))
+        name = path.parent.as_posix().replace("/", ".") if path.stem == "__main__" else ROOT / path
+        self._patch.setattr(sys, "argv", [str(name), *map(str, words)])
         try:
             with redirect_stdout(io.StringIO()) as printed:
                 load_script(str(script)).main(sys.argv[1:])
@@ -127,8 +130,12 @@ class Terminal:
             if not script:
                 subprocess.run(["bash", "-c", line], check=True)
             elif not {"--help", "--help-all"} & {*words}:
-                assert Path(script).resolve().parent == ROOT
-                self.type(Path(script).name, *words[words.index(script) + 1 :], *more)
+                name = Path(script).name
+                if script.startswith("lib."):
+                    name = f"{script.replace('.', '/')}/__main__.py"
+                else:
+                    assert Path(script).resolve().parent == ROOT
+                self.type(name, *words[words.index(script) + 1 :], *more)
 
     def cured(self, *command: object) -> StageError:
         """Have a command fail, do what it says, and have it work; return the error."""
@@ -213,6 +220,32 @@ def test_remedies_for_parts_of_a_dataset_work(project_terminal: Terminal) -> Non
     project_terminal.cured(*learn, "hf_datasets/new")
     damage_file("hf_datasets/new/**/*.arrow")
     project_terminal.cured(*learn, "hf_datasets/new", "--overwrite")
+
+
+def test_remedies_for_curations_work(project_terminal: Terminal) -> None:
+    curate = (CURATE, "hf_datasets/corpus", "--no-progress", "--dedup", "near")
+    near = (*curate, "--save-dir", "hf_datasets/near")
+    project_terminal.type(*curate, "--save-dir", "hf_datasets/old", "--near-bands", 7)
+    project_terminal.type(*near)
+    project_terminal.follow(project_terminal.fails(*near, "--mask", "email"))  # --overwrite
+    assert not project_terminal.fails(*near, "--near-against", "hf_datasets/near").run
+    shutil.rmtree("hf_datasets/near")
+    Path("later").mkdir()
+    Path("later/new.txt").write_text("A text that no earlier document contains. " * 9)
+    project_terminal.type(
+        "02_build_hf_dataset.py",
+        "--data-folder",
+        "later",
+        "--save-dir",
+        "hf_datasets/raw",
+        "--num-workers",
+        1,
+    )
+    later = (CURATE, "hf_datasets/raw", *near[2:])
+    project_terminal.follow(project_terminal.fails(*later, "--near-against", "hf_datasets/old"))
+    shutil.rmtree("hf_datasets/near")
+    project_terminal.type(*curate, "--part", "1/2", "--save-dir", "hf_datasets/near")
+    project_terminal.cured(*near, "--merge")  # a part is missing
 
 
 def test_remedies_for_wrong_datasets_work(

@@ -32,7 +32,8 @@ from lib.tokens.dataset import find_dataset
 
 KIND = "dataset/1"
 _COMMAND = "lib.curate"
-_OVERHEAD = 1.3  # bytes on disk while a dataset is built, per byte of the input
+# Bytes on disk while a dataset is built, per byte of the input; steps may need more.
+_OVERHEAD = 1.3
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,10 @@ def require_options(
             f"--save-dir {opts.save_dir} and the input {source.dataset.path} contain each other",
             expected="a directory beside the input",
         )
+    changing = [step for step in steps if step.start_rewriting()]
     for step in steps:
         problems.collect(partial(step.require_source, source))
+        problems.collect(partial(step.require_command, save_dir, changing))
     problems.raise_if_any()
 
 
@@ -139,7 +142,8 @@ def run_command(description: str | None, argv: list[str]) -> None:
     of_parts = make_identity(source, steps, first_pass=True)
     parts = machines.find_parts(opts.save_dir, of_parts) if opts.merge else []
     print_plan(opts, curation, row_schema)
-    publish.require_space(opts.save_dir, int(_OVERHEAD * source.bytes), "the dataset")
+    of_steps = sum(step.estimate_disk(source) for step in steps)
+    publish.require_space(opts.save_dir, int(_OVERHEAD * source.bytes) + of_steps, "the dataset")
     if opts.dry_run:
         log.info("dry run: nothing was written")
         return

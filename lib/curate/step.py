@@ -112,6 +112,13 @@ class CurationStep:
     def require_source(self, source: SourceDataset) -> None:
         """Raise UsageError if the step cannot work on this dataset."""
 
+    def require_command(self, save_dir: Path, changing: Sequence[CurationStep]) -> None:
+        """Raise UsageError if the step contradicts --save-dir or the steps that change rows."""
+
+    def estimate_disk(self, source: SourceDataset) -> int:
+        """Return the bytes that files of the step take while the dataset is written."""
+        return 0
+
     def identify(self) -> dict[str, Any]:
         """Return what the result depends on: values of options, and digests of files they name."""
         raise NotImplementedError

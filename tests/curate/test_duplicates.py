@@ -284,6 +284,14 @@ def test_new_rows_are_dropped_against_an_earlier_dataset(tmp_path: Path) -> None
     assert read_summary(tmp_path / "out")["rows"] == 10
     assert "already done" in curate(tmp_path, *add).stdout
 
+    options = ("--save-dir", "old", "--near-against", "./old", "--overwrite")
+    refused = curate(tmp_path, "second", "--dedup", "near", *options, expect=2)
+    assert "is the --save-dir as well" in refused.stderr
+    options = ("--save-dir", "more", "--near-against", "masked")
+    curate(tmp_path, "first", "--dedup", "near", "--mask", "email", "--save-dir", "masked")
+    refused = curate(tmp_path, "second", "--dedup", "near", *options, expect=2)
+    assert "changed in another way" in refused.stderr and not [*tmp_path.glob("more*")]
+
     curate(tmp_path, "second", "--dedup", "near", "--near-bands", 7, "--save-dir", "seven")
     more = ("second", "--dedup", "near", "--save-dir", "more", "--near-against")
     refused = curate(tmp_path, *more, "seven", expect=2)

@@ -54,6 +54,32 @@ def require_earlier(paths: Sequence[Path], parameters: Mapping[str, Any]) -> Non
     problems.raise_if_any()
 
 
+def require_earlier_fit(
+    paths: Sequence[Path],
+    datasets: Sequence[EarlierDataset],
+    save_dir: Path,
+    changes: Mapping[str, Any],
+) -> None:
+    """Raise UsageError if an earlier dataset would be replaced, or has rows of another form.
+
+    datasets: at `paths`. changes: the identity of the steps that change rows.
+    """
+    problems = Problems()
+    if save_dir.resolve() in [path.resolve() for path in paths]:
+        problems.add(
+            f"--near-against {save_dir} is the --save-dir as well",
+            expected="another --save-dir, because this command would replace that dataset",
+        )
+    other = [dataset for dataset in datasets if dataset.changes != changes]
+    if other and any(dataset.changes for dataset in datasets):
+        problems.add(
+            "the datasets of --near-against were changed in another way than this one",
+            expected=f"the same changes of rows in all of them: {changes or 'none'}",
+            found=f"{other[0].name}: {other[0].changes or 'none'}",
+        )
+    problems.raise_if_any()
+
+
 def require_bands(threshold: float, bands: int) -> None:
     """Raise UsageError if any two rows would be near duplicates, or if there are too many bands.
 

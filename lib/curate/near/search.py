@@ -149,8 +149,9 @@ class Search:
             self._compute_sets(settings)
             found = self._walk(settings, sum(pairs))
             self._note(WALK, found)
-        self._delete("remembered", "counts", "sets", "ends", "candidates")
-        self._delete(*(f"members.{band}" for band in range(settings.bands.number)))
+        self._delete("remembered", "counts", "sets", "ends", "candidates", DIGESTS)
+        for band in range(settings.bands.number):
+            self._delete(f"members.{band}", f"keys.{band}")
         return found
 
     def _group(self, bands: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import options
 from lib.core.declared import option
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import Problems
 from lib.curate import shingles
 from lib.curate.disk_array import DiskArray
 from lib.curate.near import checks, minhash, report, search
@@ -33,7 +33,8 @@ from lib.curate.words import WORDS, find_words
 if TYPE_CHECKING:
     import numpy as np
 
-    from lib.curate.whole import WholeDataset
+    from lib.curate.reader import SourceDataset
+    from lib.curate.whole import ChangingStep, WholeDataset
 
 EXACT_RULE = "duplicate"
 NEAR_RULE = "near duplicate"
@@ -146,6 +147,15 @@ class Duplicates(CurationStep):
             problems.collect(partial(checks.require_earlier, chosen.near_against, parameters))
         problems.raise_if_any()
         return cls(chosen) if chosen.dedup != _NONE else None
+
+    def require_command(self, save_dir: Path, changing: Sequence[CurationStep]) -> None:
+        """Raise UsageError if --near-against names the dataset to write, or one of other masks."""
+        ours = _identify_changes(changing)
+        checks.require_earlier_fit(self.chosen.near_against, self._open_earlier(), save_dir, ours)
+
+    def estimate_disk(self, source: SourceDataset) -> int:
+        """Return the bytes of the keys and digests, which are on disk twice, and of the arrays."""
+        return source.rows * (2 * 8 * (self.bands.number + 2) + 40) if self.is_near else 0
 
     @property
     def is_near(self) -> bool:
@@ -267,7 +277,7 @@ class Duplicates(CurationStep):
                 array.release()
             dataset.release()
         parameters = describe_parameters(self.chosen.near_words, self.bands)
-        return files.finish(parameters, _identify_changes(dataset))
+        return files.finish(parameters, _identify_changes(dataset.changing))
 
     def summarize(self, counts: Counts) -> dict[str, Any]:
         """Return the figures of the search for near duplicates."""
@@ -307,16 +317,7 @@ class Duplicates(CurationStep):
         rows of this dataset are changed alike before they are compared with them.
         """
         chosen = self.chosen
-        earlier = self._open_earlier()
-        ours = _identify_changes(dataset)
-        are_changed = any(dataset.changes for dataset in earlier)
-        other = [dataset for dataset in earlier if dataset.changes != ours]
-        if are_changed and other:
-            raise UsageError(
-                "the datasets of --near-against were changed in another way than this one",
-                expected=f"the same changes of rows in all of them: {ours or 'none'}",
-                found=f"{other[0].name}: {other[0].changes or 'none'}",
-            )
+        are_changed = any(earlier.changes for earlier in self._open_earlier())
         changing = dataset.changing if are_changed else ()
         return NearSettings(
             self.bands,
@@ -424,9 +425,9 @@ def _is_compared(row: Row) -> bool:
     return row.is_whole and row.characters <= _MOST_CHARACTERS
 
 
-def _identify_changes(dataset: WholeDataset) -> dict[str, Any]:
+def _identify_changes(changing: Iterable[ChangingStep]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
-    for step in dataset.changing:
+    for step in changing:
         changes |= step.identify()
     return changes
 
