@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Measure --dedup near of stage 02: speed, memory, and what it finds in a planted corpus.
+"""Measure --dedup near of lib.curate: speed, memory, and what it finds in a planted corpus.
 
   python benchmarks/near.py
   python benchmarks/near.py --dir /scratch --megabytes 2000 --workers 1 2 --grow 100
 
 Makes JSON Lines of documents of 1 to 6 kB under --dir: pairs of all similarities, chains of ten
 documents (each is similar to the one before), copies, one text in many slight variants, templates
-with different content, and a licence with different names, alone and above other text. Then it runs
-stage 02 with `--dedup none`, `exact` and `near`, and prints the wall time, and the CPU time and
-memory of the process tree. It computes the Jaccard similarity of the planted pairs from the words
-themselves, and compares dropped.jsonl with it.
+with different content, and a licence with different names, alone and above other text. Stage 02
+makes a dataset of them. Then the benchmark runs lib.curate with `--dedup none`, `exact` and `near`,
+and prints the wall time, and the CPU time and memory of the process tree. It computes the Jaccard
+similarity of the planted pairs from the words themselves, and compares dropped.jsonl with it.
 
 --grow N also measures the memory for inputs of N, 4 N and 16 N megabytes. --members N also builds a
 corpus of N variants of one text. --all adds a build with all rules, masks and test sets; with
@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -163,25 +163,23 @@ def print_findings(planter: Planter, name: str, dropped: Collection[int]) -> Non
 
 
 def check_dropped(source: Path, out: Path) -> set[int]:
-    """Return the numbers of the documents that stage 02 dropped, after a check of some of them."""
+    """Return the numbers of the documents that were dropped, after a check of some of them."""
     dropped = {}
     for line in (out / "dropped.jsonl").open():
         record = json.loads(line)
-        dropped[record["position"]] = record
+        dropped[record["row"] + 1] = record
     checked = set(random.Random(1).sample(sorted(dropped), min(_CHECKED, len(dropped))))
-    needed = checked | {dropped[number]["duplicate_of"]["position"] for number in checked}
+    needed = checked | {find_leader(dropped[number]) for number in checked}
     texts = {}
     with (source / "planted.jsonl").open() as lines:
         for number, line in enumerate(lines, 1):
             if number in needed:
                 texts[number] = json.loads(line)["text"].split()
     values = [
-        compute_similarity(texts[number], texts[dropped[number]["duplicate_of"]["position"]])
+        compute_similarity(texts[number], texts[find_leader(dropped[number])])
         for number in sorted(checked)
     ]
-    kept_leaders = all(
-        record["duplicate_of"]["position"] not in dropped for record in dropped.values()
-    )
+    kept_leaders = all(find_leader(record) not in dropped for record in dropped.values())
     print(
         f"\nlowest similarity of {len(values):,} dropped documents to the kept ones, computed "
         f"again: {min(values):.4f}; all named documents are kept: {kept_leaders}"
@@ -191,6 +189,18 @@ def check_dropped(source: Path, out: Path) -> set[int]:
     print(", ".join(f"{name} {report[name]:,}" for name in counts))
     print(f"largest clusters: {[cluster['size'] for cluster in report['largest'][:5]]}")
     return set(dropped)
+
+
+def find_leader(record: Mapping[str, Any]) -> int:
+    """Return the number of the document that a dropped one duplicates."""
+    number: int = record["duplicate_of"]["row"] + 1
+    return number
+
+
+def run_curation(work: Path, workers: int, *options: str | Path) -> Run:
+    """Curate the dataset `raw` into `out`; return the cost."""
+    command = [sys.executable, "-m", "lib.curate", work / "raw", "--save-dir", work / "out"]
+    return run_command([*command, "--num-workers", workers, "--no-progress", *options], ROOT)
 
 
 def run_datatrove(python: Path, source: Path, work: Path) -> tuple[Run, set[int]]:
@@ -225,11 +235,11 @@ def measure_growth(work: Path, megabytes: int, workers: int) -> None:
             others = bytes(draw.sample(letters, len(letters)))
             copy = content.translate(bytes.maketrans(letters, others))
             (source / f"{number:02}.jsonl").write_bytes(copy)
-        command = [*stage_command(source, work / "out", workers), "--dedup", "near"]
-        run = run_command(command, work)
+        run_command(stage_command(source, work / "raw", workers), work)
+        run = run_curation(work, workers, "--dedup", "near")
         print_row(f"{megabytes * times:,} MB", f"{run.seconds:.1f}", f"{run.memory / _MB:,.0f} MB")
-        shutil.rmtree(source)
-        shutil.rmtree(work / "out")
+        for path in (source, work / "raw", work / "out"):
+            shutil.rmtree(path)
 
 
 def measure_members(work: Path, members: int, workers: int, datatrove: Path | None) -> None:
@@ -242,7 +252,8 @@ def measure_members(work: Path, members: int, workers: int, datatrove: Path | No
             words[number % 100], before = f"n{number}", words[number % 100]
             file.write(json.dumps({"text": " ".join(words)}) + "\n")
             words[number % 100] = before
-    run = run_command([*stage_command(source, work / "out", workers), "--dedup", "near"], work)
+    run_command(stage_command(source, work / "raw", workers), work)
+    run = run_curation(work, workers, "--dedup", "near")
     summary = json.loads((work / "out/manifest.json").read_text())["summary"]
     print(
         f"\n{members:,} variants of one text: {run.seconds:.1f} s, {run.cpu:.1f} s of CPU, "
@@ -257,12 +268,12 @@ def measure_members(work: Path, members: int, workers: int, datatrove: Path | No
             f"datatrove: {run.seconds:.1f} s, {run.cpu:.1f} s of CPU, {run.memory / _MB:,.0f} MB; "
             f"{len(kept_rows):,} rows kept"
         )
-    shutil.rmtree(source)
-    shutil.rmtree(work / "out")
+    for path in (source, work / "raw", work / "out"):
+        shutil.rmtree(path)
 
 
 def list_all_options(work: Path) -> list[str | Path]:
-    """Return the options of a build with every rule that needs no model, and write a test set."""
+    """Return the options of a curation with all rules without models; write a test set."""
     draw = random.Random(2)
     test_sets = work / "test_sets"
     test_sets.mkdir()
@@ -281,14 +292,15 @@ def list_all_options(work: Path) -> list[str | Path]:
 def measure_builds(
     work: Path, megabytes: int, choices: Mapping[str, Sequence[str | Path]], workers: Sequence[int]
 ) -> None:
-    """Print the cost of builds by the name of their options; the last one is left in `out`."""
+    """Print the cost of curations by the name of their options; `out` is left by the last one."""
     print("| --dedup | workers | seconds | rate | per core of CPU | memory |\n" + "|---" * 6 + "|")
+    run = run_command(stage_command(work / "planted", work / "raw", 1), work)
+    print_cost("stage 02", 1, megabytes, run)
     for count in workers:
         for name, options in choices.items():
             shutil.rmtree(work / "out", ignore_errors=True)
             os.sync()
-            command = stage_command(work / "planted", work / "out", count)
-            print_cost(name, count, megabytes, run_command([*command, *options], work))
+            print_cost(name, count, megabytes, run_curation(work, count, *options))
 
 
 def print_cost(name: str, workers: int, megabytes: int, run: Run) -> None:
@@ -315,7 +327,7 @@ def main() -> None:
     parser.add_argument("--datatrove", type=Path, metavar="PYTHON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.dir) as name:
-        work = Path(name)
+        work = Path(name).resolve()
         planter = Planter(work / "planted")
         planter.fill(args.megabytes * _MB)
         print(f"{args.megabytes:,} MB, {planter.documents:,} documents; load {os.getloadavg()}\n")
@@ -333,10 +345,10 @@ def main() -> None:
             print_cost("datatrove", 1, args.megabytes, run)
             everything = set(range(1, planter.documents + 1))
             print_findings(planter, "datatrove", everything - kept_rows)
-        print_findings(planter, "stage 02", dropped)
+        print_findings(planter, "lib.curate", dropped)
         print(f"\nload at the end {os.getloadavg()}")
-        shutil.rmtree(work / "planted")
-        shutil.rmtree(work / "out")
+        for path in ("planted", "raw", "out"):
+            shutil.rmtree(work / path)
         if args.members:
             measure_members(work, args.members, max(args.workers), args.datatrove)
         if args.grow:
