@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
@@ -23,3 +26,18 @@ def resident_bytes(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
     except (OSError, IndexError):
         return 0
+
+
+def measure_peak(command: Sequence[str], cwd: Path) -> int:
+    """Run a command and return the largest sum of resident memory of its processes, in bytes."""
+    process = subprocess.Popen(command, cwd=cwd, stdout=subprocess.DEVNULL)
+    seen = [0]
+
+    def watch() -> None:
+        while process.poll() is None:
+            seen.append(sum(map(resident_bytes, list_descendants(process.pid))))
+            time.sleep(0.02)
+
+    threading.Thread(target=watch, daemon=True).start()
+    assert process.wait() == 0
+    return max(seen)

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import stage_command
-from tests.process_tree import list_descendants, resident_bytes
+from tests.process_tree import measure_peak
 
 SCRIPT = "02_build_hf_dataset.py"
 GIGABYTE = 1_000_000_000
@@ -21,30 +18,9 @@ MEGABYTE = 1_000_000
 
 def peak_of_run(folder: Path, *options: object) -> int:
     """Run stage 02 and return the largest sum of resident memory of its processes, in bytes."""
-    process = subprocess.Popen(
-        stage_command(
-            SCRIPT,
-            "--data-folder",
-            folder.name,
-            "--save-dir",
-            f"out/{folder.name}",
-            "--num-workers",
-            2,
-            *options,
-        ),
-        cwd=folder.parent,
-        stdout=subprocess.DEVNULL,
-    )
-    seen = [0]
-
-    def watch() -> None:
-        while process.poll() is None:
-            seen.append(sum(map(resident_bytes, list_descendants(process.pid))))
-            time.sleep(0.02)
-
-    threading.Thread(target=watch, daemon=True).start()
-    assert process.wait() == 0
-    return max(seen)
+    options = ("--save-dir", f"out/{folder.name}", "--num-workers", 2, *options)
+    command = stage_command(SCRIPT, "--data-folder", folder.name, *options)
+    return measure_peak(command, folder.parent)
 
 
 def lines(path: Path, megabytes: int) -> None:

@@ -11,12 +11,14 @@ import os
 import random
 import resource
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
 from tests.curate.curations import (
     curate,
     curate_in_units,
@@ -25,6 +27,7 @@ from tests.curate.curations import (
     write_chats,
     write_texts,
 )
+from tests.process_tree import measure_peak
 from tests.training import read_dataset_files
 
 NEAR = ("--dedup", "near", "--save-dir", "out")
@@ -392,3 +395,21 @@ def test_a_large_text_is_kept(tmp_path: Path) -> None:
     table = read_rows(tmp_path / "out")
     assert table["text"].to_pylist() == [text, text, texts[1], texts[3]]
     assert table["cluster_size"].to_pylist() == [2, 2, 1, 1]
+
+
+@pytest.mark.slow
+def test_near_duplicates_take_no_more_memory_for_four_times_the_input(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    words = [f"word{number}" for number in range(5000)]
+    curation = [sys.executable, "-m", "lib.curate"]
+    peaks = {}
+    # With less than 48 MB, the batches of the workers and of the main process are not full yet.
+    for megabytes in (48, 192):
+        texts = []
+        for _ in range(megabytes * 1_000_000 // 8200):
+            text = " ".join(draw.choices(words, k=300))
+            texts += [text, f"{text} one", f"{text} two"]  # two of three are near duplicates
+        source = write_texts(tmp_path / f"x{megabytes}", texts)
+        options = ["--save-dir", f"{source}-near", "--dedup", "near", "--num-workers", "2"]
+        peaks[megabytes] = measure_peak([*curation, str(source), *options], ROOT)
+    assert peaks[192] < 500_000_000 and peaks[192] < 1.2 * peaks[48], peaks
