@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,11 +51,16 @@ def are_chat_columns(names: Collection[str]) -> bool:
 def read_batches(shards: Sequence[Path], mapped: bool) -> Iterator[pa.RecordBatch]:
     """Yield the record batches of Arrow files. Raises ArtifactError if a file is damaged.
 
-    mapped: map the files, so only the parts in use are read.
+    mapped: map the files, so only the parts in use are read. The pages of a batch are removed from
+    the memory of this process when the next batch is asked for; if a caller still uses the batch,
+    they come back from the page cache.
     """
     for shard in shards:
-        with _open_reader(shard, mapped) as reader:
-            yield from _list_batches(reader)
+        with _open_reader(shard, mapped) as (reader, mapping):
+            for batch in _list_batches(reader):
+                yield batch
+                if mapping:
+                    mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def decode_texts(column: Any) -> list[bytes]:
@@ -134,7 +140,7 @@ def describe_chat_problem(shard: Path) -> str:
     """Return how a file's columns differ from those of a chat dataset, "" if they do not."""
     import pyarrow
 
-    with _open_reader(shard, mapped=False) as reader:
+    with _open_reader(shard, mapped=False) as (reader, _):
         schema = reader.schema
     if missing := [name for name in CHAT_COLUMNS if schema.get_field_index(name) < 0]:
         return f"no column {', '.join(missing)}"
@@ -201,7 +207,7 @@ def _is_list_of_messages(kind: pa.DataType) -> bool:
 
 def read_schema(shard: Path) -> pa.Schema:
     """Return the schema of a file."""
-    with _open_reader(shard, mapped=False) as reader:
+    with _open_reader(shard, mapped=False) as (reader, _):
         return reader.schema
 
 
@@ -221,22 +227,31 @@ def describe_text_problem(kinds: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def _open_reader(shard: Path, mapped: bool) -> Iterator[Any]:
-    """Open an Arrow stream or file. Raises ArtifactError if its content is damaged."""
+def _open_reader(shard: Path, mapped: bool) -> Iterator[tuple[Any, mmap.mmap | None]]:
+    """Open an Arrow stream or file; return its reader, and the map of the file if it is mapped.
+
+    Raises ArtifactError if the content is damaged.
+    """
     import pyarrow
 
     path = str(shard)
     try:
         is_file = artifacts.has_file_format(shard)
+        mapping = _map_file(shard) if mapped else None
         with (
-            pyarrow.memory_map(path) if mapped else pyarrow.OSFile(path) as file,
+            pyarrow.BufferReader(mapping) if mapping else pyarrow.OSFile(path) as file,
             (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(file) as reader,
         ):
-            yield reader
+            yield reader, mapping
     except (OSError, ValueError, KeyError, TypeError) as error:  # the shard is cut short or corrupt
         if is_of_disk(error):
             raise OSError(error.errno, os.strerror(error.errno or 0), path) from error
         raise ArtifactError(f"{path} cannot be read", found=str(error)) from error
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _list_batches(reader: Any) -> Iterator[Any]:
