@@ -66,7 +66,7 @@ def replace_value(option: Sequence[str], old: object, new: object, drop: Sequenc
     """Return the command that was typed, with `new` instead of the value `old` of an option.
 
     option: its short and its long form; its aliases count as well. A value `old=WEIGHT` keeps its
-    weight. drop: see `as_typed`.
+    weight. An argument `old` without any option is replaced too. drop: see `as_typed`.
     """
     names = _names_of(option)
     value = re.compile(rf"(?P<flag>-\w=?|--[\w.-]+=)?{re.escape(str(old))}(?P<rest>=.*)?")
@@ -74,7 +74,8 @@ def replace_value(option: Sequence[str], old: object, new: object, drop: Sequenc
     before = ""
     for word in _drop_options(typed_words(), drop):
         match = value.fullmatch(word)
-        if match and _spell_flag((match["flag"] or before).rstrip("=")) in names:
+        flag = (match["flag"] or before).rstrip("=") if match else ""
+        if match and (_spell_flag(flag) in names or not flag.startswith("-")):
             words.append(f"{match['flag'] or ''}{new}{match['rest'] or ''}")
         else:
             words.append(word)

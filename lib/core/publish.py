@@ -63,10 +63,11 @@ def is_done(
 ) -> bool:
     """Return whether `target` is already the artifact that would be built.
 
-    identity: `{"options": …, "inputs": …}`. run: the command that repairs a damaged artifact
-    (default: the typed one with --overwrite). dry_run: keep leftovers of a run that was killed just
-    after it had published. Raises UsageError if `target` is something else and `overwrite` is off,
-    or if another program made it (even with `overwrite`), and ArtifactError if sizes show damage.
+    identity: `{"options": …, "inputs": …}`. run: the command that replaces a damaged or different
+    artifact (default: the typed one with --overwrite). dry_run: keep leftovers of a run that was
+    killed just after it had published. Raises UsageError if `target` is something else and
+    `overwrite` is off, or if another program made it (even with `overwrite`), and ArtifactError if
+    sizes show damage.
     """
     typed_target = target
     target = target.resolve()
@@ -102,7 +103,7 @@ def is_done(
             f"{typed_target} exists, and was made from other inputs or options",
             found=list_differences(changes),
             hint="choose another name, or replace it:",
-            run=commands.as_typed("--overwrite"),
+            run=run or commands.as_typed("--overwrite"),
         )
     manifest.require_intact(
         typed_target, content, kind_name(kind), run=run or commands.as_typed("--overwrite")

@@ -133,7 +133,7 @@ def run_command(description: str | None, argv: list[str]) -> None:
     if opts.sample_dropped:
         sample.print_examples(curation, opts.sample_dropped)
     if opts.part:
-        read_part(opts, parsed, curation, opts.part)
+        read_part(opts, parsed, curation, identity, opts.part)
         return
     if publish.is_done(opts.save_dir, KIND, identity, opts.overwrite, dry_run=opts.dry_run):
         log.info(f"already done: {opts.save_dir} contains these rows")
@@ -152,6 +152,7 @@ def run_command(description: str | None, argv: list[str]) -> None:
         publish.Build(opts.save_dir, KIND, identity, opts.overwrite, resumable=True) as build,
     ):
         first = build.dir / FIRST_PASS
+        source.dataset.check_content()
         curation.prepare(build.dir)
         if parts:
             find_directory = machines.make_finder(opts.save_dir, parts)
@@ -162,7 +163,7 @@ def run_command(description: str | None, argv: list[str]) -> None:
         files, summary = write_dataset(
             curation, row_schema, build.dir, find_directory, identity, opts.save_dir
         )
-        if refusal := find_refusal(summary):
+        if refusal := find_refusal(summary) or find_change(parsed, source, identity):
             build.resumable = False  # the next run needs other options or inputs
             raise refusal
         build.publish(
@@ -216,12 +217,13 @@ def read_part(
     opts: CurateOptions,
     parsed: Any,
     curation: Curation,
+    identity: dict[str, Any],
     part: MachinePart,
 ) -> None:
     """Run the first pass on the units of one machine, and print the next command."""
     target = machines.locate_parts(opts.save_dir) / part.directory
-    identity = make_identity(curation.source, curation.steps, first_pass=True)
-    part_identity = machines.make_identity(identity, part)
+    of_first_pass = make_identity(curation.source, curation.steps, first_pass=True)
+    part_identity = machines.make_identity(of_first_pass, part)
     chosen = part.select(curation.source)
     log.info(f"read part {part.number} of {part.total}: {units.counted(len(chosen), 'unit')}")
     if publish.is_done(target, machines.KIND, part_identity, opts.overwrite, dry_run=opts.dry_run):
@@ -239,6 +241,9 @@ def read_part(
             curation.prepare(build.dir)
             for _ in curation.judge(chosen, build.dir):
                 pass
+            if refusal := find_change(parsed, curation.source, identity):
+                build.resumable = False
+                raise refusal
             shutil.rmtree(build.dir / WORK, ignore_errors=True)
             build.publish(
                 stage=_COMMAND,
@@ -313,6 +318,23 @@ def collect_facts(
     ]
     return CurationFacts(
         tally, rules, output.rows, summary["text_bytes"], sections, identity["options"]
+    )
+
+
+def find_change(
+    parsed: Any, source: SourceDataset, identity: Mapping[str, Any]
+) -> UsageError | None:
+    """Return the error if a file that an option names has changed since the command began.
+
+    identity: of the dataset, computed then. Raises UsageError if the input has changed.
+    """
+    source.dataset.require_same()
+    if make_identity(source, make_steps(parsed)) == identity:
+        return None
+    return UsageError(
+        "a file that an option names changed while it was in use, so nothing was published",
+        hint="run the same command again:",
+        run=commands.as_typed(),
     )
 
 

@@ -82,7 +82,11 @@ def find_parts(save_dir: Path, identity: dict[str, Any]) -> list[MachinePart]:
             run=commands.as_typed("--part", f"{missing[0].number}/{total}", drop=["--merge"]),
         )
     for part in parts:
-        publish.is_done(root / part.directory, KIND, make_identity(identity, part), False)
+        again = commands.as_typed(
+            "--part", f"{part.number}/{total}", "--overwrite", drop=["--merge", "--overwrite"]
+        )
+        part_identity = make_identity(identity, part)
+        publish.is_done(root / part.directory, KIND, part_identity, overwrite=False, run=again)
     return parts
 
 

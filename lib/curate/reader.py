@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core.conversation import CALLS, TEMPLATE_KWARGS, TEXTS
 from lib.core.data_names import TRAIN, VALIDATION
+from lib.core.errors import ArtifactError
 from lib.corpus import json_data
 from lib.curate.row_texts import list_sources
 from lib.curate.rows import Row, RowBatch
@@ -174,8 +175,16 @@ def _group_rows(rows: Iterator[Row]) -> Iterator[list[Row]]:
 def _list_rows(batch: pa.RecordBatch, first: int, content: str) -> Iterator[Row]:
     sources = list_sources(batch)
     read = _list_chats if content == CHAT else _list_texts
-    for number, (source, values) in enumerate(zip(sources, read(batch), strict=True), first):
-        yield Row(number, source, *values)
+    number = first
+    try:
+        for source, values in zip(sources, read(batch), strict=True):
+            yield Row(number, source, *values)
+            number += 1
+    except UnicodeDecodeError as error:
+        raise ArtifactError(
+            "the dataset is damaged: a string in it is not UTF-8",
+            found=f"row {number:,} of its split: {error}",
+        ) from None
 
 
 def _list_texts(batch: pa.RecordBatch) -> Iterator[tuple[Any, ...]]:

@@ -27,8 +27,10 @@ def list_text_bytes(rows: pa.RecordBatch) -> np.ndarray:
 
 
 def _list_contents(rows: pa.RecordBatch) -> pa.Array:
+    import pyarrow as pa
+
     if "text" in rows.schema.names:
-        return rows.column("text")
+        return rows.column("text").cast(pa.large_string())  # it may be a dictionary of strings
     return columns.read_field(columns.flatten_messages(rows), "content")
 
 
@@ -43,7 +45,7 @@ def _count_bytes(texts: pa.Array) -> np.ndarray:
 def read_beginning(rows: pa.RecordBatch, row: int, characters: int) -> str:
     """Return the first characters of a row; the contents of turns are joined by newlines."""
     if "text" in rows.schema.names:
-        return _decode_beginning(rows.column("text")[row], characters)
+        return _decode_beginning(_list_contents(rows.slice(row, 1))[0], characters)
     contents = _list_contents(rows)
     (start, end), *_ = [*pairwise(columns.find_conversation_edges(rows))][row : row + 1]
     text = ""

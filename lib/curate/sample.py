@@ -120,7 +120,7 @@ def _format_rule(rule: str, sample: _Sample, rows: int) -> list[str]:
 
 
 def _format_example(example: DroppedSample) -> list[str]:
-    value = f" ({example.value})" if example.value else ""
+    value = f" ({run_records.one_line(str(example.value))})" if example.value else ""
     place = run_records.one_line(example.path)
     return [
         f"  {place}, row {example.position:,}{value}",

@@ -29,7 +29,7 @@ class RowSchema:
     """The columns of a curated dataset.
 
     kept: of the input. added: by the steps, with their kinds; they replace columns of these names.
-    left_out: columns of the input with a type that cannot be kept.
+    left_out: columns of the input with a type that cannot be kept, or with several types.
     """
 
     kept: pa.Schema
@@ -75,16 +75,20 @@ def make_schema(source: SourceDataset, steps: Sequence[CurationStep]) -> RowSche
         added |= step.list_columns() | step.list_late_columns()
 
     types = dict[str, pa.DataType]()
+    mixed = set[str]()
     for shards in source.dataset.splits.values():
         for shard in shards:
             for field in columns.read_schema(shard):
-                types.setdefault(field.name, field.type)
+                if types.setdefault(field.name, field.type) != field.type:
+                    mixed.add(field.name)
     is_chat = source.dataset.format == CHAT
     known = chat_rows.make_schema() if is_chat else parts.make_text_schema(keep_source=False)
     names = [field.name for field in known if field.name in types or field.name != TEMPLATE_KWARGS]
     known = pa.schema([known.field(name) for name in names])
     others = {name: kind for name, kind in types.items() if name not in {*names, *added}}
-    plain = {name: kind for name, kind in others.items() if str(kind) in _PLAIN}
+    plain = {
+        name: kind for name, kind in others.items() if str(kind) in _PLAIN and name not in mixed
+    }
     kept_schema = pa.schema([*known, *(pa.field(name, kind) for name, kind in plain.items())])
     return RowSchema(kept_schema, added, tuple(name for name in others if name not in plain))
 

@@ -2,14 +2,15 @@
 # covers: lib/curate/first_pass.py, lib/curate/second_pass.py, lib/curate/output.py
 # covers: lib/curate/reader.py, lib/curate/schema.py, lib/curate/steps/own_filter.py
 # covers: lib/curate/command.py, lib/curate/pipeline.py, lib/curate/whole.py
-# covers: lib/curate/__main__.py, lib/curate/unit_files.py
 """The two passes of a curation: its inputs, kills, full disks, and filters of the user's own."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,8 @@ def make_filters(*paths: Path) -> OwnFilters | None:
         (["NAME = 'x'"], "defines no filter"),
         (["NAME = 'x'\nfind_reason = 3"], "defines no filter"),
         (["1 / 0"], "ZeroDivisionError"),
+        (["raise SystemExit"], "SystemExit"),
+        ([NO_CODE.replace("no code", "no\\ncode")], "defines no filter"),
         (["def"], "SyntaxError"),
         ([NO_CODE, NO_CODE + "\n"], "same NAME"),
     ],
@@ -282,7 +285,12 @@ def test_a_filter_that_does_not_exist_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"), [("text[5000]", "IndexError"), ("True", "does not return a text")]
+    ("body", "words"),
+    [
+        ("text[5000]", "IndexError"),
+        ("exit()", "SystemExit"),
+        ("True", "does not return a text"),
+    ],
 )
 def test_a_filter_that_fails_ends_the_curation_with_its_line(tmp_path, body, words):
     write_texts(tmp_path / "raw", make_texts(3))
@@ -305,3 +313,81 @@ def test_a_file_of_options_cannot_name_a_filter(tmp_path):
     (tmp_path / "options.yaml").write_text("step: filter.py\n")
     done = curate(tmp_path, "raw", "--config", "options.yaml", "--dry-run", expect=2)
     assert "only the command line may set --step" in done.stderr
+
+
+def test_a_filter_may_not_import_a_file_beside_it(tmp_path: Path) -> None:
+    """A change of that file would leave the dataset "already done"."""
+    (tmp_path / "neighbour.py").touch()
+    code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport neighbour, html.entities\n"
+    with pytest.raises(UsageError, match="imports neighbour"):
+        make_filters(write_filter(tmp_path, code + NO_CODE))
+    sys.path.remove(str(tmp_path))
+    del sys.modules["neighbour"]
+
+
+def test_the_order_of_filters_belongs_to_a_dataset(tmp_path: Path) -> None:
+    write_texts(tmp_path / "raw", make_texts(3))
+    write_filter(tmp_path)
+    write_filter(tmp_path, NO_CODE.replace("no code", "other"), "other.py")
+    first, second = ("--step", "filter.py"), ("--step", "other.py")
+    curate(tmp_path, "raw", "--save-dir", "out", *first, *second)
+    curate(tmp_path, "raw", "--save-dir", "out", *second, *first, expect=2)
+
+
+def test_a_filter_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    write_texts(tmp_path / "raw", make_texts(3))
+    code = NO_CODE.replace("    return", "    open('filter.py', 'a').write('#')\n    return")
+    options = ("--save-dir", "out", "--step", write_filter(tmp_path, code).name)
+    for part in ((), ("--part", "1/1")):
+        done = curate(tmp_path, "raw", *options, *part, expect=2)
+        assert "changed" in done.stderr
+    assert not [*tmp_path.glob("out*/*")] and not [*tmp_path.glob("out*/**/unfinished")]
+
+
+def test_damage_in_a_dataset_of_this_project_is_found(tmp_path: Path) -> None:
+    write_texts(tmp_path / "raw", make_texts(50))
+    curate(tmp_path, "raw", "--save-dir", "one", "--dedup", "exact")
+    (shard,) = (tmp_path / "one").glob("*.arrow")
+    content = shard.read_bytes()
+    shard.write_bytes(content.replace(b"number 7,", b"number 8,"))
+    done = curate(tmp_path, "one", "--save-dir", "two", "--dedup", "exact", expect=3)
+    assert shard.name in done.stderr and not (tmp_path / "two").exists()
+
+
+@pytest.mark.slow
+def test_columns_may_differ_between_the_shards(tmp_path: Path) -> None:
+    """Columns of steps, too: another program may have written values of any kind."""
+    texts = make_texts(6)
+    words = pa.array(texts).dictionary_encode()
+    write_texts(tmp_path / "raw", words, "validation", cluster_size=["many"] * 6, size=[1.5] * 6)
+    write_texts(tmp_path / "raw", [*texts, "new text"], cluster_size=[3, -1, None, 2, 2, 2, 2])
+    path = tmp_path / "raw/rows-train.arrow"
+    table = pa.ipc.open_stream(path.read_bytes()).read_all()
+    with pa.OSFile(str(path), "wb") as file:
+        table = table.append_column("size", pa.array([1] * 7))
+        with pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    done = curate(tmp_path, "raw", "--save-dir", "out", "--dedup", "near")
+    assert "columns size" in done.stdout
+    kept = read_rows(tmp_path / "out/validation")
+    assert kept["text"].to_pylist() == texts
+    assert kept["cluster_size"].to_pylist() == [4, 2, 2, 3, 3, 3]
+    assert read_rows(tmp_path / "out/train")["text"].to_pylist() == ["new text"]
+
+
+def test_a_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
+    size = pa.array([0, 4, 8], pa.int32()).buffers()[1]
+    texts = pa.StringArray.from_buffers(2, size, pa.py_buffer(b"goodba\xffd"))
+    write_texts(tmp_path / "raw", texts)
+    done = curate(tmp_path, "raw", "--save-dir", "out", "--dedup", "exact", expect=3)
+    assert "row 1" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_part_that_was_made_otherwise_is_read_again_as_printed(tmp_path: Path) -> None:
+    write_texts(tmp_path / "raw", make_texts(3))
+    near = ("raw", "--save-dir", "out", "--dedup", "near")
+    curate(tmp_path, *near, "--near-words", "4", "--part", "1/1")
+    done = curate(tmp_path, *near, "--merge", expect=2)
+    assert re.search(r"--part 1/1 --overwrite$", done.stderr, re.MULTILINE)
+    curate(tmp_path, *near, "--part", "1/1", "--overwrite")
+    curate(tmp_path, *near, "--merge")

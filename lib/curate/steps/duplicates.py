@@ -51,6 +51,7 @@ _WEIGHTS = "weights"  # the sidecar with the value of CLUSTER_SIZE in the input
 _MOST_CHARACTERS = 16_000_000  # a longer text is not compared to find near duplicates
 # Smallest size of a cluster → how many times its kept row is written, as in FineWeb-2.
 _COPIES = {1: 1, 2: 2, 3: 3, 5: 5, 100: 8, 1000: 1}
+_TOO_LARGE = 1 << 40  # for the number of rows in a cluster
 _FIRST_PASS = ("near_words", "near_bands", "near_band_size", "near_within")
 _NOT_COMPARED = "not compared"
 _DIGEST_BYTES = 16
@@ -402,14 +403,20 @@ class RunningDuplicates:
         if self._step.chosen.near_within == _SOURCE:
             sources = [hash_source(row.source) for row in batch.rows]
             sidecars[_SOURCES] = np.array(sources, np.uint64)
-        if self._step.is_near and CLUSTER_SIZE in batch.columns:
-            weights = [value or 1 for value in batch.columns[CLUSTER_SIZE]]
+        if self._step.is_near:
+            earlier_sizes = batch.columns.get(CLUSTER_SIZE, [1 for _ in batch.rows])
+            weights = [size if _is_size(size) else 1 for size in earlier_sizes]
             sidecars[_WEIGHTS] = np.array(weights, np.int64)
         return StepResult(sidecars=sidecars)
 
     def count(self) -> Counts:
         """Return nothing: `decide` returns the figures."""
         return {}
+
+
+def _is_size(value: object) -> bool:
+    """Return whether a value of the column `cluster_size` can be one; it may be of any origin."""
+    return isinstance(value, int) and 1 <= value < _TOO_LARGE
 
 
 def _compute_keys(batch: RowBatch, bands: Bands, words: int) -> np.ndarray:

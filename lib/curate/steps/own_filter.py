@@ -6,21 +6,21 @@ dropped, or "" to keep it.
 
 from __future__ import annotations
 
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
-from lib.core import hashing
+from lib.core import commands, hashing
 from lib.core.declared import option
 from lib.core.errors import UsageError
 from lib.curate.rows import RowBatch
 from lib.curate.step import Counts, CurationStep, RuleVerdict, StepResult
 
-if TYPE_CHECKING:
-    pass
-
+_MOST_REASON = 200  # characters of a reason that are kept
 _EXAMPLE = 'NAME = "no code", and find_reason(text), which returns a reason or ""'
 
 
@@ -61,8 +61,10 @@ class OwnFilters(CurationStep):
         return cls(names) if names else None
 
     def identify(self) -> dict[str, Any]:
-        """Return the content of the files, by the names of the filters."""
-        return {"step": {name: hashing.file_digest(path) for path, name in self.names.items()}}
+        """Return the name and the content of each filter, in their order."""
+        return {
+            "step": [f"{name} {hashing.file_digest(path)}" for path, name in self.names.items()]
+        }
 
     def describe(self) -> dict[str, str]:
         """Return the line of the plan about own filters."""
@@ -102,7 +104,7 @@ def _call_filter(name: str, find_reason: Callable[[str], str], text: str) -> str
     """Return the reason. Raises UsageError if the function fails or returns something else."""
     try:
         reason = find_reason(text)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
             f"--step: the filter {name!r} fails on a text of {len(text):,} characters",
@@ -114,21 +116,41 @@ def _call_filter(name: str, find_reason: Callable[[str], str], text: str) -> str
             expected="a reason, or '' to keep the row",
             found=repr(reason),
         )
-    return reason
+    return reason[:_MOST_REASON]
 
 
 def load_filter(path: Path) -> tuple[str, Callable[[str], str]]:
     """Return the name and the function of a filter. Raises UsageError if the file has none."""
     namespace: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    before = {*sys.modules}
     try:
         exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     except OSError as error:
         raise UsageError(f"--step {path}: {error.strerror}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         found = f"{type(error).__name__}: {error}"
         raise UsageError(f"--step {path} cannot be run", found=found) from None
+    _require_alone(path, [module for name, module in sys.modules.items() if name not in before])
     name = namespace.get("NAME")
     function = namespace.get("find_reason")
-    if not (isinstance(name, str) and name and callable(function)):
+    if not (isinstance(name, str) and name.strip() and name.isprintable() and callable(function)):
         raise UsageError(f"--step {path} defines no filter", expected=_EXAMPLE)
     return name, function
+
+
+def _require_alone(path: Path, imported: Iterable[ModuleType]) -> None:
+    """Raise UsageError if a filter has imported a file beside it.
+
+    The identity of the dataset does not cover such a file, and other machines may lack it.
+    """
+    places = (Path.cwd(), path.resolve().parent)
+    installed = (Path(sys.prefix), Path(sys.base_prefix), commands.ROOT / "lib")
+    for module in imported:
+        file = Path(getattr(module, "__file__", None) or sys.prefix)
+        is_beside = any(file.is_relative_to(place) for place in places)
+        if is_beside and not any(file.is_relative_to(place) for place in installed):
+            raise UsageError(
+                f"--step {path} imports {module.__name__}, which is not an installed package",
+                found=str(file),
+                expected="a filter in one file",
+            )
