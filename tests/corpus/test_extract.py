@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import UsageError
-from lib.corpus import inputs, kinds
-from lib.corpus.extract import archive, child, extracted, options
+from lib.corpus import extraction, inputs, kinds
+from lib.corpus.extract import archive, child, extracted
 from lib.corpus.extract.docx import extract_docx
 from lib.corpus.extract.epub import extract_epub
 from lib.corpus.extract.extracted import Refusal
@@ -385,10 +385,10 @@ def test_entities_do_not_expand_without_limit():
     assert refusal_of(extract_docx, data).kind == "damaged"
 
 
-def test_deep_and_malformed_xml_is_refused(extraction):
+def test_deep_and_malformed_xml_is_refused(extractor):
     deep = "<w:a>" * 10_000 + "</w:a>" * 10_000
     with pytest.raises(Refusal) as caught:
-        extraction.extract("docx", make_docx(deep), "", 20)
+        extractor.extract("docx", make_docx(deep), "", 20)
     assert caught.value.kind == "damaged"
     assert "not well-formed" in refusal_of(extract_docx, make_docx("<w:p>")).message
 
@@ -397,7 +397,7 @@ def test_deep_and_malformed_xml_is_refused(extraction):
 
 
 @pytest.fixture
-def extraction():
+def extractor():
     """Return the parent's side of a child process, which is closed at the end."""
     one = Extraction()
     yield one
@@ -418,14 +418,14 @@ def replace_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) ->
     monkeypatch.setattr(child, "__name__", "stub_child")
 
 
-def test_a_page_that_makes_the_library_hang_is_reported_and_the_next_one_is_read(extraction):
+def test_a_page_that_makes_the_library_hang_is_reported_and_the_next_one_is_read(extractor):
     hostile = b"<div>" * 200_000  # takes minutes
     with pytest.raises(Refusal, match="more than 1 s of processor time") as caught:
-        extraction.extract("html", hostile, "", 1)
+        extractor.extract("html", hostile, "", 1)
     assert caught.value.kind == "timeout"
-    assert extraction.extract("html", PAGE.encode(), "", 1).text == "One two\n\nthree"
+    assert extractor.extract("html", PAGE.encode(), "", 1).text == "One two\n\nthree"
     nested = b"<html><body>" + b"<b>" * 10_000 + b"deep"
-    assert extraction.extract("html", nested, "", 20).text == "deep"
+    assert extractor.extract("html", nested, "", 20).text == "deep"
 
 
 @pytest.mark.parametrize(
@@ -440,11 +440,11 @@ def test_a_page_that_makes_the_library_hang_is_reported_and_the_next_one_is_read
     ],
 )
 def test_the_death_of_the_child_is_explained(
-    extraction, monkeypatch, tmp_path, code: str, kind: str, cause: str
+    extractor, monkeypatch, tmp_path, code: str, kind: str, cause: str
 ):
     replace_child(monkeypatch, tmp_path, code)
     with pytest.raises(Refusal) as caught:
-        extraction.extract("docx", b"", "", 0.02 if "sleep" in code else 20)
+        extractor.extract("docx", b"", "", 0.02 if "sleep" in code else 20)
     assert caught.value.kind == kind and cause in caught.value.message
 
 
@@ -510,17 +510,17 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
 
     monkeypatch.setattr(importlib.metadata, "version", find)
     with pytest.raises(UsageError, match="--extract docx needs the package mammoth"):
-        options.require_extraction(RowOptions(extract=["docx"]))
+        extraction.require_extraction(RowOptions(extract=["docx"]))
     with pytest.raises(UsageError, match="--extract html needs the package resiliparse") as caught:
-        options.require_extraction(RowOptions(extract=["html"]))
+        extraction.require_extraction(RowOptions(extract=["html"]))
     assert "pip install resiliparse==" in caught.value.run
     with pytest.raises(UsageError, match="pypdfium2"):
-        options.require_extraction(RowOptions(extract=ALL))
+        extraction.require_extraction(RowOptions(extract=ALL))
 
 
 def test_the_identity_contains_the_versions():
-    assert options.identify_extraction(RowOptions()) == {}
-    versions = options.identify_extraction(RowOptions(extract=["html", "docx"]))["extract"]
+    assert extraction.identify_extraction(RowOptions()) == {}
+    versions = extraction.identify_extraction(RowOptions(extract=["html", "docx"]))["extract"]
     assert versions["html"].startswith("2, resiliparse ")
     assert versions["docx"].startswith("2, mammoth ")
 
@@ -537,15 +537,15 @@ def test_documents_are_counted_before_they_are_read(tmp_path, monkeypatch):
         (tmp_path / name).write_text("x")
     (tmp_path / "page").write_text(PAGE)
     files, _ = inputs.find_inputs(tmp_path, False)
-    counts = options.count_documents(tmp_path, files)
+    counts = extraction.count_documents(tmp_path, files)
     assert counts == {"html": 3, "pdf": 2, "docx": 1}
-    text = options.describe_skipped(counts, [])
+    text = extraction.describe_skipped(counts, [])
     assert "2 PDF and 1 DOCX files, which are skipped, and 3 HTML files, which" in text
     assert "--extract html,pdf,docx --overwrite" in text
-    assert "HTML" not in options.describe_skipped(counts, ["html"])
-    assert "1 DOCX file, which is skipped;" in options.describe_skipped({"docx": 1}, [])
-    assert not options.describe_skipped(counts, ALL)
-    monkeypatch.setattr(options, "find_version", lambda package: "")
-    assert "pip install resiliparse" in options.describe_skipped({"html": 1}, [])
-    monkeypatch.setattr(options, "_MOST_OPENED", 1)
-    assert options.count_documents(tmp_path, files) == counts
+    assert "HTML" not in extraction.describe_skipped(counts, ["html"])
+    assert "1 DOCX file, which is skipped;" in extraction.describe_skipped({"docx": 1}, [])
+    assert not extraction.describe_skipped(counts, ALL)
+    monkeypatch.setattr(extraction, "find_version", lambda package: "")
+    assert "pip install resiliparse" in extraction.describe_skipped({"html": 1}, [])
+    monkeypatch.setattr(extraction, "_MOST_OPENED", 1)
+    assert extraction.count_documents(tmp_path, files) == counts

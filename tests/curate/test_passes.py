@@ -329,9 +329,9 @@ def test_the_order_of_filters_belongs_to_a_dataset(tmp_path: Path) -> None:
     write_texts(tmp_path / "raw", make_texts(3))
     write_filter(tmp_path)
     write_filter(tmp_path, NO_CODE.replace("no code", "other"), "other.py")
-    first, second = ("--step", "filter.py"), ("--step", "other.py")
-    curate(tmp_path, "raw", "--save-dir", "out", *first, *second)
-    curate(tmp_path, "raw", "--save-dir", "out", *second, *first, expect=2)
+    options = ("raw", "--save-dir", "out")
+    curate(tmp_path, *options, "--step", "filter.py", "--step", "other.py")
+    curate(tmp_path, *options, "--step", "other.py", "--step", "filter.py", expect=2)
 
 
 def test_a_filter_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
@@ -369,9 +369,9 @@ def test_columns_may_differ_between_the_shards(tmp_path: Path) -> None:
             stream.write_table(table)
     done = curate(tmp_path, "raw", "--save-dir", "out", "--dedup", "near")
     assert "columns size" in done.stdout
-    kept = read_rows(tmp_path / "out/validation")
-    assert kept["text"].to_pylist() == texts
-    assert kept["cluster_size"].to_pylist() == [4, 2, 2, 3, 3, 3]
+    table = read_rows(tmp_path / "out/validation")
+    assert table["text"].to_pylist() == texts
+    assert table["cluster_size"].to_pylist() == [4, 2, 2, 3, 3, 3]
     assert read_rows(tmp_path / "out/train")["text"].to_pylist() == ["new text"]
 
 
