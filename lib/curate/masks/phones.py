@@ -25,9 +25,9 @@ _KEPT_NUMBERS = 1 << 12  # a number is examined again after each replacement nea
 # Groups of digits with single separators; a space or a hyphen may be one of Unicode's.
 _SEPARATOR = rb"(?:[ ./-]|\xc2\xa0|\xe2\x80[\x91\x93\xaf])"
 _AREA = _SEPARATOR + rb"?\([0-9]{1,5}\)" + _SEPARATOR + rb"?[0-9]{1,14}"
-_INTERNATIONAL = re.compile(
-    rb"\+[1-9][0-9]{0,14}(?:" + _AREA + rb")?(?:" + _SEPARATOR + rb"[0-9]{1,14}){0,7}"
-)
+_GROUPS = rb"(?:" + _AREA + rb")?(?:" + _SEPARATOR + rb"[0-9]{1,14}){0,7}"
+_INTERNATIONAL = re.compile(rb"\+[1-9][0-9]{0,14}" + _GROUPS)
+_CODE_IN_BRACKETS = re.compile(rb"\(\+[1-9][0-9]{0,2}\)(?:[0-9]{1,14})?" + _GROUPS)
 # Within the country: the area code, a wider gap such as ` / `, and groups.
 _REST = rb"[0-9]{1,10}(?:" + _SEPARATOR + rb"[0-9]{1,8}){0,5}"
 _GAP = rb"(?: ?(?:[/-]|\xe2\x80\x93) ?|" + _SEPARATOR + rb")"
@@ -45,9 +45,9 @@ _LONGEST_AMERICAN = len("1 (212) 555-1234") + 3 * len("\u2011".encode())
 _NATIONAL_PIECE = re.compile(rb"0[0-9]{8,13}")
 _AMERICAN_PIECE = re.compile(rb"1?[2-9][0-9]{2}[2-9][0-9]{6}")
 _WORDS = (
-    "t(?:e|é)l(?:(?:e|é)?(?:phone|ph|fone?|foon|fono|fax|copie))?|phone|ph|fon|fax"
+    "t(?:e|é|É)l(?:(?:e|é|É)?(?:phone|ph|fone?|foon|fono|fax|copie))?|phone|ph|fon|fax"
     "|mob(?:ile|il|iel|iltelefon)?|cell(?:ulare|phone)?|handy|portable|natel|gsm|sms|whatsapp"
-    "|call|contact|hotline|電話|携帯|电话|手机|전화|тел"
+    "|call|contact|hotline|電話|携帯|电话|手机|전화|тел|Тел|ТЕЛ"
 )
 _WORD_BEFORE = re.compile(
     rb"(?:(?<![A-Za-z\x80-\xff])|(?<=_))(?:" + _WORDS.encode() + rb")"
@@ -78,12 +78,13 @@ def find_international(text: bytes, at: int, low: int, high: int) -> tuple[int, 
     """
     if at > low and text[at - 1] in b")]+":  # a sum in code
         return None
-    match = _INTERNATIONAL.match(text, at, high)
-    end = match.end() if match else at
+    match = at > low and _CODE_IN_BRACKETS.match(text, at - 1, high)
+    match = match or _INTERNATIONAL.match(text, at, high)
+    start, end = match.span() if match else (at, at)
     while end > at + 1:
-        if is_bounded(text, at, end, low, high) and _is_international(text[at:end]):
-            return at, end
-        end = _drop_group(text, at, end)
+        if is_bounded(text, start, end, low, high) and _is_international(text[start:end]):
+            return start, end
+        end = _drop_group(text, start, end)
     return None
 
 
@@ -151,6 +152,25 @@ def _find_national(
             ):
                 return start, end
         end = _drop_last_group(text, start, end)
+    return _find_usual(countries, text, start, match.end(), low, high)
+
+
+def _find_usual(
+    countries: Sequence[str], text: bytes, start: int, end: int, low: int, high: int
+) -> tuple[int, int] | None:
+    """Return start and end of a number after a word that groups of the same size follow, or None.
+
+    This is the part that is written in the groups that are usual in one of the countries.
+    """
+    if not _follows_word(text, start, low):
+        return None
+    while end > start:
+        number = text[start:end]
+        homes = _list_homes(number, countries)
+        if homes and _has_usual_groups(number, homes) and _may_end(text, end, high):
+            return start, end
+        shorter = _drop_group(text, start, end)
+        end = shorter if text[shorter : shorter + 1] == b" " else start
     return None
 
 
