@@ -1,5 +1,5 @@
-# covers: 02_build_hf_dataset.py, lib/corpus/shards.py, lib/corpus/dataset.py
-# covers: lib/corpus/work_units.py
+# covers: 02_build_hf_dataset.py, lib/corpus/shards.py, lib/corpus/split_shards.py
+# covers: lib/corpus/dataset.py, lib/corpus/work_units.py
 """Kill and resume stage 02, on several machines and with any number of workers."""
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from lib.core import hashing, manifest, reading, records
-from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import duplicates, shards, work_units
+from lib.core import hashing, manifest
+from lib.corpus import duplicates, work_units
 from lib.corpus.documents import SKIPPED_FILE
 from lib.corpus.dropped import DROPPED_FILE
 from lib.corpus.duplicates import DuplicateFinder
 from lib.corpus.row_options import CHAT, RowOptions
 from lib.corpus.scan import TreeEntry
-from lib.corpus.shards import Flusher, ShardWriter
+from lib.corpus.shards import Flusher
+from lib.corpus.split_shards import SplitShards, restore_progress
 from lib.corpus.tally import ERRORS, Tally, format_problem
 from lib.corpus.work_units import UnitResult
 
@@ -50,26 +50,20 @@ class DatasetWriter:
     """
 
     def __init__(self, directory: Path, row_options: RowOptions) -> None:
-        before = _restore_progress(directory)
+        before = restore_progress(directory, _PROGRESS, _VERSION, kept_prefix=_PROGRESS)
+        shutil.rmtree(directory / PARTS, ignore_errors=True)
         self.units: int = before.get("units", 0)
         self.tally = Tally.from_json(before["tally"]) if before else Tally()
         self.duplicates: int = before.get("duplicates", 0)
         (directory / PARTS).mkdir(parents=True)
         self._directory = directory
         self._flusher = Flusher()
-        self._homes = {
-            split: directory / split if len(row_options.splits) > 1 else directory
-            for split in row_options.splits
-        }
         self._is_chat = row_options.format == CHAT
         schema = work_units.make_part_schema(row_options)
         self._dropped = (directory / DROPPED_FILE).open("ab") if row_options.drops_rows else None
-        self._writers = {
-            split: ShardWriter(
-                home, split, schema, self._flusher, before.get("shards", {}).get(split, ())
-            )
-            for split, home in self._homes.items()
-        }
+        self._shards = SplitShards(
+            directory, row_options.splits, schema, self._flusher, before.get("shards", {})
+        )
         self._errors = (directory / ERRORS).open("ab")
         self._lines_before: int = before.get("lines_before", 0)
         self._rows_before: int = before.get("rows_before", 0)
@@ -89,8 +83,7 @@ class DatasetWriter:
             self._dropped.close()
         if self._finder:
             self._finder.close()
-        for writer in self._writers.values():
-            writer.close()
+        self._shards.close()
 
     @property
     def errors(self) -> Path:
@@ -102,7 +95,7 @@ class DatasetWriter:
     @property
     def rows(self) -> dict[str, int]:
         """Return the number of rows so far, by split."""
-        return {split: writer.rows for split, writer in self._writers.items()}
+        return self._shards.rows
 
     def note_skipped(self, entries: Iterable[TreeEntry]) -> None:
         """Write the entries that the scan has skipped to errors.jsonl, before the first unit."""
@@ -132,7 +125,7 @@ class DatasetWriter:
         dropped = result.unit.part("dropped")
         if self._dropped and dropped.exists():  # parts of an earlier version lack this file
             _copy_lines(dropped, self._dropped, "position", self._rows_before)
-        for split, writer in self._writers.items():
+        for split, writer in self._shards.writers.items():
             writer.append(
                 result.unit.part(split),
                 result.rows[split],
@@ -153,17 +146,7 @@ class DatasetWriter:
 
     def finish(self) -> list[dict[str, Any]]:
         """Rename and verify the shards, and return the manifest entries of all files."""
-        files = []
-        for split, home in self._homes.items():
-            prefix = home.relative_to(self._directory)
-            files += [
-                entry | {"path": (prefix / entry["path"]).as_posix()}
-                for entry in self._writers[split].finish()
-            ]
-        if len(self._homes) > 1:
-            path = self._directory / "dataset_dict.json"
-            manifest.write_json(path, {"splits": list(self._homes)})
-            files.append(manifest.file_entry(self._directory, path))
+        files = self._shards.finish()
         self._errors.close()
         if self._dropped:
             self._dropped.close()
@@ -174,11 +157,8 @@ class DatasetWriter:
     def summary(self) -> dict[str, Any]:
         """Return the summary for the manifest."""
         tally = self.tally
-        splits = {split: writer.summary() for split, writer in self._writers.items()}
         return {
-            "rows": sum(split["rows"] for split in splits.values()),
-            "text_bytes": sum(split["text_bytes"] for split in splits.values()),
-            "splits": splits,
+            **self._shards.summarize(),
             "documents": tally.documents,
             "short": tally.short,
             "duplicates": self.duplicates,
@@ -210,17 +190,13 @@ class DatasetWriter:
         ):
             file.flush()
             self._flusher.sync(file)
-        states = {split: writer.state() for split, writer in self._writers.items()}
+        states = self._shards.state()
         sizes = {ERRORS: self._errors.tell()}
         if self._dropped:
             sizes[DROPPED_FILE] = self._dropped.tell()
         if self._finder:
             sizes |= {f"{WORK}/{name}": file.tell() for name, file in self._finder.files.items()}
-        for split, home in self._homes.items():
-            sizes |= {
-                (home / shard["name"]).relative_to(self._directory).as_posix(): shard["bytes"]
-                for shard in states[split]
-            }
+        sizes |= self._shards.list_sizes(states)
         progress = {
             "version": _VERSION,
             "units": self.units,
@@ -251,34 +227,3 @@ def _copy_lines(part: Path, file: BinaryIO, key: str, before: int) -> None:
                     content[key] += before
                 text = json.dumps(content).encode() + b"\n"
             file.write(text)
-
-
-def _restore_progress(directory: Path) -> dict[str, Any]:
-    """Truncate a directory's files to the recorded progress and return it ({}: start anew)."""
-    shards.restore_names(directory)
-    try:
-        record = reading.with_retries(
-            lambda: records.read_json(directory / _PROGRESS), directory / _PROGRESS
-        )
-        progress = hashing.open_record(record)
-        if progress["version"] != _VERSION or any(
-            records.safe_join(directory, name).stat().st_size < size
-            for name, size in progress["files"].items()
-        ):
-            progress = {}  # another version wrote it, or a power cut lost data that it lists
-    except (OSError, ValueError, KeyError, ArtifactError) as error:
-        if is_of_disk(error):
-            raise
-        progress = {}
-    shutil.rmtree(directory / PARTS, ignore_errors=True)
-    files = progress.get("files", {})
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in files and name != _PROGRESS:
-            path.unlink()
-    for name, size in files.items():
-        with (directory / name).open("rb+") as file:
-            file.truncate(size)
-    if not progress:
-        (directory / _PROGRESS).unlink(missing_ok=True)
-    return progress

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lib.core import hashing, manifest, reading, records
-from lib.core.errors import ArtifactError, is_of_disk
-from lib.corpus import shards
-from lib.corpus.shards import Flusher, ShardWriter
+from lib.core import hashing, manifest
+from lib.corpus.shards import Flusher
+from lib.corpus.split_shards import SplitShards, restore_progress
 from lib.curate.row_tally import RowTally
 from lib.curate.schema import RowSchema
 from lib.curate.second_pass import WrittenUnit
@@ -48,7 +47,7 @@ class DatasetOutput:
         schema: RowSchema,
         steps: Sequence[CurationStep],
     ) -> None:
-        before = _restore_progress(directory)
+        before = restore_progress(directory, _PROGRESS, _VERSION, kept_prefix=f"{WORK}/")
         self.units: int = before.get("units", 0)
         self.tally = RowTally.from_json(before["tally"]) if before else RowTally()
         self.dropped: Counter[str] = Counter(before.get("dropped", {}))
@@ -56,15 +55,9 @@ class DatasetOutput:
         self._steps = {step.name: step for step in steps}
         self._directory = directory
         self._flusher = Flusher()
-        self._homes = {
-            split: directory / split if len(splits) > 1 else directory for split in splits
-        }
-        self._writers = {
-            split: ShardWriter(
-                home, split, schema.output, self._flusher, before.get("shards", {}).get(split, ())
-            )
-            for split, home in self._homes.items()
-        }
+        self._shards = SplitShards(
+            directory, splits, schema.output, self._flusher, before.get("shards", {})
+        )
         self._dropped = (directory / DROPPED).open("ab")
         self._unnoted = 0
         self._noted_at = time.monotonic()
@@ -75,17 +68,16 @@ class DatasetOutput:
     def __exit__(self, *error: object) -> None:
         self._flusher.close()
         self._dropped.close()
-        for writer in self._writers.values():
-            writer.close()
+        self._shards.close()
 
     @property
     def rows(self) -> dict[str, int]:
         """Return the number of rows so far, by split."""
-        return {split: writer.rows for split, writer in self._writers.items()}
+        return self._shards.rows
 
     def add(self, written: WrittenUnit) -> None:
         """Add the next unit and delete its file."""
-        writer = self._writers[written.unit.split]
+        writer = self._shards.writers[written.unit.split]
         writer.append(written.out, written.rows, written.text_bytes)
         written.out.unlink()
         self._dropped.writelines(written.dropped)
@@ -101,40 +93,19 @@ class DatasetOutput:
 
     def finish(self) -> list[dict[str, Any]]:
         """Rename and verify the shards, and return the manifest entries of all files."""
-        files = []
-        for split, home in self._homes.items():
-            prefix = home.relative_to(self._directory)
-            files += [
-                entry | {"path": (prefix / entry["path"]).as_posix()}
-                for entry in self._writers[split].finish()
-            ]
-        if len(self._homes) > 1:
-            path = self._directory / "dataset_dict.json"
-            manifest.write_json(path, {"splits": sorted(self._homes)})  # as stage 02 writes it
-            files.append(manifest.file_entry(self._directory, path))
+        files = self._shards.finish()
         self._dropped.close()
         return [*files, manifest.file_entry(self._directory, self._directory / DROPPED)]
 
     def summarize_splits(self) -> dict[str, Any]:
         """Return the rows, bytes of text and shards of each split, for the manifest."""
-        splits = {split: writer.summary() for split, writer in self._writers.items()}
-        return {
-            "rows": sum(split["rows"] for split in splits.values()),
-            "text_bytes": sum(split["text_bytes"] for split in splits.values()),
-            "splits": splits,
-        }
+        return self._shards.summarize()
 
     def _note_progress(self) -> None:
         self._dropped.flush()
         self._flusher.sync(self._dropped)
-        states = {split: writer.state() for split, writer in self._writers.items()}
-        sizes = {DROPPED: self._dropped.tell()} | {
-            (self._homes[split] / shard["name"]).relative_to(self._directory).as_posix(): shard[
-                "bytes"
-            ]
-            for split in states
-            for shard in states[split]
-        }
+        states = self._shards.state()
+        sizes = {DROPPED: self._dropped.tell()} | self._shards.list_sizes(states)
         progress = {
             "version": _VERSION,
             "units": self.units,
@@ -148,33 +119,3 @@ class DatasetOutput:
         self._flusher.then(lambda: manifest.write_json(self._directory / _PROGRESS, record))
         self._unnoted = 0
         self._noted_at = time.monotonic()
-
-
-def _restore_progress(directory: Path) -> dict[str, Any]:
-    """Truncate a directory's files to the recorded progress and return it ({}: start anew)."""
-    shards.restore_names(directory)
-    progress = _read_progress(directory)
-    files = progress.get("files", {})
-    for path in sorted(directory.rglob("*")):
-        name = path.relative_to(directory).as_posix()
-        if path.is_file() and name not in files and not name.startswith(f"{WORK}/"):
-            path.unlink()
-    for name, size in files.items():
-        with (directory / name).open("rb+") as file:
-            file.truncate(size)
-    return progress
-
-
-def _read_progress(directory: Path) -> dict[str, Any]:
-    path = directory / _PROGRESS
-    try:
-        progress = hashing.open_record(reading.with_retries(lambda: records.read_json(path), path))
-        if progress["version"] == _VERSION and all(
-            records.safe_join(directory, name).stat().st_size >= size
-            for name, size in progress["files"].items()
-        ):
-            return progress
-    except (OSError, ValueError, KeyError, ArtifactError) as error:
-        if is_of_disk(error):
-            raise
-    return {}  # nothing was recorded, or a power cut lost data that the record lists
