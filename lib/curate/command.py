@@ -207,7 +207,10 @@ def print_plan(opts: CurateOptions, curation: Curation, row_schema: RowSchema) -
         "columns": ", ".join(row_schema.output.names),
     }
     if row_schema.left_out:
-        rows["left out"] = f"columns {', '.join(row_schema.left_out)}, whose types are not plain"
+        rows["left out"] = (
+            f"columns {', '.join(row_schema.left_out)}, which are neither numbers nor strings, or "
+            "have several types"
+        )
     for step in curation.steps:
         rows |= step.describe()
     log.table(rows)

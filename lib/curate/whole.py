@@ -142,10 +142,6 @@ class WholeDataset:
         """Return a sidecar, or a file that a step has written into `directory`."""
         return DiskArray(self.directory / name, dtype, width=width)
 
-    def find(self, name: str, dtype: Any) -> DiskArray | None:
-        """Return a sidecar that only some datasets have."""
-        return self.open(name, dtype) if (self.directory / name).is_file() else None
-
     def locate_row(self, number: int) -> dict[str, Any]:
         """Return the split of a row and its number there."""
         return places.locate_row(number, self.source.validation_rows)

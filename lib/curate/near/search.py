@@ -264,12 +264,11 @@ class Search:
                     array.release()
         return {**asdict(walk.counts), "recall": sample.counts}
 
-    def measure_clusters(self, weights: DiskArray | None) -> list[list[int]]:
+    def measure_clusters(self, weights: DiskArray) -> list[list[int]]:
         """Count the rows of each cluster; return the largest as `[size, document]`.
 
         An exact copy of a dropped row gets the leader and the similarity of that row. weights:
-        int64 [rows], the rows that each row of this dataset stands for since an earlier search;
-        None if each stands for itself.
+        int64 [rows], the rows that each row of this dataset stands for since an earlier search.
         """
         import numpy as np
 
@@ -277,7 +276,7 @@ class Search:
         omitted = self._documents.open(OMITTED, np.uint8)
         similarities = self._documents.open(SIMILARITIES, np.float32)
         sizes = self._documents.create(SIZES, np.int64)
-        for first, block in weights.blocks() if weights else ():
+        for first, block in weights.blocks():
             rows = slice(self._first_new + first, self._first_new + first + len(block))
             sizes.values[rows] = np.where(omitted.values[rows] == 0, block - 1, 0)
         for first, block in leaders.blocks():
@@ -289,13 +288,10 @@ class Search:
             leaders.values[moved] = last[is_moved]
             similarities.values[moved] = similarities.values[direct[is_moved]]
             omitted.values[moved] = NEAR
-            lost = np.ones(len(dropped), np.int64)
-            if weights:
-                lost = weights.values[dropped + first - self._first_new]
-                weights.release()
+            lost = weights.values[dropped + first - self._first_new]
             final, place = np.unique(np.where(is_moved, last - 1, direct), return_inverse=True)
             sizes.values[final] += np.bincount(place, lost).astype(np.int64)
-            for array in (leaders, omitted, similarities, sizes):
+            for array in (leaders, omitted, similarities, sizes, weights):
                 array.release()
         largest: list[tuple[int, int]] = []
         for first, block in sizes.blocks():

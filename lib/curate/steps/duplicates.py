@@ -222,13 +222,14 @@ class Duplicates(CurationStep):
             dataset.progress,
         )
         figures: Counts = {"rows": dataset.rows, "earlier_rows": documents.first_new}
-        weights = dataset.find(_WEIGHTS, np.int64)
-        if dataset.recall(self, WALK) is None:
+        is_new = dataset.recall(self, WALK) is None
+        if is_new:
             self._lay_out(dataset, documents)
             finder.find_copies()
-            if weights:
-                finder.ignore_repeats(weights)
         if self.is_near:
+            weights = dataset.open(_WEIGHTS, np.int64)
+            if is_new:
+                finder.ignore_repeats(weights)
             figures |= finder.find_near(self._make_settings(dataset))
             figures["not_compared"] = dataset.recall(self, _NOT_COMPARED)
             figures["largest"] = [
