@@ -12,7 +12,6 @@ import re
 import resource
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -156,22 +155,23 @@ def limit_rendering() -> Iterator[Callable[[], None]]:
     def stop(_: int, __: FrameType | None) -> NoReturn:
         raise LimitError(f"it took more than {SECONDS} seconds")
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
-
     def restart() -> None:
-        # Processor time of this process, so a busy machine changes nothing. The system repeats the
-        # signal every second, since code that catches the error may go on.
-        limits = [int(time.process_time()) + 1 + SECONDS, soft, hard]
-        lowest = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
-        resource.setrlimit(resource.RLIMIT_CPU, (lowest, hard))
+        # Processor time of this process, so a busy machine changes nothing. The timer counts from
+        # now. RLIMIT_CPU counts from the start of the process by a clock that no one can read:
+        # it may be seconds ahead of `process_time`. The signal is repeated every second, since
+        # code that catches the error may go on.
+        signal.setitimer(signal.ITIMER_PROF, SECONDS, 1)
 
-    before = signal.signal(signal.SIGXCPU, stop)
+    before = signal.signal(signal.SIGPROF, stop)
     try:
         with limit_memory():
-            yield restart
+            try:
+                yield restart
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
     finally:
-        resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
-        signal.signal(signal.SIGXCPU, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)  # again, if the signal came just before the first
+        signal.signal(signal.SIGPROF, before)
 
 
 @contextmanager
