@@ -23,9 +23,9 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import commands, declared, log, options, stage
-from lib.core.events import Event
-from lib.core.figures import Status
 from lib.core.paths import Experiment
+from lib.runs.events import Event
+from lib.runs.figures import Status
 from lib.train.command_line import add_options, read_options, require_names
 from lib.train.config import Config
 
@@ -297,8 +297,8 @@ def make_checkpointer(
 
     from lib.checkpoints import vendor_tiers
     from lib.checkpoints.checkpointer import Checkpointer, make_tier
-    from lib.core.run_records import read_config
     from lib.planning import capacity
+    from lib.runs.run_records import read_config
     from lib.train.copying import make_copier
     from lib.train.output.bench_report import NoCheckpoints
 

@@ -20,23 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lib.checkpoints import commit
-from lib.core import (
-    commands,
-    declared,
-    figures,
-    log,
-    manifest,
-    options,
-    paths,
-    publish,
-    stage,
-    units,
-)
+from lib.core import commands, declared, log, manifest, options, paths, publish, stage, units
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.export import card, checkpoint_choice, companions
+from lib.runs import figures
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,8 +161,8 @@ def main(argv: list[str]) -> None:
         return
     companions.require_same_model_files(experiment, checkpoint)
 
-    from lib.core import run_records
     from lib.export.base_model import BaseModel
+    from lib.runs import run_records
 
     config = run_records.read_config(experiment)
     base = BaseModel.find(opts.model_name, config, checkpoint) if is_lora else None

@@ -33,8 +33,8 @@ from rich.live import Live
 from launch.runs import overview, run_files
 from launch.runs.page import render_page
 from launch.runs.run_files import RunFiles
-from lib.core import commands, options, paths, run_records, stage
-from lib.core.errors import UsageError
+from lib.core import commands, options, paths, stage
+from lib.core.errors import UsageError, one_line
 from lib.core.options import Options
 
 _LOG_LINES = 40
@@ -181,7 +181,7 @@ def _follow_log(run: RunFiles, every: float) -> None:
         is_last = False
         while True:
             for line in lines:
-                print(run_records.one_line(line.decode("utf-8", "replace")), flush=True)
+                print(one_line(line.decode("utf-8", "replace")), flush=True)
             if is_last:
                 return
             run.update()

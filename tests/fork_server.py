@@ -222,7 +222,7 @@ def _speed_up_stages() -> None:
 
 def list_drawing() -> list[tuple[type, str]]:
     """Return the classes that draw plots and pages, each with the name of its method for that."""
-    from lib.train.output.metrics import Curve
+    from lib.runs.metrics import Curve
     from lib.train.output.page_writer import PageWriter
 
     return [(Curve, "draw"), (PageWriter, "start")]

@@ -17,8 +17,8 @@ from pathlib import Path
 from unittest import mock
 
 from lib.core import help_text, options
-from lib.core.events import DESCRIPTIONS, PROBLEMS, Event
-from lib.core.figures import METRICS, STATE, Figure
+from lib.runs.events import DESCRIPTIONS, PROBLEMS, Event
+from lib.runs.figures import METRICS, STATE, Figure
 from tests.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,7 +105,7 @@ def events_page() -> str:
     ]
     return _page(
         "Events",
-        "lib/core/events.py",
+        "lib/runs/events.py",
         _paragraph(
             "For anyone who watches runs with a program. `outputs/<exp>/events.jsonl` has one JSON "
             "object per line, written by rank 0, or for `--on-end` by the launcher: `time` (UTC), "
@@ -134,7 +134,7 @@ def metrics_page() -> str:
     """Return docs/reference/metrics.md."""
     return _page(
         "Metrics",
-        "lib/core/figures.py",
+        "lib/runs/figures.py",
         _paragraph(
             "For anyone who plots or compares runs. [Artifacts](artifacts.md) says when rows are "
             "written, and which other files a run writes."

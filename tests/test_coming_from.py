@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from lib.core import figures, log, options, unknown_options
+from lib.core import log, options, unknown_options
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
+from lib.runs import figures
 from lib.train import command_line, plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config

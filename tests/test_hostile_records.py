@@ -1,4 +1,4 @@
-# covers: lib/core/records.py, lib/core/run_records.py, lib/core/manifest.py
+# covers: lib/core/records.py, lib/runs/run_records.py, lib/core/manifest.py
 """Records of others with values of any type cause an error message and never a traceback."""
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import pytest
 
 from lib.checkpoints import contents
 from lib.checkpoints.commit import Checkpoint
-from lib.core import manifest, options, run_records
+from lib.core import manifest, options
 from lib.core.errors import StageError, escape_controls
 from lib.core.paths import Experiment
 from lib.corpus import inputs
 from lib.models import architecture, directory
+from lib.runs import run_records
 from lib.tokens import store
 from lib.tokens.dataset import open_dataset
 from lib.train import previous_run

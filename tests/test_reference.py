@@ -1,4 +1,4 @@
-# covers: docs/reference/*.md, lib/core/events.py, lib/core/figures.py
+# covers: docs/reference/*.md, lib/runs/events.py, lib/runs/figures.py
 """Check docs/reference/ against the code, and the code against the tables behind it."""
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import re
 
 import pytest
 
-from lib.core.events import DESCRIPTIONS, Event
-from lib.core.figures import METRICS, STATE, Status, documented_name
+from lib.runs.events import DESCRIPTIONS, Event
+from lib.runs.figures import METRICS, STATE, Status, documented_name
 from tests import reference
 from tests.reference import ROOT
 

@@ -30,6 +30,7 @@ BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 ROOMS = {
     "core": set(),
+    "runs": {"core"},
     "pages": {"core"},
     "corpus": {"core"},
     "tokens": {"core"},
@@ -39,13 +40,14 @@ ROOMS = {
     "parallel": {"core", "tokens", "models"},
     "optim": {"core", "models"},
     "planning": {"core", "tokens", "models", "parallel", "optim"},
-    "checkpoints": {"core", "models", "hub", "parallel"},
+    "checkpoints": {"core", "runs", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
-    "report": {"core", "pages", "train"},
-    "evaluate": {"core", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
+    "report": {"core", "runs", "pages", "train"},
+    "evaluate": {"core", "runs", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
     "generate": {"core", "tokens", "models", "parallel", "evaluate"},
     "train": {
         "core",
+        "runs",
         "tokens",
         "models",
         "hub",

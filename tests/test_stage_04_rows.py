@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.core.figures import METRICS, STATE, documented_name
+from lib.runs.figures import METRICS, STATE, documented_name
 from tests.train.test_no_waiting import WAITING
 from tests.training import SEQ_LENGTH, list_saved_steps, metrics, train_model
 

@@ -17,8 +17,10 @@ from rich.text import Text
 
 from launch.runs.curves import supports_unicode
 from launch.runs.run_files import RunFiles, RunStatus
-from lib.core import declared, options, records, run_records, units
-from lib.core.run_records import mean_loss, one_line
+from lib.core import declared, options, records, units
+from lib.core.errors import one_line
+from lib.runs import run_records
+from lib.runs.run_records import mean_loss
 from lib.train.config import DEFAULTS, Config
 
 _DEEPEST = 4  # levels of directories to search below the listed directory

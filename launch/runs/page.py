@@ -14,10 +14,11 @@ from rich.text import Text
 
 from launch.runs.curves import render_curve, supports_unicode
 from launch.runs.run_files import Row, RunFiles
-from lib.core import run_records, units
-from lib.core.figures import documented_name
-from lib.core.run_records import mean_loss
+from lib.core import units
+from lib.core.errors import one_line
 from lib.parallel import nvidia
+from lib.runs.figures import documented_name
+from lib.runs.run_records import mean_loss
 
 _RECENT_ROWS = 20  # rows that are searched for a slow rank
 _STRAGGLER_RATIO = 1.2  # times the median rank
@@ -29,14 +30,14 @@ def render_page(run: RunFiles, width: int) -> Group:
     """Return the page about a run. width: columns of the console."""
     ranks = f", {units.counted(run.ranks(), 'rank')}" if run.ranks() else ""
     # The name of a directory may contain control characters too.
-    name = run_records.one_line(run.experiment.root.name)
+    name = one_line(run.experiment.root.name)
     head = Text(f"{name:<{_LABEL_WIDTH}} {run.status().text}{ranks}", style="bold")
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=_LABEL_WIDTH)
     grid.add_column(overflow="fold")
 
     def add(label: str, text: str) -> None:
-        grid.add_row(label, run_records.one_line(text))
+        grid.add_row(label, one_line(text))
 
     _add_progress(grid, run, width)
     if run.rows:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launch.runs import collectives
-from lib.core import events, lease, liveness, paths, records, run_records
-from lib.core.errors import StageError, UsageError
-from lib.core.figures import Status
+from lib.core import lease, liveness, paths, records
+from lib.core.errors import StageError, UsageError, one_line
 from lib.core.paths import Experiment, step_of
+from lib.runs import events, run_records
+from lib.runs.figures import Status
 from lib.train import command_line
 
 _ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
@@ -45,7 +46,7 @@ def require_run(experiment: Experiment) -> None:
         names = sorted(path.name for path in parent.glob("[!.]*") if path.is_dir())
         raise UsageError(
             f"there is no run {experiment.root}",
-            found=f"in {parent}: {run_records.one_line(', '.join(names[:10])) or 'nothing'}",
+            found=f"in {parent}: {one_line(', '.join(names[:10])) or 'nothing'}",
         )
 
 
@@ -247,7 +248,7 @@ class RunFiles:
         if hang := collectives.describe_hang(self._files_of_launch("*.collectives.json")):
             problems.append(("", hang))
         newest = sorted(problems)[-_MAX_WARNINGS:]
-        return [run_records.one_line(f"{time}  {text}".strip()) for time, text in newest]
+        return [one_line(f"{time}  {text}".strip()) for time, text in newest]
 
     def _files_of_launch(self, pattern: str) -> list[Path]:
         """Return files of logs/ that are newer than config.yaml, which a launch writes first."""

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from threading import Thread
 
-from lib.core import offline, run_records
+from lib.core import offline
 from lib.core.errors import EXIT_DONE
 from lib.core.paths import Experiment
+from lib.runs import run_records
 
 
 class EndCommand:

@@ -12,11 +12,12 @@ from launch.supervision.board import HEAD, NoteBoard
 from launch.supervision.end_command import EndCommand
 from launch.supervision.node import ANNOUNCE_AFTER_S, OTHERS_LEAVE_TIMEOUT_S, NodeLauncher
 from launch.supervision.outcome import History, NodeOutcome, Verdict
-from lib.core import paths, run_records, units
+from lib.core import paths, units
 from lib.core.errors import EXIT_BUG, EXIT_DONE
-from lib.core.figures import Status
 from lib.core.paths import Experiment
 from lib.core.retry import backoff
+from lib.runs import run_records
+from lib.runs.figures import Status
 
 _OTHERS_END_TIMEOUT_S = 60.0  # more than they take to end by themselves and to be killed
 _MAX_BACKOFF_S = 300.0

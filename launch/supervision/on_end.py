@@ -14,11 +14,12 @@ import time
 from contextlib import suppress
 from typing import IO, NamedTuple
 
-from lib.core import run_records
-from lib.core.events import Event
-from lib.core.figures import EXIT_CODES, Status
+from lib.core.errors import one_line
 from lib.core.paths import Experiment
-from lib.core.run_records import format_time
+from lib.runs import run_records
+from lib.runs.events import Event
+from lib.runs.figures import EXIT_CODES, Status
+from lib.runs.run_records import format_time
 from lib.train.output.journal import Journal
 
 KILL_S = 3.0  # the most seconds that it takes to kill a command
@@ -93,7 +94,7 @@ def read_facts(experiment: Experiment, ending: Ending) -> dict[str, str]:
         "STEP": str(max(state.get("step", 0), rows[-1]["step"] if rows else 0)),
         "LOSS": f"{loss:.6g}" if rows else "",
         "EXIT_CODE": str(ending.exit_code),
-        "REASON": run_records.one_line(ending.reason)[:_LONGEST_REASON],
+        "REASON": one_line(ending.reason)[:_LONGEST_REASON],
     }
 
 

@@ -18,9 +18,9 @@ from lib.core.errors import (
     EXIT_PREEMPTED,
     EXIT_USAGE,
 )
-from lib.core.figures import EXIT_CODES, Status
 from lib.core.launcher import KILLED, headline
 from lib.core.lease import ExperimentHeld
+from lib.runs.figures import EXIT_CODES, Status
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 ERROR_FILE = "error.json"  # as torchrun names it

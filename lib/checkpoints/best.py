@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from lib.core import figures
+from lib.runs import figures
 
 
 def find_best(commits: Mapping[int, Mapping[str, Any]]) -> int | None:

@@ -21,8 +21,8 @@ from lib.checkpoints.tier import LocalTier, Note, Tier, ignore_event
 from lib.checkpoints.vendor_tiers import VENDOR_TIERS
 from lib.core import log, paths, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
-from lib.core.events import Event
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
+from lib.runs.events import Event
 
 _TIER_PER_SHARED = 10  # checkpoints of the second tier for each shared one
 _MAX_FAILURES = 3  # saves in a row without disk space

@@ -43,8 +43,8 @@ from lib.core import (
     units,
 )
 from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
-from lib.core.events import Event
 from lib.core.paths import Experiment
+from lib.runs.events import Event
 
 COMMIT = paths.COMMIT
 MANIFEST = paths.MANIFEST

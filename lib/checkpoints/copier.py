@@ -21,10 +21,10 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.copy_lease import PlaceLease
 from lib.core import log, paths, units
 from lib.core.errors import StageError, UsageError, from_os_error
-from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.core.retry import backoff
 from lib.core.workers import Worker
+from lib.runs.events import Event
 
 if TYPE_CHECKING:  # imports torch, which the child process does without
     from lib.checkpoints.tier import Note

@@ -38,10 +38,10 @@ from lib.checkpoints.snapshot import (
 from lib.checkpoints.storage import HashingWriter, StrictReader, unwrap_dcp_errors
 from lib.core import log, manifest, partial_dirs, paths, publish
 from lib.core.errors import StageError, UsageError
-from lib.core.events import Event
 from lib.core.identity import find_differences
 from lib.models.sharded import local_tensor
 from lib.parallel.layout import gather, on_all_ranks, on_rank_0
+from lib.runs.events import Event
 
 _KEEP = 2  # local checkpoints
 _RANDOM = "random."  # prefix of random states among the tensors

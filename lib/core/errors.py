@@ -48,11 +48,39 @@ _CONTROLS = {
     for number in (*range(32), *range(127, 160))
     if chr(number) not in "\n\t"
 }
+# Characters that change the text direction, break a line or are invisible.
+_MORE_CONTROLS = {
+    number: f"\\u{number:04x}"
+    for number in (
+        0xAD,
+        0x61C,
+        0x200B,
+        0xFEFF,
+        *range(0x200E, 0x2010),
+        *range(0x2028, 0x202F),
+        *range(0x2066, 0x206A),
+    )
+}
 
 
 def escape_controls(text: str) -> str:
     """Return a string with its control characters escaped, except newlines and tabs."""
     return text.translate(_CONTROLS)
+
+
+def make_visible(text: object) -> str:
+    """Return a text whose control characters are escaped, except newlines and tabs.
+
+    This includes characters that change the direction of the text, and halves of surrogate pairs.
+    """
+    text = str(text).encode("utf-8", "backslashreplace").decode()
+    return escape_controls(text).translate(_MORE_CONTROLS)
+
+
+def one_line(text: object) -> str:
+    """Return a text that is safe within one line of a terminal."""
+    text = make_visible(text)
+    return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 class StageError(Exception):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.core import run_records
 from lib.core.data_names import find_source
+from lib.core.errors import make_visible
 from lib.core.paths import escape_path
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def format_value(value: Any) -> str:
 
 def cut_text(text: str) -> str:
     """Return the beginning of a text, with all control characters visible."""
-    shown = run_records.make_visible(text[:TEXT_CHARACTERS])
+    shown = make_visible(text[:TEXT_CHARACTERS])
     return f"{shown} …" if len(text) > TEXT_CHARACTERS else shown
 
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lib.core import log, run_records, units
-from lib.core.errors import MOVE_TEMPORARY, name_full_disk
+from lib.core import log, units
+from lib.core.errors import MOVE_TEMPORARY, name_full_disk, one_line
 from lib.curate import row_tally, unit_files
 from lib.curate.pipeline import Curation
 from lib.curate.reader import UNIT_BYTES, Unit
@@ -120,9 +120,9 @@ def _format_rule(rule: str, sample: _Sample, rows: int) -> list[str]:
 
 
 def _format_example(example: DroppedSample) -> list[str]:
-    value = f" ({run_records.one_line(str(example.value))})" if example.value else ""
-    place = run_records.one_line(example.path)
+    value = f" ({one_line(str(example.value))})" if example.value else ""
+    place = one_line(example.path)
     return [
         f"  {place}, row {example.position:,}{value}",
-        f"      {run_records.one_line(example.text)}",
+        f"      {one_line(example.text)}",
     ]

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lib.checkpoints import commit, snapshot
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, log, manifest, paths, run_records, units
+from lib.core import commands, log, manifest, paths, units
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.paths import MANIFEST, Experiment
 from lib.export import checkpoint_choice
@@ -22,6 +22,7 @@ from lib.models.tensors import COMPUTE_DTYPES
 from lib.models.weights import load_pretrained, restore_buffers
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout, on_all_ranks, on_rank_0
+from lib.runs import run_records
 from lib.tokens.chat.policy import TEMPLATE_INPUT
 
 _LONGEST = 4096  # tokens that the model reads if neither the config nor an option limits it

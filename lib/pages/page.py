@@ -9,7 +9,8 @@ import jinja2
 import markupsafe
 from markupsafe import Markup
 
-from lib.core import run_records, units
+from lib.core import units
+from lib.core.errors import make_visible
 
 _LIB = Path(__file__).resolve().parents[1]  # the names of templates are paths from here
 _LONGEST = 400  # bytes of a text as HTML, unless a template allows more
@@ -24,7 +25,7 @@ def escape(text: object, most: int = _LONGEST) -> Markup:
     """
     if isinstance(text, Markup):
         return text
-    plain = run_records.make_visible(text)
+    plain = make_visible(text)
     data = markupsafe.escape(plain).encode()
     if len(data) <= most:
         return Markup(data.decode())

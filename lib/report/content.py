@@ -10,13 +10,13 @@ import numpy as np
 from markupsafe import Markup
 
 from lib.core import units
-from lib.core.events import Event
 from lib.pages.page import render_template
 from lib.pages.series import EXTREMES
 from lib.pages.svg import COLUMNS, STYLES, TICKS, Line, draw_chart, list_ticks
 from lib.report import summary
 from lib.report.problems import SHOWN, Problem, find_problems
 from lib.report.run_data import TOKENS, RunData, read_samples
+from lib.runs.events import Event
 
 _SAMPLE_BYTES = 2000
 # What curves show. * stands for the name of a dataset, a source of text or a task.

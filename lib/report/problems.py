@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lib.core import units
-from lib.core.events import DESCRIPTIONS, PROBLEMS, Event
 from lib.report.run_data import RunData
+from lib.runs.events import DESCRIPTIONS, PROBLEMS, Event
 
 SHOWN = {*PROBLEMS, Event.START, Event.RESUME, Event.COMPLETE}  # events that a report lists
 _LOSS = "train/loss_mean"

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from lib.core import records, run_records
+from lib.core import records
+from lib.core.errors import one_line
 from lib.core.paths import Experiment
 from lib.pages.series import LARGEST, Numbers, Series
+from lib.runs import run_records
 
 try:
     from orjson import loads as _load_json
@@ -42,7 +44,7 @@ class RunData:
 
     def __init__(self, experiment: Experiment, axis: str, end: float, columns: int) -> None:
         self.experiment = experiment
-        self.name = run_records.one_line(experiment.root.absolute().name)
+        self.name = one_line(experiment.root.absolute().name)
         self.state = run_records.read_state(experiment.state)
         self.config = run_records.read_config(experiment)
         lines = (line for chunk in _read_lines(experiment.events) for line in chunk)
@@ -111,7 +113,7 @@ def read_runs(
     runs = [RunData(experiment, axis, end, columns) for experiment in experiments]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
-            run.name = run_records.one_line(run.experiment.root)
+            run.name = one_line(run.experiment.root)
     return runs
 
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 
 from lib.core import declared, options, units
-from lib.core.events import Event
-from lib.core.figures import Status
 from lib.report.run_data import TOKENS, RunData, read_number
+from lib.runs.events import Event
+from lib.runs.figures import Status
 from lib.train.config import DEFAULTS
 
 # Options that do not describe what a run trains.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lib.core import declared, figures, options
+from lib.core import declared, options
 from lib.core.declared import Role, option
 from lib.core.options import (
     auto_on_off,
@@ -21,6 +21,7 @@ from lib.core.options import (
 from lib.models import scratch
 from lib.optim import registry, schedule
 from lib.parallel.degrees import RECOMPUTATIONS
+from lib.runs import figures
 
 AUTO = "auto"  # the value of options that lib/train/settle.py replaces by another one
 OFF = "off"

@@ -15,13 +15,13 @@ from lib.checkpoints.copies import CopyPlace
 from lib.checkpoints.copy_lease import PlaceLease
 from lib.core import commands, launcher, log, manifest, units
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, StageError, UsageError
-from lib.core.events import Event
 from lib.core.identity import find_differences, list_differences
 from lib.core.lease import DirectoryHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
-from lib.core.run_records import read_config
 from lib.hub.folder import is_url
+from lib.runs.events import Event
+from lib.runs.run_records import read_config
 from lib.train import checks, previous_run
 from lib.train.config import Config
 from lib.train.inputs import find_inputs

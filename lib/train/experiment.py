@@ -18,14 +18,14 @@ from lib.core.artifacts import (
     list_named_templates,
 )
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError, from_os_error
-from lib.core.events import Event
 from lib.core.lease import DirectoryHeld, ExperimentHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
-from lib.core.run_records import read_config
 from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
+from lib.runs.events import Event
+from lib.runs.run_records import read_config
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.train.inputs import Inputs

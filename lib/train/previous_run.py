@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, config_file, declared, hashing, log, manifest, paths, run_records
+from lib.core import commands, config_file, declared, hashing, log, manifest, paths
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
-from lib.core.figures import Status
 from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import lookup
+from lib.runs import run_records
+from lib.runs.figures import Status
 from lib.tokens.chat.policy import TEMPLATE_INPUT
 from lib.train.config import Config
 from lib.train.output import journal

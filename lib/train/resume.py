@@ -10,12 +10,12 @@ from lib.checkpoints.checkpointer import Checkpointer
 from lib.checkpoints.commit import Checkpoint
 from lib.core import log, units
 from lib.core.errors import ArtifactError
-from lib.core.events import Event
 from lib.core.paths import Experiment
 from lib.models import float8
 from lib.models.sharded import is_frozen, restore_ties
 from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
+from lib.runs.events import Event
 from lib.tokens.batches import BEGINNING
 from lib.train import previous_run
 from lib.train.config import Config

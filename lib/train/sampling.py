@@ -23,6 +23,7 @@ from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
 from lib.parallel import generation
 from lib.parallel.layout import ParallelLayout, gather
+from lib.runs import metrics
 from lib.tokens import readable
 from lib.tokens.encode import Encoder
 from lib.tokens.prompts import Prompt
@@ -30,7 +31,6 @@ from lib.train import estimates
 from lib.train.config import Config
 from lib.train.data import Data
 from lib.train.estimates import Hardware, ModelCost
-from lib.train.output import metrics
 from lib.train.plan import Plan
 
 GREEDY, DRAWN = KINDS = ("greedy", "drawn")

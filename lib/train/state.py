@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from lib.checkpoints import contents
 from lib.checkpoints.contents import EvaluationFacts, TrainRecord
-from lib.core import figures
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel.layout import ParallelLayout, gather
+from lib.runs import figures
 from lib.tokens.batches import BEGINNING, Cursor, Position, Step
 from lib.train.plan import Plan
 

@@ -1,4 +1,4 @@
-# covers: lib/checkpoints/best.py, lib/core/figures.py
+# covers: lib/checkpoints/best.py, lib/runs/figures.py
 """The best checkpoint is the one with the best figure of --best-by, whose direction is known."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from lib.checkpoints import best
 from lib.checkpoints.commit import select_kept
-from lib.core import figures
+from lib.runs import figures
 
 ACCURACY = "eval/copying/accuracy"
 

@@ -1,4 +1,4 @@
-# covers: lib/train/sampling.py, lib/train/output/metrics.py
+# covers: lib/train/sampling.py, lib/runs/metrics.py
 """samples.jsonl after resumes, rollbacks and failing disks, and the end of a sample's text."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
 from lib.parallel import generation
+from lib.runs.metrics import Metrics
 from lib.tokens.prompts import Prompt
-from lib.train.output.metrics import Metrics
 from lib.train.sampling import (
     PromptSample,
     SampleFile,

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from lib.checkpoints import commit
-from lib.core import commands, launcher, log, manifest, records, run_records
+from lib.core import commands, launcher, log, manifest, records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
-from lib.core.events import Event
-from lib.core.figures import Status
 from lib.core.paths import Experiment
-from lib.core.run_records import format_time
-from lib.train.output.prometheus import PrometheusFile
+from lib.runs import run_records
+from lib.runs.events import Event
+from lib.runs.figures import Status
+from lib.runs.prometheus import PrometheusFile
+from lib.runs.run_records import format_time
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
     from lib.parallel.layout import ParallelLayout
@@ -94,7 +95,7 @@ class Journal:
     def write_state(self, status: str, **facts: Any) -> None:
         """Replace state.json, which is a hint for people and launchers; a resume ignores it.
 
-        facts: the other fields, see STATE in lib/core/figures.py. After any other status,
+        facts: the other fields, see STATE in lib/runs/figures.py. After any other status,
         `running` is ignored, because a save in the background may end after the run. Any thread may
         call this.
         """
@@ -135,7 +136,7 @@ class Journal:
     def add_event(self, event: Event, step: int, **facts: Any) -> None:
         """Append a line to events.jsonl; if the disk is full, write it with a later line.
 
-        facts: the fields of the event, see DESCRIPTIONS in lib/core/events.py. Any thread may call
+        facts: the fields of the event, see DESCRIPTIONS in lib/runs/events.py. Any thread may call
         this.
         """
         if self._active:

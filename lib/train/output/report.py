@@ -13,20 +13,21 @@ from torch import nn
 
 from lib.core import launcher, log, records, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
-from lib.core.events import Event
-from lib.core.figures import DEFAULT_SCORE, Status
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
 from lib.optim.guard import SkippedSteps
 from lib.parallel.loss import LossFunction
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
+from lib.runs import metrics
+from lib.runs.events import Event
+from lib.runs.figures import DEFAULT_SCORE, Status
+from lib.runs.metrics import Metrics
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train.estimates import MEASURED_STEPS
-from lib.train.output import bits_per_byte, console, metrics, symptoms
+from lib.train.output import bits_per_byte, console, symptoms
 from lib.train.output.journal import Journal
 from lib.train.output.meters import Meters, Pace
-from lib.train.output.metrics import Metrics
 from lib.train.output.page_writer import PageWriter
 from lib.train.output.rows import (
     CapturedRow,

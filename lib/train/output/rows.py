@@ -193,7 +193,7 @@ def capture_row(
 def read_row(
     captured: CapturedRow, plan: Plan, layout: ParallelLayout, stream: DataStream, meters: Meters
 ) -> tuple[dict[str, Any], SkippedSteps]:
-    """Return the figures of a row (keys: lib/core/figures.py) and the skipped steps.
+    """Return the figures of a row (keys: lib/runs/figures.py) and the skipped steps.
 
     Waits until the device has done the step. The mean loss and all speeds cover the steps since the
     previous row. All ranks must call this. They exchange all figures in one collective.

@@ -13,8 +13,8 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from lib.core import log
-from lib.core.figures import METRICS, STATE, Status, documented_name
 from lib.core.paths import Experiment
+from lib.runs.figures import METRICS, STATE, Status, documented_name
 
 PREFIX = "llm_train_"
 _SCALES = {"ms per step": 1e-3, "GiB": 1 << 30, "TFLOP/s": 1e12}  # factors to base units

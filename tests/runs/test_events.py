@@ -1,11 +1,11 @@
-# covers: lib/core/events.py
+# covers: lib/runs/events.py
 """Names of events as files contain them."""
 
 from __future__ import annotations
 
 import json
 
-from lib.core.events import PROBLEMS, Event
+from lib.runs.events import PROBLEMS, Event
 
 
 def test_a_name_read_from_a_file_is_the_event() -> None:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from lib.core import log, manifest, records, units
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
-from lib.core.run_records import format_time, mean_loss
+from lib.runs.run_records import format_time, mean_loss
 
 _MOST_POINTS = 4_000  # loss.png is 990 pixels wide, and drawing holds the interpreter lock
 _NEEDED = {"train/tokens_seen", "train/learning_rate", "train/loss"}

@@ -1,4 +1,4 @@
-# covers: lib/train/output/prometheus.py
+# covers: lib/runs/prometheus.py
 """metrics.prom, read by a strict parser of Prometheus' text format."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from threading import Event, Thread
 
 import pytest
 
-from lib.core.figures import METRICS, STATE
 from lib.core.paths import Experiment
-from lib.train.output import prometheus
-from lib.train.output.prometheus import PrometheusFile
+from lib.runs import prometheus
+from lib.runs.figures import METRICS, STATE
+from lib.runs.prometheus import PrometheusFile
 from tests.conftest import run_stage
 from tests.training import SMALL_RUN, metrics
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lib.core import records
-from lib.core.errors import escape_controls
+from lib.core.errors import one_line
 from lib.core.paths import Experiment
 
 _TEXTS = {"status", "event", "time", "host", "machine", "born", "id", "copy_error"}
@@ -31,34 +31,6 @@ _COUNTS = {
 _ID = re.compile(r"[0-9a-f]+")  # of a run or a launch
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 _LARGEST = 1 << 62  # a larger number is no count of a run, and cannot be formatted
-# Characters that change the text direction, break a line or are invisible.
-_MORE_CONTROLS = {
-    number: f"\\u{number:04x}"
-    for number in (
-        0xAD,
-        0x61C,
-        0x200B,
-        0xFEFF,
-        *range(0x200E, 0x2010),
-        *range(0x2028, 0x202F),
-        *range(0x2066, 0x206A),
-    )
-}
-
-
-def make_visible(text: object) -> str:
-    """Return a text whose control characters are escaped, except newlines and tabs.
-
-    This includes characters that change the direction of the text, and halves of surrogate pairs.
-    """
-    text = str(text).encode("utf-8", "backslashreplace").decode()
-    return escape_controls(text).translate(_MORE_CONTROLS)
-
-
-def one_line(text: object) -> str:
-    """Return a text that is safe within one line of a terminal."""
-    text = make_visible(text)
-    return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def format_time(seconds: float | None = None) -> str:

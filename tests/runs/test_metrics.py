@@ -1,4 +1,4 @@
-# covers: lib/train/output/metrics.py, lib/train/output/journal.py, lib/core/append_only.py
+# covers: lib/runs/metrics.py, lib/train/output/journal.py, lib/core/append_only.py
 """metrics.jsonl, TensorBoard, wandb and loss.png, on disks and in packages that may fail."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 from lib.core import manifest, offline, records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
+from lib.runs.metrics import Curve, Metrics
 from lib.train.output.journal import Journal, read_state
-from lib.train.output.metrics import Curve, Metrics
 
 
 @pytest.fixture

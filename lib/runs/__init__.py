@@ -1,0 +1,1 @@
+"""Write and read the files of a run."""
