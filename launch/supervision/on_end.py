@@ -17,10 +17,9 @@ from typing import IO, NamedTuple
 from lib.core.errors import one_line
 from lib.core.paths import Experiment
 from lib.runs import run_records
-from lib.runs.events import Event
+from lib.runs.events import Event, EventFile
 from lib.runs.figures import EXIT_CODES, Status
 from lib.runs.run_records import format_time
-from lib.train.output.journal import Journal
 
 KILL_S = 3.0  # the most seconds that it takes to kill a command
 _TERMINATE_S = 2.0  # the part of KILL_S between SIGTERM and SIGKILL
@@ -64,14 +63,14 @@ def run_command(
     outcome = f"the command of --on-end {'failed: ' + failure if failure else 'succeeded'}"
     if experiment.root.is_dir():
         reason = {"reason": failure} if failure else {}
-        journal = Journal(experiment, 0)
+        events = EventFile(experiment)
         step = int(facts["STEP"])
         if failure:
-            journal.add_event(
+            events.add_event(
                 Event.ON_END_FAILED, step, status=ending.status, seconds=duration, **reason
             )
         else:
-            journal.add_event(Event.ON_END, step, status=ending.status, seconds=duration)
+            events.add_event(Event.ON_END, step, status=ending.status, seconds=duration)
         with suppress(OSError):
             experiment.logs.mkdir(exist_ok=True)
             with (experiment.logs / "on_end.log").open("ab", buffering=0) as file:

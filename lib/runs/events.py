@@ -1,9 +1,15 @@
-"""Define the events of a run's events.jsonl, for all code that writes or reads them."""
+"""Define the events of a run's events.jsonl, and append them."""
 
 from __future__ import annotations
 
+import json
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from lib.core import log
+from lib.core.append_only import AppendOnlyFile
+from lib.core.paths import Experiment
+from lib.runs.run_records import format_time
 
 
 class Event(str, Enum):
@@ -146,3 +152,22 @@ PROBLEMS = {
     Event.FAILED,
     Event.ON_END_FAILED,
 }
+
+
+class EventFile:
+    """Appends lines to events.jsonl. If that fails, the log warns once, and the run goes on."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._file = AppendOnlyFile(experiment.events)
+        self._may_fail = log.WarnOnce(experiment.events.name)
+
+    def add_event(self, event: Event, step: int, **facts: Any) -> None:
+        """Append a line; if the disk is full, write it with a later line.
+
+        facts: the fields of the event, see DESCRIPTIONS. Any thread may call
+        this.
+        """
+        line = json.dumps({"time": format_time(), "event": event, "step": step, **facts}) + "\n"
+        with self._may_fail:
+            self._file.write(line.encode())
+            self._file.close()  # makes the line visible on other machines at once

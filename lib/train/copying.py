@@ -20,7 +20,7 @@ from lib.core.lease import DirectoryHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
 from lib.hub.folder import is_url
-from lib.runs.events import Event
+from lib.runs.events import Event, EventFile
 from lib.runs.run_records import read_config
 from lib.train import checks, previous_run
 from lib.train.config import Config
@@ -184,7 +184,7 @@ def _restore_with_leases(place: CopyPlace, steps: list[int], experiment: Experim
         raise
     finally:
         lease.release()
-    Journal(experiment, 0).add_event(Event.RESTORE, checkpoint.step, path=place.where)
+    EventFile(experiment).add_event(Event.RESTORE, checkpoint.step, path=place.where)
     log.warn(
         f"{experiment.root} had no complete checkpoint; step {checkpoint.step:,} was restored from "
         f"its copy in {place.where}, and the run continues from there"
@@ -290,7 +290,7 @@ def copy_complete_run(config: Config, experiment: Experiment) -> None:
     def show(**facts: Any) -> None:
         manifest.write_json(experiment.state, read_state(experiment) | facts)
 
-    copier = _make_copier(config, experiment, Journal(experiment, 0).add_event, show)
+    copier = _make_copier(config, experiment, EventFile(experiment).add_event, show)
     try:
         lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))
     except DirectoryHeld:

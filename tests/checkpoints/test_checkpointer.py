@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lib.checkpoints import commit
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.core.paths import Experiment
-from lib.train.output.journal import Journal
+from lib.runs.events import EventFile
 
 
 def test_work_after_a_save_runs_in_the_saving_thread(
@@ -45,7 +45,7 @@ def test_work_after_a_save_runs_in_the_saving_thread(
         every=1,
         keep=2,
         free_memory=lambda: 1e9,
-        note=Journal(experiment, 0).add_event,
+        note=EventFile(experiment).add_event,
     )
     for step in range(1, 5):
         state = SimpleNamespace(

@@ -21,11 +21,10 @@ import yaml
 
 from lib.checkpoints import commit
 from lib.core import commands, launcher, log, manifest, records
-from lib.core.append_only import AppendOnlyFile
 from lib.core.errors import StageError
 from lib.core.paths import Experiment
 from lib.runs import run_records
-from lib.runs.events import Event
+from lib.runs.events import Event, EventFile
 from lib.runs.figures import Status
 from lib.runs.prometheus import PrometheusFile
 from lib.runs.run_records import format_time
@@ -53,12 +52,11 @@ class Journal:
         self.has_started = False
         self.prometheus = PrometheusFile(experiment, rank, is_kept)
         self._active = rank == 0 and is_kept
-        self._events = AppendOnlyFile(experiment.events)
+        self._events = EventFile(experiment)
         self._lock = Lock()
         self._is_over = False
         self._last_state: dict[str, Any] = {}
         self._copy_state: dict[str, Any] = {}
-        self._event_may_fail = log.WarnOnce(experiment.events.name)
         self._state_may_fail = log.WarnOnce(experiment.state.name, OSError, StageError)
 
     def write_config(
@@ -134,16 +132,9 @@ class Journal:
                 raise
 
     def add_event(self, event: Event, step: int, **facts: Any) -> None:
-        """Append a line to events.jsonl; if the disk is full, write it with a later line.
-
-        facts: the fields of the event, see DESCRIPTIONS in lib/runs/events.py. Any thread may call
-        this.
-        """
+        """Append a line to events.jsonl, as EventFile does. Any thread may call this."""
         if self._active:
-            line = json.dumps({"time": format_time(), "event": event, "step": step, **facts}) + "\n"
-            with self._event_may_fail:
-                self._events.write(line.encode())
-                self._events.close()  # makes the line visible on other machines at once
+            self._events.add_event(event, step, **facts)
 
 
 def _overwrite_file(path: Path, content: bytes) -> bool:
