@@ -212,9 +212,11 @@ def main(argv: list[str]) -> None:
     script = find_script(words)
     config = problems.collect(lambda: read_stage_options(words[script + 1 :]))
     if opts and config:
-        from lib.train import plan
+        from lib.train import batch_division
 
-        problems.collect(lambda: plan.require_divisible(config, opts.nnodes * opts.nproc_per_node))
+        problems.collect(
+            lambda: batch_division.require_divisible(config, opts.nnodes * opts.nproc_per_node)
+        )
     problems.raise_if_any()
     assert opts and config  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)

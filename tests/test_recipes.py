@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from lib.train import checks, plan
+from lib.train import batch_division, checks
 from tests.conftest import ROOT
 from tests.scripts import load_script
 
@@ -53,7 +53,7 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     assert untested < text.index("# A step trains on") < text.index("# Peak in GiB")
     nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
-    division = plan.divide_batch(opts, 0, nodes * gpus)
+    division = batch_division.divide_batch(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length
     assert (
         f"A step trains on {tokens:,} tokens: {division.accumulation} micro-batches of "

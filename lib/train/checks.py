@@ -22,7 +22,7 @@ from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
 from lib.optim.registry import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
 from lib.tokens.synthetic import find_synthetic
-from lib.train import plan
+from lib.train import batch_division, plan
 from lib.train.config import DEFAULTS, Config
 
 _SHORTEST = 8  # tokens per sample
@@ -227,7 +227,7 @@ def _check_batch(config: Config, problems: Problems) -> None:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
     launched = [] if config.prepare_only else [plan.get_world_size()]
     for ranks in config.plan_gpus or launched:
-        problems.collect(partial(plan.get_degrees(config).replicas, ranks))
+        problems.collect(partial(batch_division.get_degrees(config).replicas, ranks))
     if config.keep_gathered and config.cpu_offload:
         problems.add(
             "--keep-gathered on keeps weights on the GPU, and --cpu-offload on takes them off it",

@@ -27,9 +27,10 @@ from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import Split, TokenStore
 from lib.tokens.synthetic import SyntheticText
 from lib.tokens.text_bytes import SplitText
+from lib.train.batch_division import get_degrees
 from lib.train.config import Config
 from lib.train.inputs import Inputs, get_text_field
-from lib.train.plan import Plan, get_degrees, get_world_size
+from lib.train.plan import Plan, get_world_size
 
 if TYPE_CHECKING:
     import torch

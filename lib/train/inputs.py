@@ -32,7 +32,7 @@ from lib.tokens.dataset import find_dataset
 from lib.tokens.mixture import Corpus
 from lib.tokens.raw_shards import RawShards
 from lib.tokens.synthetic import SyntheticText, find_synthetic
-from lib.train import checks, plan, previous_run
+from lib.train import batch_division, checks, plan, previous_run
 from lib.train.config import DEFAULTS, Config
 from lib.train.plan import Plan
 from lib.train.previous_run import KeptTemplate
@@ -382,7 +382,7 @@ def _identify_data(
         **tokenizer,
         "dataset": data.fingerprint,
         "text field": get_text_field(config),
-        "ranks": str(plan.get_degrees(config).dp_size(plan.get_world_size())),
+        "ranks": str(batch_division.get_degrees(config).dp_size(plan.get_world_size())),
     }
     return {**shared, "commit": data.commit} if data.commit else shared
 

@@ -28,7 +28,7 @@ from lib.planning.memory import USABLE
 from lib.planning.memory_check import ENOUGH, FEW, MemoryCheck, choose_step
 from lib.planning.trace import StepConfig
 from lib.tokens.batches import Pass
-from lib.train import plan
+from lib.train import batch_division, plan
 from lib.train.config import AUTO, EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs
 
@@ -110,7 +110,7 @@ def _explain_excess(config: Config, inputs: Inputs, check: MemoryCheck) -> Usage
     step = make_local_step_config(config, check.model)
     if not (excess := check.excess(step)):
         return None
-    global_batch = plan.divide_batch(config, 0, plan.get_world_size()).global_batch
+    global_batch = batch_division.divide_batch(config, 0, plan.get_world_size()).global_batch
     is_auto = "activation_checkpointing" in config.settled_by
     has_begun = bool(inputs.earlier_run)
     return check.refusal(step, excess, global_batch, has_begun=has_begun, auto=is_auto)
@@ -135,7 +135,7 @@ def agree_on_shards(config: Config, control: ProcessGroup) -> Degrees:
 
     If ranks have chosen different shard sizes, the largest one is used, because it fits on all.
     """
-    degrees = plan.get_degrees(config)
+    degrees = batch_division.get_degrees(config)
     ranks = plan.get_world_size()
     largest = max(gather(degrees.shard or ranks, control))
     return degrees._replace(shard=None if largest == ranks else largest)
@@ -192,7 +192,7 @@ def limit_batch(config: Config, samples: int | None, ranks: int) -> Config:
     steps = min(config.step_limit or _MIN_STEPS, _MIN_STEPS)
     if not config.has_auto_batch or config.global_batch_size or samples is None or epochs is None:
         return config
-    dp_size = plan.get_degrees(config).dp_size(ranks)
+    dp_size = batch_division.get_degrees(config).dp_size(ranks)
     most = epochs * samples // (steps * dp_size * (config.grad_accum_steps or 1))
     if config.batch_size <= most:
         return config
@@ -217,7 +217,7 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
     if config.has_auto_batch or tokens >= FEW[check.on_gpu] or log.rank() != 0:
         return
     ranks = plan.get_world_size()
-    division = plan.divide_batch(config, 0, ranks)
+    division = batch_division.divide_batch(config, 0, ranks)
     global_batch = division.global_batch
     keeps_global_batch = bool(has_begun or config.global_batch_size or config.grad_accum_steps)
     open_config = config.with_values("", batch_size=AUTO)
@@ -352,7 +352,7 @@ def _explain_batch(
         if global_batch
         else ""
     )
-    samples_per_pass = batch * plan.get_degrees(config).dp_size(ranks)
+    samples_per_pass = batch * batch_division.get_degrees(config).dp_size(ranks)
     if global_batch == samples_per_pass:
         reason = "all that a rank has of a step"
     elif batch < batches[-1]:
@@ -379,7 +379,7 @@ def _list_batches(config: Config, ranks: int, max_tokens: int) -> list[int]:
     def count_tokens(batch: int) -> int:
         return Pass(batch, config.seq_length).tokens_per_device
 
-    division = plan.divide_batch(config, 0, ranks)
+    division = batch_division.divide_batch(config, 0, ranks)
     share = division.global_batch // division.dp_size
     if config.global_batch_size:
         batches = [batch for batch in range(1, share + 1) if share % batch == 0]

@@ -35,7 +35,7 @@ from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.placement import count_ranks_in, list_cut_shapes
 from lib.parallel.routers import BIAS, RouterLoad
-from lib.train import disagreements, plan, previous_run
+from lib.train import batch_division, disagreements, plan, previous_run
 from lib.train.config import AUTO, Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_base_on_all_nodes
@@ -95,7 +95,7 @@ def require_usable(
     if config.plan_gpus or config.prepare_only:  # perhaps for a run on other machines
         return
     precision.warn_if_emulated(config.precision)
-    batch = plan.divide_batch(config, 0, plan.get_world_size()).global_batch
+    batch = batch_division.divide_batch(config, 0, plan.get_world_size()).global_batch
     previous_run.require_usable_directory(
         config, experiment, inputs.earlier_run, config.identity(inputs.fingerprints, batch)
     )

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from lib.core import commands, units
 from lib.core.declared import Role
-from lib.core.errors import Problems, UsageError
+from lib.core.errors import UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
-from lib.parallel.degrees import Degrees
 from lib.tokens import packing
 from lib.tokens.order import Division
+from lib.train.batch_division import divide_batch, get_degrees, get_micro_batch
 from lib.train.config import AUTO, Config
 
 if TYPE_CHECKING:  # imports torch
@@ -172,47 +172,6 @@ def get_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def get_degrees(config: Config) -> Degrees:
-    """Return the degrees of parallelism that the options ask for."""
-    return Degrees(config.shard_size)
-
-
-def divide_batch(config: Config, rank: int, ranks: int) -> Division:
-    """Return the division of a global batch into micro-batches; UsageError if there is none.
-
-    rank: the rank that trains on this share of the batch. ranks: number of ranks, of this launch or
-    of a planned one. A --batch-size that is still open counts as 1.
-    """
-    batch = _get_micro_batch(config)
-    degrees = get_degrees(config)
-    dp_rank = degrees.dp_rank(rank)
-    dp_size = degrees.dp_size(ranks)
-    if config.global_batch_size is None:
-        return Division(batch, config.grad_accum_steps or 1, dp_rank, dp_size)
-    per_pass = batch * dp_size
-    accumulation, rest = divmod(config.global_batch_size, per_pass)
-    if rest or not accumulation:
-        raise UsageError(
-            f"--global-batch-size {config.global_batch_size} cannot be divided",
-            expected=f"a multiple of {per_pass} = {batch} per process "
-            f"(--batch-size) × {dp_size} ranks",
-        )
-    return Division(batch, accumulation, dp_rank, dp_size)
-
-
-def require_divisible(config: Config, ranks: int) -> None:
-    """Raise UsageError if the batch or --shard-size cannot be divided by this number of ranks."""
-    problems = Problems()
-    problems.collect(lambda: divide_batch(config, 0, ranks))
-    problems.collect(lambda: get_degrees(config).replicas(ranks))
-    problems.raise_if_any()
-
-
-def _get_micro_batch(config: Config) -> int:
-    """Return the samples in a micro-batch of one process; 1 while --batch-size is open."""
-    return 1 if config.batch_size in (None, AUTO) else config.batch_size
-
-
 def count_epochs(config: Config) -> int | None:
     """Return the number of epochs; None if only a number of steps ends the run."""
     if config.steps_per_epoch:
@@ -253,7 +212,7 @@ def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> Ste
     from lib.parallel import compiling
     from lib.planning.trace import StepConfig
 
-    batch = _get_micro_batch(config)
+    batch = get_micro_batch(config)
     is_open = config.activation_checkpointing == AUTO
     samples_per_pass = batch * get_degrees(config).dp_size(ranks)
     global_batch = config.global_batch_size or samples_per_pass * (config.grad_accum_steps or 1)

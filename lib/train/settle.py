@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
-from lib.train import checks, plan
+from lib.train import batch_division, checks, plan
 from lib.train.config import AUTO, DEFAULTS, EARLIER_LAUNCH, OFF, SEQ_LENGTH, Config
 from lib.train.inputs import Inputs, has_chats
 
@@ -164,12 +164,12 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
     new_config = config.with_values(EARLIER_LAUNCH, global_batch_size=batch, grad_accum_steps=None)
     if is_auto:
         return new_config
-    typed = plan.divide_batch(config, 0, plan.get_world_size())
+    typed = batch_division.divide_batch(config, 0, plan.get_world_size())
     if typed.global_batch == batch:
         return config
     samples = f"the {units.counted(batch, 'sample')} of a step that the run was started with"
     try:
-        divided = plan.divide_batch(new_config, 0, plan.get_world_size())
+        divided = batch_division.divide_batch(new_config, 0, plan.get_world_size())
     except UsageError as error:
         raise UsageError(
             f"{samples} cannot be divided",
@@ -259,7 +259,7 @@ def _fill_batch_size(config: Config, facts: Facts) -> Config:
             return auto
         return _keep_global_batch(auto, facts)
     if config.settled_by.get("global_batch_size") == EARLIER_LAUNCH:
-        divided = plan.divide_batch(config, 0, plan.get_world_size())
+        divided = batch_division.divide_batch(config, 0, plan.get_world_size())
         facts.notes.append(
             f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
             f"started with are kept: {plan.describe_batch(divided, config.seq_length or 1)}"

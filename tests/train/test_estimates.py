@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lib.train import estimates, plan
+from lib.train import batch_division, estimates, plan
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
 from tests.train.test_plan import options
@@ -28,7 +28,7 @@ def planned(
     config = options(
         seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every, **changes
     )
-    division = plan.divide_batch(config, 0, ranks)
+    division = batch_division.divide_batch(config, 0, ranks)
     return Plan(
         config, {}, division, samples, plan.count_steps(config, samples, division.global_batch)
     )

@@ -19,7 +19,7 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.planning import capacity, memory_check
 from lib.planning.memory_check import MemoryCheck
-from lib.train import memory_fit, plan
+from lib.train import batch_division, memory_fit, plan
 from lib.train.settle import Facts, Known, apply_rules, settle_from_files
 from tests.conftest import run_stage
 from tests.planning.test_memory import ASKED, on_meta
@@ -336,12 +336,12 @@ def test_on_a_gpu_the_batch_is_chosen_unless_it_is_typed(
         if not gpu and batch == "auto":
             batch = 1
         assert config.batch_size == batch and config.grad_accum_steps == accumulation
-        division = plan.divide_batch(config, 0, 1)
+        division = batch_division.divide_batch(config, 0, 1)
         assert division.global_batch == (
             global_batch or (accumulation or 1) * (batch if batch != "auto" else 1)
         )
     fitted, _ = check_memory(replace(typed_config, compile=False), on_meta(), earlier_run)
-    assert plan.divide_batch(fitted, 0, 1).global_batch == (
+    assert batch_division.divide_batch(fitted, 0, 1).global_batch == (
         global_batch or fitted.batch_size * (accumulation or 1)
     )
 

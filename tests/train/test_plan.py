@@ -1,4 +1,4 @@
-# covers: lib/train/plan.py, lib/train/previous_run.py
+# covers: lib/train/plan.py, lib/train/batch_division.py, lib/train/previous_run.py
 """The plan of a run: steps, division of the batch, and the identity that a resume must share."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from lib.core import paths
 from lib.core.errors import UsageError
 from lib.tokens.order import Division
-from lib.train import checks, plan, previous_run
+from lib.train import batch_division, checks, plan, previous_run
 from lib.train.config import Config
 from lib.train.plan import Plan
 
@@ -33,7 +33,7 @@ def options(**changes: Any) -> Config:
 def make_plan(samples: int = 103, **changes: Any) -> Plan:
     """Return a plan of sequences of 8 tokens on one rank."""
     config = options(**{"batch_size": 4} | changes)
-    division = plan.divide_batch(config, 0, 1)
+    division = batch_division.divide_batch(config, 0, 1)
     return Plan(
         config,
         {"model": "m", "dataset": "d", "tokenizer": "t"},
@@ -57,7 +57,7 @@ def make_plan(samples: int = 103, **changes: Any) -> Plan:
 def test_a_global_batch_is_divided_into_micro_batches(
     changes: dict, ranks: int, expected: tuple[int, int, int]
 ) -> None:
-    division = plan.divide_batch(options(**changes), ranks - 1, ranks)
+    division = batch_division.divide_batch(options(**changes), ranks - 1, ranks)
     assert (division.micro_batch, division.accumulation, division.global_batch) == expected
     assert (division.dp_rank, division.dp_size) == (ranks - 1, ranks)
 
@@ -65,7 +65,7 @@ def test_a_global_batch_is_divided_into_micro_batches(
 @pytest.mark.parametrize(("batch", "ranks"), [(5, 1), (4, 4), (1, 7), (32, 1)])
 def test_a_global_batch_that_cannot_be_divided_is_refused(batch: int, ranks: int) -> None:
     with pytest.raises(UsageError, match="--global-batch-size 24 cannot be divided") as caught:
-        plan.divide_batch(options(batch_size=batch, global_batch_size=24), 0, ranks)
+        batch_division.divide_batch(options(batch_size=batch, global_batch_size=24), 0, ranks)
     assert f"a multiple of {batch * ranks} = {batch} per process" in caught.value.expected
     assert f"{ranks} ranks" in caught.value.expected
 

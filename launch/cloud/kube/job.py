@@ -147,10 +147,10 @@ def _check_division(job_options: JobOptions, train: Config, per_node: int) -> No
 
     train: options of stage 04. per_node: ranks per node.
     """
-    from lib.train import plan
+    from lib.train import batch_division
 
-    plan.require_divisible(train, job_options.nodes * per_node)
-    division = plan.divide_batch(train, 0, job_options.nodes * per_node)
+    batch_division.require_divisible(train, job_options.nodes * per_node)
+    division = batch_division.divide_batch(train, 0, job_options.nodes * per_node)
     batch = division.global_batch
     share = division.micro_batch * per_node
     numbers = range(job_options.min_nodes or job_options.nodes, job_options.nodes + 1)
