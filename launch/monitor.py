@@ -36,6 +36,7 @@ from launch.runs.run_files import RunFiles
 from lib.core import commands, options, paths, stage
 from lib.core.errors import UsageError, one_line
 from lib.core.options import Options
+from lib.runs.growing_files import GrowingFile
 
 _LOG_LINES = 40
 _LOG_BYTES = 64 << 10
@@ -173,7 +174,7 @@ def _show_live(run: RunFiles, console: Console, every: float) -> None:
 def _follow_log(run: RunFiles, every: float) -> None:
     """Print the last lines of rank 0's log and all new ones until the run is complete."""
     signal.signal(signal.SIGTERM, _raise_interrupt)
-    log = run_files.GrowingFile(run.experiment.rank_log(0), _LOG_BYTES)
+    log = GrowingFile(run.experiment.rank_log(0), _LOG_BYTES)
     try:
         lines = log.read_new()[0][-_LOG_LINES:]
         if not lines:

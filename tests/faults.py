@@ -13,9 +13,9 @@ from typing import IO, Any
 
 import pytest
 
-from launch.runs.run_files import JsonLines
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
+from lib.runs.growing_files import JsonLines
 from tests import forks
 from tests.conftest import ROOT, free_port, run_stage
 from tests.fault_points import Fault

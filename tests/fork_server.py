@@ -13,7 +13,7 @@ draw plots and pages if "pages" is true.
 
 The argument names the kind of server. `stages` imports lib/ and the Hugging Face packages; each
 process reads the settings of huggingface_hub again from its environment. `bare` imports neither,
-for stages that run a model's own code. `launch` imports only launch/ and lib/core, without torch.
+for stages that run a model's own code. `launch` imports launch/, lib/core and lib/runs, not torch.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ _IMPORTS = {
     ],
     "launch": [
         *_modules("lib/core/*.py"),
+        *_modules("lib/runs/*.py"),
         *_modules("launch/*.py"),
         *_modules("launch/runs/*.py"),
         *_modules("launch/cloud/*.py"),

@@ -1,4 +1,4 @@
-# covers: launch/monitor.py, launch/runs/*.py
+# covers: launch/monitor.py, launch/runs/*.py, lib/runs/growing_files.py, lib/runs/collectives.py
 """Test that launch/monitor.py shows runs that train, end, hang, die, or have torn files."""
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import pytest
 
 from launch import monitor, stop
 from launch.runs import curves, page
-from launch.runs.run_files import GrowingFile, JsonLines, RunFiles
+from launch.runs.run_files import RunFiles
 from lib.core import liveness
 from lib.core.lease import Lease
+from lib.runs.growing_files import GrowingFile, JsonLines
 from tests.conftest import ROOT, run_stage, start_stage
 from tests.training import SEQ_LENGTH
 

@@ -10,12 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launch.runs import collectives
 from lib.core import lease, liveness, paths, records
 from lib.core.errors import StageError, UsageError, one_line
 from lib.core.paths import Experiment, step_of
-from lib.runs import events, run_records
+from lib.runs import collectives, events, run_records
 from lib.runs.figures import Status
+from lib.runs.growing_files import JsonLines
 from lib.train import command_line
 
 _ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
@@ -85,60 +85,6 @@ def find_process(root: Path) -> RunProcess | None:
                 processes[process.pid] = RunProcess(process.pid, process.parent, is_launcher)
     roots = [process for process in processes.values() if process.parent not in processes]
     return max(roots, key=lambda process: process.is_launcher, default=None)
-
-
-class GrowingFile:
-    """Reads the complete lines of a file that grows.
-
-    tail: begin with this number of bytes at the end of the file (default: the whole file).
-    """
-
-    def __init__(self, path: Path, tail: int | None = None) -> None:
-        self._path = path
-        self._tail = tail
-        self._inode = -1
-        self._offset = 0
-
-    def read_new(self) -> tuple[list[bytes], bool]:
-        """Return the new lines, and whether the file was replaced since the last call."""
-        is_replaced = False
-        try:
-            with records.open_regular(self._path) as file:
-                status = self._path.stat()
-                if status.st_ino != self._inode or status.st_size < self._offset:
-                    self._inode = status.st_ino
-                    is_replaced = True
-                    self._offset = max(0, status.st_size - self._tail) if self._tail else 0
-                file.seek(self._offset)
-                new = file.read()
-        except FileNotFoundError:
-            self._inode = -1
-            self._offset = 0
-            return [], True
-        except OSError:  # the next read may succeed, such as after ESTALE on NFS
-            return [], False
-        complete = new[: new.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return complete.splitlines(), is_replaced
-
-
-class JsonLines:
-    """Follows a growing file of JSON lines. It ignores torn lines and values other than objects.
-
-    tail: see GrowingFile.
-    """
-
-    def __init__(self, path: Path, tail: int | None = None) -> None:
-        self._file = GrowingFile(path, tail)
-        self.rows: list[Row] = []
-
-    def update(self) -> list[Row]:
-        """Read the new lines, or all lines if the file was replaced, and return all rows."""
-        lines, is_replaced = self._file.read_new()
-        if is_replaced:
-            self.rows = []
-        self.rows += [row for row in map(run_records.parse_row, lines) if row]
-        return self.rows
 
 
 class RunStatus(NamedTuple):

@@ -1,6 +1,6 @@
 """Write a rank's latest collectives, from torch's flight recorder, when the watchdog ends the rank.
 
-launch/runs/collectives.py reads these files to name the ranks that others wait for.
+lib/runs/collectives.py reads these files to name the ranks that others wait for.
 """
 
 from __future__ import annotations
