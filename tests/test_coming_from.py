@@ -16,12 +16,10 @@ from lib.core import log, options, unknown_options
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.paths import Experiment
-from lib.runs import figures
 from lib.train import command_line, plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 from lib.train.new_model import model_from_scratch
-from lib.train.output import console
 from tests.conftest import ROOT, run_stage
 from tests.test_commands import parser_of
 from tests.test_repository import STAGES
@@ -79,16 +77,6 @@ def test_the_page_says_what_replaces_each_option_that_differs_or_is_gone() -> No
     assert len(named) > 100
     assert not named & accepted
     assert not [name for name in unknown_options.GONE if f"`{name}`" not in gone]
-
-
-def test_the_fields_that_replace_those_of_logs_and_states_exist() -> None:
-    offline = PAGE.partition("| there, in `outputs/exp/` |")[2].partition("###")[0]
-    sample = PAGE.partition("| in the line of the sample |")[2].partition("On EKS")[0]
-    cells = [row.split("|")[2] for row in (offline + sample).splitlines() if row.count("|") == 3]
-    named = {name for cell in cells for name in re.findall(r"`(\w+/\w+|[a-z]+_[a-z]+|step)`", cell)}
-    assert len(named) > 8
-    short = console._SHORT_NAMES.values()
-    assert named <= {*figures.METRICS, *figures.STATE, *short, "running_loss", "time/forward"}
 
 
 FROM_SCRATCH = [
@@ -297,72 +285,6 @@ def test_what_the_sample_is_given_is_told_all_at_once() -> None:
     )
     assert (taken.activation_checkpointing, taken.cpu_offload, taken.log_freq) == ("full", False, 1)
     assert (str(taken.save_dir), taken.experiment_name) == (".", "checkpoints")
-
-
-# All arguments of the sample's parser, with a value that it accepts.
-SAMPLE_ARGUMENTS = [
-    "--train_batch_size=2",
-    "--val_batch_size=4",
-    "--max_steps=5000",
-    "--max_training_steps=5000",
-    "--seed=12345",
-    "--same_seed=0",
-    "--bf16=1",
-    "--grad_clip=1.0",
-    "--weight_decay=0.2",
-    "--beta1=0.9",
-    "--beta2=0.95",
-    "--activation_checkpointing=1",
-    "--intermediate_size=11008",
-    "--num_key_value_heads=8",
-    "--logging_freq=1",
-    "--tensorboard_dir=tb",
-    "--max_context_width=2048",
-    "--vocab_size=50432",
-    "--hidden_width=768",
-    "--num_layers=12",
-    "--num_heads=12",
-    "--resid_pdrop=0.1",
-    "--embd_pdrop=0.1",
-    "--attn_pdrop=0.1",
-    "--summary_first_pdrop=0.1",
-    "--initializer_range=0.02",
-    "--model_type=llama_v3",
-    "--rotary_pct=0.25",
-    "--rotary_emb_base=10000",
-    "--offload_activations=0",
-    "--activation_loading_horizon=2",
-    "--limit_all_gathers=1",
-    "--sharding_strategy=full",
-    "--cpu_offload=0",
-    "--lr=0.0001",
-    "--lr_decay_style=cosine",
-    "--lr_decay_iters=100",
-    "--min_lr=1e-05",
-    "--warmup=0.0032",
-    "--plateau=0.0",
-    "--dataset=allenai/c4",
-    "--dataset_config_name=en",
-    "--tokenizer=org/name",
-    "--resume_from_checkpoint=DIR",
-    "--checkpoint_dir=checkpoints",
-    "--epochs=3",
-    "--checkpoint_freq=1000",
-    "--validation_freq=100",
-    "--validation_batches=10",
-    "--train_split=train",
-    "--val_split=validation",
-]
-
-
-@pytest.mark.parametrize("argument", SAMPLE_ARGUMENTS)
-def test_each_argument_of_the_sample_means_something_or_is_on_the_page(argument: str) -> None:
-    others = ["-e", "x", "-d", "y", "--from-scratch", "--model-size", "1M"]
-    try:
-        asked(*others, argument)
-    except UsageError as error:
-        assert error.problem.startswith("unknown option") and "coming-from.md" in error.hint
-        assert f"`{argument.strip('-').partition('=')[0]}`" in PAGE
 
 
 def test_steps_have_two_names_in_the_sample() -> None:

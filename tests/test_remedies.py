@@ -10,68 +10,34 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import datasets
 import pyarrow.parquet
 import pytest
 import torch
-from fsspec.registry import _registry as file_systems
-from torch._dynamo.exc import TorchDynamoException
-from transformers import AutoModelForCausalLM
 
-from launch.cloud.checkpoints import hyperpod
-from launch.cloud.kube import remedies
-from launch.cloud.kube.failure_causes import Cause
-from launch.cloud.kube.job_options import JobOptions
-from launch.cloud.kube.kinds import KINDS
-from launch.cloud.kube.kubeconfig import ClusterName
-from lib.checkpoints import commit, copies, storage
-from lib.core import file_identity, hashing, identity, offline, paths, publish, stage
-from lib.core import workers as core_workers
+from lib.checkpoints import commit, copies
+from lib.core import offline, paths
 from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
-from lib.corpus import extraction, place, saved, work_units
-from lib.corpus.row_options import RowOptions
-from lib.curate.classify import language, predictor
-from lib.curate.masks import phones
+from lib.corpus import work_units
 from lib.export import adapter_files, checkpoint_choice
-from lib.hub import client, folder, repository, transfer
 from lib.models import (
-    architecture,
-    float8,
-    lookup,
-    lora,
-    peft_adapter,
     remote_code,
-    sharded,
-    tensors,
-    unread_weights,
-    weights,
 )
 from lib.models.directory import CODE_DIGESTS
-from lib.models.scratch import Design
-from lib.parallel import attention, compiling, gpus, layout, precision, routers
-from lib.parallel.trial import require_isolation
-from lib.tokens import build, split_writer
-from lib.train import checks, copying, model_files, previous_run
-from lib.train import model as train_model
 from lib.train.output import symptoms
 from tests import fork_server
 from tests.conftest import ROOT, run_stage
-from tests.models.families import FAMILIES
 from tests.scripts import load_script
 from tests.training import SEQ_LENGTH
 
@@ -530,7 +496,7 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
     with monkeypatch.context() as patch:
         patch.setattr(
             "lib.parallel.stop_request.StopRequest.begin_agreement",
-            lambda request: _raise_error(UsageError("stop")),
+            _refuse_to_begin,
         )
         trained.fails(*longer, "--resume-with-changes")
     error = trained.fails(*longer)
@@ -614,285 +580,5 @@ def test_a_shell_runs_the_printed_commands(trained: Terminal) -> None:
     assert '"step": 4' in rows
 
 
-def _hash_without_xxhash(patch: pytest.MonkeyPatch) -> None:
-    with patch.context() as inner:
-        inner.delitem(hashing._ALGORITHMS, "xxh3")
-        hashing.new_hasher("xxh3")
-
-
-def situations(patch: pytest.MonkeyPatch) -> Iterator[Callable[[], object]]:
-    """Yield what makes an error whose remedy needs a network, a GPU, a race or other programs."""
-    patch.setattr(sys, "argv", [str(ROOT / "03_download_model.py"), "--model-name", "org/name"])
-    yield lambda: _hash_without_xxhash(patch)
-    yield lambda: _raise_error(stage.find_known_error(ModuleNotFoundError("x", name="orjson")))
-    yield lambda: _raise_error(
-        architecture._code_error(Path("m"), ModuleNotFoundError("x", name="einops"))
-    )
-    yield lambda: hyperpod._make_client("auto", "x", 0, 1)
-    yield lambda: folder.Folder("s3://bucket")
-    yield lambda: predictor.require_package("--language")
-    yield phones.identify_package
-    yield lambda: language._read_labels(Path("models/lid.176.ftz"))
-    yield lambda: object.__new__(_class_with(hyperpod, "drop_newer")).drop_newer(1, "so")
-    worker = object.__new__(core_workers.Worker)
-    worker._process = Fake(exitcode=-9, name="w", join=lambda timeout: None)
-    yield lambda: _raise_error(worker._died())
-    for size, written in ((-1, 0), (7, 0), (1, 5)):
-        fake = Fake(map=lambda *work, placed=("copy", size, written): [placed])
-        file = Fake(path="a", bytes=1, mtime_ns=0)
-        yield lambda fake=fake, file=file: place.place_files(
-            Path(), Path(), [(file, "s")], "copy", fake, False
-        )
-    yield lambda: work_units.require_unchanged(
-        Fake(changed=("a", "it is gone"), unit=Fake(folder="d"))
-    )
-    Path("built").mkdir(exist_ok=True)
-    Path("built/x").touch()
-    yield lambda: file_identity.require_same(
-        {Path("gone"): (1, 2, 3, 4)}, "a dataset", "it was read"
-    )
-    Path("words").mkdir()
-    Path("words/tokenizer.json").touch()
-    yield lambda: Design("1M", None, None, (), Path("words")).require_same({}, "other")
-    yield lambda: build.require_same_tokenizer(Path("words"), "of another one")
-    sink = split_writer.Sink(Path("words/sink"), 0)
-    sink._file.bytes = 1
-    yield sink.close
-    yield lambda: publish.Build(Path("built"), "x/1", {}, False).__enter__()
-    yield _appeared
-    yield _vanished
-    hub = object.__new__(client.Hub)
-    hub.endpoint = "https://hub"
-    hub._token = ""
-    from huggingface_hub import errors as hub_errors
-
-    yield lambda: _explain_error(hub, hub_errors.OfflineModeIsEnabled("x"))
-    yield lambda: _raise_error(
-        client._refusal_error(Fake(response=Fake(status_code=503)), "m", "e", False)
-    )
-    yield lambda: _raise_error(client._unreachable_error(ConnectionError("x"), "https://hub"))
-    yield lambda: _explain_error(hub, OSError("5 bytes instead of 6"))
-    repository_on_hub = Fake(name="m", commit="c", kind="model")
-    yield lambda: hub.download(repository_on_hub, Fake(path="f", size=10**11), Path(), print)
-    files = dict.fromkeys(("config.json", "tokenizer.json", repository.PICKLE))
-    yield lambda: _raise_error(repository._incomplete_model_error(Fake(files=files), False))
-    model = Path(".cache/models/org--name")
-    yield lambda: weights._raise_if_any(model, ["x"])
-    yield lambda: tensors.read_into(
-        tensors.torch.empty(2),
-        os.open(os.devnull, os.O_RDONLY),
-        0,
-        model / "model.safetensors",
-        **lookup.model_remedy(model, "--overwrite"),
-    )
-    fetching = object.__new__(transfer.Transfer)
-    fetching._repository = Fake(name="m")
-    fetching._hub = Fake(download=lambda *arguments: Path(os.devnull))
-    fetching._count_bytes = print
-    damaged = Fake(path="f", size=1, describe_difference=lambda path: "other bytes")
-    yield lambda: fetching._download(damaged, Path("f"))
-    model.mkdir(parents=True)
-    (model / "manifest.json").write_text("{")
-    yield lambda: lookup.find_model("org/name", Path(".cache"))
-    patch.setattr(sys, "argv", [str(ROOT / "01_organize_data.py")])
-    yield from of_saved_splits()
-    make_train_command(patch)
-    yield from of_other_models()
-    yield lambda: attention._attend_varlen(None, None, None, None, None, dropout=0.1)
-    leaking = AutoModelForCausalLM.from_config(FAMILIES["falcon_7b"](), dtype=torch.float32)
-    device = Fake(device=torch.device("cpu"))
-    yield lambda: require_isolation(leaking, device)
-    opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
-    run = Experiment(Path("outputs"), "run")
-    yield lambda: _raise_error(
-        symptoms.explain_error(RuntimeError("can't allocate memory"), opts, run)
-    )
-    yield lambda: _raise_error(
-        symptoms.explain_error(RuntimeError("Connection reset by peer"), opts, run)
-    )
-    strict = RuntimeError("x does not have a deterministic implementation")
-    in_bucket = Fake(ckpt_copy_to="s3://bucket")
-    yield lambda: copying._restore_run(in_bucket, Experiment(Path("lost"), "run"))
-    yield lambda: _raise_error(symptoms.explain_error(strict, opts, run))
-    yield lambda: compiling.Compiler(True)._give_up(TorchDynamoException("x"))
-    patch.setattr(gpus, "find_unusable", lambda: gpus.Unusable("so", "a GPU", "do"))
-    yield lambda: gpus.require_usable_gpus(is_plan=False)
-    patch.setattr("torch.cuda.is_available", lambda: True)
-    patch.setattr("torch.cuda.device_count", lambda: 1)
-    yield lambda: layout._choose_device(3)
-    yield lambda: attention.choose_attention("varlen", "documents", "fp32", None)
-    patch.setattr("torch.cuda.get_device_name", lambda: "a GPU")
-    for capability in ((8, 0), (9, 0)):
-        patch.setattr("torch.cuda.get_device_capability", lambda known=capability: known)
-        yield lambda: precision.require_float8(False, False, 1, SEQ_LENGTH)
-    no_blocks = Fake(config=Fake(model_type="x"), _no_split_modules=(), named_modules=list)
-    yield lambda: float8.Float8("tensorwise").convert(no_blocks, sharded.Placement())
-    patch.setattr("importlib.metadata.version", _not_installed)
-    yield float8.require_package
-    yield lambda: extraction.require_extraction(RowOptions(extract=["html"]))
-    yield lambda: checks.require_consistent(
-        replace(opts, precision="fp8", lora_rank=4), has_begun=False
-    )
-    patch.setattr("lib.models.lora.choose_experts", lambda *_: ["experts"])
-    yield lambda: lora.Lora(4, 8.0, 0.1, "experts").convert(no_blocks, sharded.Placement())
-    yield lambda: checks.require_consistent(replace(opts, wandb=True), has_begun=False)
-    balanced = replace(opts, router_aux_loss=0.1, lora_rank=4)
-    for method in ("", routers.BIAS):
-        patch.setattr(routers, "find_routers", lambda _: [])
-        patch.setattr(routers, "find_method", lambda *_, known=method: known)
-        yield lambda: train_model._require_router_method(balanced, no_blocks)
-
-
-def of_saved_splits() -> Iterator[Callable[[], object]]:
-    """Yield the error for a saved dataset whose splits would be mixed."""
-    Path("saved").mkdir()
-    Path("saved/dataset_dict.json").write_text('{"splits": ["en", "de"]}')
-    entries = [
-        Fake(path="dataset_dict.json", skipped="it describes a dataset"),
-        Fake(path="en/a.arrow", skipped=""),
-        Fake(path="de/a.arrow", skipped=""),
-    ]
-    yield lambda: saved.require_readable(Path("saved"), "--src-dir", entries)
-
-
-def of_other_models() -> Iterator[Callable[[], object]]:
-    """Yield errors for models and templates that are there in another form, or not as they were."""
-    for name in (
-        "merged/part/__0_0.distcp",
-        "pickled/pytorch_model.bin",
-        "pickled/config.json",
-        "outputs/old/checkpoints/step_00000002/COMMIT.json",
-    ):
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).touch()
-    Path("adapter").mkdir()
-    Path("adapter/adapter_config.json").write_text('{"r": 2, "lora_alpha": 4}')
-    Path("adapter/adapter_model.bin").touch()
-    yield lambda: peft_adapter.read_adapter(Path("adapter"))
-    for name in ("merged", "pickled", "outputs/old"):
-        yield lambda name=name: _raise_error(unread_weights.find_error(Path(name)))
-    opts = load_script(TRAIN[0]).parse(list(map(str, TRAIN[1:])))
-    yield lambda: checks.require_model_shape(replace(opts, cache_dir=Path("nothing")))
-    begun, now = ({"options": {}, "inputs": {previous_run.TEMPLATE: text}} for text in "ab")
-    yield lambda: _raise_error(
-        previous_run._other_template(
-            identity.find_differences(begun, now), Path("a.jinja"), Path("outputs/run")
-        )
-    )
-    cached = Path("hub/models--org--name/snapshots/c")
-    cached.mkdir(parents=True)
-    yield lambda: model_files.require_base_of_checkpoint(
-        {"base": {"model.safetensors": "sha256:0"}}, Fake(model_dir=cached, base={}), Path("step")
-    )
-
-
-class Fake:
-    """An object with the attributes that it is given."""
-
-    def __init__(self, **attributes: Any) -> None:
-        self.__dict__ |= attributes
-
-
-def make_train_command(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sys, "argv", [str(ROOT / TRAIN[0]), *map(str, TRAIN[1:])])
-
-
-def _raise_error(error: StageError | None) -> None:
-    assert error
-    raise error
-
-
-def _class_with(module: ModuleType, method: str) -> type:
-    return next(
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and method in vars(value)
-    )
-
-
-def _explain_error(client: client.Hub, error: Exception) -> None:
-    with client._translate_errors("org/name", "main", "model"):
-        raise error
-
-
-def _not_installed(name: str) -> None:
-    raise PackageNotFoundError(name)
-
-
-def _appeared() -> None:
-    with publish.Build(Path("late"), "x/1", {}, False) as build:
-        Path("late").mkdir()
-        Path("late/x").touch()
-        build.publish(stage="x", options={}, files=[], summary={})
-
-
-def _vanished() -> None:
-    with storage.unwrap_dcp_errors():
-        lost = FileNotFoundError(2, "gone", "x")
-        raise storage.CheckpointException("x", {0: (lost, None)})
-
-
-def test_remedies_that_need_more_than_a_test_has(here: Terminal, monkeypatch) -> None:
-    """Their commands are at least such as the scripts take, and programs that are there."""
-    absent = (
-        "amzn_sagemaker_checkpointing",
-        "s3fs",
-        "fasttext",
-        "phonenumbers",
-    )  # and what other tests have imported of them
-    for name in {*absent, *(m for m in sys.modules if m.partition(".")[0] in absent)}:
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(file_systems, "s3", raising=False)  # what s3fs registered
-    for situation in situations(monkeypatch):
-        with pytest.raises(StageError) as caught:
-            situation()
-        assert caught.value.run, caught.value
-        for line in caught.value.run.splitlines():
-            words = shlex.split(line)
-            script = next((word for word in words if STAGE.search(word)), "")
-            if script:
-                load_script(Path(script).name).parse(words[words.index(script) + 1 :])
-            else:
-                assert (
-                    words[0] in ("mv", "accelerate")
-                    or words[1:2] == ["-c"]
-                    or words[1:4] in (["-m", "pip", "install"], ["-m", "pip", "download"])
-                    or words[1:4] == ["-m", "zipfile", "-e"]
-                    or words[1:4] == ["-m", "huggingface_hub.cli.hf", "download"]
-                )
-
-
-def test_every_command_that_creates_what_a_cluster_lacks_is_rendered() -> None:
-    """tests/cloud/test_remedies.py types most of them; here none is left out."""
-    eks = ClusterName("eks", "eks", "us-west-2", "prod")
-    job = JobOptions(job_name="j", image="registry.example.com/t:1")
-    rendered = {
-        "format_kubectl": remedies.format_kubectl(eks, "default", "get", "pods"),
-        "create_namespace": remedies.create_namespace(eks, "team"),
-        "install_operator": "\n".join(remedies.install_operator(eks, kind) for kind in KINDS),
-        "create_claim": remedies.create_claim(eks, "team", "data"),
-        "create_addon": remedies.create_addon(eks, "aws-efs-csi-driver"),
-        "create_bucket_claim": remedies.create_bucket_claim(eks, "team", "raw"),
-        "create_pull_secret": remedies.create_pull_secret(eks, "team", "pull", job.image),
-        "create_token_secret": remedies.create_token_secret(eks, "team", "hub"),
-        "create_service_account": remedies.create_service_account(eks, "team", "training"),
-        "raise_namespace_quota": remedies.raise_namespace_quota(eks, "team", "q", "pods", 4),
-        "install_nvidia_plugin": remedies.install_nvidia_plugin(eks),
-        "install_efa_plugin": remedies.install_efa_plugin(eks),
-        "add_nodes": remedies.add_nodes(eks, "gpu", 4),
-        "connect": remedies.connect("eks", "us-west-2"),
-        "push_image": remedies.push_image(job.image),
-        "find_remedy": remedies.find_remedy(Cause("image missing", "", ""), job, eks),
-    }
-    functions = {
-        name
-        for name, value in vars(remedies).items()
-        if getattr(value, "__module__", "") == remedies.__name__ and not name.startswith("_")
-    }
-    assert {*rendered} == functions
-    programs = {"kubectl", "aws", "eksctl", "helm", "sed", Path(sys.executable).name, "python"}
-    for name, text in rendered.items():
-        for line in text.splitlines():
-            words = shlex.split(line)
-            assert Path(words[0]).name in programs and not line.endswith(" "), (name, line)
-            assert all((ROOT / word).exists() for word in words if word.startswith("launch/"))
+def _refuse_to_begin(_: object) -> None:
+    raise UsageError("stop")

@@ -243,28 +243,6 @@ def test_modules_and_functions_stay_small(path: Path) -> None:
     assert not long
 
 
-def test_lines_are_at_most_100_characters() -> None:
-    long = [
-        f"{name_of(path)}:{number}"
-        for path in CODE
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        if len(line) > 100
-    ]
-    assert not long
-
-
-def test_prose_in_markdown_is_wrapped_at_120_characters() -> None:
-    """Tables, headings, code blocks and lines without a space are exempt."""
-    long = [
-        f"{name_of(path)}: {line[:60]}"
-        for path in DOCUMENTS
-        for line in re.sub(r"```.*?```", "", path.read_text("utf-8"), flags=re.DOTALL).splitlines()
-        if len(line) > 120 and " " in re.sub(r"`[^`]*`", "", line.strip())
-        if not line.lstrip().startswith(("|", "#"))
-    ]
-    assert not long
-
-
 def test_no_code_breaks_a_rule_of_form() -> None:
     assert not [
         f"{name_of(path)}:{line}: {rule}"
@@ -285,39 +263,12 @@ def test_no_code_breaks_a_rule_of_form() -> None:
         ("literals with an index", "('off', 'on')[value]", "pairs[value]"),
         ("literals with an index", "'AB'[part == 'A']", "[*first, *then][0]"),
         ("literals with an index", "x[: 3 if y else 1]", "x[: min(3, y)]"),
-        ("products with truth values", "'s' * (number != 1)", "'-' * len(title)"),
-        ("products with truth values", "f'{a} b' * flag", "f'{a} b' * (n + 1)"),
-        ("products with truth values", "[a] * bool(b)", "[a] * count"),
-        ("products with truth values", "a * (not b)", "a * (b or 1)"),
-        ("products with truth values", "a * b.is_trained", "a * b"),
-        ("lambdas with effects", "lambda a: (b.append(a), c(a))", "lambda a: (b(a), c(a))"),
-        ("lambdas with effects", "lambda a: b.append(a) or 0", "lambda a: b.append(a)"),
-        ("functions with a bare verb", "def _run(): 1", "def run_it():\n  def run(): 1"),
-        ("functions with a bare verb", "def _copy(): 1", "class A:\n  def _copy(self): 1"),
-        ("functions with a bare verb", "def read(): 1", "@pytest.fixture\ndef read(): 1"),
-        ("classes with an imperative", "class A:\n  'Read b.'", "class A:\n  'Reads b.'"),
-        ("values without a noun", "[each for each in a]", "[part for part in each]"),
-        ("values without a noun", "def f(how): 1", "f(how=1)"),
-        ("values without a noun", "class A: x = [made for made in a]", "class A:\n  made: int"),
         ("backslashes", "a = 1 + \\\n  2", 'a = """1\\\n2"""'),
     ],
 )
 def test_the_rules_of_form_find_what_they_forbid(rule: str, broken: str, allowed: str) -> None:
     assert [*form.violations(broken)] == [(rule, 1)]
     assert not [*form.violations(allowed)]
-
-
-@check_each(CODE)
-def test_every_module_and_public_function_says_what_it_is_for(path: Path) -> None:
-    tree = form.parse_file(path)
-    assert ast.get_docstring(tree)
-    if path in LIB:
-        public = [
-            node
-            for node in tree.body
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
-        ]
-        assert not [node.name for node in public if not ast.get_docstring(node)]
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=name_of)
