@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from lib.core import hashing, manifest
+from lib.core.nvidia import ToolError, parse_number, query_driver, run_tool
 from lib.core.paths import MANIFEST, models_root, tokens_root
 from lib.parallel.gpus import find_unusable
-from lib.parallel.nvidia import ToolError, parse_number, query_driver, run_tool
 
 _BLOCK = 8 << 20
 _DISK_BYTES = 512 << 20

@@ -22,11 +22,11 @@ from pathlib import Path
 from launch.bundles import unpacking
 from launch.checks import findings
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from lib.core import artifact_checks, commands, hashing, log, manifest, options
+from lib.core import artifact_checks, commands, hashing, log, manifest, nvidia, options
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.models import directory, lookup
-from lib.parallel import nvidia, torch_builds
+from lib.parallel import torch_builds
 from lib.parallel.torch_builds import Torch, driver_problem
 from lib.tokens.dataset import open_dataset
 

@@ -31,8 +31,8 @@ from launch.checks.findings import ERROR, INFO, WARNING, Finding
 from launch.supervision import network
 from lib.core import commands, log, options, units
 from lib.core.errors import UsageError
+from lib.core.nvidia import ToolError, run_tool
 from lib.core.options import Options
-from lib.parallel.nvidia import ToolError, run_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 _TOOLS = ("scontrol", "sbatch", "srun")

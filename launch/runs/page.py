@@ -14,9 +14,8 @@ from rich.text import Text
 
 from launch.runs.curves import render_curve, supports_unicode
 from launch.runs.run_files import Row, RunFiles
-from lib.core import units
+from lib.core import nvidia, units
 from lib.core.errors import one_line
-from lib.parallel import nvidia
 from lib.runs.figures import documented_name
 from lib.runs.run_records import mean_loss
 

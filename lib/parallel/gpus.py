@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from lib.core import commands, log, units
+from lib.core import commands, log, nvidia, units
 from lib.core.errors import UsageError
-from lib.parallel import nvidia
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 CPU_ONLY = "-1"  # what users set for the CPU; schedulers set an empty value

@@ -1,4 +1,4 @@
-# covers: lib/parallel/gpus.py, lib/parallel/nvidia.py
+# covers: lib/parallel/gpus.py, lib/core/nvidia.py
 """The error contains torch's reason why it cannot use GPUs. All tools are fakes."""
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from launch.checks import machine, node_findings, setup
+from lib.core import nvidia
 from lib.core.errors import UsageError
-from lib.parallel import gpus, nvidia
+from lib.parallel import gpus
 from tests.conftest import run_stage
 from tests.training import SEQ_LENGTH
 

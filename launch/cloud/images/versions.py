@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lib.core import commands, log, options
+from lib.core import commands, log, nvidia, options
 from lib.core.declared import option
 from lib.core.errors import Problems, UsageError
-from lib.parallel import nvidia, torch_builds
+from lib.parallel import torch_builds
 from lib.parallel.torch_builds import Torch, driver_problem, find_build
 
 ROOT = Path(__file__).resolve().parents[3]
