@@ -30,13 +30,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console, Group
 from rich.live import Live
 
-from launch.runs import overview, run_files
+from launch.runs import table
 from launch.runs.page import render_page
-from launch.runs.run_files import RunFiles
 from lib.core import commands, options, paths, stage
 from lib.core.errors import UsageError, one_line
 from lib.core.options import Options
+from lib.runs import run_list
 from lib.runs.growing_files import GrowingFile
+from lib.runs.run_files import RunFiles, require_run
 
 _LOG_LINES = 40
 _LOG_BYTES = 64 << 10
@@ -85,11 +86,11 @@ def main(argv: list[str]) -> None:
     is_live = is_live and not (opts.once or opts.log or opts.json)
     experiment = paths.existing_experiment(opts.experiment)
     if not is_live:
-        run_files.require_run(experiment)
+        require_run(experiment)
     run = RunFiles(experiment.root.resolve())
     if opts.json:
         _print_json(
-            overview.summarise_run(experiment.root.resolve(), experiment.root.name).to_json()
+            run_list.summarise_run(experiment.root.resolve(), experiment.root.name).to_json()
         )
         return
     if opts.log:
@@ -122,20 +123,20 @@ def _find_directory_of_runs(text: str | None) -> Path | None:
     if text is None:
         return paths.OUTPUTS
     root = paths.existing_experiment(text).root
-    if not root.is_dir() or overview.is_run(root):
+    if not root.is_dir() or run_list.is_run(root):
         return None
-    return root if overview.find_runs(root)[0] else None
+    return root if run_list.find_runs(root)[0] else None
 
 
 def _print_list(directory: Path, as_json: bool) -> None:
     """Print the table of the runs below a directory."""
-    runs, skipped = overview.list_runs(directory) if directory.is_dir() else ([], [])
+    runs, skipped = run_list.list_runs(directory) if directory.is_dir() else ([], [])
     if as_json:
         _print_json({"runs": [run.to_json() for run in runs], "skipped": skipped})
         return
     if runs or skipped:
         console = make_console(shutil.get_terminal_size((_TABLE_WIDTH, 40)).columns)
-        print(format_text(console, overview.render_table(runs, skipped)))
+        print(format_text(console, table.render_table(runs, skipped)))
     if not runs:
         print(f"no runs in {directory}/; next: {commands.script('04_train_fsdp.py', '--help')}")
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launch.runs import run_files
-from launch.runs.run_files import RunFiles
 from lib.core import log, options, paths, stage
 from lib.core.errors import UsageError
+from lib.runs import processes
+from lib.runs.run_files import RunFiles, require_run
 
 SQUEUE_TIMEOUT_S = 60.0
 
@@ -33,7 +33,11 @@ SQUEUE_TIMEOUT_S = 60.0
 def main(argv: list[str]) -> None:
     """Ask a run to stop, or report why there is nothing to stop."""
     parser = options.Parser(__doc__)
-    run_files.add_experiment(parser)
+    parser.add_argument(
+        "experiment",
+        metavar="NAME|DIR",
+        help="name of the run, for outputs/NAME, or its directory",
+    )
     parser.add_argument(
         "--slurm", action="store_true", help="also list the jobs of this name in Slurm's queue"
     )
@@ -42,7 +46,7 @@ def main(argv: list[str]) -> None:
     )
     opts = parser.parse(argv)
     experiment = paths.existing_experiment(opts.experiment)
-    run_files.require_run(experiment)
+    require_run(experiment)
     root = experiment.root
     run = RunFiles(root.resolve())
     run.update()
@@ -65,7 +69,7 @@ def stop_before_it_runs(run: RunFiles, root: Path, dry_run: bool) -> None:
     """Ask the launcher of a run to end before training runs, or report that there is none."""
     if not dry_run:
         run.experiment.stop_file.unlink(missing_ok=True)
-    process = run_files.find_process(root.resolve())
+    process = processes.find_process(root.resolve())
     status = f"{root} is not running ({run.status().text})"
     if process is None:
         log.info(f"nothing to stop: {status}{_describe_step(run)}")

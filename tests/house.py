@@ -127,7 +127,7 @@ def _describe_reach(root: Path) -> dict[str, str]:
     core = {*(root / "lib").rglob("*.py"), *launchers} - {*cloud}
     tests = (root / "tests").rglob("*.py")
     lines = [sum(map(_count_lines, group)) for group in (core, cloud, tests)]
-    reached = [count_reached(root, root / name) for name in _START]
+    reached = [len(find_reached(root, root / name)) for name in _START]
     return {
         _LINES: " / ".join(f"{count:,}" for count in lines),
         _REACHED: " / ".join(map(str, reached)),
@@ -138,8 +138,8 @@ def _count_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def count_reached(root: Path, start: Path) -> int:
-    """Return how many modules of this project a file imports, lazily or through others."""
+def find_reached(root: Path, start: Path) -> set[Path]:
+    """Return the modules of this project that a file imports, lazily or through others."""
     reached: set[Path] = set()
     waiting = [start] if start.is_file() else []
     while waiting:
@@ -148,7 +148,7 @@ def count_reached(root: Path, start: Path) -> int:
             if path not in reached and path.is_file():
                 reached.add(path)
                 waiting.append(path)
-    return len(reached)
+    return reached
 
 
 def _list_imports(path: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-# covers: launch/stop.py, launch/runs/run_files.py
+# covers: launch/stop.py, lib/runs/run_files.py, lib/runs/processes.py
 """Test that launch/stop.py stops a running run or its launcher, and nothing else."""
 
 from __future__ import annotations

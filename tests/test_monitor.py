@@ -20,10 +20,10 @@ import pytest
 
 from launch import monitor, stop
 from launch.runs import curves, page
-from launch.runs.run_files import RunFiles
 from lib.core import liveness
 from lib.core.lease import Lease
 from lib.runs.growing_files import GrowingFile, JsonLines
+from lib.runs.run_files import RunFiles
 from tests.conftest import ROOT, run_stage, start_stage
 from tests.training import SEQ_LENGTH
 

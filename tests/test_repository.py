@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from lib.core import options
-from tests import form
+from tests import form, house
 from tests.reference import TOOLS, parser_of
 from tests.scripts import load_script
 
@@ -42,7 +42,7 @@ ROOMS = {
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "runs", "models", "hub", "parallel"},
     "export": {"core", "tokens", "models", "parallel", "checkpoints"},
-    "report": {"core", "runs", "pages", "train"},
+    "report": {"core", "runs", "pages"},
     "evaluate": {"core", "runs", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
     "generate": {"core", "tokens", "models", "parallel", "evaluate"},
     "train": {
@@ -75,6 +75,16 @@ TABLES = {"lib/train/config.py"}
 HEAVY = {"torch", "transformers", "datasets", "huggingface_hub", "numpy", "pyarrow", "tokenizers"}
 NETWORK = {"huggingface_hub", "requests", "urllib", "urllib3", "socket", "http", "httpx", "ftplib"}
 CLOUD = {"fsspec", "s3fs"}
+# Programs that look at runs, and the rooms that they reach, lazily or through others.
+READERS = {
+    "launch/monitor.py": {"runs", "core"},
+    "launch/stop.py": {"runs", "core"},
+    "launch/supervision/head.py": {"runs", "core"},  # supervise.py itself reads stage 04's options
+    "lib/report/__main__.py": {"report", "pages", "runs", "core"},
+    "lib/checkpoints/__main__.py": {"checkpoints", "runs", "core"},
+}
+# What a checkpoint contains is named with the model's help; the commands never call that.
+ALSO_REACHED = {"lib/checkpoints/__main__.py": {"lib/models/sharded.py"}}
 SCRIPTS = {".py", ".sh", ".sbatch"}
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
@@ -164,6 +174,14 @@ def test_no_folder_of_a_room_imports_upwards(room: str) -> None:
         graph.setdefault(name, set()).update(used.split(".")[2] for used in inside)
         graph[name].discard(name)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+@check_each([ROOT / name for name in READERS])
+def test_programs_that_look_at_runs_reach_few_rooms(path: Path) -> None:
+    name = name_of(path)
+    reached = {name_of(module) for module in house.find_reached(ROOT, path)}
+    in_lib = {tuple(Path(module).parts[:2]) for module in reached - ALSO_REACHED.get(name, set())}
+    assert {parts[1] for parts in in_lib if parts[0] == "lib"} <= READERS[name]
 
 
 @check_each(sorted((ROOT / "launch").rglob("*/*.py")))

@@ -1,4 +1,4 @@
-# covers: launch/monitor.py, launch/runs/overview.py, launch/runs/curves.py
+# covers: launch/monitor.py, launch/runs/table.py, launch/runs/curves.py, lib/runs/run_list.py
 """launch/monitor.py lists all runs of a directory."""
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.runs import overview
+from lib.runs import run_list
+from lib.train.config import list_changed_defaults
 from tests.conftest import run_stage, start_stage
 from tests.test_monitor import hold_run, make_row
 from tests.training import SMALL_RUN
@@ -32,7 +33,12 @@ def make_run(
     """Write the files of a run with a row at each tenth step. age: seconds since the last one."""
     root.mkdir(parents=True)
     chosen = {"experiment_name": root.name, "lr": 3e-4, "seq_length": 2048, **options}
-    config = {"options": chosen, "settled": settled or {}, "versions": {"torch": "2.13.0"}}
+    config = {
+        "options": chosen,
+        "settled": settled or {},
+        "defaults": list_changed_defaults(chosen | (settled or {})),
+        "versions": {"torch": "2.13.0"},
+    }
     (root / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (root / "state.json").write_text(
         json.dumps({"status": status, "step": steps, "total_steps": 400})
@@ -172,7 +178,7 @@ def test_the_list_reads_only_the_end_of_long_files(
         file.truncate(1 << 40)  # a hole, which would take minutes to read
         file.seek(0, os.SEEK_END)
         file.write(f"\n{line}")
-    [summary], _ = overview.list_runs(tmp_path / "outputs")
+    [summary], _ = run_list.list_runs(tmp_path / "outputs")
     assert summary.step == 5_000_000
 
 

@@ -1,1 +1,1 @@
-"""Read the files and processes of a run, for monitor.py and stop.py."""
+"""Show the files of runs in a terminal: one run, or a table of runs."""

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.runs.curves import render_curve, supports_unicode
-from launch.runs.run_files import Row, RunFiles
 from lib.core import nvidia, units
 from lib.core.errors import one_line
 from lib.runs.figures import documented_name
+from lib.runs.run_files import Row, RunFiles
 from lib.runs.run_records import mean_loss
 
 _RECENT_ROWS = 20  # rows that are searched for a slow rank

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Set by a launcher for the processes that it starts: the command that was typed.
 LAUNCHED_AS = "LAUNCHED_AS"
 _LAUNCHER = "launch/single_node.sh"
-_TRAINER = "04_train_fsdp.py"
+TRAINER = "04_train_fsdp.py"
 _BATCH_SCRIPT = "slurm.sbatch"
 # The command of --on-end may contain any secret.
 _SECRET = re.compile(r"token$|password|secret|api_key|^on_end$")
@@ -113,7 +113,7 @@ def train(*words: object) -> str:
     """Return a command of stage 04, through the launcher if the machine has several GPUs."""
     if len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 and (start := _launcher()):
         return _join_words([*start, "--", *_words(words)])
-    return _join_words([*_torchrun(), path_of(_TRAINER), *_words(words)])
+    return _join_words([*_torchrun(), path_of(TRAINER), *_words(words)])
 
 
 def pip_install(*words: object) -> str:

@@ -10,11 +10,10 @@ import math
 import re
 from collections.abc import Callable
 
-from lib.core import declared, options, units
+from lib.core import declared, units
 from lib.report.run_data import TOKENS, RunData, read_number
 from lib.runs.events import Event
 from lib.runs.figures import Status
-from lib.train.config import DEFAULTS
 
 # Options that do not describe what a run trains.
 _HIDDEN = {"experiment_name", "save_dir", "config", "dry_run", "overwrite", "no_progress"}
@@ -92,17 +91,19 @@ def compare_with_plan(run: RunData) -> Texts:
 
 
 def list_changed_options(run: RunData) -> Texts:
-    """Return the options of a run whose value is not the default, with the default."""
-    defaults = options.to_plain_values(options.Options(**vars(DEFAULTS)))
+    """Return the options of a run whose value is not the default, with the default.
+
+    config.yaml records the defaults of these options; that of an older version does not.
+    """
     settled = run.config.get("settled", {})
+    values = {**run.config.get("options", {}), **settled}
     texts = {}
-    for name, value in {**run.config.get("options", {}), **settled}.items():
-        if value != defaults.get(name) and name not in _HIDDEN:
-            default = defaults.get(name)
+    for name, default in run.config.get("defaults", {}).items():
+        if name in values and name not in _HIDDEN:
             notes = ["chosen by stage 04"] if name in settled else []
             notes += [f"default {_format_value(default)}"] if default not in (None, []) else []
             note = f" ({', '.join(notes)})" if notes else ""
-            texts[declared.flag(name)] = _format_value(value) + note
+            texts[declared.flag(name)] = _format_value(values[name]) + note
     return texts
 
 

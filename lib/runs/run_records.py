@@ -86,7 +86,7 @@ def mean_loss(row: dict[str, Any]) -> float:
 def _is_valid_config(content: dict[str, Any]) -> bool:
     """Return whether the content of a config.yaml has the types that `write_config` writes."""
     identity = content.get("identity", {})
-    mappings = [content.get("options", {}), content.get("settled", {}), identity]
+    mappings = [identity, *(content.get(key, {}) for key in ("options", "settled", "defaults"))]
     if isinstance(identity, dict):
         mappings += [identity.get("options", {}), identity.get("inputs", {})]
     ids = [content.get(key, "0") for key in ("run", "launch")]  # used in names of directories

@@ -12,7 +12,7 @@ from lib.core.errors import UsageError
 from lib.train.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = "04_train_fsdp.py"
+SCRIPT = commands.TRAINER
 # The model and dataset of launchers if no option names others.
 RECIPE = ROOT / "recipes" / "scratch-1b-g5.yaml"
 DATASET = "c4"
@@ -53,27 +53,6 @@ def parse_options(words: Sequence[str]) -> Config:
         if error.run in (commands.help_of(), commands.help_of("--help-all")):
             error.run = commands.script(SCRIPT, "--help-all")
         raise
-
-
-def parse_options_in(directory: Path, words: Sequence[str]) -> Config:
-    """Return the options of words that a user typed in another directory.
-
-    Only the path in --config is resolved against that directory. Raises UsageError as
-    `parse_options` does.
-    """
-    parser = _make_parser()
-    resolved: list[str] = []
-    follows_config = False
-    for word in words:
-        flag, equals, value = word.partition("=")
-        is_config = parser.to_our_name(flag) == "--config"
-        if follows_config:
-            word = str(directory / word)
-        elif is_config and equals:
-            word = f"{flag}={directory / value}"
-        follows_config = is_config and not equals and not follows_config
-        resolved.append(word)
-    return parse_options(resolved)
 
 
 def expand_config(words: Sequence[str]) -> list[str]:

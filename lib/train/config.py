@@ -856,3 +856,14 @@ class Config:
 
 
 DEFAULTS = Config()
+
+
+def list_changed_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the defaults of the options that have other values, as plain values.
+
+    config.yaml records them, so that other programs can show the options of a run without knowing
+    those of its version.
+    """
+    defaults = options.to_plain_values(DEFAULTS)
+    changed = (name for name, value in values.items() if value != defaults.get(name))
+    return {name: defaults.get(name) for name in changed}

@@ -28,6 +28,7 @@ from lib.runs.events import Event
 from lib.runs.run_records import read_config
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
+from lib.train.config import list_changed_defaults
 from lib.train.inputs import Inputs
 from lib.train.output.journal import Journal, Launch
 from lib.train.plan import Plan
@@ -113,9 +114,11 @@ def _write_start(
         experiment.stop_file.unlink(missing_ok=True)
     start = f"{time.time_ns():x}"
     settled = {name: getattr(config, name) for name in config.settled_by}
+    recorded = config.to_record()
     journal.write_config(
-        config.to_record(),
+        recorded,
         settled,
+        list_changed_defaults(recorded | settled),
         plan.identity(),
         inputs.model_dir,
         start,

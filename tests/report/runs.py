@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from lib.train.config import list_changed_defaults
+
 START = "2026-11-24T10:{:02d}:{:02d}Z"
 
 
@@ -61,9 +63,12 @@ def write_run(
     step = rows[-1]["step"] if rows else 0
     state = {"status": "complete", "step": step, "total_steps": 700, "memory_estimate_gib": 58.5}
     (root / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    chosen = {"lr": 0.001, "batch_size": 4, **(options or {})}
+    settled = {"precision": "bf16"}
     config = {
-        "options": {"lr": 0.001, "batch_size": 4, **(options or {})},
-        "settled": {"precision": "bf16"},
+        "options": chosen,
+        "settled": settled,
+        "defaults": list_changed_defaults(chosen | settled),
         "versions": {"python": "3.11.7", "torch": "2.13.0"},
         "argv": ["04_train_fsdp.py", "-e", root.name],
         "git_commit": "2c47abd5",

@@ -63,6 +63,7 @@ class Journal:
         self,
         resolved: dict[str, Any],
         settled: dict[str, Any],
+        defaults: dict[str, Any],
         identity: dict[str, Any],
         model_dir: Path,
         launch: str,
@@ -71,8 +72,9 @@ class Journal:
     ) -> None:
         """Write config.yaml: options, versions, argv and the commit of the code.
 
-        resolved: values of all options. settled: values of the options that were filled in. launch,
-        run: IDs of this start and of the run. launched_by: the marks of the launch.
+        resolved: values of all options. settled: values of the options that were filled in.
+        defaults: those of the options with other values. launch, run: IDs of this start and of the
+        run. launched_by: the marks of the launch.
         """
         if not self._active:
             return
@@ -82,6 +84,7 @@ class Journal:
             "launched_by": launched_by,
             "options": resolved,
             "settled": settled,
+            "defaults": defaults,
             "model_dir": str(model_dir),
             "identity": identity,
             "versions": manifest.package_versions(),

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lib.core import lease, liveness, paths, records
-from lib.core.errors import StageError, UsageError, one_line
+from lib.core.errors import UsageError, one_line
 from lib.core.paths import Experiment, step_of
 from lib.runs import collectives, events, run_records
 from lib.runs.figures import Status
 from lib.runs.growing_files import JsonLines
-from lib.train import command_line
+from lib.runs.processes import find_process
 
 _ABANDONED_S = lease.PATIENCE_S + 5  # without an update, the lock of another machine is abandoned
 _LOG_TAIL = 16 << 10  # bytes
@@ -25,15 +23,6 @@ _LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)\S* (WARNING|ERROR) (.
 _TRACEBACK = "Traceback (most recent call last):"
 
 Row = dict[str, Any]
-
-
-def add_experiment(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that names a run."""
-    parser.add_argument(
-        "experiment",
-        metavar="NAME|DIR",
-        help="name of the run, for outputs/NAME, or its directory",
-    )
 
 
 def require_run(experiment: Experiment) -> None:
@@ -48,43 +37,6 @@ def require_run(experiment: Experiment) -> None:
             f"there is no run {experiment.root}",
             found=f"in {parent}: {one_line(', '.join(names[:10])) or 'nothing'}",
         )
-
-
-class RunProcess(NamedTuple):
-    """A process of this machine that prepares or trains a run."""
-
-    pid: int
-    parent: int
-    is_launcher: bool
-
-
-def find_process(root: Path) -> RunProcess | None:
-    """Return the process of this machine that prepares or trains the run in `root`, if any.
-
-    If several processes belong to the run, the one that started the others is returned: the
-    launcher, if there is one.
-    """
-    processes: dict[int, RunProcess] = {}
-    for process in liveness.list_processes():
-        entry = Path("/proc") / str(process.pid)
-        with suppress(OSError, StageError, ValueError):
-            words = (entry / "cmdline").read_text(encoding="utf-8").split("\0")[:-1]
-            names = [Path(word).name for word in words]
-            cwd = (entry / "cwd").readlink()
-            stage_options = command_line.parse_options_in(
-                cwd, words[names.index(command_line.SCRIPT) + 1 :]
-            )
-            directory = (
-                cwd
-                / (stage_options.save_dir or paths.OUTPUTS)
-                / (stage_options.experiment_name or "")
-            )
-            is_run = names[0].startswith("python") and not stage_options.bench
-            if is_run and directory.resolve() == root:
-                is_launcher = names[1] == "supervise.py"
-                processes[process.pid] = RunProcess(process.pid, process.parent, is_launcher)
-    roots = [process for process in processes.values() if process.parent not in processes]
-    return max(roots, key=lambda process: process.is_launcher, default=None)
 
 
 class RunStatus(NamedTuple):
