@@ -40,10 +40,10 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.parallel.routers import RouterLoad
     from lib.parallel.stop_request import StopRequest
     from lib.planning.memory import MemoryEstimate
+    from lib.runs.journal import Journal
     from lib.tokens.batches import DataStream
     from lib.train.data import Data
     from lib.train.inputs import Inputs
-    from lib.train.output.journal import Journal
     from lib.train.output.meters import Meters
     from lib.train.output.report import Report
     from lib.train.output.rows import Divergence, Evaluation, LossWindow
@@ -80,8 +80,8 @@ def main(argv: list[str]) -> None:
     from lib.train import checks, previous_run
     from lib.train.copying import copy_complete_run, restore_lost_run
     from lib.train.inputs import find_inputs, is_complete
+    from lib.train.launches import drop_one_time_options, is_restart
     from lib.train.new_model import model_from_scratch
-    from lib.train.output.journal import drop_one_time_options, is_restart
     from lib.train.settle import settle_from_files
 
     log.show_times(not (typed.dry_run or typed.prepare_only))
@@ -257,9 +257,10 @@ def join_ranks(
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory import MemoryEstimate
+    from lib.runs.journal import Journal
     from lib.train import checks, memory_fit
     from lib.train.experiment import claim_experiment
-    from lib.train.output.journal import Journal, join_launch
+    from lib.train.launches import join_launch
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
 

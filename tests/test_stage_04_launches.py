@@ -1,4 +1,4 @@
-# covers: 04_train_fsdp.py, lib/train/settle.py
+# covers: 04_train_fsdp.py, lib/train/settle.py, lib/train/launches.py
 """Options and stop requests that act once per launch, however often it is restarted."""
 
 from __future__ import annotations

@@ -22,7 +22,16 @@ from pathlib import Path
 from launch.bundles import unpacking
 from launch.checks import findings
 from launch.checks.findings import ERROR, INFO, WARNING, Finding
-from lib.core import artifact_checks, commands, hashing, log, manifest, nvidia, options
+from lib.core import (
+    artifact_checks,
+    code_version,
+    commands,
+    hashing,
+    log,
+    manifest,
+    nvidia,
+    options,
+)
 from lib.core.errors import StageError
 from lib.core.paths import MANIFEST
 from lib.models import directory, lookup
@@ -159,9 +168,7 @@ def _check_code() -> Iterator[Finding]:
     """Yield which code this is: a commit, or an unpacked bundle, whose files are hashed."""
     stamp = ROOT / unpacking.UNPACKED
     if not stamp.exists():
-        from lib.train.output.journal import find_git_commit
-
-        commit = find_git_commit()
+        commit = code_version.find_git_commit()
         yield Finding(
             INFO,
             "code",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.core import lease, liveness, paths, records
+from lib.core import lease, liveness, records
 from lib.core.errors import UsageError, one_line
-from lib.core.paths import Experiment, step_of
+from lib.core.paths import Experiment
 from lib.runs import collectives, events, run_records
 from lib.runs.figures import Status
 from lib.runs.growing_files import JsonLines
@@ -119,14 +120,11 @@ class RunFiles:
     def checkpoints(self) -> list[tuple[int, float]]:
         """Return the step and the age in seconds of each complete checkpoint, the newest last."""
         checkpoints = []
-        for path in self.experiment.checkpoints.glob(f"step_*/{paths.COMMIT}"):
-            try:
-                step = step_of(path.parent.name)
-                if step is not None:
+        with suppress(OSError):
+            for step, path in reversed(run_records.list_commits(self.experiment)):
+                with suppress(OSError):  # it was deleted just now
                     checkpoints.append((step, time.time() - path.stat().st_mtime))
-            except OSError:
-                continue  # it was deleted just now
-        return sorted(checkpoints)
+        return checkpoints
 
     def warnings(self) -> list[str]:
         """Return the newest problems: events, and warnings and errors in the log of any rank."""

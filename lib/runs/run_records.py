@@ -14,7 +14,7 @@ from typing import Any
 
 from lib.core import records
 from lib.core.errors import one_line
-from lib.core.paths import Experiment
+from lib.core.paths import COMMIT, Experiment, step_of
 
 _TEXTS = {"status", "event", "time", "host", "machine", "born", "id", "copy_error"}
 _COUNTS = {
@@ -63,6 +63,22 @@ def read_config(experiment: Experiment) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) and _is_valid_config(content) else {}
+
+
+def list_commits(experiment: Experiment) -> list[tuple[int, Path]]:
+    """Return the step and the COMMIT of each complete checkpoint, the newest step first.
+
+    Raises OSError if the disk fails.
+    """
+    try:
+        entries = list(experiment.checkpoints.iterdir())
+    except FileNotFoundError:
+        return []
+    commits = [(step_of(entry.name), entry / COMMIT) for entry in entries]
+    return sorted(
+        ((step, path) for step, path in commits if step is not None and path.exists()),
+        reverse=True,
+    )
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:

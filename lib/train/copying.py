@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,20 +14,22 @@ from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.copier import Copier
 from lib.checkpoints.copies import CopyPlace
 from lib.checkpoints.copy_lease import PlaceLease
-from lib.core import commands, launcher, log, manifest, units
+from lib.core import commands, launcher, log, units
 from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, StageError, UsageError
 from lib.core.identity import find_differences, list_differences
 from lib.core.lease import DirectoryHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
 from lib.hub.folder import is_url
+from lib.runs import state_file
 from lib.runs.events import Event, EventFile
+from lib.runs.journal import Journal
 from lib.runs.run_records import read_config
 from lib.train import checks, previous_run
 from lib.train.config import Config
 from lib.train.inputs import find_inputs
+from lib.train.launches import is_restart
 from lib.train.new_model import model_from_scratch
-from lib.train.output.journal import Journal, is_restart, read_state
 from lib.train.plan import Plan
 from lib.train.settle import settle_from_files
 
@@ -287,9 +290,7 @@ def copy_complete_run(config: Config, experiment: Experiment) -> None:
     newest = commit.find_newest(experiment.checkpoints)
     assert newest, "the run is complete"
 
-    def show(**facts: Any) -> None:
-        manifest.write_json(experiment.state, read_state(experiment) | facts)
-
+    show = partial(state_file.change_state, experiment)
     copier = _make_copier(config, experiment, EventFile(experiment).add_event, show)
     try:
         lease = Lease(experiment.lock, lambda text: launcher.end_at_once(EXIT_BUG))

@@ -25,12 +25,13 @@ from lib.models import architecture, chat_files, dialects, remote_code
 from lib.models.directory import CONFIG
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.runs.events import Event
+from lib.runs.journal import Journal
 from lib.runs.run_records import read_config
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.encode import Encoder
 from lib.train.config import list_changed_defaults
 from lib.train.inputs import Inputs
-from lib.train.output.journal import Journal, Launch
+from lib.train.launches import Launch
 from lib.train.plan import Plan
 from lib.train.previous_run import BOS_PREFIX
 

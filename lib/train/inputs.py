@@ -25,6 +25,7 @@ from lib.hub.dataset import HubDataset
 from lib.models import chat_files, directory, lookup, peft_adapter
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel.degrees import RECOMPUTATIONS
+from lib.runs import state_file
 from lib.tokens import mixture, raw_shards
 from lib.tokens.chat import policy
 from lib.tokens.columns import CHAT
@@ -300,7 +301,7 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
         or find_differences(facts["identity"], planned.identity())
     ):
         return False
-    previous_run.mark_complete(experiment, checkpoint.step)
+    state_file.mark_complete(experiment, checkpoint.step)
     log.info(
         f"already done: {experiment.root} is complete at step {checkpoint.step:,}; raise "
         f"--num-epochs or --max-steps to go on\n{plan.next_command(config, experiment)}"

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import commands, config_file, declared, hashing, log, manifest, paths
+from lib.core import commands, config_file, declared, hashing, log, paths
 from lib.core.artifacts import CHAT_TEMPLATE
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.identity import Difference, find_differences, list_differences
 from lib.core.paths import Experiment
 from lib.models import lookup
 from lib.runs import run_records
-from lib.runs.figures import Status
 from lib.tokens.chat.policy import TEMPLATE_INPUT
 from lib.train.config import Config
-from lib.train.output import journal
 
 # Names of inputs in the identity of a run.
 TEMPLATE = TEMPLATE_INPUT  # only with chat datasets
@@ -53,7 +51,6 @@ _TENSOR_OPTIONS = {
 _SAMPLE_OPTIONS = {"dataset", "tokenizer", _SAMPLES} | {
     field.name for field in declared.list_fields(Config) if field.metadata["renumbers"]
 }
-_STEP_FIELDS = {"epoch", "tokens", "sample_cursor"}  # in state.json, valid for one step
 
 
 class KeptTemplate(NamedTuple):
@@ -397,17 +394,6 @@ def descends_from(checkpoint: Checkpoint | None, ancestor: Checkpoint) -> bool:
         checkpoint is not None
         and checkpoint.commit().get("resumed_from") == ancestor.commit()["manifest"]
     )
-
-
-def mark_complete(experiment: Experiment, step: int) -> None:
-    """Write to state.json that a run is complete, if it crashed between its last save and that."""
-    state = journal.read_state(experiment)
-    if log.rank() > 0 or (state.get("status"), state.get("step")) == (Status.COMPLETE, step):
-        return
-    if state.get("step") != step:  # drop the fields about another step
-        state = {key: value for key, value in state.items() if key not in _STEP_FIELDS}
-    completed = {"status": Status.COMPLETE, "step": step, "global_step": step}
-    manifest.write_json(experiment.state, state | completed)
 
 
 def _make_stranger_error(root: Path, config: Config) -> UsageError:

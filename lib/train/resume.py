@@ -16,13 +16,13 @@ from lib.models.sharded import is_frozen, restore_ties
 from lib.models.weights import restore_buffers
 from lib.parallel.layout import on_rank_0
 from lib.runs.events import Event
+from lib.runs.journal import Journal
 from lib.tokens.batches import BEGINNING
 from lib.train import previous_run
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_base_of_checkpoint
 from lib.train.output import symptoms
-from lib.train.output.journal import Journal
 from lib.train.output.report import Report
 from lib.train.output.rows import Divergence
 from lib.train.state import TrainState

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
 
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory_check import MemoryCheck
-    from lib.train.output.journal import Launch
+    from lib.train.launches import Launch
 
 _BIAS_STEP = 1e-3  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2)
 _ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
@@ -126,11 +126,10 @@ def agree_on_options(
 
     samples: number of samples in an epoch, None if unknown.
     """
-    from lib.train import memory_fit
-    from lib.train.output import journal
+    from lib.train import launches, memory_fit
 
     agreed = memory_fit.agree_on_memory(config, samples, layout)
-    return journal.drop_one_time_options(agreed, launch.has_begun)
+    return launches.drop_one_time_options(agreed, launch.has_begun)
 
 
 def apply_rules(config: Config, facts: Facts, known: Known) -> Config:

@@ -1,4 +1,4 @@
-# covers: lib/runs/metrics.py, lib/train/output/journal.py, lib/core/append_only.py
+# covers: lib/runs/metrics.py, lib/runs/journal.py, lib/runs/state_file.py, lib/core/append_only.py
 """metrics.jsonl, TensorBoard, wandb and loss.png, on disks and in packages that may fail."""
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ import pytest
 from lib.core import manifest, offline, records
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
+from lib.runs.journal import Journal
 from lib.runs.metrics import Curve, Metrics
-from lib.train.output.journal import Journal, read_state
+from lib.runs.run_records import read_state
 
 
 @pytest.fixture
@@ -153,9 +154,9 @@ def test_a_full_disk_overwrites_the_old_state(experiment: Experiment, monkeypatc
 
     monkeypatch.setattr(manifest, "write_json", full)
     journal.write_state("disk_full", step=2)
-    assert read_state(experiment).items() >= {"status": "disk_full", "step": 2}.items()
+    assert read_state(experiment.state).items() >= {"status": "disk_full", "step": 2}.items()
     journal.write_state("running", step=1)
-    assert read_state(experiment)["status"] == "disk_full"
+    assert read_state(experiment.state)["status"] == "disk_full"
 
 
 def test_tensorboard_and_wandb_may_fail(

@@ -11,16 +11,16 @@ import torch
 
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.checkpoints.contents import RunState
-from lib.core import log, manifest, units
+from lib.core import code_version, log, manifest, units
 from lib.core.errors import Preempted
 from lib.core.paths import Experiment
 from lib.parallel import compiling
 from lib.planning.memory import MemoryEstimate
+from lib.runs.journal import Journal
 from lib.tokens.batches import DataStream
 from lib.train import bench, overview, plan
 from lib.train.inputs import Inputs
 from lib.train.output.communication import CommunicationProfiler
-from lib.train.output.journal import Journal, find_git_commit
 from lib.train.output.meters import Meters
 from lib.train.output.report import Report
 from lib.train.state import TrainState
@@ -213,7 +213,7 @@ class BenchReport(Report):
             "communication/total": measured and measured.total,
             "communication/exposed": measured and measured.exposed,
             "versions": manifest.package_versions(),
-            "git_commit": find_git_commit(),
+            "git_commit": code_version.find_git_commit(),
         }
 
     def _is_compiled(self) -> bool:

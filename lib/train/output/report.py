@@ -22,11 +22,11 @@ from lib.planning.memory import MemoryEstimate
 from lib.runs import metrics
 from lib.runs.events import Event
 from lib.runs.figures import DEFAULT_SCORE, Status
+from lib.runs.journal import Journal
 from lib.runs.metrics import Metrics
 from lib.tokens.batches import DataStream, MicroBatch
 from lib.train.estimates import MEASURED_STEPS
 from lib.train.output import bits_per_byte, console, symptoms
-from lib.train.output.journal import Journal
 from lib.train.output.meters import Meters, Pace
 from lib.train.output.page_writer import PageWriter
 from lib.train.output.rows import (

@@ -16,8 +16,9 @@ from lib.core.errors import StageError, UsageError
 from lib.core.paths import Experiment
 from lib.parallel import meeting
 from lib.planning.knobs import list_remedies
+from lib.runs.run_records import read_state
 from lib.train.config import Config
-from lib.train.output import journal, meters
+from lib.train.output import meters
 from lib.train.plan import get_world_size, make_step_without_attention
 
 _SEE_PAGE = "docs/how-to/troubleshooting.md says more"
@@ -97,7 +98,7 @@ def _format_lower_rate_command(config: Config, experiment: Experiment) -> str:
     dropped = ["--overwrite", "--resume"]
     if (checkpoint := commit.find_newest(experiment.checkpoints)) is None:
         return commands.as_typed(*rates, drop=dropped)
-    end = journal.read_state(experiment).get("total_steps") or config.step_limit
+    end = read_state(experiment.state).get("total_steps") or config.step_limit
     return commands.as_typed(
         *rates,
         "--resume",
