@@ -144,7 +144,7 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
         run.report.note_state(Status.COMPLETE)
-        run.checkpointer.delete_tier_checkpoints(run.state.step)
+        run.checkpointer.clear(run.state.step)
         run.report.finish()
         if not config.bench:
             log.info(next_command(config, experiment))
@@ -296,8 +296,11 @@ def make_checkpointer(
     """Return the checkpointer of a run, with a second tier of frequent checkpoints if asked for."""
     import torch
 
-    from lib.checkpoints import vendor_tiers
-    from lib.checkpoints.checkpointer import Checkpointer, make_tier
+    from lib.checkpoints import tier, vendor_tiers
+    from lib.checkpoints.checkpointer import Checkpointer
+    from lib.checkpoints.copied_directory import CopiedDirectory
+    from lib.checkpoints.place import CheckpointPlace, SavedRun
+    from lib.checkpoints.run_directory import RunDirectory
     from lib.planning import capacity
     from lib.runs.run_records import read_config
     from lib.train.copying import make_copier
@@ -306,36 +309,30 @@ def make_checkpointer(
     config = plan.config
     if config.bench:
         return NoCheckpoints()
-    tier = make_tier(
-        vendor_tiers.find_requested(config),
-        config.ckpt_local_dir,
+    run = SavedRun(
         config.experiment_name,
         read_config(experiment)["run"],
+        plan.identity(),
         layout,
         journal.add_event,
     )
-    return Checkpointer(
-        experiment.checkpoints,
-        layout,
-        plan.identity(),
-        total_steps=plan.total_steps,
-        every=config.ckpt_freq,
-        keep=config.ckpt_keep,
-        keep_every=config.ckpt_keep_every or 0,
-        tier=tier,
-        tier_every=config.ckpt_local_freq,
-        copier=make_copier(config, experiment, layout, journal),
-        note=journal.add_event,
-        free_memory=partial(capacity.count_free, torch.device("cpu"))
-        if config.ckpt_async
-        else None,
-    )
+    retention = (config.ckpt_freq, config.ckpt_keep, config.ckpt_keep_every or 0)
+    if config.ckpt_copy_to:
+        copier = make_copier(config, experiment, run, journal)
+        directory: RunDirectory = CopiedDirectory(run, experiment.checkpoints, *retention, copier)
+    else:
+        directory = RunDirectory(run, experiment.checkpoints, *retention)
+    places: list[CheckpointPlace] = [directory]
+    if place := vendor_tiers.find_place(config):
+        places.append(tier.open_tier(run, place, config.ckpt_freq, config.ckpt_local_freq))
+    free_memory = partial(capacity.count_free, torch.device("cpu")) if config.ckpt_async else None
+    return Checkpointer(run, places, plan.total_steps, free_memory)
 
 
 def save_step(run: Run, stopping: bool = False) -> None:
     """Save the state after a step; without `stopping`, perhaps in the background."""
     with run.meters.pause("save"):
-        run.checkpointer.save(run.state, stopping, run.report.save_callback())
+        run.report.follow_save(run.checkpointer.save(run.state, stopping))
 
 
 def evaluate_step(run: Run) -> str:
@@ -358,7 +355,7 @@ def evaluate_step(run: Run) -> str:
     if state.unevaluated:
         state.unevaluated = {}
         facts = state.evaluation_facts()
-        run.checkpointer.record_evaluation(state.step, facts, report.save_callback())
+        report.follow_save(run.checkpointer.record_evaluation(state.step, facts))
     return ""
 
 

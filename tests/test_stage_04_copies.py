@@ -1,5 +1,6 @@
 # covers: 04_train_fsdp.py, lib/checkpoints/copier.py, lib/checkpoints/copies.py
-# covers: lib/checkpoints/copy_lease.py, lib/train/copying.py, lib/hub/folder.py
+# covers: lib/checkpoints/copy_lease.py, lib/checkpoints/copied_directory.py, lib/train/copying.py
+# covers: lib/hub/folder.py
 """`--ckpt-copy-to`: copies of checkpoints in a second place, and runs restored from them."""
 
 from __future__ import annotations

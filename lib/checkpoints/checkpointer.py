@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import pkgutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
-from lib.checkpoints import commit, contents, snapshot
+from lib.checkpoints import contents, snapshot
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.contents import RunState, TrainRecord
-from lib.checkpoints.copier import Copier
 from lib.checkpoints.host_copies import HostCopies
-from lib.checkpoints.search import find_newest_valid
+from lib.checkpoints.place import CheckpointPlace, SavedRun
+from lib.checkpoints.run_directory import RunDirectory
 from lib.checkpoints.snapshot import Snapshot
-from lib.checkpoints.tier import LocalTier, Note, Tier, ignore_event
-from lib.checkpoints.vendor_tiers import VENDOR_TIERS
-from lib.core import log, paths, units, workers
+from lib.core import log, units, workers
 from lib.core.errors import ArtifactError, DiskFullError, StageError
-from lib.parallel.layout import ParallelLayout, gather, on_rank_0
+from lib.parallel.layout import gather
 from lib.runs.events import Event
 
-_TIER_PER_SHARED = 10  # checkpoints of the second tier for each shared one
 _MAX_FAILURES = 3  # saves in a row without disk space
 _HINT = (
     "free disk space there, or keep fewer checkpoints with --ckpt-keep and --ckpt-keep-every. "
     "Kept checkpoints and those in quarantine/ are never deleted to make space"
 )
+
+
+class Saved(NamedTuple):
+    """A checkpoint that is complete, its place, and the seconds that the save took."""
+
+    place: CheckpointPlace
+    checkpoint: Checkpoint
+    seconds: float
 
 
 class Checkpointer:
@@ -41,81 +43,53 @@ class Checkpointer:
 
     def __init__(
         self,
-        checkpoints: Path,
-        layout: ParallelLayout,
-        identity: dict[str, Any],
-        *,
+        run: SavedRun,
+        places: Sequence[CheckpointPlace],
         total_steps: int,
-        every: int,
-        keep: int = 0,
-        keep_every: int = 0,
-        tier: Tier | None = None,
-        tier_every: int | None = None,
         free_memory: Callable[[], float] | None = None,
-        copier: Copier | None = None,
-        note: Note = ignore_event,
     ) -> None:
         """Create the checkpointer of a run.
 
-        identity: options and inputs that a resumed run must share with this run. every: steps
-        between shared checkpoints; the last step is always saved. keep, keep_every: see
-        prune_checkpoints. tier: stores frequent checkpoints in addition to the shared ones, every
-        tier_every steps. free_memory: returns the bytes of host memory that a rank can still use
-        for copies; if it is None, each checkpoint is written before the next step. copier: copies
-        the shared checkpoints to a second place, on rank 0. note: records events.
+        places: first the directory of the run, which gets the last step too. A step for which
+        several places are due is saved in the first one of them. free_memory: returns the bytes of
+        host memory that a rank can still use for copies; if it is None, each checkpoint is written
+        before the next step.
         """
-        self._directory = checkpoints
-        self._layout = layout
-        self._identity = identity
+        assert isinstance(places[0], RunDirectory), "the run relies on the first place"
+        self._run = run
+        self._directory = places[0]
+        self._tiers = places[1:]
+        self._places = places
         self._total = total_steps
-        self._every = every
-        self._keep = (keep, keep_every)
-        self._tier_every = (
-            every if tier is None else tier_every or max(1, every // _TIER_PER_SHARED)
-        )
-        self._tier = tier
-        self._note = note
         self._free_memory = free_memory
-        self._copier = copier
-        self._pruning = Lock()
         self._copies: HostCopies | None = None
         self._thread = workers.thread_pool(name="saving")
-        self._pending: Future[tuple[Checkpoint, float]] | None = None
+        self._pending: Future[Saved] | None = None
         self._step = 0
-        self._saved: int | None = None  # step of the last complete shared checkpoint
-        self._is_shared = True
+        self._place: CheckpointPlace = self._directory  # of the pending save
+        self._saved: int | None = None  # step of the last complete checkpoint in the directory
         self._failures = 0
         self._waited: float | None = None  # seconds that training waited for the save
-        self._record_may_fail = log.WarnOnce("the figures of an evaluation", OSError)
-        self._prune_may_fail = log.WarnOnce("old checkpoints", OSError, StageError, done="deleted")
 
     def find_newest(self, before: int | None = None) -> Checkpoint | None:
-        """Return the newest valid checkpoint of both tiers; see `find_newest_valid`."""
-        control = self._layout.control
-        tier = self._tier
-        if tier is None:
-            return find_newest_valid(self._directory, control, self._note_quarantine, before)
-
-        def find_in_tier(after: int) -> Checkpoint | None:
-            return tier.find_usable(self._identity, after, self._note_quarantine, before)
-
-        # No hashing yet: if the tier has a newer one, the shared files need not be read.
-        unverified = on_rank_0(lambda: commit.find_newest(self._directory, before), control)
-        unverified_step = unverified.step if unverified else 0
-        if newer := find_in_tier(unverified_step):
+        """Return the newest valid checkpoint of all places; see `find_newest_valid`."""
+        # No hashing yet: if a tier has a newer one, the files in the directory need not be read.
+        seen = self._directory.peek_newest(before) if self._tiers else 0
+        if newer := self._find_in_tiers(before, seen):
             return newer
-        error = None
         try:
-            shared = find_newest_valid(self._directory, control, self._note_quarantine, before)
-        except ArtifactError as damaged:
-            shared = None
-            error = damaged
-        step = shared.step if shared else 0
-        if step < unverified_step and (newer := find_in_tier(step)):
-            return newer
-        if error:
-            raise error
-        return shared
+            newest = self._directory.find_newest(before)
+        except ArtifactError:
+            if seen and (newer := self._find_in_tiers(before, 0)):
+                return newer
+            raise
+        step = newest.step if newest else 0
+        return (self._find_in_tiers(before, step) if step < seen else None) or newest
+
+    def _find_in_tiers(self, before: int | None, after: int) -> Checkpoint | None:
+        """Return a valid checkpoint of the first tier that has one after a step."""
+        found = (tier.find_newest(before, after) for tier in self._tiers)
+        return next(filter(None, found), None)
 
     def load(self, checkpoint: Checkpoint, state: RunState) -> TrainRecord:
         """Load a verified checkpoint into the state of a run and return its record.
@@ -125,93 +99,68 @@ class Checkpointer:
         record = checkpoint.record()
         tensors = state.tensors()
         contents.require_complete(record, checkpoint.path)
-        if self._tier and self._tier.holds(checkpoint):
-            self._tier.fill(checkpoint, tensors, self._layout.device)
-        else:
-            snapshot.load_snapshot(
-                checkpoint, tensors, record, self._layout.device, self._layout.control
-            )
+        place = next(place for place in reversed(self._places) if place.holds(checkpoint))
+        place.load(checkpoint, tensors, record)
         state.load_state_dict(record)
         return record
 
     def drop_newer(self, step: int, why: str, tier_step: int | None = None) -> None:
         """Make all checkpoints after a step unusable, because the run continues from that step.
 
-        Shared ones are moved to quarantine; see `Tier.drop_newer` for the second tier. tier_step:
-        use this step instead for the second tier. Raises ArtifactError if the second tier fails.
+        tier_step: use this step instead for all places except the run's directory. Raises
+        ArtifactError if one of these fails.
         """
-        if self._layout.rank == 0:
-            commit.quarantine_newer(self._directory, step, why)
-        if self._copier:
-            self._copier.retire(step)
-        if self._tier:
-            self._tier.drop_newer(step if tier_step is None else tier_step, why)
+        self._directory.drop_newer(step, why)
+        for tier in self._tiers:
+            tier.drop_newer(step if tier_step is None else tier_step, why)
 
-    def delete_tier_checkpoints(self, step: int) -> None:
-        """Delete the checkpoints of the second tier after the last step of a complete run."""
-        if self._tier:
-            self._tier.delete_all(step)
+    def clear(self, step: int) -> None:
+        """Delete the checkpoints that are useless after the last step of a complete run."""
+        for place in self._places:
+            place.clear(step)
 
-    def start_copying(self, step: int) -> None:
-        """Begin to copy shared checkpoints to the second place; the run continues after a step."""
-        if self._copier:
-            self._copier.start(step, self._prune)
+    def start(self, step: int) -> None:
+        """Begin what runs beside the training, such as copying; the run continues after a step."""
+        for place in self._places:
+            place.start(step)
 
-    def finish_copying(
+    def stop(
         self, patience: float, is_stopped: Callable[[], bool], beat: Callable[[], None]
     ) -> None:
-        """Wait at most `patience` seconds for the copy of the newest checkpoint, then stop copying.
+        """Wait at most `patience` seconds for what runs beside the training, then end it.
 
         is_stopped: called on all ranks; returns on all of them whether one must stop waiting. beat:
-        called now and then on all ranks, to show a watchdog that they wait. All ranks must call
-        this, and none waits longer in a collective than rank 0 needs for its answer.
+        called now and then on all ranks, to show a watchdog that they wait.
         """
-        deadline = time.monotonic() + patience
-
-        def is_over() -> bool:
-            if self._copier is None:
-                return True
-            if self._copier.wait(min(1.0, max(0.0, deadline - time.monotonic()))):
-                return True
-            return time.monotonic() > deadline or self._copier.has_given_up()
-
-        if self._copier:
-            self._copier.hurry(patience)
-        while not (on_rank_0(is_over, self._layout.control) or is_stopped()):
-            beat()
-        if self._copier:
-            self._copier.close()
+        for place in self._places:
+            place.stop(patience, is_stopped, beat)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step, shared or in the second tier."""
-        return step == self._total or step % self._every == 0 or step % self._tier_every == 0
+        """Return whether a checkpoint is due after a step, in any place."""
+        return step == self._total or any(place.is_due(step) for place in self._places)
 
-    def save(
-        self,
-        state: RunState,
-        stopping: bool = False,
-        after: Callable[[bool], None] = lambda is_shared: None,
-    ) -> None:
+    def save(self, state: RunState, stopping: bool = False) -> Future[Saved] | None:
         """Start to save the state after a step, and wait for the save if the step is the last one.
 
         After the call, the caller may change the state. stopping: the run ends here; if the step is
-        saved already, this only waits until that save is complete. after: called
-        as `after(is_shared)` in the saving thread of rank 0 once the checkpoint is complete; it
-        must not raise. Raises the error of the previous save or of this one; see `finish`.
+        saved already, this only waits until that save is complete, and returns None. Otherwise it
+        returns the save. Raises the error of the previous save or of this one; see `finish`.
         """
         began = time.monotonic()
         last = stopping or state.step == self._total
         self.finish(wait=True)
         if stopping and self._saved == state.step:
-            return
+            return None
         copies = None if last else self._get_copies(state)
         self._step = state.step
         self._waited = None
-        self._is_shared = last or state.step % self._every == 0
+        due = (place for place in self._places if place.is_due(state.step))
+        self._place = self._directory if last else next(due)
         captured = snapshot.capture_snapshot(
-            state.tensors(), state.state_dict(), self._identity, self._layout.device, copies
+            state.tensors(), state.state_dict(), self._run.identity, self._run.layout.device, copies
         )
-        self._pending = self._thread.submit(self._save, captured, self._is_shared, after)
+        save = self._thread.submit(self._save, captured, self._place)
+        self._pending = save
         if copies is None:
             self.finish(wait=True, last=last)
         else:
@@ -220,36 +169,31 @@ class Checkpointer:
                 f"step {state.step:,}: saving in the background from a copy of "
                 f"{units.size(copies.bytes)} in host memory"
             )
+        return save
 
-    def record_evaluation(
-        self,
-        step: int,
-        facts: Mapping[str, Any],
-        after: Callable[[bool], None] = lambda is_shared: None,
-    ) -> None:
+    def record_evaluation(self, step: int, facts: Mapping[str, Any]) -> Future[Saved | None]:
         """Add the figures of an evaluation to the checkpoint of this step, if it has one.
 
-        This follows the save of the step in its thread. facts, after: see
-        `commit.record_evaluation` and `save`.
+        This follows the save of the step in its thread. facts: see `commit.record_evaluation`.
+        Returns the save, whose result is None if no checkpoint was waiting for the figures.
         """
 
-        def record() -> None:
-            checkpoint = Checkpoint(self._directory / paths.step_name(step), step)
-            with self._record_may_fail:
-                if commit.record_evaluation(checkpoint, facts):
-                    after(True)
-                    if self._copier:
-                        self._copier.wake()
+        def record() -> Saved | None:
+            began = time.monotonic()
+            checkpoint = self._directory.record_evaluation(step, facts)
+            if checkpoint is None:
+                return None
+            return Saved(self._directory, checkpoint, time.monotonic() - began)
 
-        if self._layout.rank == 0:
-            task = self._thread.submit(record)
-            if step == self._total:
-                task.result()
+        save = self._thread.submit(record)
+        if step == self._total:
+            save.result()
+        return save
 
     def poll(self, state: RunState) -> None:
         """Report the last background save, if it is done, and prepare the next one."""
         self.finish(wait=False)
-        if self._tier_every < self._total:
+        if min(place.every for place in self._places) < self._total:
             self._prepare(state)
 
     def finish(self, wait: bool, last: bool = False) -> None:
@@ -263,14 +207,17 @@ class Checkpointer:
         pending = self._pending
         self._pending = None
         try:
-            checkpoint, seconds = pending.result()
+            saved = pending.result()
         except StageError as error:
             self._handle_failure(error, last)
             return
-        if self._is_shared:
+        if saved.place.is_required:
             self._failures = 0
             self._saved = self._step
-        text = f"step {self._step:,}: saved {checkpoint.path} in {units.duration(seconds)}"
+        if wait:  # also for those who follow the save, in its thread
+            self._thread.submit(lambda: None).result()
+        duration = units.duration(saved.seconds)
+        text = f"step {self._step:,}: saved {saved.checkpoint.path} in {duration}"
         if self._waited is not None and self._copies is not None:
             waited = units.duration(self._waited + self._copies.waited)
             text += f", in the background; training waited {waited}"
@@ -290,7 +237,7 @@ class Checkpointer:
         self._prepare(state)
         if self._copies is None:
             return None
-        refusals = gather(self._copies.describe_refusal(), self._layout.control)
+        refusals = gather(self._copies.describe_refusal(), self._run.layout.control)
         if refused := [rank for rank, why in enumerate(refusals) if why]:
             self._copies = None
             self._free_memory = None
@@ -302,14 +249,14 @@ class Checkpointer:
 
     def _handle_failure(self, error: StageError, last: bool) -> None:
         """Warn about a failed save, or raise its error if the run must end."""
-        if self._tier and not self._is_shared:  # the run relies on the shared ones only
-            self._note(Event.LOCAL_SAVE_FAILED, self._step, reason=error.problem)
-            log.warn(f"step {self._step} is not saved to {self._tier.where}: {error.problem}")
+        if not self._place.is_required:
+            self._run.note(Event.LOCAL_SAVE_FAILED, self._step, reason=error.problem)
+            log.warn(f"step {self._step} is not saved to {self._place.where}: {error.problem}")
             return
         if not isinstance(error, DiskFullError):
             raise error
         self._failures += 1
-        self._note(Event.DISK_FULL, self._step, reason=error.problem)
+        self._run.note(Event.DISK_FULL, self._step, reason=error.problem)
         if last or self._failures >= _MAX_FAILURES:
             error.hint = error.hint or _HINT
             raise error
@@ -318,81 +265,11 @@ class Checkpointer:
             f"continues, and ends with exit code 4 after {_MAX_FAILURES} such saves in a row"
         )
 
-    def _save(
-        self, captured: Snapshot, is_shared: bool, after: Callable[[bool], None]
-    ) -> tuple[Checkpoint, float]:
-        """Write a checkpoint; return it and the seconds that it took. Runs in the saving thread."""
+    def _save(self, captured: Snapshot, place: CheckpointPlace) -> Saved:
+        """Write a checkpoint, and do what follows a save. Runs in the saving thread."""
         began = time.monotonic()
-        if is_shared or self._tier is None:
-            checkpoint = self._write(captured)
-        else:
-            checkpoint = self._tier.write(captured)
+        checkpoint = place.write(captured)
         seconds = time.monotonic() - began
-        self._note(
-            Event.SAVE,
-            captured.step,
-            path=checkpoint.path.name if is_shared else str(checkpoint.path),
-        )
-        if self._layout.rank == 0:
-            if is_shared:
-                self._prune(captured.step)
-            after(is_shared)
-            if is_shared and self._copier:
-                self._copier.wake()
-        return checkpoint, seconds
-
-    def _write(self, captured: Snapshot) -> Checkpoint:
-        """Write a shared checkpoint; if the disk is full, free space and try again."""
-        group = self._layout.saving
-        try:
-            on_rank_0(lambda: commit.require_space(self._directory), group)
-            return snapshot.write_snapshot(self._directory, captured, group)
-        except DiskFullError:
-            if not on_rank_0(lambda: self._free_space(captured.step), group):
-                raise
-            return snapshot.write_snapshot(self._directory, captured, group)
-
-    def _free_space(self, step: int) -> bool:
-        """Delete leftovers and superfluous checkpoints; return whether any were deleted."""
-        if deleted := commit.delete_leftovers(self._directory):
-            self._note(Event.CLEAN, step, paths=deleted)
-        return self._prune(step, spare_copied=False) or bool(deleted)
-
-    def _prune(self, step: int, spare_copied: bool = True) -> bool:
-        """Delete checkpoints that retention drops; return whether any were deleted.
-
-        spare_copied: keep the one that is being copied to the second place. Any thread may call
-        this.
-        """
-        deleted: list[int] = []
-        with self._prune_may_fail, self._pruning:
-            spared = self._copier.get_current() if self._copier and spare_copied else ()
-            deleted = commit.prune_checkpoints(self._directory, *self._keep, spared)
-        if deleted:
-            self._note(Event.PRUNE, step, steps=deleted)
-        return bool(deleted)
-
-    def _note_quarantine(self, step: int, why: str) -> None:
-        self._note(Event.QUARANTINE, step, reason=why)
-
-
-def make_tier(
-    vendor: tuple[str, str] | None,
-    local_dir: Path | None,
-    experiment: str,
-    run: str,
-    layout: ParallelLayout,
-    note: Note,
-) -> Tier | None:
-    """Return the second tier for frequent checkpoints, or None if no option asks for one.
-
-    vendor: see vendor_tiers.find_requested. experiment, run: the experiment's name, the run's ID.
-    """
-    if vendor:
-        name, address = vendor
-        make = pkgutil.resolve_name(VENDOR_TIERS[name].tier)
-        tier: Tier = make(address, experiment, run, layout.control, layout.saving, note)
-        return tier
-    if local_dir:
-        return LocalTier(local_dir / f"{experiment}-{run}", layout.control, layout.saving, note)
-    return None
+        self._run.note(Event.SAVE, captured.step, path=place.describe(checkpoint))
+        place.finish_save(captured.step)
+        return Saved(place, checkpoint, seconds)

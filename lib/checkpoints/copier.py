@@ -27,7 +27,7 @@ from lib.core.workers import Worker
 from lib.runs.events import Event
 
 if TYPE_CHECKING:  # imports torch, which the child process does without
-    from lib.checkpoints.tier import Note
+    from lib.checkpoints.place import Note
 
 _FIRST_PAUSE_S = 5.0
 _LONGEST_PAUSE_S = 600.0

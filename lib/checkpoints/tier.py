@@ -1,34 +1,33 @@
-"""Keep frequent checkpoints in a second tier, in addition to the shared ones.
+"""Keep frequent checkpoints in a second tier, in addition to those in the run's directory.
 
-Tier is the interface, and LocalTier stores the checkpoints on local disks. There, the protocol and
-the files are the same as in commit.py, except that each node commits the files of its own ranks,
-and each rank writes its own shards:
+Tier contains what all tiers share, and LocalTier stores the checkpoints on local disks. There, the
+protocol and the files are the same as in commit.py, except that each node commits the files of its
+own ranks, and each rank writes its own shards:
 
     step_00001050/dcp/rank_00003/*.distcp, .metadata       shards and random states of a rank
     step_00001050/train_state.json, manifest.json, COMMIT.json
 
 A local checkpoint exists if every node has committed its part of the same save. Only the same ranks
-on the same nodes can load it; otherwise a run uses the newest shared checkpoint. The other
-implementations of Tier are those that vendor_tiers.py lists.
+on the same nodes can load it; otherwise a run uses the newest shared checkpoint. The other tiers
+are those that vendor_tiers.py lists.
 """
 
 from __future__ import annotations
 
+import pkgutil
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from lib.checkpoints import commit
+from lib.checkpoints import commit, vendor_tiers
 from lib.checkpoints.commit import Checkpoint
-from lib.checkpoints.contents import select_facts, select_saved
+from lib.checkpoints.contents import TrainRecord, select_facts, select_saved
+from lib.checkpoints.place import CheckpointPlace, SavedRun
 from lib.checkpoints.snapshot import (
     Snapshot,
     get_random_states,
@@ -44,74 +43,24 @@ from lib.parallel.layout import gather, on_all_ranks, on_rank_0
 from lib.runs.events import Event
 
 _KEEP = 2  # local checkpoints
+_TIER_PER_SHARED = 10  # checkpoints of the tier for each one in the run's directory
 _RANDOM = "random."  # prefix of random states among the tensors
 
-Note = Callable[..., None]  # records an event of the run: (name, step, **facts)
 
-
-def ignore_event(event: str, step: int, **facts: Any) -> None:
-    """Ignore an event. This is the default of `note`."""
-
-
-class Tier(ABC):
+class Tier(CheckpointPlace):
     """Frequent checkpoints of one run, which only the same number of ranks can load.
 
     Each rank writes its own shards. The run does not rely on this tier: it can always fall back to
-    the shared checkpoints. where: the name of the place in messages. note: records deletions. All
-    ranks must call every method.
+    the shared checkpoints. Checkpoints of runs with another identity are ignored.
     """
 
-    where: str
-    note: Note
-
-    def note_deleted(self, step: int, steps: list[int], why: str = "") -> None:
-        """Record deleted checkpoints, if any. step: the current step of the run."""
-        if steps:
-            reason = {"reason": why} if why else {}
-            self.note(Event.PRUNE, step, steps=steps, where=self.where, **reason)
-
-    @abstractmethod
-    def write(self, snapshot: Snapshot) -> Checkpoint:
-        """Write and commit a checkpoint; if a rank fails, all ranks raise."""
-
-    @abstractmethod
-    def find_usable(
-        self,
-        identity: dict[str, Any],
-        after: int,
-        on_quarantine: Callable[[int, str], None],
-        before: int | None = None,
-    ) -> Checkpoint | None:
-        """Return the newest checkpoint that every rank has verified, or None.
-
-        identity: the identity of this run; checkpoints with another identity are ignored. after:
-        consider only later steps. before: consider only this step and earlier ones. For each
-        damaged checkpoint, `on_quarantine(step, why)` is called on rank 0.
-        """
-
-    @abstractmethod
-    def holds(self, checkpoint: Checkpoint) -> bool:
-        """Return whether a checkpoint belongs to this tier."""
-
-    @abstractmethod
-    def delete_all(self, step: int) -> None:
-        """Delete all checkpoints of the tier, because the run is complete at this step."""
-
-    @abstractmethod
-    def drop_newer(self, step: int, why: str) -> None:
-        """Make the checkpoints after a step unusable, because the run continues from that step."""
-
-    @abstractmethod
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, Tensor]) -> None:
         """Load tensors from this rank's part; raise ArtifactError if names or shapes differ."""
+        raise NotImplementedError
 
-    def fill(
-        self, checkpoint: Checkpoint, tensors: dict[str, Tensor], device: torch.device
-    ) -> None:
-        """Load the tensors and random states of this rank.
-
-        Raises ArtifactError if names, shapes or dtypes differ.
-        """
+    def load(self, checkpoint: Checkpoint, tensors: dict[str, Tensor], record: TrainRecord) -> None:
+        """Load the tensors and random states of this rank."""
+        device = self.run.layout.device
         states = get_random_states(device)
         self._fill(checkpoint, _merge_local(tensors, states))
         set_random_states(states, device)
@@ -131,36 +80,31 @@ def _merge_local(tensors: dict[str, Tensor], states: dict[str, Tensor]) -> dict[
 class LocalTier(Tier):
     """Checkpoints of one run in a local directory of each node.
 
-    Each run needs its own directory, because the tier prunes and deletes all checkpoints there. All
-    ranks must call every method. `write` communicates over the group `saving`, the rest over
-    `control`. Raises UsageError if the directory cannot be used.
+    Each run has its own directory there, because the tier prunes and deletes all checkpoints in it.
+    Raises UsageError if the directory cannot be used.
     """
 
     where = "the nodes' own disks"
 
-    def __init__(
-        self,
-        directory: Path,
-        control: dist.ProcessGroup,
-        saving: dist.ProcessGroup,
-        note: Note = ignore_event,
-    ) -> None:
+    def __init__(self, run: SavedRun, root: str, every: int) -> None:
+        """root: the directory for the checkpoints of all runs."""
+        super().__init__(run, every)
+        directory = Path(root) / f"{run.name}-{run.id}"
         self._directory = directory
-        self.note = note
-        self._control = control
-        self._saving = saving
-        self._rank = dist.get_rank(control)
-        self._ranks = dist.get_world_size(control)
+        self._control = run.layout.control
+        self._saving = run.layout.saving
+        self._rank = run.layout.rank
+        self._ranks = run.layout.ranks
         self._node = self._find_node_ranks()
         self._is_node_leader = self._rank == self._node[0]
         self._prune_may_fail = log.WarnOnce(
             f"old checkpoints in {directory}", OSError, StageError, done="deleted"
         )
         cleaned = gather(
-            commit.delete_leftovers(directory) if self._is_node_leader else [], control
+            commit.delete_leftovers(directory) if self._is_node_leader else [], self._control
         )
         if leftovers := [name for names in cleaned for name in names]:
-            note(Event.CLEAN, 0, paths=leftovers, where=self.where)
+            run.note(Event.CLEAN, 0, paths=leftovers, where=self.where)
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
         """Commit a checkpoint on all nodes or on none; if a rank fails, all ranks raise."""
@@ -192,14 +136,8 @@ class LocalTier(Tier):
             deleted += commit.prune_checkpoints(self._directory, _KEEP)
         return deleted
 
-    def find_usable(
-        self,
-        identity: dict[str, Any],
-        after: int,
-        on_quarantine: Callable[[int, str], None],
-        before: int | None = None,
-    ) -> Checkpoint | None:
-        """Return the newest checkpoint that is intact on all nodes; see Tier.
+    def find_newest(self, before: int | None = None, after: int = 0) -> Checkpoint | None:
+        """Return the newest checkpoint that is intact on all nodes.
 
         A damaged part is moved to quarantine; a part that a disk fails to read stays where it is.
         """
@@ -208,7 +146,7 @@ class LocalTier(Tier):
             for step, facts in self._read_commits().items()
             if facts["world_size"] == self._ranks
             and facts["ranks"] == self._node
-            and not find_differences(facts["identity"], identity)
+            and not find_differences(facts["identity"], self.run.identity)
         }
         on_all_nodes = set.intersection(*gather(usable, self._control))
         for step, _ in sorted(on_all_nodes, reverse=True):
@@ -222,7 +160,7 @@ class LocalTier(Tier):
             if self._is_node_leader and all(is_readable for _, is_readable in parts):
                 commit.quarantine(checkpoint, problems[0])
             if self._rank == 0:
-                on_quarantine(step, f"on a node's own disk: {problems[0]}")
+                self.note_damaged(step, f"on a node's own disk: {problems[0]}")
         return None
 
     def _read_commits(self) -> dict[int, dict[str, Any]]:
@@ -257,7 +195,7 @@ class LocalTier(Tier):
         with torch.no_grad(), unwrap_dcp_errors():
             dcp.load(tensors, storage_reader=reader, no_dist=True)
 
-    def delete_all(self, step: int) -> None:
+    def clear(self, step: int) -> None:
         """Delete all checkpoints of the tier, because the run is complete at this step."""
         if not self._is_node_leader:
             return
@@ -333,3 +271,15 @@ class LocalTier(Tier):
 
 def _shard_directory(rank: int) -> str:
     return f"{commit.TENSORS}/rank_{rank:05d}"
+
+
+def open_tier(run: SavedRun, place: str, shared_every: int, every: int | None = None) -> Tier:
+    """Return the second tier in a place; see vendor_tiers.py.
+
+    shared_every: steps between checkpoints in the run's directory. every: the same for the tier,
+    None for a tenth.
+    """
+    vendor, address = vendor_tiers.split_place(place)
+    make = pkgutil.resolve_name(vendor.tier) if vendor else LocalTier
+    tier: Tier = make(run, address, every or max(1, shared_every // _TIER_PER_SHARED))
+    return tier

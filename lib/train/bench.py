@@ -11,7 +11,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from lib.checkpoints.vendor_tiers import VENDOR_TIERS
+from lib.checkpoints.vendor_tiers import VENDOR_OPTIONS
 from lib.core import declared
 from lib.tokens import synthetic
 from lib.train.config import DEFAULTS, Config
@@ -38,7 +38,7 @@ _WITHOUT_EFFECT = (
     "ckpt_keep",
     "ckpt_keep_every",
     "ckpt_local_dir",
-    *VENDOR_TIERS,
+    *VENDOR_OPTIONS,
     "ckpt_local_freq",
     "ckpt_copy_to",
     "ckpt_copy_keep",

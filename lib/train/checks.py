@@ -12,7 +12,12 @@ from importlib import metadata
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.checkpoints.vendor_tiers import VENDOR_TIERS, find_requested
+from lib.checkpoints.vendor_tiers import (
+    VENDOR_OPTIONS,
+    VENDOR_TIERS,
+    find_place,
+    split_place,
+)
 from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
@@ -32,7 +37,7 @@ _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # The packages of requirements-optional.txt that options need, by field.
 _PACKAGES = {
     "wandb": "wandb",
-    **{name: vendor.package for name, vendor in VENDOR_TIERS.items()},
+    **{vendor.option: vendor.package for vendor in VENDOR_TIERS.values()},
 }
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
@@ -240,9 +245,9 @@ def _check_batch(config: Config, problems: Problems) -> None:
 
 
 def _check_checkpoints(config: Config, problems: Problems) -> None:
-    vendor = find_requested(config)
-    if config.ckpt_local_freq and not (config.ckpt_local_dir or vendor):
-        places = ("--ckpt-local-dir", *map(declared.flag, VENDOR_TIERS))
+    place = find_place(config)
+    if config.ckpt_local_freq and not place:
+        places = ("--ckpt-local-dir", *map(declared.flag, VENDOR_OPTIONS))
         problems.add(f"--ckpt-local-freq belongs to {' or '.join(places)}")
     if (config.ckpt_local_freq or 0) >= config.ckpt_freq:
         problems.add(
@@ -250,15 +255,13 @@ def _check_checkpoints(config: Config, problems: Problems) -> None:
             f"{config.ckpt_freq}",
             expected="local checkpoints are the frequent ones",
         )
+    vendor, address = split_place(place or "")
     if vendor:
-        name, address = vendor
+        flag = declared.flag(vendor.option)
         if config.ckpt_local_dir:
-            problems.add(f"give --ckpt-local-dir or {declared.flag(name)}, not both")
-        if not re.fullmatch(VENDOR_TIERS[name].address, address):
-            problems.add(
-                f"{declared.flag(name)} {address} is not an address",
-                expected=VENDOR_TIERS[name].expected,
-            )
+            problems.add(f"give --ckpt-local-dir or {flag}, not both")
+        if not re.fullmatch(vendor.address, address):
+            problems.add(f"{flag} {address} is not an address", expected=vendor.expected)
     _check_copies(config, problems)
     if config.resume_with_changes and not config.step_limit:
         problems.add(

@@ -35,8 +35,7 @@ from lib.train.settle import settle_from_files
 
 if TYPE_CHECKING:  # these import torch, which a run that is complete does not wait for
     from lib.checkpoints.checkpointer import Checkpointer
-    from lib.checkpoints.tier import Note
-    from lib.parallel.layout import ParallelLayout
+    from lib.checkpoints.place import Note, SavedRun
     from lib.parallel.stop_request import StopRequest
     from lib.train.output.meters import Meters
     from lib.train.state import TrainState
@@ -235,27 +234,25 @@ def _restore_newest(place: CopyPlace, steps: list[int], experiment: Experiment) 
 
 
 def make_copier(
-    config: Config, experiment: Experiment, layout: ParallelLayout, journal: Journal
+    config: Config, experiment: Experiment, run: SavedRun, journal: Journal
 ) -> Copier | None:
-    """Return the copier of a run's checkpoints on rank 0, and None elsewhere or without the option.
+    """Return the copier of a run's checkpoints on rank 0, and None elsewhere.
 
-    All ranks must call this. Raises UsageError if the place cannot be used, unless a launcher has
-    restarted the run: the copier then retries.
+    All ranks must call this. Raises UsageError if the place of the copies cannot be used, unless a
+    launcher has restarted the run: the copier then retries.
     """
     from lib.parallel.layout import on_rank_0
 
-    if not config.ckpt_copy_to:
-        return None
     copier = None
-    if layout.rank == 0:
-        copier = _make_copier(config, experiment, journal.add_event, journal.update_copy_state)
+    if run.layout.rank == 0:
+        copier = _make_copier(config, experiment, run.note, journal.update_copy_state)
 
     def open_copier() -> None:
         if copier and not journal.is_restart:
             copier.open()
             _warn_about_disk(config, experiment)
 
-    on_rank_0(open_copier, layout.control)
+    on_rank_0(open_copier, run.layout.control)
     return copier
 
 
@@ -273,13 +270,11 @@ def begin_copying(
 
     def finish(kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            checkpointer.finish_copying(
-                _WAIT_S, lambda: bool(stop_request.agree()), meters.show_end
-            )
+            checkpointer.stop(_WAIT_S, lambda: bool(stop_request.agree()), meters.show_end)
         elif issubclass(kind, Preempted):
-            checkpointer.finish_copying(_WAIT_IF_STOPPED_S, lambda: False, meters.show_end)
+            checkpointer.stop(_WAIT_IF_STOPPED_S, lambda: False, meters.show_end)
 
-    checkpointer.start_copying(state.step)
+    checkpointer.start(state.step)
     stack.push(finish)
 
 

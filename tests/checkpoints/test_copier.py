@@ -1,4 +1,4 @@
-# covers: lib/checkpoints/copier.py
+# covers: lib/checkpoints/copier.py, lib/checkpoints/copied_directory.py
 """The thread that copies checkpoints in the background, with its real child process."""
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from lib.checkpoints import checkpointer, commit, host_copies
 from lib.checkpoints.checkpointer import Checkpointer
 from lib.checkpoints.host_copies import HostCopies, HostMemory
+from lib.checkpoints.place import SavedRun
+from lib.checkpoints.run_directory import RunDirectory
 
 
 @pytest.fixture
@@ -153,7 +155,9 @@ def test_without_memory_for_copies_a_save_blocks_training(
     )
     monkeypatch.setattr(host_copies, "HostMemory", lambda shapes, _: HostMemory(shapes, code != 0))
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
-    saving = Checkpointer(tmp_path, layout, {}, total_steps=3, every=1, free_memory=lambda: room)
+    run = SavedRun("exp", "1", {}, layout)
+    places = [RunDirectory(run, tmp_path, every=1)]
+    saving = Checkpointer(run, places, total_steps=3, free_memory=lambda: room)
     for step in (1, 2):
         saving.save(
             SimpleNamespace(
@@ -184,9 +188,9 @@ def test_copies_are_freed_if_another_rank_lacks_memory(
     monkeypatch.setattr(host_copies, "HostMemory", Seen)
     monkeypatch.setattr(checkpointer, "gather", lambda mine, _: [mine, "rank 1 has no room"])
     layout = SimpleNamespace(rank=0, device=torch.device("cpu"), control=group, saving=group)
-    saving = checkpointer.Checkpointer(
-        tmp_path, layout, {}, total_steps=3, every=1, free_memory=lambda: 1e9
-    )
+    run = SavedRun("exp", "1", {}, layout)
+    places = [RunDirectory(run, tmp_path, every=1)]
+    saving = Checkpointer(run, places, total_steps=3, free_memory=lambda: 1e9)
     saving.save(
         SimpleNamespace(
             step=1, optimizer=optimizer, tensors=lambda: tensors, state_dict=lambda: {"step": 1}

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from lib.checkpoints import commit
+from lib.checkpoints.place import SavedRun
 from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.checkpoints.tier import LocalTier
 from lib.core import hashing, manifest, reading
+from lib.runs.events import Event
 
 
 def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
@@ -23,15 +26,20 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     recorded: list[tuple] = []
-    leftover = commit.create_attempt(tmp_path, 9).name
-    tier = LocalTier(
-        tmp_path,
-        group,
-        group,
-        lambda event, step, **facts: recorded.append(
-            (event, step, facts.get("steps") or facts.get("paths"))
-        ),
-    )
+    reasons: list[str] = []
+    directory = tmp_path / "exp-1"
+    leftover = commit.create_attempt(directory, 9).name
+
+    def note(event: str, step: int, **facts: object) -> None:
+        if event == Event.QUARANTINE:
+            reasons.append(str(facts["reason"]))
+        else:
+            recorded.append((event, step, facts.get("steps") or facts.get("paths")))
+
+    cpu = torch.device("cpu")
+    layout = SimpleNamespace(rank=0, ranks=1, device=cpu, control=group, saving=group)
+    run = SavedRun("exp", "1", {"options": {}}, layout, note)
+    tier = LocalTier(run, str(tmp_path), every=1)
     for step in (1, 2, 3):
         tier.write(
             Snapshot(
@@ -47,17 +55,14 @@ def test_deletions_are_recorded_and_unreadable_checkpoints_are_kept(
     def fail(*arguments: object, **options: object) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
-    reasons: list[str] = []
     monkeypatch.setattr(reading, "_PAUSES_S", ())
     for module, name in ((manifest, "find_damage"), (hashing, "has_digest")):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, fail)
-            assert (
-                tier.find_usable({"options": {}}, 0, lambda step, why: reasons.append(why)) is None
-            )
+            assert tier.find_newest() is None
     reasons += [text for text in caplog.messages if "stays where it is" in text]
     assert len(reasons) == 4 and all("does not mean that it is damaged" in why for why in reasons)
-    usable = tier.find_usable({"options": {}}, 0, lambda step, why: reasons.append(why))
-    assert usable is not None and usable.step == 3 and not commit.list_quarantined(tmp_path)
-    tier.delete_all(3)
-    assert recorded[-1] == ("prune", 3, [3, 2]) and not tmp_path.exists()
+    usable = tier.find_newest()
+    assert usable is not None and usable.step == 3 and not commit.list_quarantined(directory)
+    tier.clear(3)
+    assert recorded[-1] == ("prune", 3, [3, 2]) and not directory.exists()

@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from lib.checkpoints import commit, contents, search, snapshot
 from lib.checkpoints.checkpointer import Checkpointer
+from lib.checkpoints.place import SavedRun
+from lib.checkpoints.run_directory import RunDirectory
 from lib.core.errors import ArtifactError, DiskFullError
 from tests.checkpoint_harness import commit_checkpoint
 from tests.conftest import message_lines
@@ -53,11 +55,9 @@ def test_the_error_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_warning_about_a_skipped_save(caplog: pytest.LogCaptureFixture) -> None:
-    checkpointer = object.__new__(Checkpointer)
-    checkpointer._tier = None
+    run = SavedRun("exp", "1", {}, SimpleNamespace(rank=0))
+    checkpointer = Checkpointer(run, [RunDirectory(run, Path("c"), every=1)], total_steps=9)
     checkpointer._step = 6
-    checkpointer._failures = 0
-    checkpointer._note = lambda *arguments, **facts: None
     full = DiskFullError("no disk space for a checkpoint in c", found="1 kB free")
     checkpointer._handle_failure(full, last=False)
     assert caplog.messages == [

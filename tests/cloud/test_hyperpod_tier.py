@@ -11,7 +11,9 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +24,11 @@ from torch import nn
 from launch.cloud.checkpoints import hyperpod
 from launch.cloud.checkpoints.hyperpod import HyperPodTier
 from lib.checkpoints import contents
+from lib.checkpoints.place import SavedRun, ignore_event
 from lib.checkpoints.snapshot import Snapshot, get_random_states
 from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.optim import registry
+from lib.runs.events import Event
 from tests.cloud.hyperpod_service import run_service
 from tests.conftest import free_port
 
@@ -49,7 +53,9 @@ def address() -> Iterator[str]:
 
 def tier_at(address: str, run: str = "1a2b") -> HyperPodTier:
     """Return the tier as a launch of the run creates it."""
-    return HyperPodTier(address, "an experiment", run, dist.group.WORLD, dist.group.WORLD)
+    group = dist.group.WORLD
+    layout = SimpleNamespace(rank=0, ranks=1, device=CPU, control=group, saving=group)
+    return HyperPodTier(SavedRun("an experiment", run, IDENTITY, layout), address, every=2)
 
 
 def state_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -95,15 +101,19 @@ def newest(
     Fails where any of what was loaded is not of that step.
     """
     skipped: Left = []
-    usable = tier.find_usable(
-        identity, after, lambda step, why: skipped.append((step, why)), before
-    )
+
+    def note(event: Event, step: int, reason: str) -> None:
+        skipped.append((step, reason))
+
+    tier.run = replace(tier.run, identity=identity, note=note)
+    usable = tier.find_newest(before, after)
+    tier.run = replace(tier.run, note=ignore_event)
     if usable is None:
         return 0, skipped
     assert tier.holds(usable) and usable.commit()["tokens"] == 10 * usable.step
     model, optimizer = state_of(-1)
     tensors = tensors_of(model, optimizer)
-    tier.fill(usable, tensors, CPU)
+    tier.load(usable, tensors, usable.record())
     drawn = torch.rand(3)
     torch.manual_seed(usable.step)
     assert torch.equal(drawn, torch.rand(3))
@@ -123,9 +133,9 @@ def test_the_newest_checkpoint_is_read_back(address: str) -> None:
     assert newest(again, before=3) == (0, []), "two are kept"
     assert newest(again, identity=IDENTITY | {"inputs": {"model": "other"}}) == (0, [])
     assert newest(tier_at(address, run="3c4d")) == (0, []), "of another run"
-    again.delete_all(6)
+    again.clear(6)
     assert newest(again) == (0, [])
-    again.delete_all(6)  # when there is nothing
+    again.clear(6)  # when there is nothing
 
 
 def a_bit(client: Any) -> None:
@@ -255,7 +265,7 @@ def test_an_unreachable_service_does_not_end_the_run() -> None:
     with pytest.raises(StageError, match=r"refused"):
         save_steps(tier, 2)
     assert newest(tier) == (0, [])
-    tier.delete_all(6)
+    tier.clear(6)
     with pytest.raises(ArtifactError, match="cannot delete"):
         tier.drop_newer(0, "the run goes on from another one")
     with run_service(port):
@@ -270,7 +280,7 @@ def test_requests_to_a_hanging_service_time_out(monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(StageError, match="Timeout"):
             save_steps(tier, 2)
         assert newest(tier) == (0, [])
-        tier.delete_all(6)
+        tier.clear(6)
 
 
 def test_redirects_to_another_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lib.checkpoints.checkpointer import Saved
 from lib.core.paths import Experiment
 from lib.tokens.batches import BEGINNING
 from lib.train.output import meters, report
@@ -141,7 +143,9 @@ def test_the_summary_names_the_plot_only_if_it_was_drawn(
     monkeypatch.setattr(logging.getLogger("pipeline"), "propagate", True)
     with caplog.at_level("INFO", logger="pipeline"):
         for _ in range(2):
-            reporter.save_callback()(True)
+            save: Future[Saved] = Future()
+            save.set_result(Saved(SimpleNamespace(is_required=True), None, 1.0))
+            reporter.follow_save(save)
         reporter._metrics.close()
         reporter.finish()
     messages = list(dict.fromkeys(caplog.messages))  # other tests may leave a second handler

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load as tensors_in
 
 from lib.checkpoints import tier
 from lib.checkpoints.commit import Checkpoint
 from lib.checkpoints.contents import TrainRecord, select_facts
+from lib.checkpoints.place import SavedRun
 from lib.checkpoints.snapshot import Snapshot, require_same_specs
 from lib.core import commands, hashing, log, paths, records
 from lib.core.errors import ArtifactError, StageError, UsageError
@@ -71,29 +71,20 @@ class _HyperPodCheckpoint(Checkpoint):
 class HyperPodTier(tier.Tier):
     """Checkpoints of one run in the memory of the cluster.
 
-    address: URL of the service, or CLUSTER. experiment, run: the name of the experiment and the ID
-    of the run, which has its own namespace. `write` communicates over the group `saving`, the rest
-    over `control`. Errors of the service are logged, and the run falls back to the shared
-    checkpoints. Raises UsageError if the package is not installed.
+    Each run has its own namespace. Errors of the service are logged, and the run falls back to the
+    shared checkpoints. Raises UsageError if the package is not installed.
     """
 
     where = "the cluster's memory"
 
-    def __init__(
-        self,
-        address: str,
-        experiment: str,
-        run: str,
-        control: dist.ProcessGroup,
-        saving: dist.ProcessGroup,
-        note: tier.Note = tier.ignore_event,
-    ) -> None:
-        self.note = note
-        self._control = control
-        self._saving = saving
-        self._rank = dist.get_rank(control)
-        self._ranks = dist.get_world_size(control)
-        self._namespace = f"{_NAME_SEPARATOR.sub('-', experiment)[:40]}-{run}"
+    def __init__(self, run: SavedRun, address: str, every: int) -> None:
+        """address: URL of the service, or CLUSTER."""
+        super().__init__(run, every)
+        self._control = run.layout.control
+        self._saving = run.layout.saving
+        self._rank = run.layout.rank
+        self._ranks = run.layout.ranks
+        self._namespace = f"{_NAME_SEPARATOR.sub('-', run.name)[:40]}-{run.id}"
         self._client = _make_client(address, self._namespace, self._rank, self._ranks)
 
     def write(self, snapshot: Snapshot) -> Checkpoint:
@@ -109,18 +100,12 @@ class HyperPodTier(tier.Tier):
             raise
         return Checkpoint(self._path(snapshot.step), snapshot.step)
 
-    def find_usable(
-        self,
-        identity: dict[str, Any],
-        after: int,
-        on_quarantine: Callable[[int, str], None],
-        before: int | None = None,
-    ) -> Checkpoint | None:
-        """Return the newest checkpoint that all ranks have read back and verified; see Tier."""
+    def find_newest(self, before: int | None = None, after: int = 0) -> Checkpoint | None:
+        """Return the newest checkpoint that all ranks have read back and verified."""
 
         def reject(step: int, why: str) -> None:
             log.warn(f"{self._path(step)} is not used: {why}")
-            on_quarantine(step, f"in {self.where}: {why}")
+            self.note_damaged(step, f"in {self.where}: {why}")
 
         def is_wanted(step: int) -> bool:
             return after < step and (before is None or step <= before)
@@ -129,7 +114,7 @@ class HyperPodTier(tier.Tier):
             lambda: self._list_committed(is_wanted, reject), self._control
         ):
             if content["world_size"] != self._ranks or find_differences(
-                content["identity"], identity
+                content["identity"], self.run.identity
             ):
                 continue
             part, problem = self._read_part(step, content["parts"][self._rank])
@@ -144,7 +129,7 @@ class HyperPodTier(tier.Tier):
         """Return whether a checkpoint belongs to this tier."""
         return isinstance(checkpoint, _HyperPodCheckpoint)
 
-    def delete_all(self, step: int) -> None:
+    def clear(self, step: int) -> None:
         """Delete all checkpoints of the tier, because the run is complete at this step."""
         if self._rank != 0:
             return

@@ -63,16 +63,13 @@ class NoCheckpoints(Checkpointer):
     def save(self, state: RunState, *_: Any) -> None:
         """Do nothing."""
 
-    def record_evaluation(self, *_: Any) -> None:
+    def clear(self, step: int) -> None:
         """Do nothing."""
 
-    def delete_tier_checkpoints(self, step: int) -> None:
+    def start(self, step: int) -> None:
         """Do nothing."""
 
-    def start_copying(self, step: int) -> None:
-        """Do nothing."""
-
-    def finish_copying(self, *_: Any) -> None:
+    def stop(self, *_: Any) -> None:
         """Do nothing."""
 
 

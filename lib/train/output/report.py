@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -345,23 +346,25 @@ class Report:
         self._bar.advance(self._state.step - self._bar.done)
         self.note_state(Status.RUNNING)
 
-    def save_callback(self) -> Callable[[bool], None]:
-        """Return the function that rank 0 calls, in any thread, once this step has been saved.
+    def follow_save(self, save: Future[Any] | None) -> None:
+        """Update state.json, the plot and the page once a save of this step has ended.
 
-        Its argument is True for a checkpoint in the run's directory, False in the second tier.
+        save: as the checkpointer returns it. A save in a second tier changes only state.json.
         """
         facts = self._facts()
-        has_ended = self._state.step == self._plan.total_steps
 
-        def note_saved(is_shared: bool) -> None:
-            self.journal.write_state(Status.RUNNING, **facts)
-            if is_shared:
+        def update_files(ended: Future[Any]) -> None:
+            saved = None if ended.exception() else ended.result()
+            if saved:
+                self.journal.write_state(Status.RUNNING, **facts)
+            if saved and saved.place.is_required:
                 with self._plot_may_fail:
                     self._metrics.curve.draw(self._experiment.plot, self._caption)
-                if not has_ended:  # the page of a complete run follows
+                if facts["step"] != facts["total_steps"]:  # the page of a complete run follows
                     self._page.start()
 
-        return note_saved
+        if save is not None and self._layout.rank == 0:
+            save.add_done_callback(update_files)
 
     def note_stop(self, reason: str) -> None:
         """Record that the run stops after this step, whose checkpoint has been saved.
