@@ -32,7 +32,7 @@ from lib.core import commands, declared, log, manifest, options, paths, publish,
 from lib.core.declared import CommonOptions, option
 from lib.core.errors import Problems
 from lib.hub import raw_text, repository
-from lib.models import directory, lookup, scratch, tokenizer
+from lib.models import directory, lookup, scratch, scratch_sizes, tokenizer
 from lib.models.scratch import Design
 
 STAGE = "03_download_model.py"
@@ -114,7 +114,7 @@ class DownloadOptions(CommonOptions):
     )
     model_size: str | None = option(
         None,
-        choices=tuple(scratch.SIZES),
+        choices=tuple(scratch_sizes.SIZES),
         help="approximate number of parameters (default: none; required without --config-json)",
     )
     config_json: Path | None = option(
@@ -128,8 +128,8 @@ class DownloadOptions(CommonOptions):
         None,
         parse=options.positive_int,
         help="tokens in the vocabulary; the model's embedding is padded to a multiple of "
-        f"{scratch.VOCABULARY_MULTIPLE} (default: as in --tokenizer or --config-json; otherwise "
-        "1,024 for 1M, 4,096 for tiny, 32,000 for the other sizes)",
+        f"{scratch_sizes.VOCABULARY_MULTIPLE} (default: as in --tokenizer or --config-json; "
+        "otherwise 1,024 for 1M, 4,096 for tiny, 32,000 for the other sizes)",
     )
     train_tokenizer: Path | None = option(
         None,

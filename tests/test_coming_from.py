@@ -1,4 +1,5 @@
 # covers: lib/core/unknown_options.py, lib/train/config.py, lib/train/command_line.py
+# covers: lib/*/options.py
 """Options of other systems: the stage accepts them, or its error names the nearest option."""
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def follow_recipes(copy: Path) -> None:
     """Change a copy of the code as the sections of docs/explanation/design.md say."""
     (option,) = blocks("How to add an option")
     derived, rule = blocks("How to add a derived option")
-    before = "    config: Path | None = option("
-    replace_in(copy / "lib/train/config.py", before, option + derived + before)
+    before = "    watchdog_minutes: float = option("
+    replace_in(copy / "lib/train/options.py", before, option + derived + before)
     append_text(copy / "lib/train/settle.py", "\n\n" + rule)
 
     row, module = blocks("How to add an optimizer")

@@ -21,6 +21,8 @@ from lib.core.conversation import RESERVED_KWARGS
 from lib.core.errors import TYPED_AS, Problems, StageError, UsageError, combine_errors
 
 Options = argparse.Namespace
+AUTO = "auto"  # the value of options that a stage replaces by another one
+OFF = "off"
 
 # Options that do not affect the result, so they are not part of an artifact's identity.
 VOLATILE = {"config", "dry_run", "overwrite", "num_workers", "no_progress"}
@@ -399,6 +401,24 @@ def auto_on_off(text: str) -> bool | None:
         return None if text.lower() == "auto" else on_off(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"expected auto, on or off, got {text!r}") from None
+
+
+def or_switch(
+    on: str | None, off: str, parse: Callable[[str], str] = str
+) -> Callable[[str], str | None]:
+    """Return a parser that also accepts the words for on and off that other trainers use.
+
+    on, off: the values that these words stand for. parse: the parser of all other words.
+    """
+    words = {
+        **dict.fromkeys(("on", "true", "yes", "1"), on),
+        **dict.fromkeys(("off", "false", "no", "0"), off),
+    }
+
+    def read(text: str) -> str | None:
+        return words[text.lower()] if text.lower() in words else parse(text)
+
+    return read
 
 
 def span(text: str) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,11 +15,11 @@ from lib.core.errors import UsageError
 from lib.core.identity import find_differences, list_differences
 from lib.models import dialects, tokenizer, training_text
 from lib.models.directory import CONFIG, EARLIER_KEYS, rename_in_errors
+from lib.models.scratch_sizes import SIZES, VOCABULARY_MULTIPLE, pad_vocabulary
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-VOCABULARY_MULTIPLE = 64  # of embedding rows, for even shards and full tiles of tensor cores
 PREFIX = "scratch-"  # of the default name of a model
 _WEIGHT_KEYS = ("auto_map", "_name_or_path", "transformers_version")
 _COUNTS = (
@@ -31,49 +30,6 @@ _COUNTS = (
     "hidden_size",
     "intermediate_size",
 )
-
-
-@dataclass(frozen=True)
-class Size:
-    """The shape of a decoder like Llama: grouped-query attention, RoPE, SwiGLU, RMSNorm.
-
-    hidden, intermediate: features. heads, kv_heads: per layer; a head has hidden / heads features.
-    context: tokens. vocabulary: the default of --vocab-size. like: the model with the same shape.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    context: int
-    rope_theta: float
-    tied: bool = False
-    vocabulary: int = 32_000
-    like: str = ""
-
-    def parameters(self, vocabulary: int) -> int:
-        """Return the number of parameters. vocabulary: padded rows of the embedding."""
-        kv_features = self.hidden // self.heads * self.kv_heads
-        attention = 2 * self.hidden**2 + 2 * self.hidden * kv_features
-        layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        embeddings = vocabulary * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.layers * layer + self.hidden
-
-
-# Long contexts use the larger RoPE base, as in Llama 3 (arXiv:2407.21783, section 3.2).
-SIZES = {
-    #           layers hidden  inner heads kv context     theta
-    "1M": Size(4, 128, 384, 4, 2, 1024, 10_000.0, tied=True, vocabulary=1024),
-    "tiny": Size(4, 256, 512, 8, 2, 2048, 10_000.0, tied=True, vocabulary=4096),
-    "350M": Size(24, 1024, 2816, 16, 8, 2048, 10_000.0),
-    "1B": Size(16, 2048, 8192, 32, 8, 4096, 10_000.0),
-    "3B": Size(28, 3072, 8192, 24, 8, 4096, 10_000.0),
-    "7B": Size(32, 4096, 11008, 32, 32, 4096, 10_000.0, like="Llama 2 7B"),
-    "13B": Size(40, 5120, 13824, 40, 40, 4096, 10_000.0, like="Llama 2 13B"),
-    "30B": Size(64, 6144, 20480, 48, 8, 8192, 500_000.0),
-    "70B": Size(80, 8192, 28672, 64, 8, 8192, 500_000.0),
-}
 
 
 def find_option_problems(
@@ -354,11 +310,6 @@ class Design:
     def _rename_errors(self, directory: Path) -> AbstractContextManager[None]:
         """Replace paths of a temporary directory in errors by the path in --config-json."""
         return rename_in_errors(str(self.config_json), directory / CONFIG, directory)
-
-
-def pad_vocabulary(vocabulary: int) -> int:
-    """Return the number of embedding rows for a vocabulary."""
-    return math.ceil(vocabulary / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
 def _describe_rows(rows: int, vocabulary: int) -> str:

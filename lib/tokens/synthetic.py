@@ -21,8 +21,8 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.tokens import order
 from lib.tokens.dataset import find_dataset
+from lib.tokens.options import SYNTHETIC, is_synthetic
 
-NAME = "synthetic"
 DEFAULT_TOKENS = 100_000_000
 _MOST_TOKENS = 10**14
 _MOST_PACKED = 10**10  # the document ends of more tokens would not fit in host memory
@@ -40,12 +40,12 @@ class SyntheticText:
     tokens: int
 
     def __str__(self) -> str:
-        return f"{NAME}:{units.count(self.tokens)}"
+        return f"{SYNTHETIC}:{units.count(self.tokens)}"
 
     @property
     def fingerprint(self) -> str:
         """Return the identity of the tokens, apart from seed and vocabulary."""
-        return f"{NAME}/1:{self.tokens}"
+        return f"{SYNTHETIC}/1:{self.tokens}"
 
     def make_tokens(self, vocabulary: int, seed: int) -> SyntheticTokens:
         """Return the tokens. vocabulary: number of different tokens."""
@@ -130,11 +130,6 @@ def find_synthetic(arguments: Sequence[str]) -> SyntheticText | None:
     return SyntheticText(_parse_count(typed[0], count) if colon else DEFAULT_TOKENS)
 
 
-def is_synthetic(argument: str) -> bool:
-    """Return whether a value of -d asks for synthetic tokens; the number may be wrong."""
-    return argument.partition(":")[0] == NAME
-
-
 def _parse_count(argument: str, text: str) -> int:
     """Return the number of tokens in `synthetic:TOKENS`, such as 1000000, 100M or 1.5B."""
     match = _COUNT.fullmatch(text.replace(",", "").replace("_", ""))
@@ -143,7 +138,7 @@ def _parse_count(argument: str, text: str) -> int:
     if not 0 < tokens <= _MOST_TOKENS:
         raise UsageError(
             f"-d {argument}: {text!r} is not a number of tokens",
-            expected=f"-d {NAME}:TOKENS with a number such as 1000000, 100M or 1.5B, at most "
-            f"{units.count(_MOST_TOKENS)}; or -d {NAME} for {units.count(DEFAULT_TOKENS)}",
+            expected=f"-d {SYNTHETIC}:TOKENS with a number such as 1000000, 100M or 1.5B, at most "
+            f"{units.count(_MOST_TOKENS)}; or -d {SYNTHETIC} for {units.count(DEFAULT_TOKENS)}",
         )
     return tokens

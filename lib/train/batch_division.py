@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from lib.core.errors import Problems, UsageError
+from lib.core.options import AUTO
 from lib.parallel.degrees import Degrees
 from lib.tokens.order import Division
-from lib.train.config import AUTO, Config
+from lib.train.config import Config
 
 
 def get_degrees(config: Config) -> Degrees:

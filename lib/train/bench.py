@@ -14,6 +14,7 @@ from pathlib import Path
 from lib.checkpoints.vendor_tiers import VENDOR_OPTIONS
 from lib.core import declared
 from lib.tokens import synthetic
+from lib.tokens.options import SYNTHETIC
 from lib.train.config import DEFAULTS, Config
 
 WARMUP_STEPS = 5
@@ -58,7 +59,7 @@ _WITHOUT_EFFECT = (
 def configure_bench(config: Config) -> Config:
     """Return the options of a bench. The path of its experiment cannot exist."""
     defaults = {name: getattr(DEFAULTS, name) for name in _WITHOUT_EFFECT}
-    data = config.dataset_name or [f"{synthetic.NAME}:{synthetic.DEFAULT_TOKENS}"]
+    data = config.dataset_name or [f"{SYNTHETIC}:{synthetic.DEFAULT_TOKENS}"]
     bench_values = {
         "experiment_name": NAME,
         "save_dir": Path(os.devnull),

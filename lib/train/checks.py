@@ -23,7 +23,7 @@ from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.hub import folder
 from lib.hub.repository import redact_urls
-from lib.models import directory, lookup, peft_adapter, scratch, tokenizer
+from lib.models import directory, lookup, peft_adapter, scratch_sizes, tokenizer
 from lib.optim.registry import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
 from lib.tokens.synthetic import find_synthetic
@@ -132,7 +132,7 @@ def _check_model(config: Config, problems: Problems) -> None:
         if getattr(config, name) and not config.makes_model:
             problems.add(
                 f"--{name.replace('_', '-')} belongs to --model-size and --config-json",
-                expected=f"--model-size {'|'.join(scratch.SIZES)}, or --config-json FILE",
+                expected=f"--model-size {'|'.join(scratch_sizes.SIZES)}, or --config-json FILE",
             )
 
 
@@ -146,7 +146,7 @@ def require_model_shape(config: Config) -> None:
     same_shape = f"; -m {prepared[0].name} for the shape of that model" if prepared else ""
     raise UsageError(
         "--from-scratch does not say which model is meant",
-        expected=f"--model-size {'|'.join(scratch.SIZES)}, or -m NAME",
+        expected=f"--model-size {'|'.join(scratch_sizes.SIZES)}, or -m NAME",
         hint=f"a small one to try{same_shape}:",
         run=commands.as_typed("--model-size", "tiny"),
     )

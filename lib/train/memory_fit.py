@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from lib.core import log, units
 from lib.core.errors import UsageError
+from lib.core.options import AUTO
 from lib.models import float8
 from lib.optim.registry import OPTIMIZERS
 from lib.parallel.degrees import RECOMPUTATIONS, Degrees
@@ -29,7 +30,7 @@ from lib.planning.memory_check import ENOUGH, FEW, MemoryCheck, choose_step
 from lib.planning.trace import StepConfig
 from lib.tokens.batches import Pass
 from lib.train import batch_division, plan
-from lib.train.config import AUTO, EARLIER_LAUNCH, Config
+from lib.train.config import EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs
 
 _MIN_STEPS = 10  # an automatic batch is smaller if the run would have fewer steps

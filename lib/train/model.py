@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lib.core import commands, log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
+from lib.core.options import AUTO
 from lib.core.paths import Experiment, short_name
 from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
@@ -36,7 +37,7 @@ from lib.parallel.layout import ParallelLayout
 from lib.parallel.placement import count_ranks_in, list_cut_shapes
 from lib.parallel.routers import BIAS, RouterLoad
 from lib.train import batch_division, disagreements, plan, previous_run
-from lib.train.config import AUTO, Config
+from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_base_on_all_nodes
 

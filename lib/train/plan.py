@@ -10,13 +10,14 @@ from lib.core import commands, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.identity import find_differences
+from lib.core.options import AUTO
 from lib.core.paths import Experiment
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
 from lib.tokens import packing
 from lib.tokens.order import Division
 from lib.train.batch_division import divide_batch, get_degrees, get_micro_batch
-from lib.train.config import AUTO, Config
+from lib.train.config import Config
 
 if TYPE_CHECKING:  # imports torch
     from transformers import PreTrainedModel

@@ -1,7 +1,7 @@
 """Settle the options that nobody typed, by one ordered list of rules.
 
 `RULES` lists every option that can be left open, with the rule that gives it a value. To add a
-derived option, add a field to lib/train/config.py and a row to `RULES`. A rule is called while its
+derived option, add a field to a room's options and a row to `RULES`. A rule is called while its
 option is None or `auto`, after the rows above it, and returns
 `config.with_values(REASON, option=value)`. The head of a run prints the value with the reason, in
 the row `settled` (lib/train/overview.py). Ranks may choose different values for options that depend
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
+from lib.core.options import AUTO, OFF
 from lib.core.paths import Experiment
+from lib.tokens.options import SEQ_LENGTH
 from lib.train import batch_division, checks, plan
-from lib.train.config import AUTO, DEFAULTS, EARLIER_LAUNCH, OFF, SEQ_LENGTH, Config
+from lib.train.config import DEFAULTS, EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs, has_chats
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lib.core.errors import ArtifactError
-from lib.models import check, scratch
+from lib.models import check, scratch, scratch_sizes
 
 WEIGHTS = "model.safetensors"
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -55,7 +55,7 @@ def problems(model_dir: Path, weights: bool = True) -> str:
 def test_a_complete_model_has_no_problems(model_dir):
     facts = check.check_model(model_dir, weights=True)
     assert facts == check.ModelFacts(
-        scratch.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048
+        scratch_sizes.SIZES["tiny"].parameters(320), "bfloat16", 320, 256, 2048
     )
 
 

@@ -1,11 +1,11 @@
-# covers: lib/models/scratch.py, lib/models/architecture.py
+# covers: lib/models/scratch.py, lib/models/scratch_sizes.py, lib/models/architecture.py
 """The sizes of models from scratch, counted on the meta device."""
 
 from __future__ import annotations
 
 import pytest
 
-from lib.models import architecture, scratch
+from lib.models import architecture, scratch, scratch_sizes
 from lib.models.scratch import Design
 
 NAMED = {
@@ -21,23 +21,23 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("size", scratch.SIZES)
+@pytest.mark.parametrize("size", scratch_sizes.SIZES)
 def test_the_formula_counts_parameters_close_to_the_name_of_the_size(size, tmp_path):
-    vocabulary = scratch.SIZES[size].vocabulary
+    vocabulary = scratch_sizes.SIZES[size].vocabulary
     scratch.make_config(size, vocabulary, 0, 1).save_pretrained(tmp_path)
     model = architecture.build_on_meta(tmp_path)
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == scratch.SIZES[size].parameters(vocabulary)
+    assert count == scratch_sizes.SIZES[size].parameters(vocabulary)
     assert count == pytest.approx(NAMED[size], rel=0.11)
     assert (model.config.num_key_value_heads < model.config.num_attention_heads) != bool(
-        scratch.SIZES[size].like
+        scratch_sizes.SIZES[size].like
     )
 
 
 def test_some_sizes_are_those_of_llama_2() -> None:
     """The numbers of parameters are those of its safetensors on the Hub."""
-    assert scratch.SIZES["7B"].parameters(32_000) == 6_738_415_616
-    assert scratch.SIZES["13B"].parameters(32_000) == 13_015_864_320
+    assert scratch_sizes.SIZES["7B"].parameters(32_000) == 6_738_415_616
+    assert scratch_sizes.SIZES["13B"].parameters(32_000) == 13_015_864_320
     assert "the shapes of Llama 2 7B" in scratch.describe_size("7B", 32_000)["size"]
     assert "32 heads, MLP width 11008" in scratch.describe_size("7B", 32_000)["layers"]
     identities = [Design(size, None, 300, (), None).identity("x") for size in ("7B", "tiny")]
@@ -46,7 +46,7 @@ def test_some_sizes_are_those_of_llama_2() -> None:
 
 
 def test_the_vocabulary_is_padded(tmp_path):
-    assert [scratch.pad_vocabulary(n) for n in (1, 64, 65, 32_000)] == [64, 64, 128, 32_000]
+    assert [scratch_sizes.pad_vocabulary(n) for n in (1, 64, 65, 32_000)] == [64, 64, 128, 32_000]
     assert scratch.make_config("tiny", 4097, None, None).vocab_size == 4160
 
 

@@ -14,10 +14,12 @@ from pathlib import Path
 from launch.cloud.kube import raw_text
 from launch.cloud.kube.job import Job
 from lib.core import commands, log, paths, records, units
-from lib.models import directory, scratch
+from lib.core.options import AUTO
+from lib.models import directory, scratch_sizes
 from lib.planning import peaks
+from lib.tokens.options import SEQ_LENGTH
 from lib.train import bench, command_line, estimates
-from lib.train.config import AUTO, SEQ_LENGTH, Config
+from lib.train.config import Config
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
 
@@ -123,9 +125,9 @@ def measure_model(config: Config) -> tuple[ModelCost, str]:
     if not size and not model_dir.exists():
         size = name.removeprefix(raw_text.SCRATCH_PREFIX)  # stage 03 will create it
     attention = 0.0
-    if size in scratch.SIZES:
-        shape = scratch.SIZES[size]
-        rows = scratch.pad_vocabulary(config.vocab_size or shape.vocabulary)
+    if size in scratch_sizes.SIZES:
+        shape = scratch_sizes.SIZES[size]
+        rows = scratch_sizes.pad_vocabulary(config.vocab_size or shape.vocabulary)
         parameters = shape.parameters(rows)
         products = parameters if shape.tied else parameters - rows * shape.hidden
         attention = 12.0 * shape.layers * shape.hidden * config.seq_length

@@ -1,0 +1,127 @@
+"""Declare the options of precision and parallelism, without importing torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lib.core import options
+from lib.core.declared import Role, option
+from lib.core.options import AUTO, OFF, auto_on_off, non_negative, on_off, or_switch, positive_int
+from lib.parallel.degrees import RECOMPUTATIONS
+
+_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+
+
+def _auto_off_or_positive(text: str) -> float | str:
+    if text.lower() == AUTO:
+        return AUTO
+    # YAML reads `off` as false, and a loss times 0 is no loss.
+    return OFF if text.lower() in (OFF, "false", "no") else non_negative(text) or OFF
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """The options of dtypes and expert balancing, which affect the result."""
+
+    router_aux_loss: float | str = option(
+        AUTO,
+        group="optimizer",
+        role=Role.RESULT,
+        quiet=(AUTO, OFF),
+        parse=_auto_off_or_positive,
+        metavar="auto|off|X",
+        help="mixture-of-experts models: coefficient of the load-balancing loss, or for families "
+        "with sigmoid routers the update rate of their biases. auto: the family's value when "
+        "training from scratch; in fine-tuning, only if the model's config sets "
+        "output_router_logits (default: auto)",
+    )
+    precision: str = option(
+        None,
+        "--mixed-precision",
+        role=Role.RESULT,
+        choices=_PRECISIONS,
+        nargs="?",
+        parse=or_switch(None, "fp32", options.dtype(*_PRECISIONS)),
+        help="compute dtype (bfloat16, float16 and float32 are accepted too; without a value, the "
+        "default); master weights stay float32. fp8: bf16, with the linear layers of the blocks "
+        "in 8 bits, on Ada GPUs or newer (default: bf16 if the hardware supports it, else "
+        "fp32)",
+    )
+    fp8_recipe: str = option(
+        "tensorwise",
+        role=Role.RESULT,
+        quiet=True,
+        choices=("tensorwise", "rowwise"),
+        help="with --precision fp8: one scale per tensor, which is fastest, or one per row, which "
+        "is more precise",
+    )
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """The options of the device, and of what a step recomputes to save its memory."""
+
+    device: str = option(
+        "auto",
+        group="speed and memory (no effect on the result, up to rounding)",
+        role=Role.ALIKE,
+        choices=("auto", "cpu"),
+        help="auto: the GPUs of this machine, or its CPU if there are none; GPUs that torch cannot "
+        "use are an error. cpu: the CPU, even if there are GPUs",
+    )
+    activation_checkpointing: str = option(
+        AUTO,
+        aliases=("gradient_checkpointing",),
+        role=Role.ALIKE,
+        parse=or_switch("full", "none"),
+        nargs="?",
+        const="full",
+        choices=(AUTO, *RECOMPUTATIONS),
+        help="activations to recompute in the backward pass: none, selective (cheap operations) or "
+        "full (whole blocks). auto: the least that fits in memory; a resumed run does not go below "
+        "its earlier value. The option without a value means full",
+    )
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """The options of how the ranks compute a step."""
+
+    deterministic: bool = option(
+        False,
+        group="speed and memory (no effect on the result, up to rounding)",
+        role=Role.ALIKE,
+        parse=on_off,
+        help="on GPUs: bitwise identical results across runs and resumes; attention is slower",
+    )
+    attention: str = option(
+        "auto",
+        aliases=("attn_implementation",),
+        role=Role.ALIKE,
+        choices=("auto", "flash", "sdpa", "varlen", "flash_attention_2", "flex"),
+        help="attention implementation. auto: varlen for packed documents on a GPU, else sdpa. "
+        "flash: flash_attention_2 if its package is installed and supports training here, else "
+        "auto",
+    )
+    cpu_offload: bool = option(
+        False,
+        role=Role.ALIKE,
+        parse=on_off,
+        help="keep the sharded weights and optimizer state in host memory, which is slower",
+    )
+    keep_gathered: bool | None = option(
+        None,
+        role=Role.ALIKE,
+        parse=auto_on_off,
+        help="do not reshard the weights of the blocks after the forward pass or between the "
+        "micro-batches of a step: fewer all-gathers, but more memory; not with --cpu-offload "
+        "(default: auto, on if there is enough memory)",
+    )
+    shard_size: int | None = option(
+        None,
+        role=Role.ALIKE,
+        parse=positive_int,
+        help="ranks that share one replica of the model (HSDP), such as the GPUs of a node "
+        "(default: all ranks; with four or more nodes, the ranks of one node, if a step fits in "
+        "memory)",
+    )
