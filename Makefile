@@ -178,7 +178,7 @@ test-long: $(VENV)/installed-dev
 	$(PYTEST) -m long -rs
 
 test-slow: $(VENV)/installed-dev
-	$(PYTEST) -q -n 4 --dist worksteal -m 'slow and not long' --ignore tests/cloud
+	$(PYTEST) -q -n 4 --dist worksteal -m 'slow and not long and not gpu' --ignore tests/cloud
 
 test-cloud: $(VENV)/installed-dev
 	$(PYTEST) -q -n 4 --dist worksteal -m 'not long' tests/cloud

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import fnmatch
 import gc
 import importlib
 import io
@@ -51,16 +52,46 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):
 gc.disable()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip test files that do not contain the first mark of `-m`.
+# What `make test` runs: what must never break. In a run of all tests, the others count as slow.
+ESSENTIAL = (
+    *("checkpoints/*", "core/*", "optim/*", "runs/*", "tokens/*"),
+    *("test_faults_*", "test_repository.py", "test_stage_04*", "test_airgap.py"),
+    *("curate/test_key_groups.py", "curate/test_leaders.py", "curate/test_minhash.py"),
+    *("curate/test_recall.py", "curate/test_shingles.py", "parallel/test_isolation.py"),
+    *("parallel/test_layout.py", "parallel/test_loss.py", "parallel/test_one_rank.py"),
+    *("parallel/test_parallelize.py", "parallel/test_placement.py", "train/test_experiment.py"),
+    *("train/test_inputs.py", "train/test_plan.py", "train/test_rows.py", "train/test_state.py"),
+)
 
-    A third of the files contain slow tests, and importing the others would take seconds.
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip test files that contain no test for the first mark of `-m`.
+
+    Importing them would take seconds, or half a minute for those that are not essential.
     """
-    mark = (config.option.markexpr or "not").split()[0]
+    words = (config.option.markexpr or "not").split()
     is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
-    if mark == "not" or not mark.isidentifier() or not is_test:
+    if not is_test or not words[0].isidentifier():
         return None
-    return None if f"mark.{mark}" in collection_path.read_text("utf-8") else True
+    if words[:2] == ["not", "slow"]:
+        return True if _counts_as_slow(collection_path, config) else None
+    if words[0] == "not" or (words[0] == "slow" and _counts_as_slow(collection_path, config)):
+        return None
+    return None if f"mark.{words[0]}" in collection_path.read_text("utf-8") else True
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests of a file that is not essential."""
+    if _counts_as_slow(item.path, item.config):
+        item.add_marker(pytest.mark.slow)
+
+
+def _counts_as_slow(path: Path, config: pytest.Config) -> bool:
+    """Return whether all tests of a file count as slow, which no typed path of a test does."""
+    if config.args != config.getini("testpaths"):
+        return False
+    name = path.relative_to(ROOT / "tests").as_posix()
+    return not any(fnmatch.fnmatchcase(name, pattern) for pattern in ESSENTIAL)
 
 
 def pytest_collection(session: pytest.Session) -> None:

@@ -49,7 +49,6 @@ def experiment(trained: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
 def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: Path):
     run_stage(
         "04_train_fsdp.py",
@@ -99,7 +98,6 @@ def test_losses_do_not_depend_on_ranks_or_accumulation(trained: Path, project: P
         )
 
 
-@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(trained: Path, project: Path):
     """The killed launch draws no plot, but its successor does."""
     launch = start_stage("04_train_fsdp.py", "-e", "two", *TRAIN, cwd=project, ranks=2)
