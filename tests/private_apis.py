@@ -57,8 +57,15 @@ UNDOCUMENTED = (
     "transformers.modeling_utils",
     "transformers.models",
 )
-# Documented despite the underscore: attributes of named tuples, `os` and `jinja2.Undefined`.
-_DOCUMENTED = {"_asdict", "_exit", "_fields", "_make", "_replace", "_undefined_name"}
+# Documented despite the underscore: attributes of named tuples, `os` and `jinja2.Undefined`; the
+# memory snapshots, the fake tensors and the modes of torch (torch_cuda_memory, fake tensor,
+# extending PyTorch).
+_DOCUMENTED = {
+    *("_asdict", "_exit", "_fields", "_make", "_replace", "_undefined_name"),
+    *("_dump_snapshot", "_record_memory_history"),
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+}
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
 
@@ -226,6 +233,8 @@ def _is_foreign(module: str) -> bool:
 
 
 def _is_private(name: str) -> bool:
+    if name in _DOCUMENTED:
+        return False
     is_undocumented = any(name == part or name.startswith(f"{part}.") for part in UNDOCUMENTED)
     return is_undocumented or any(_PRIVATE.fullmatch(part) for part in name.split("."))
 

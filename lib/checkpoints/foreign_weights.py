@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import PreTrainedModel
 
 from lib.checkpoints.storage import ALLOWED, ShardFile, load_metadata

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
+from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from lib.core import commands, log, records
 from lib.core.errors import ArtifactError, UsageError
@@ -238,7 +241,7 @@ def _find_causal_class(model_dir: Path, config: PretrainedConfig) -> type[PreTra
     names = ", ".join(map(str, architectures)) or "no architecture named"
     found = f"model_type {config.model_type}, {names}"
     # Encoders such as BERT have a causal class too, but are bidirectional without `is_decoder`.
-    is_bidirectional = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(
+    is_bidirectional = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(
         config, "is_decoder", False
     )
     if (

@@ -35,7 +35,7 @@ def is_needed(content: dict[str, Any]) -> bool:
 
     content: the JSON object in config.json.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     return content.get("model_type") not in CONFIG_MAPPING and isinstance(
         content.get("auto_map"), dict

@@ -184,10 +184,10 @@ def _prepare_graphs() -> None:
 
     When a function reaches the limit, this process logs one warning.
     """
-    config = torch._dynamo.config
+    config = torch.compiler.config
     config.recompile_limit = max(_GRAPH_LIMIT, config.recompile_limit)
-    sources = torch.compiler.config.dynamic_sources
+    sources = config.dynamic_sources
     if _LENGTHS not in sources.split(","):
-        torch.compiler.config.dynamic_sources = ",".join(filter(None, (sources, _LENGTHS)))
+        config.dynamic_sources = ",".join(filter(None, (sources, _LENGTHS)))
     logger = logging.getLogger("torch._dynamo.convert_frame")
     logger.addFilter(_limit_report)  # later calls add nothing

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lib.core import commands, log, units

@@ -366,9 +366,8 @@ def materialise_model(model: nn.Module, device: torch.device, offload: bool) -> 
     model.to_empty(device="cpu" if offload else device)
     mark_padded(model)
     for module in model.modules() if offload else ():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:  # the offload policy only moves parameters
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))  # the offload policy only moves parameters
 
 
 def reshard_model(model: nn.Module) -> None:

@@ -39,7 +39,8 @@ def is_emulated(precision: str) -> bool:
     if precision == "fp16":
         return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
     # oneDNN supports bf16 from AVX-512 on, but without AVX512_BF16 at a fifth of the float32 speed.
-    is_slow = torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+    known = torch.cpu.get_capabilities()
+    is_slow = known.get("avx512_f", False) and not known.get("avx512_bf16", False)
     return is_slow or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

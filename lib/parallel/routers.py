@@ -66,7 +66,10 @@ def find_routers(model: PreTrainedModel) -> list[Router]:
             return []
         owners = (module, modules[name.rpartition(".")[0]])
         biases = [
-            (owner, bias) for owner in owners for bias in ROUTER_BIASES if bias in owner._buffers
+            (owner, bias)
+            for owner in owners
+            for bias, _ in owner.named_buffers(recurse=False)
+            if bias in ROUTER_BIASES
         ]
         number = re.search(r"\.(\d+)\.", name)
         layer = int(number[1]) if number else len(routers)

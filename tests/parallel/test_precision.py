@@ -65,8 +65,8 @@ def test_bf16_is_the_default_only_if_the_processor_computes_in_it(
 ):
     """oneDNN reports support for bf16 even if it takes several times as long as float32."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: avx512)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    known = {"avx512_f": avx512, "avx512_bf16": avx512_bf16}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     assert precision.is_emulated("bf16") is emulated
     assert precision.default_precision() == ("fp32" if emulated else "bf16")
