@@ -1,6 +1,6 @@
 # make demo                run all five stages on real text; the exported model then writes text
 # make demo-chat           run stages 02 to 05 on conversations; the exported model then answers
-# make test                run the quick tests      make test-slow   run those of 2 seconds or more
+# make test                test what must not break make test-slow   run the other tests
 # make test-cloud          run the tests of launch/cloud/: Kubernetes, AWS, images, HyperPod
 # make test-long           test small clusters, all damage, more variants (as root, an hour)
 # make test-faults         kill stages 200 times and check that nothing is lost (5 minutes)
