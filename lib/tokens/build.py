@@ -4,63 +4,135 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from lib.core import commands, log, manifest, publish, units, verified
+from lib.core import commands, hashing, log, manifest, paths, publish, units, verified
 from lib.core.artifacts import tokenizer_fingerprint
 from lib.core.errors import ArtifactError, UsageError
 from lib.core.progress import Progress
 from lib.core.retry import poll
-from lib.tokens import store, text_bytes
-from lib.tokens.chat.policy import ChatPolicy
+from lib.tokens import framing, store
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
-from lib.tokens.split_writer import PROGRESS, StoreContents, TextWriter, write_sources
+from lib.tokens.split_writer import PROGRESS, StoreContents
 
 _POLL_S = 0.5
 
 
+@dataclass(frozen=True)
+class Tokenization(ABC):
+    """Turns one dataset into tokens; a subclass does so for each format of dataset.
+
+    num_workers: threads or processes that encode. progress: whether a bar is shown. unit: what an
+    entry of *.ends.bin ends.
+    """
+
+    dataset: Dataset
+    tokenizer_dir: Path
+    num_workers: int
+    progress: bool
+    unit: ClassVar[str]
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Load the encoder of this process. Raises ArtifactError if it cannot be read."""
+        return Encoder(self.tokenizer_dir, self.num_workers)
+
+    @property
+    def dtype(self) -> str:
+        """Return the smallest type of integers that holds every token."""
+        return "uint16" if self.encoder.vocab_size <= 1 << 16 else "uint32"
+
+    def identity(self) -> dict[str, Any]:
+        """Return the inputs that decide the tokens, besides the dataset and the tokenizer."""
+        return {}
+
+    def check_encoder(self, model_vocab: int) -> None:
+        """Raise UsageError if the tokenizer contains ids that the model cannot embed."""
+        require_vocabulary(self.encoder.vocab_size, model_vocab, self.tokenizer_dir)
+
+    @abstractmethod
+    def tune_encoder(self) -> None:
+        """Choose the fastest engine for `encoder`, if this process encodes the dataset itself."""
+
+    @abstractmethod
+    def write_splits(self, directory: Path, bar: Progress) -> StoreContents:
+        """Write the files of all splits, after those that an interrupted build has written.
+
+        Raises UsageError if they cannot be trained on.
+        """
+
+    @abstractmethod
+    def estimate_tokens(self) -> int:
+        """Estimate the tokens of the training split from a sample.
+
+        Raises ArtifactError if the tokenizer or the text cannot be read, and UsageError if nothing
+        in the sample can be trained on.
+        """
+
+    def find_store(self, cache_dir: Path, has_begun: bool = False) -> tuple[Path, dict[str, Any]]:
+        """Return the directory of the store, which may not exist yet, and the store's identity.
+
+        has_begun: a run that an earlier version began keeps its store without the tokens that the
+        settings of the tokenizer add. Raises ArtifactError if the tokenizer cannot be read.
+        """
+        changes = self.encoder.changes if framing.may_differ(self.tokenizer_dir) else {}
+        choices = [self._place_store(cache_dir, {})]
+        if changes:
+            choices.insert(0, self._place_store(cache_dir, changes))
+        existing = [choice for choice in choices if has_begun and choice[0].exists()]
+        return (existing or choices)[0]
+
+    def _place_store(
+        self, cache_dir: Path, changes: dict[str, bool]
+    ) -> tuple[Path, dict[str, Any]]:
+        """Return the directory and the identity of a store, as identity.py compares it.
+
+        The directory is found even if the dataset was renamed since the store was built.
+        """
+        inputs = {
+            "dataset": self.dataset.fingerprint,
+            "tokenizer": tokenizer_fingerprint(self.tokenizer_dir),
+            **self.identity(),
+            **changes,
+        }
+        key = hashing.fingerprint([store.KIND, inputs])[:12]
+        root = paths.tokens_root(cache_dir)
+        existing = sorted(root.glob(f"*-{key}"))
+        new = root / f"{self.dataset.path.resolve().name}-{key}"
+        return existing[0] if existing else new, {"options": {}, "inputs": inputs}
+
+
 def prepare_store(
-    dataset: Dataset,
-    tokenizer_dir: Path,
+    tokenization: Tokenization,
     cache_dir: Path,
     model_vocab: int,
-    num_workers: int,
-    progress: bool,
     verify: bool = False,
-    chat: ChatPolicy | None = None,
     has_begun: bool = False,
 ) -> Path:
-    """Return the path of the token store for a dataset and a tokenizer; build it if needed.
+    """Return the path of the token store of a dataset; build it if needed.
 
     Every process of a launch may call this function (see `build_once`). model_vocab: the number of
     ids the model can embed. verify: hash an existing store even if it has not changed since the
-    last time. chat: the options for conversations, for a chat dataset. has_begun: see
-    `store.find_store`. Raises UsageError if the tokenizer contains larger ids, the dataset was
-    replaced meanwhile, or no conversation can be trained on. Raises ArtifactError if the existing
-    store is damaged.
+    last time. has_begun: see `Tokenization.find_store`. Raises UsageError if the tokenizer contains
+    larger ids, the dataset was replaced meanwhile, or no conversation can be trained on. Raises
+    ArtifactError if the existing store is damaged.
     """
-
-    @cache  # `build_once` may call `build` several times
-    def load_encoder() -> Encoder:
-        encoder = Encoder(tokenizer_dir, num_workers)
-        require_vocabulary(encoder.vocab_size, model_vocab, tokenizer_dir)
-        return encoder
-
-    target, identity = store.find_store(
-        cache_dir,
-        dataset,
-        load_encoder,
-        tokenizer_dir,
-        chat.identity() if chat else None,
-        has_begun,
-    )
+    target, identity = tokenization.find_store(cache_dir, has_begun)
 
     def build() -> None:
-        _build_store(dataset, load_encoder(), target, identity, num_workers, progress, chat)
+        tokenization.check_encoder(model_vocab)
+        with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
+            try:
+                _write_store(build, tokenization)
+            except (ArtifactError, UsageError):  # a later run cannot continue after this error
+                build.resumable = False
+                raise
         verified.record_intact(
             target, manifest.read_manifest(target, store.KIND, "the token store"), cache_dir
         )
@@ -75,15 +147,16 @@ def prepare_store(
             content,
             "the token store",
             cache_dir,
-            workers=num_workers,
-            progress=progress,
+            workers=tokenization.num_workers,
+            progress=tokenization.progress,
             always=verify,
             run=commands.delete_and_rerun(target),
         ),
     )
     if verify:
         log.info(f"{target}: all checksums match")
-    dataset.require_same()  # otherwise ranks that looked later would wait for another store
+    # Otherwise ranks that looked later would wait for another store.
+    tokenization.dataset.require_same()
     return target
 
 
@@ -145,97 +218,44 @@ def require_vocabulary(vocab_size: int, model_vocab: int, tokenizer_dir: Path) -
         )
 
 
-def _build_store(
-    dataset: Dataset,
-    encoder: Encoder,
-    target: Path,
-    identity: dict[str, Any],
-    num_workers: int,
-    progress: bool,
-    chat: ChatPolicy | None,
-) -> None:
-    text_bytes = dataset.total_bytes()
-    if encoder.eos is None and not chat:
-        log.warn(
-            "the tokenizer has no EOS token, so nothing separates documents and the model does "
-            "not learn where a text ends"
-        )
-    with publish.Build(target, store.KIND, identity, overwrite=False, resumable=True) as build:
-        try:
-            counts, began = _fill_store(build, dataset, encoder, num_workers, progress, chat)
-        except (ArtifactError, UsageError):  # a later run cannot continue after this error
-            build.resumable = False
-            raise
-    seconds = time.monotonic() - began
-    for name, count in counts.items():
-        log.detail(
-            f"  {name}: {units.counted(count['tokens'], 'token')} in "
-            f"{units.counted(count['documents'], 'sample' if chat else 'document')}"
-        )
-    log.detail(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
-
-
-def _fill_store(
-    build: publish.Build,
-    dataset: Dataset,
-    encoder: Encoder,
-    num_workers: int,
-    progress: bool,
-    chat: ChatPolicy | None,
-) -> tuple[dict[str, dict[str, int]], float]:
-    """Write and publish a store; return its counts by split, and the time when tokenising began."""
+def _write_store(build: publish.Build, tokenization: Tokenization) -> None:
+    """Write and publish a store, and log its counts by split."""
+    dataset = tokenization.dataset
     dataset.check_content()
     text_bytes = dataset.total_bytes()
     # A store is rarely larger than its text: a token takes 2 or 4 bytes and covers 3 or more.
     publish.require_space(build.dir, text_bytes, "the token store")
-    dtype = "uint16" if encoder.vocab_size <= 1 << 16 else "uint32"
-    log.detail(f"tokenising {dataset.path} with {encoder.directory} → {build.target} ({dtype})")
-    if not chat:  # the worker processes for conversations tune their own encoders
-        encoder.tune(dataset.sample())
-    require_same_tokenizer(encoder.directory, build.identity["inputs"]["tokenizer"])
+    log.detail(
+        f"tokenising {dataset.path} with {tokenization.tokenizer_dir} → {build.target} "
+        f"({tokenization.dtype})"
+    )
+    tokenization.tune_encoder()
+    _require_same_tokenizer(tokenization.tokenizer_dir, build.identity["inputs"]["tokenizer"])
     dataset.require_same()
     began = time.monotonic()
-    with Progress("tokenising", text_bytes, "B", progress) as bar:
-        from lib.tokens.chat import write  # takes time to import
-
-        contents = (
-            write.write_splits(build.dir, dataset, encoder, dtype, chat, num_workers, bar)
-            if chat
-            else _write_texts(build.dir, dataset, encoder, dtype, bar)
-        )
+    with Progress("tokenising", text_bytes, "B", tokenization.progress) as bar:
+        contents = tokenization.write_splits(build.dir, bar)
     for leftover in (*build.dir.glob(f"*.{PROGRESS}"), *contents.leftovers):
         leftover.unlink()
     dataset.require_same()
     build.publish(
         stage="04_train_fsdp.py",
-        options={"num_workers": num_workers},
+        options={"num_workers": tokenization.num_workers},
         files=contents.files,
-        summary=store.summarise_store(dtype, encoder, contents.counts, contents.facts),
+        summary=store.summarise_store(
+            tokenization.dtype, tokenization.encoder, contents.counts, contents.facts
+        ),
     )
-    return contents.counts, began
+    seconds = time.monotonic() - began
+    for name, count in contents.counts.items():
+        log.detail(
+            f"  {name}: {units.counted(count['tokens'], 'token')} in "
+            f"{units.counted(count['documents'], tokenization.unit)}"
+        )
+    log.detail(f"  {units.size(text_bytes / seconds)}/s, {units.duration(seconds)}")
 
 
-def _write_texts(
-    directory: Path, dataset: Dataset, encoder: Encoder, dtype: str, bar: Progress
-) -> StoreContents:
-    """Write the splits of a text dataset."""
-    contents = StoreContents({}, [], {}, [])
-    for name in dataset.splits:
-        is_held_out = name == "validation"
-        vocabulary = text_bytes.measure_vocabulary(encoder.tokenizer) if is_held_out else None
-        writer = TextWriter(directory, name, dtype, dataset, vocabulary)
-        writer.run(encoder, bar)
-        dataset.require_same()
-        contents.counts[name] = writer.manifest_counts()
-        contents.files.extend(writer.close())
-        if is_held_out:
-            names, entry = write_sources(directory, name, dataset)
-            contents.facts[text_bytes.FACT] = {"sources": names}
-            contents.files.extend([entry] if entry else [])
-    return contents
-
-
-def require_same_tokenizer(tokenizer_dir: Path, fingerprint: str) -> None:
+def _require_same_tokenizer(tokenizer_dir: Path, fingerprint: str) -> None:
     """Raise UsageError if a tokenizer has changed since its fingerprint was taken."""
     if tokenizer_fingerprint(tokenizer_dir) != fingerprint:
         raise UsageError(

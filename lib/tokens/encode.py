@@ -18,13 +18,9 @@ from lib.core import log
 from lib.core.artifacts import TOKENIZER
 from lib.core.errors import ArtifactError
 from lib.tokens import framing
-from lib.tokens.dataset import Dataset
 
 _PIECE_BYTES = 4 << 20
 _GROUP_BYTES = 32 << 20
-# Limits for an estimate.
-_SAMPLED_TEXTS = 200
-_SAMPLED_BYTES = 4000  # of each text
 # The place between a line break and a word, where byte-level tokenizers start a new piece anyway.
 _BOUNDARY = re.compile(rb"(?<=\S\n)(?=[A-Za-z])")
 
@@ -241,20 +237,6 @@ def make_worker_encoder(directory: Path) -> Encoder:
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes the import fail
         os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # "PyTorch was not found"
     return Encoder(directory, 1)
-
-
-def estimate_tokens(dataset: Dataset, tokenizer_dir: Path) -> int:
-    """Estimate the tokens of the training split from a sample of its texts.
-
-    Raises ArtifactError if the tokenizer or the text cannot be read.
-    """
-    texts = dataset.sample(_SAMPLED_TEXTS, _SAMPLED_BYTES)
-    encoder = Encoder(tokenizer_dir, os.cpu_count() or 1)
-    ids, lengths = encoder.encode(texts)
-    added = (encoder.bos is not None) + (encoder.eos is not None)
-    per_byte = (len(ids) - added * len(lengths)) / max(1, sum(map(len, texts)))
-    documents, size = dataset.extent()
-    return round(size * per_byte) + added * documents
 
 
 def _cut_text(text: bytes, at_least: int) -> list[bytes]:

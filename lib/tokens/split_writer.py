@@ -11,14 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lib.core import commands, file_identity, log, manifest, reading, records, units
+from lib.core import commands, file_identity, manifest, reading, records
 from lib.core.errors import ArtifactError
 from lib.core.hashing import HashedFile
-from lib.core.progress import Progress
-from lib.tokens import text_bytes
 from lib.tokens.dataset import Dataset
-from lib.tokens.encode import Encoder
-from lib.tokens.text_bytes import TokenBytes
 
 PROGRESS = "progress.json"
 _SAVE_PROGRESS_S = 20.0
@@ -97,69 +93,6 @@ class SplitWriter:
     def close(self) -> list[dict[str, Any]]:
         """Close the files and return their manifest entries."""
         return [sink.close() for sink in self._sinks]
-
-
-class TextWriter(SplitWriter):
-    """Writes the documents of a text dataset, and the bytes of each token in the validation split.
-
-    vocabulary: the bytes of each token in the vocabulary; None for another split.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        name: str,
-        dtype: str,
-        dataset: Dataset,
-        vocabulary: TokenBytes | None = None,
-    ) -> None:
-        self._vocabulary = vocabulary
-        super().__init__(directory, name, dtype, dataset)
-        if vocabulary:
-            self._sinks.append(Sink(directory / f"{name}.{text_bytes.BYTES}", self.tokens * 2))
-
-    def is_valid_note(self, note: dict[str, Any]) -> bool:
-        counts_bytes = self._vocabulary is None or not note or note.get("bytes") is True
-        return super().is_valid_note(note) and counts_bytes  # an older version counted none
-
-    def progress_note(self) -> dict[str, Any]:
-        return super().progress_note() | ({"bytes": True} if self._vocabulary else {})
-
-    def run(self, encoder: Encoder, bar: Progress) -> None:
-        """Tokenise the documents that are not in the token store yet."""
-        if self.documents:
-            log.detail(
-                f"  continuing after {units.counted(self.documents, 'document')} from an "
-                "interrupted run"
-            )
-        for texts in self._dataset.documents(self.name, self.documents):
-            sizes = list(map(len, texts))
-            ids, lengths = encoder.encode(texts)
-            self.append(ids, lengths)
-            if self._vocabulary:
-                has_bos = encoder.bos is not None
-                has_eos = encoder.eos is not None
-                self._sinks[-1].write(
-                    text_bytes.divide_bytes(
-                        ids, lengths, sizes, self._vocabulary, has_bos, has_eos
-                    ).astype("<u2")
-                )
-            bar.advance(sum(sizes))
-            self.save_if_due()
-        self.save()
-
-
-def write_sources(directory: Path, name: str, dataset: Dataset) -> tuple[list[str], Any]:
-    """Write the source of each document of a split; return the names and the manifest entry.
-
-    Returns [] and None if the dataset has no column `source`.
-    """
-    if not dataset.has_sources(name):
-        return [], None
-    names, indices = text_bytes.name_sources(lambda: dataset.sources(name))
-    sink = Sink(directory / f"{name}.{text_bytes.SOURCES}", 0)
-    sink.write(indices)
-    return names, sink.close()
 
 
 class Sink:

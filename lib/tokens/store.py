@@ -14,13 +14,13 @@ token is a label for the token before it. Otherwise it names a further file:
                                 label; never for the first token of a document
 
 A writer may add files and facts to a store, as lib/tokens/chat/write.py does. In a store of text,
-lib/tokens/text_bytes.py adds the bytes and sources of the validation split.
+lib/tokens/text_writer.py adds the bytes and sources of the validation split.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,9 @@ from typing import Any
 import numpy as np
 
 from lib.core import commands, hashing, log, manifest, paths, units
-from lib.core.artifacts import SPLITS, tokenizer_fingerprint
+from lib.core.artifacts import SPLITS
 from lib.core.errors import ArtifactError
-from lib.tokens import framing, text_bytes
-from lib.tokens.dataset import Dataset
+from lib.tokens import text_bytes
 from lib.tokens.encode import Encoder
 from lib.tokens.synthetic import SyntheticTokens
 from lib.tokens.text_bytes import SplitText
@@ -143,53 +142,6 @@ class TokenStore:
     splits: dict[str, Split]
 
 
-def find_store(
-    cache_dir: Path,
-    dataset: Dataset,
-    load_encoder: Callable[[], Encoder],
-    tokenizer_dir: Path,
-    further: Mapping[str, Any] | None = None,
-    has_begun: bool = False,
-) -> tuple[Path, dict[str, Any]]:
-    """Return the directory of a store, which may not exist yet, and the store's identity.
-
-    load_encoder: called only if the settings of the tokenizer may add tokens. further: inputs
-    besides the dataset and the tokenizer. has_begun: a run that an earlier version began keeps its
-    store without those tokens. Raises ArtifactError if the tokenizer cannot be read.
-    """
-    plain = make_identity(dataset, tokenizer_dir, further)
-    changes = load_encoder().changes if framing.may_differ(tokenizer_dir) else {}
-    identities = [plain]
-    if changes:
-        identities.insert(0, make_identity(dataset, tokenizer_dir, {**(further or {}), **changes}))
-    choices = [(find_store_dir(cache_dir, dataset, identity), identity) for identity in identities]
-    existing = [choice for choice in choices if has_begun and choice[0].exists()]
-    return (existing or choices)[0]
-
-
-def make_identity(
-    dataset: Dataset, tokenizer_dir: Path, further: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the inputs that decide a store's content, in the form that identity.py compares.
-
-    further: inputs besides the dataset and the tokenizer.
-    """
-    inputs = {
-        "dataset": dataset.fingerprint,
-        "tokenizer": tokenizer_fingerprint(tokenizer_dir),
-        **(further or {}),
-    }
-    return {"options": {}, "inputs": inputs}
-
-
-def find_store_dir(cache_dir: Path, dataset: Dataset, identity: dict[str, Any]) -> Path:
-    """Return the directory of a store, even if the dataset was renamed since it was built."""
-    key = hashing.fingerprint([KIND, identity["inputs"]])[:12]
-    root = paths.tokens_root(cache_dir)
-    existing = sorted(root.glob(f"*-{key}"))
-    return existing[0] if existing else root / f"{dataset.path.resolve().name}-{key}"
-
-
 def summarise_store(
     dtype: str, encoder: Encoder, counts: dict[str, dict[str, int]], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -285,7 +237,7 @@ def _is_valid_summary(summary: dict[str, Any]) -> bool:
 
 
 def _is_valid_fact(fact: Any) -> bool:
-    """Return whether the entry about the text of a split has the form of `write_sources`."""
+    """Return whether the entry about a split's text has the form that text_writer.py writes."""
     names = fact.get("sources") if isinstance(fact, dict) else None
     return fact is None or (
         isinstance(names, list)

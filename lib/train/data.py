@@ -13,9 +13,11 @@ from lib.core import log, units
 from lib.evaluate.tasks import Task
 from lib.tokens import build, mixture, packing, readable, store
 from lib.tokens.batches import DataStream, SampleStream
+from lib.tokens.build import Tokenization
 from lib.tokens.chat import counts
 from lib.tokens.chat.counts import ChatFacts
 from lib.tokens.chat.policy import ChatPolicy
+from lib.tokens.chat.write import ChatTokenization
 from lib.tokens.columns import CHAT
 from lib.tokens.dataset import Dataset
 from lib.tokens.encode import Encoder
@@ -27,6 +29,7 @@ from lib.tokens.samples import Samples, Windows
 from lib.tokens.store import Split, TokenStore
 from lib.tokens.synthetic import SyntheticText
 from lib.tokens.text_bytes import SplitText
+from lib.tokens.text_writer import TextTokenization
 from lib.train.batch_division import get_degrees
 from lib.train.config import Config
 from lib.train.inputs import Inputs, get_text_field
@@ -129,14 +132,10 @@ def _prepare_samples(config: Config, inputs: Inputs, vocab_size: int) -> Data:
     stores = []
     for corpus in inputs.corpora:
         path = build.prepare_store(
-            corpus.dataset,
-            inputs.model_dir,
+            make_tokenization(config, inputs, corpus.dataset),
             config.cache_dir,
             vocab_size,
-            config.num_workers,
-            not config.no_progress,
             config.prepare_only,
-            make_chat_policy(config, inputs.template, corpus.dataset),
             bool(inputs.identity),
         )
         tokens = store.open_store(path)
@@ -165,16 +164,19 @@ def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path
             log.info(text)
 
 
-def make_chat_policy(config: Config, template: str, dataset: Dataset) -> ChatPolicy | None:
-    """Return the rules that turn conversations into samples; None for a dataset of text.
-
-    template: the source of the chat template.
-    """
+def make_tokenization(config: Config, inputs: Inputs, dataset: Dataset) -> Tokenization:
+    """Return how a dataset becomes tokens: as text, or as conversations."""
+    shared = (dataset, inputs.model_dir, config.num_workers, not config.no_progress)
     if dataset.format != CHAT:
-        return None
-    return ChatPolicy(
-        template, config.train_on, config.too_long, config.seq_length, config.chat_template_kwargs
+        return TextTokenization(*shared)
+    policy = ChatPolicy(
+        inputs.template,
+        config.train_on,
+        config.too_long,
+        config.seq_length,
+        config.chat_template_kwargs,
     )
+    return ChatTokenization(*shared, policy)
 
 
 def combine_stores(config: Config, inputs: Inputs, stores: list[TokenStore]) -> Data:

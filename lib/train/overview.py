@@ -19,8 +19,7 @@ from lib.models.weights import warn_of_unused
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, peaks, sizes
-from lib.tokens import encode, packing, store
-from lib.tokens.chat import write
+from lib.tokens import packing, store
 from lib.tokens.prompts import Prompt
 from lib.train import checks, estimates, memory_fit, sampling
 from lib.train import plan as plans
@@ -28,8 +27,8 @@ from lib.train.config import Config
 from lib.train.data import (
     Data,
     combine_stores,
-    make_chat_policy,
     make_synthetic,
+    make_tokenization,
     prepare_prompts,
     select_shards,
 )
@@ -244,27 +243,13 @@ def _open_or_estimate(
     if inputs.synthetic:
         data = make_synthetic(config, inputs.synthetic, vocab_size)
         return data, data.samples_per_epoch
-    policies = [
-        make_chat_policy(config, inputs.template, corpus.dataset) for corpus in inputs.corpora
-    ]
+    tokenizations = [make_tokenization(config, inputs, corpus.dataset) for corpus in inputs.corpora]
     targets = [
-        store.find_store(
-            config.cache_dir,
-            corpus.dataset,
-            lambda: encode.Encoder(inputs.model_dir, config.num_workers),
-            inputs.model_dir,
-            policy.identity() if policy else None,
-            bool(inputs.identity),
-        )[0]
-        for corpus, policy in zip(inputs.corpora, policies, strict=True)
+        tokenization.find_store(config.cache_dir, bool(inputs.identity))[0]
+        for tokenization in tokenizations
     ]
     if missing := [str(target) for target in targets if not target.exists()]:
-        tokens = sum(
-            write.estimate_tokens(corpus.dataset, inputs.model_dir, policy)
-            if policy
-            else encode.estimate_tokens(corpus.dataset, inputs.model_dir)
-            for corpus, policy in zip(inputs.corpora, policies, strict=True)
-        )
+        tokens = sum(tokenization.estimate_tokens() for tokenization in tokenizations)
         log.info(
             f"  the tokens are not prepared yet ({', '.join(missing)}): the run or --prepare-only "
             f"prepares them; {units.count(tokens)} tokens are an estimate from a sample of the "

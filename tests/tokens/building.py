@@ -11,6 +11,7 @@ import numpy as np
 from lib.core import lease, log
 from lib.tokens import build, split_writer
 from lib.tokens import dataset as datasets
+from lib.tokens.text_writer import TextTokenization
 
 
 def prepare_store(dataset: str, tokenizer: str, cache: str, pause: str, node: str = "") -> None:
@@ -36,6 +37,8 @@ def prepare_store(dataset: str, tokenizer: str, cache: str, pause: str, node: st
         split_writer.Sink.write = write_slowly
     print(
         build.prepare_store(
-            datasets.open_dataset(Path(dataset)), Path(tokenizer), Path(cache), 100_000, 1, False
+            TextTokenization(datasets.open_dataset(Path(dataset)), Path(tokenizer), 1, False),
+            Path(cache),
+            100_000,
         )
     )

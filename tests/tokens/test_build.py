@@ -1,5 +1,5 @@
 # covers: lib/tokens/store.py, lib/tokens/dataset.py, lib/tokens/build.py
-# covers: lib/tokens/split_writer.py, lib/tokens/samples.py
+# covers: lib/tokens/split_writer.py, lib/tokens/text_writer.py, lib/tokens/samples.py
 """The token store: its content, the process that builds it, and its state after a kill."""
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lib.core.errors import ArtifactError, StageError, UsageError
 from lib.tokens import build, dataset, split_writer, store
 from lib.tokens.dataset import Dataset, open_dataset
 from lib.tokens.samples import Windows
+from lib.tokens.text_writer import TextTokenization, TextWriter
 from tests import forks
 from tests.conftest import ROOT
 from tests.forks import Launch
@@ -32,8 +33,12 @@ from .conftest import save_tokenizer
 FILES = [f"{split}.{kind}.bin" for split in ("train", "validation") for kind in ("tokens", "ends")]
 
 
+def tokenization(dataset: Path, tokenizer: Path) -> TextTokenization:
+    return TextTokenization(open_dataset(dataset), tokenizer, 1, False)
+
+
 def prepare_tokens(dataset: Path, tokenizer: Path, cache: Path, model_vocab: int = 100_000) -> Path:
-    return build.prepare_store(open_dataset(dataset), tokenizer, cache, model_vocab, 1, False)
+    return build.prepare_store(tokenization(dataset, tokenizer), cache, model_vocab)
 
 
 def expected(split: Path, tokenizer: Path) -> list[list[int]]:
@@ -316,14 +321,12 @@ def test_preparing_again_verifies_every_byte(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
     path = prepare_tokens(of_stage_02, tokenizer, tmp_path)
-    build.prepare_store(open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True)
+    build.prepare_store(tokenization(of_stage_02, tokenizer), tmp_path, 9999, verify=True)
     damaged = bytearray((path / "train.tokens.bin").read_bytes())
     damaged[8] ^= 1
     (path / "train.tokens.bin").write_bytes(damaged)
     with pytest.raises(ArtifactError, match="damaged"):
-        build.prepare_store(
-            open_dataset(of_stage_02), tokenizer, tmp_path, 9999, 1, False, verify=True
-        )
+        build.prepare_store(tokenization(of_stage_02, tokenizer), tmp_path, 9999, verify=True)
 
 
 def test_two_nodes_without_common_locks_build_one_store(
@@ -427,14 +430,14 @@ def test_a_changed_foreign_dataset_is_tokenised_from_the_start(
     path = tmp_path / "foreign"
     cache = tmp_path / ".cache"
     datasets.Dataset.from_dict({"text": text}).save_to_disk(str(path))
-    run = split_writer.TextWriter.run
+    run = TextWriter.run
 
     def killed(*arguments: object) -> None:
         run(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(split_writer.TextWriter, "run", killed)
+        patch.setattr(TextWriter, "run", killed)
         prepare_tokens(path, tokenizer, cache)
     shard = next(path.glob("*.arrow"))
     data = bytearray(shard.read_bytes())

@@ -17,6 +17,7 @@ from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
+from lib.tokens.text_writer import TextTokenization
 from lib.train.experiment import add_bos_to_template
 from tests.tokens.conftest import save_tokenizer
 
@@ -69,9 +70,8 @@ def test_only_a_run_that_has_begun_keeps_a_store_of_a_version_that_ignored_the_s
     path.write_text(json.dumps(json.loads(path.read_text()) | LLAMA))
 
     def prepare(has_begun: bool) -> Path:
-        return build.prepare_store(
-            open_dataset(of_stage_02), directory, tmp_path, 9999, 1, False, has_begun=has_begun
-        )
+        tokenization = TextTokenization(open_dataset(of_stage_02), directory, 1, False)
+        return build.prepare_store(tokenization, tmp_path, 9999, has_begun=has_begun)
 
     def first_token(path: Path) -> int:
         return int(store.open_store(path).splits["train"].tokens[0])

@@ -14,8 +14,9 @@ import json
 import shutil
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -25,12 +26,13 @@ from lib.core.conversation import Conversation, InvalidConversation
 from lib.core.progress import Progress
 from lib.core.workers import Pool
 from lib.tokens import columns, readable
+from lib.tokens.build import Tokenization
 from lib.tokens.chat import conversations, counts
 from lib.tokens.chat.counts import ERRORS, ChatCounts
 from lib.tokens.chat.encode import ChatEncoder, DroppedChat
 from lib.tokens.chat.policy import ChatPolicy
 from lib.tokens.dataset import Dataset
-from lib.tokens.encode import Encoder, make_worker_encoder
+from lib.tokens.encode import make_worker_encoder
 from lib.tokens.split_writer import Sink, SplitWriter, StoreContents
 from lib.tokens.store import LABEL_MASK
 
@@ -69,67 +71,105 @@ class PreparedChats(NamedTuple):
     dropped: list[ErrorEntry]
 
 
-def write_splits(
-    directory: Path,
-    dataset: Dataset,
-    encoder: Encoder,
-    dtype: str,
-    policy: ChatPolicy,
-    num_workers: int,
-    bar: Progress,
-) -> StoreContents:
-    """Write the splits of a chat dataset. Raises UsageError if they cannot be trained on."""
-    contents = StoreContents({}, [], {}, [])
-    chats: dict[str, ChatCounts] = {}
-    # A process takes seconds to start. In that time the others prepare about this many bytes.
-    count = min(num_workers, 1 + dataset.total_bytes() // _BYTES_PER_PROCESS)
-    with start_pool(count, encoder.directory, policy, dataset.sample_chats()) as pool:
-        for name in dataset.splits:
-            writer = ChatWriter(directory, name, dtype, dataset)
-            writer.run(pool, bar)
-            dataset.require_same()
-            *entries, errors = writer.close()
-            contents.files.extend(entries)
-            contents.leftovers.append(directory / errors["path"])
-            contents.counts[name] = writer.manifest_counts()
-            chats[name] = writer.chats
-            if name == "train":
-                examples = _render_examples(directory, name, dtype, encoder)
-                counts.require_trainable(writer.chats, policy, dataset.path, examples)
-    _join_files(contents.leftovers, directory / ERRORS)
-    (directory / CHAT_TEMPLATE).write_text(policy.template, encoding="utf-8")
-    contents.files.extend(
-        manifest.file_entry(directory, directory / name, hashing.FAST)
-        for name in (ERRORS, CHAT_TEMPLATE)
-    )
-    facts = {
-        "policy": _SAMPLES,
-        "label_mask": LABEL_MASK,
-        "chat": _summarise_chats(chats, policy, encoder),
-    }
-    return contents._replace(facts=facts)
+@dataclass(frozen=True)
+class ChatTokenization(Tokenization):
+    """Turns a chat dataset into tokens, in worker processes that tune their own encoders."""
 
+    policy: ChatPolicy
+    unit: ClassVar[str] = "sample"
 
-def estimate_tokens(dataset: Dataset, tokenizer_dir: Path, policy: ChatPolicy) -> int:
-    """Estimate the tokens of the training split from a sample of its conversations.
+    def identity(self) -> dict[str, Any]:
+        return self.policy.identity()
 
-    Raises UsageError if the template can render none of them.
-    """
-    sample = dataset.sample_chats()
-    if sample is None:
-        return 0
-    with start_pool(1, tokenizer_dir, policy, None) as pool:
-        [(samples, _)] = encode_rows(pool, iter([sample]))
-    chats = samples.counts
-    if not chats.samples and "too long" not in chats.dropped:
-        counts.require_samples(chats, dataset.path)
-    if causes := chats.describe_causes():
-        log.info(
-            f"  {chats.dropped.total()} of {chats.conversations} conversations sampled from "
-            f"{dataset.path} would be dropped: {causes}"
+    def tune_encoder(self) -> None:
+        """Do nothing, since each worker process tunes its own encoder."""
+
+    def write_splits(self, directory: Path, bar: Progress) -> StoreContents:
+        contents = StoreContents({}, [], {}, [])
+        chats: dict[str, ChatCounts] = {}
+        # A process takes seconds to start. In that time the others prepare about this many bytes.
+        count = min(self.num_workers, 1 + self.dataset.total_bytes() // _BYTES_PER_PROCESS)
+        with self._start_pool(count, self.dataset.sample_chats()) as pool:
+            for name in self.dataset.splits:
+                writer = ChatWriter(directory, name, self.dtype, self.dataset)
+                writer.run(pool, bar)
+                self.dataset.require_same()
+                *entries, errors = writer.close()
+                contents.files.extend(entries)
+                contents.leftovers.append(directory / errors["path"])
+                contents.counts[name] = writer.manifest_counts()
+                chats[name] = writer.chats
+                if name == "train":
+                    examples = self._render_examples(directory, name)
+                    counts.require_trainable(writer.chats, self.policy, self.dataset.path, examples)
+        _join_files(contents.leftovers, directory / ERRORS)
+        (directory / CHAT_TEMPLATE).write_text(self.policy.template, encoding="utf-8")
+        contents.files.extend(
+            manifest.file_entry(directory, directory / name, hashing.FAST)
+            for name in (ERRORS, CHAT_TEMPLATE)
         )
-    size = dataset.extent()[1]
-    return round(size * chats.tokens / max(1, columns.count_content_bytes(sample)))
+        facts = {
+            "policy": _SAMPLES,
+            "label_mask": LABEL_MASK,
+            "chat": self._summarise_chats(chats),
+        }
+        return contents._replace(facts=facts)
+
+    def estimate_tokens(self) -> int:
+        sample = self.dataset.sample_chats()
+        if sample is None:
+            return 0
+        with self._start_pool(1, None) as pool:
+            [(samples, _)] = encode_rows(pool, iter([sample]))
+        chats = samples.counts
+        if not chats.samples and "too long" not in chats.dropped:
+            counts.require_samples(chats, self.dataset.path)
+        if causes := chats.describe_causes():
+            log.info(
+                f"  {chats.dropped.total()} of {chats.conversations} conversations sampled from "
+                f"{self.dataset.path} would be dropped: {causes}"
+            )
+        size = self.dataset.extent()[1]
+        return round(size * chats.tokens / max(1, columns.count_content_bytes(sample)))
+
+    def _start_pool(self, count: int, sample: pa.RecordBatch | None) -> Pool:
+        """Start the worker processes for `encode_rows`.
+
+        sample: rows of the dataset, for `ChatEncoder.tune`.
+        """
+        sample_bytes = None if sample is None else _serialise_rows(sample)
+        return Pool(
+            count, "conversations", _make_row_encoder, self.tokenizer_dir, self.policy, sample_bytes
+        )
+
+    def _summarise_chats(self, chats: dict[str, ChatCounts]) -> dict[str, Any]:
+        """Return the facts that `counts.read_facts` reads."""
+        stops = sorted({token for split in chats.values() for token in split.stops})
+        names = self.encoder.tokenizer.convert_ids_to_tokens(stops)
+        return {
+            "train_on": self.policy.train_on,
+            "too_long": self.policy.too_long,
+            "seq_length": self.policy.longest,
+            "stop_tokens": {
+                str(token): str(name) for token, name in zip(stops, names, strict=True)
+            },
+            "splits": {name: split.to_record() for name, split in chats.items()},
+        }
+
+    def _render_examples(self, directory: Path, name: str) -> list[str]:
+        """Return the first samples of a split as readable text."""
+        ends = np.fromfile(directory / f"{name}.ends.bin", "<i8", _EXAMPLES).tolist()
+        if not ends:
+            return []
+        dtype = np.dtype(self.dtype).newbyteorder("<")
+        tokens = np.fromfile(directory / f"{name}.tokens.bin", dtype, ends[-1])
+        packed = units.ceil_div(ends[-1], 8)
+        bits = np.fromfile(directory / f"{name}.{LABEL_MASK}", np.uint8, packed)
+        trained = np.unpackbits(bits, bitorder="little").astype(bool)
+        return [
+            readable.render_excerpt(tokens[start:end], trained[start:end], self.encoder.tokenizer)
+            for start, end in zip([0, *ends], ends, strict=False)
+        ]
 
 
 class ChatWriter(SplitWriter):
@@ -202,17 +242,6 @@ class ChatWriter(SplitWriter):
         complete = len(bits) // 8 * 8
         self._labels.write(np.packbits(bits[:complete], bitorder="little"))
         self._bits = bits[complete:]
-
-
-def start_pool(
-    count: int, tokenizer_dir: Path, policy: ChatPolicy, sample: pa.RecordBatch | None
-) -> Pool:
-    """Start the worker processes for `encode_rows`.
-
-    sample: rows of the dataset, for `ChatEncoder.tune`.
-    """
-    sample_bytes = None if sample is None else _serialise_rows(sample)
-    return Pool(count, "conversations", _make_row_encoder, tokenizer_dir, policy, sample_bytes)
 
 
 def encode_rows(pool: Pool, rows: Iterator[pa.RecordBatch]) -> Iterator[tuple[PreparedChats, int]]:
@@ -330,34 +359,3 @@ def _join_files(parts: list[Path], path: Path) -> None:
         for part in parts:
             with part.open("rb") as content:
                 shutil.copyfileobj(content, file)
-
-
-def _summarise_chats(
-    chats: dict[str, ChatCounts], policy: ChatPolicy, encoder: Encoder
-) -> dict[str, Any]:
-    """Return the facts that `counts.read_facts` reads."""
-    stops = sorted({token for split in chats.values() for token in split.stops})
-    names = encoder.tokenizer.convert_ids_to_tokens(stops)
-    return {
-        "train_on": policy.train_on,
-        "too_long": policy.too_long,
-        "seq_length": policy.longest,
-        "stop_tokens": {str(token): str(name) for token, name in zip(stops, names, strict=True)},
-        "splits": {name: split.to_record() for name, split in chats.items()},
-    }
-
-
-def _render_examples(directory: Path, name: str, dtype: str, encoder: Encoder) -> list[str]:
-    """Return the first samples of a split as readable text."""
-    ends = np.fromfile(directory / f"{name}.ends.bin", "<i8", _EXAMPLES).tolist()
-    if not ends:
-        return []
-    tokens = np.fromfile(
-        directory / f"{name}.tokens.bin", np.dtype(dtype).newbyteorder("<"), ends[-1]
-    )
-    bits = np.fromfile(directory / f"{name}.{LABEL_MASK}", np.uint8, units.ceil_div(ends[-1], 8))
-    trained = np.unpackbits(bits, bitorder="little").astype(bool)
-    return [
-        readable.render_excerpt(tokens[start:end], trained[start:end], encoder.tokenizer)
-        for start, end in zip([0, *ends], ends, strict=False)
-    ]

@@ -19,8 +19,10 @@ from lib.tokens import build, dataset, split_writer, store
 from lib.tokens.chat import counts, write
 from lib.tokens.chat.encode import ChatEncoder
 from lib.tokens.chat.policy import ChatPolicy
+from lib.tokens.chat.write import ChatTokenization
 from lib.tokens.dataset import open_dataset
 from lib.tokens.encode import Encoder
+from lib.tokens.text_writer import TextTokenization
 from tests.tokens.chat import chats
 
 FILES = [
@@ -80,15 +82,10 @@ def prepare_chats(
     workers: int = 1,
     chat_policy: ChatPolicy | None = None,
 ) -> Path:
-    return build.prepare_store(
-        open_dataset(corpus),
-        tokenizer,
-        cache,
-        100_000,
-        workers,
-        False,
-        chat=chat_policy or policy(),
+    tokenization = ChatTokenization(
+        open_dataset(corpus), tokenizer, workers, False, chat_policy or policy()
     )
+    return build.prepare_store(tokenization, cache, 100_000)
 
 
 def test_a_store_contains_the_samples_and_a_bit_for_each_label(
@@ -132,27 +129,17 @@ def test_a_store_contains_the_samples_and_a_bit_for_each_label(
 def test_each_option_that_changes_samples_gives_another_store(
     corpus: Path, tokenizer: Path, tmp_path: Path
 ) -> None:
-    opened = open_dataset(corpus)
+    shared = (open_dataset(corpus), tokenizer, 1, False)
     ways = [
         policy(),
         policy(chats.CHATML.replace("|", "/")),
         policy(train_on="last"),
         policy(longest=600),
         policy()._replace(too_long="split"),
-        None,
         policy(),
     ]
-    assert (
-        len(
-            {
-                store.find_store_dir(
-                    tmp_path, opened, store.make_identity(opened, tokenizer, way and way.identity())
-                )
-                for way in ways
-            }
-        )
-        == 6
-    )
+    kinds = [TextTokenization(*shared), *(ChatTokenization(*shared, way) for way in ways)]
+    assert len({kind.find_store(tmp_path)[0] for kind in kinds}) == 6
 
 
 def same(one: Path, other: Path) -> bool:
