@@ -31,8 +31,8 @@ from lib.runs import figures
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from lib.export.base_model import BaseModel
     from lib.export.formats import Export
+    from lib.export.lora_run import LoraRun
 
 KIND = "export/1"
 _DTYPES = ("bfloat16", "float32", "float16")
@@ -172,20 +172,12 @@ def main(argv: list[str]) -> None:
         else checkpoint_choice.start_hashing(checkpoint, for_export=not is_lora)
     )
 
-    import torch
-
-    from lib.export.formats import AdapterExport, ModelExport
     from lib.export.lora_run import LoraRun
     from lib.models import architecture
 
     model = architecture.build_on_meta(experiment.model, trust_code=opts.trust_remote_code)
-    dtype = getattr(torch, opts.dtype)
-    lora_run = LoraRun.from_checkpoint(checkpoint, model, base.directory) if base else None
-    export: Export = (
-        AdapterExport(model, lora_run, dtype)
-        if lora_run and opts.adapter
-        else ModelExport(model, checkpoint, lora_run, dtype, opts.max_shard_size)
-    )
+    lora_run = LoraRun.from_checkpoint(checkpoint, model, base) if base else None
+    export = choose_export(opts, model, checkpoint, lora_run)
     log.info(f"export of {checkpoint.path}")
     log.table(
         {
@@ -198,10 +190,28 @@ def main(argv: list[str]) -> None:
     warn_of_unused(model, base.directory if base else config.get("model_dir", experiment.model))
     if damage is not None:
         checkpoint_choice.require_undamaged(checkpoint, damage.result())
-        if base and lora_run:
-            base.require_same_weights(checkpoint, not opts.no_progress)
-            lora_run.load()
-        write_export(opts, experiment, config, export, base, out, identity)
+        if lora_run:
+            lora_run.load(not opts.no_progress)
+        write_export(opts, experiment, config, export, out, identity)
+
+
+def choose_export(
+    opts: ExportOptions,
+    model: PreTrainedModel,
+    checkpoint: commit.Checkpoint,
+    lora_run: LoraRun | None,
+) -> Export:
+    """Return the export that the options ask for. model: the model of the run, on meta."""
+    import torch
+
+    from lib.export.formats import AdapterExport, MergedExport, ModelExport
+
+    dtype = getattr(torch, opts.dtype)
+    if lora_run is None:
+        return ModelExport(model, checkpoint, dtype, opts.max_shard_size)
+    if opts.adapter:
+        return AdapterExport(lora_run, dtype)
+    return MergedExport(lora_run, dtype, opts.max_shard_size)
 
 
 def warn_of_unused(model: PreTrainedModel, model_dir: Path | str) -> None:
@@ -216,14 +226,13 @@ def write_export(
     experiment: Experiment,
     config: dict[str, Any],
     export: Export,
-    base: BaseModel | None,
     out: Path,
     identity: dict[str, Any],
 ) -> None:
-    """Write the files, read them back, check an adapter, publish, and log a summary.
+    """Write the files, read them back, check them, publish, and log a summary.
 
-    config: the content of the run's config.yaml. base: the base model of a LoRA run. identity: the
-    options and inputs of the export, recorded in its manifest.
+    config: the content of the run's config.yaml. identity: the options and inputs of the export,
+    recorded in its manifest.
     """
     began = time.monotonic()
     checkpoint = export.checkpoint
@@ -248,9 +257,6 @@ def write_export(
                 raise
         seconds = time.monotonic() - began
         export.verify(build.dir)
-        export.check_adapter(build.dir)
-        if base:
-            base.require_unchanged()
         checkpoint_choice.require_not_replaced(checkpoint, identity["inputs"]["checkpoint"])
         companions.require_same_model_files(experiment, checkpoint)
         build.publish(

@@ -34,17 +34,44 @@ _TINY = 1e-6  # of values that nearly cancel
 _SHOWN = 8
 
 
-def check_adapter(lora_run: LoraRun, out: Path, dtype: torch.dtype) -> Iterator[str]:
-    """Yield the result of each check as text; raise ArtifactError if a check fails.
+def check_adapter(lora_run: LoraRun, out: Path, dtype: torch.dtype) -> None:
+    """Check an exported adapter, and log the results.
 
-    out: directory of a merged model or an adapter, whose names and shapes have been verified.
-    dtype: dtype of the exported tensors.
+    out: directory of the adapter, whose names and shapes have been verified. dtype: dtype of the
+    exported tensors. Raises ArtifactError if a check fails, and UsageError if the base model was
+    replaced meanwhile.
     """
-    yield require_trained(lora_run)
-    yield require_equal_adapter(lora_run, out, dtype)
+    compared = f"{units.counted(len(lora_run.tensors), 'tensor')} of the adapter"
+    _check_export(lora_run, dtype, compared, _compare_adapter(lora_run, out, dtype))
 
 
-def require_trained(lora_run: LoraRun) -> str:
+def check_merged(lora_run: LoraRun, out: Path, dtype: torch.dtype) -> None:
+    """Check a model with a merged adapter, as `check_adapter` does, in one block.
+
+    In the last block with an adapter each weight must be W + s B A, computed here from the base
+    model, up to the rounding of `dtype`.
+    """
+    names = _select_last_block(lora_run)
+    compared = f"{units.counted(len(names), 'weight')} of the last block with an adapter"
+    _check_export(lora_run, dtype, compared, _compare_merged(lora_run, names, out, dtype))
+
+
+def _check_export(
+    lora_run: LoraRun, dtype: torch.dtype, compared: str, differences: Iterator[str]
+) -> None:
+    """Check that an adapter is complete and its export equal. compared: the compared tensors."""
+    log.info(f"checked: {_require_trained(lora_run)}")
+    if wrong := list(differences):
+        raise ArtifactError(
+            "the exported files differ from the adapter of the checkpoint",
+            found=units.join_lines(wrong, _SHOWN),
+            expected=f"{compared}, equal up to the rounding of {str(dtype).partition('.')[2]}",
+        )
+    log.info(f"checked: {compared}: as in the checkpoint")
+    lora_run.base.require_unchanged()
+
+
+def _require_trained(lora_run: LoraRun) -> str:
     """Return how many rows of B were trained, as text; raise ArtifactError if some are lost.
 
     B starts at zero, and an optimizer step changes every element that has a gradient. So a row of B
@@ -104,29 +131,6 @@ def _longest_run(marked: Tensor) -> int:
     return longest
 
 
-def require_equal_adapter(lora_run: LoraRun, out: Path, dtype: torch.dtype) -> str:
-    """Compare the exported tensors with the checkpoint's adapter, and return the result as text.
-
-    An adapter is compared whole, a merged model in its last block with an adapter: there each
-    weight must be W + s B A, computed here from the base model, up to the rounding of `dtype`.
-    Raises ArtifactError if anything differs.
-    """
-    if (out / adapter_files.CONFIG).exists():
-        wrong = list(_compare_adapter(lora_run, out, dtype))
-        compared = f"{units.counted(len(lora_run.tensors), 'tensor')} of the adapter"
-    else:
-        names = _select_last_block(lora_run)
-        wrong = list(_compare_merged(lora_run, names, out, dtype))
-        compared = f"{units.counted(len(names), 'weight')} of the last block with an adapter"
-    if wrong:
-        raise ArtifactError(
-            "the exported files differ from the adapter of the checkpoint",
-            found=units.join_lines(wrong, _SHOWN),
-            expected=f"{compared}, equal up to the rounding of {str(dtype).partition('.')[2]}",
-        )
-    return f"{compared}: as in the checkpoint"
-
-
 def _compare_adapter(lora_run: LoraRun, out: Path, dtype: torch.dtype) -> Iterator[str]:
     """Yield a line for each difference between the files of an adapter and the checkpoint."""
     settings, tensors = adapter_files.read_back(lora_run.plain, out)
@@ -152,7 +156,7 @@ def _compare_merged(
     """Yield a line for each weight of a merged model that is not W + s B A. names: those of A."""
     eps = max(torch.finfo(dtype).eps, _SUM_ERROR)
     with (
-        StoredModel(lora_run.plain, lora_run.base) as base,
+        StoredModel(lora_run.plain, lora_run.base.directory) as base,
         StoredModel(lora_run.plain, out) as merged,
     ):
         for name in names:

@@ -66,7 +66,7 @@ def make_config(lora_run: LoraRun) -> dict[str, Any]:
     alpha = int(settings.alpha) if float(settings.alpha).is_integer() else settings.alpha
     return {
         "alpha_pattern": {},
-        "base_model_name_or_path": name_base_model(lora_run.base),
+        "base_model_name_or_path": name_base_model(lora_run.base.directory),
         "bias": "none",
         "fan_in_fan_out": any(
             lora_targets.is_transposed(lora_run.plain.get_submodule(name)) for name in linears

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from lib.checkpoints.commit import Checkpoint
-from lib.core import log
 from lib.export import adapter_checks, adapter_files, full_model
 from lib.export.lora_run import LoraRun
 from lib.export.stored_model import StoredModel
@@ -30,21 +29,10 @@ class Export(ABC):
     files: int
     adapter_of = ""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        checkpoint: Checkpoint,
-        lora_run: LoraRun | None,
-        dtype: torch.dtype,
-    ) -> None:
-        """Plan an export.
-
-        model: the model of the run, without adapters, on meta. lora_run: None unless the run
-        trained a LoRA adapter.
-        """
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        """Plan an export. model: the model of the run, without adapters, on meta."""
         self.model = model
         self.checkpoint = checkpoint
-        self.lora_run = lora_run
         self._dtype = dtype
 
     @abstractmethod
@@ -57,31 +45,24 @@ class Export(ABC):
 
     @abstractmethod
     def verify(self, out: Path) -> None:
-        """Raise ArtifactError if the names or shapes in the files differ from the expected ones."""
+        """Check the written files, before they are published.
 
-    def check_adapter(self, out: Path) -> None:
-        """Check the adapter of a LoRA run and log the results; see adapter_checks.
-
-        Raises ArtifactError if a check fails.
+        Raises ArtifactError if their names, their shapes or an adapter differ from the expected
+        ones.
         """
-        if self.lora_run is None:
-            return
-        for result in adapter_checks.check_adapter(self.lora_run, out, self._dtype):
-            log.info(f"checked: {result}")
 
 
 class ModelExport(Export):
-    """Writes a full model as `save_pretrained` does, with the adapter of a LoRA run merged in."""
+    """Writes a full model as `save_pretrained` does."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         checkpoint: Checkpoint,
-        lora_run: LoraRun | None,
         dtype: torch.dtype,
         max_shard_bytes: int,
     ) -> None:
-        super().__init__(model, checkpoint, lora_run, dtype)
+        super().__init__(model, checkpoint, dtype)
         self._plan = full_model.plan_export(model, dtype, max_shard_bytes)
         self.bytes = self._plan.bytes
         self.tensors = len(self._plan.entries)
@@ -89,20 +70,39 @@ class ModelExport(Export):
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the model, tensor by tensor."""
-        options = self.checkpoint.commit().get("identity", {}).get("options", {})
-        changes = model_changes.build_changes(model_changes.select_settings(options))
-        if self.lora_run is None:
-            return full_model.write_model(
-                self.model, self.checkpoint, self._plan, out, advance, changes
-            )
-        with StoredModel(self.model, self.lora_run.base) as base:
-            return full_model.write_model(
-                self.model, self.checkpoint, self._plan, out, advance, changes, base
-            )
+        return self._write_with(None, out, advance)
 
     def verify(self, out: Path) -> None:
         """Compare the files with the names and shapes of the model."""
         full_model.verify_model(self.model, out)
+
+    def _write_with(
+        self, base: StoredModel | None, out: Path, advance: Callable[[int], None]
+    ) -> list[dict[str, Any]]:
+        """Write the model. base: the base model, if the checkpoint contains only adapters."""
+        options = self.checkpoint.commit().get("identity", {}).get("options", {})
+        changes = model_changes.build_changes(model_changes.select_settings(options))
+        return full_model.write_model(
+            self.model, self.checkpoint, self._plan, out, advance, changes, base
+        )
+
+
+class MergedExport(ModelExport):
+    """Writes a full model into which the adapter of a LoRA run is merged."""
+
+    def __init__(self, lora_run: LoraRun, dtype: torch.dtype, max_shard_bytes: int) -> None:
+        super().__init__(lora_run.plain, lora_run.checkpoint, dtype, max_shard_bytes)
+        self._lora_run = lora_run
+
+    def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
+        """Write the model, tensor by tensor, from the base model and the adapter."""
+        with StoredModel(self.model, self._lora_run.base.directory) as base:
+            return self._write_with(base, out, advance)
+
+    def verify(self, out: Path) -> None:
+        """Compare the files with the model, and a part of them with the adapter."""
+        super().verify(out)
+        adapter_checks.check_merged(self._lora_run, out, self._dtype)
 
 
 class AdapterExport(Export):
@@ -110,18 +110,19 @@ class AdapterExport(Export):
 
     files = 1
 
-    def __init__(self, model: PreTrainedModel, lora_run: LoraRun, dtype: torch.dtype) -> None:
-        super().__init__(model, lora_run.checkpoint, lora_run, dtype)
+    def __init__(self, lora_run: LoraRun, dtype: torch.dtype) -> None:
+        super().__init__(lora_run.plain, lora_run.checkpoint, dtype)
         self._lora_run = lora_run
         self._plan = adapter_files.plan_adapter(lora_run, dtype)
         self.bytes = sum(entry.bytes for entry in self._plan)
         self.tensors = len(self._plan)
-        self.adapter_of = adapter_files.name_base_model(lora_run.base)
+        self.adapter_of = adapter_files.name_base_model(lora_run.base.directory)
 
     def write(self, out: Path, advance: Callable[[int], None]) -> list[dict[str, Any]]:
         """Write the config and the tensors of the adapter."""
         return adapter_files.write_adapter(self._lora_run, self._plan, out, advance)
 
     def verify(self, out: Path) -> None:
-        """Compare the files with the names and shapes that PEFT expects."""
+        """Compare the files with the names and shapes that PEFT expects, and with the adapter."""
         adapter_files.verify_adapter(self._lora_run, out)
+        adapter_checks.check_adapter(self._lora_run, out, self._dtype)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +16,7 @@ from lib.checkpoints import commit, contents
 from lib.checkpoints.commit import Checkpoint
 from lib.core import units
 from lib.core.errors import ArtifactError
+from lib.export.base_model import BaseModel
 from lib.export.tensor_reader import FullTensorReader
 from lib.models import model_changes
 from lib.models.lora import Lora
@@ -28,26 +28,27 @@ _SHOWN = 8
 class LoraRun:
     """A LoRA run and its adapter.
 
-    lora: settings of the adapter. plain, model: the model without and with the adapter, on meta.
-    base: directory of the base model. options: the options of the run, as the checkpoint records
-    them. shapes: the shapes of the matrices A [rank, in] and B [out, rank], by name. tensors: A and
-    B by name, unsharded, in float32; empty until `load`.
+    lora: settings of the adapter. plain: the model without the adapter, on meta. options: the
+    options of the run, as the checkpoint records them. shapes: the shapes of the matrices A [rank,
+    in] and B [out, rank], by name. tensors: A and B by name, unsharded, in float32; empty until
+    `load`.
     """
 
     checkpoint: Checkpoint
     lora: Lora
     plain: PreTrainedModel
-    model: PreTrainedModel
-    base: Path
+    base: BaseModel
     options: Mapping[str, Any]
     shapes: dict[str, tuple[int, ...]]
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, plain: PreTrainedModel, base: Path) -> LoraRun:
+    def from_checkpoint(
+        cls, checkpoint: Checkpoint, plain: PreTrainedModel, base: BaseModel
+    ) -> LoraRun:
         """Return the run of a checkpoint, which need not be verified yet.
 
-        plain: the model without the adapter, on meta. base: directory of the base model.
+        plain: the model without the adapter, on meta.
         """
         options = checkpoint.commit()["identity"]["options"]
         changes = model_changes.build_changes(model_changes.select_settings(options))
@@ -56,13 +57,15 @@ class LoraRun:
         shapes = {
             name: tuple(model.get_parameter(name).shape) for name in sorted(lora.attach(model))
         }
-        return cls(checkpoint, lora, plain, model, base, options, shapes)
+        return cls(checkpoint, lora, plain, base, options, shapes)
 
-    def load(self) -> None:
-        """Read the tensors of the adapter from a verified checkpoint.
+    def load(self, show_progress: bool) -> None:
+        """Verify the weights of the base model, and read the adapter from a verified checkpoint.
 
-        Raises ArtifactError if names or shapes do not match the run's options.
+        Raises ArtifactError if the weights differ from those that the run read, or if names or
+        shapes of the adapter do not match the run's options.
         """
+        self.base.require_same_weights(self.checkpoint, show_progress)
         with closing(FullTensorReader(self.checkpoint.path / commit.TENSORS, False)) as reader:
             saved = {
                 name.removeprefix(contents.MODEL): shape
@@ -88,5 +91,5 @@ class LoraRun:
         return (
             f"{units.counted(len(self.shapes) // 2, 'adapter')} of rank {self.lora.rank}, "
             f"{units.count(sum(map(math.prod, self.shapes.values())))} parameters, for the base "
-            f"model {self.base}"
+            f"model {self.base.directory}"
         )
