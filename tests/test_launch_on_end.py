@@ -12,8 +12,9 @@ import pytest
 
 from launch.supervision import on_end
 from launch.supervision.on_end import Ending
-from lib.core import commands, log, offline, records
+from lib.core import commands, log, offline
 from lib.core.paths import Experiment
+from lib.runs import row_files
 from tests.trainer_stand_in import find_processes
 
 COMPLETE = Ending("complete", 0)
@@ -161,9 +162,9 @@ def test_a_printed_command_does_not_contain_it(words: list[str]) -> None:
 def test_the_tail_of_a_log_has_the_rows_of_the_log(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1000)))
-    rows = records.read_log_rows(path)
+    rows = row_files.read_rows(path)
     for size in (1, 40, 500, 10**6):
-        tail = records.read_log_tail(path, size)
+        tail = row_files.read_tail(path, size)
         assert tail == rows[len(rows) - len(tail) :]
-    assert len(records.read_log_tail(path, 10**6)) == 1000
-    assert records.read_log_tail(tmp_path / "none", 9) == []
+    assert len(row_files.read_tail(path, 10**6)) == 1000
+    assert row_files.read_tail(tmp_path / "none", 9) == []

@@ -41,7 +41,7 @@ ROOMS = {
     "optim": {"core", "models"},
     "planning": {"core", "tokens", "models", "parallel", "optim"},
     "checkpoints": {"core", "runs", "models", "hub", "parallel"},
-    "export": {"core", "tokens", "models", "parallel", "checkpoints"},
+    "export": {"core", "runs", "tokens", "models", "parallel", "checkpoints"},
     "report": {"core", "runs", "pages"},
     "evaluate": {"core", "runs", "tokens", "models", "hub", "parallel", "checkpoints", "export"},
     "generate": {"core", "tokens", "models", "parallel", "evaluate"},

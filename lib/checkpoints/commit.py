@@ -44,6 +44,7 @@ from lib.core import (
 )
 from lib.core.errors import ArtifactError, DiskFullError, StageError, is_missing
 from lib.core.paths import Experiment
+from lib.runs import row_files
 from lib.runs.events import Event
 
 COMMIT = paths.COMMIT
@@ -306,7 +307,7 @@ def list_unreadable(checkpoints: Path) -> list[Checkpoint]:
     events = Experiment(checkpoints.parent.parent, checkpoints.parent.name).events
     steps = {
         event["step"]
-        for event in records.read_log_rows(events)
+        for event in row_files.read_rows(events)
         if event.get("event") == Event.QUARANTINE
         and str(event.get("reason")).startswith(_READ_ERROR)
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import stat
@@ -87,46 +86,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def parse_log_row(line: bytes) -> dict[str, Any] | None:
-    """Parse a line of a run's log, a mapping with a `step`. null becomes NaN.
-
-    Returns None for a torn line, or one without such a mapping.
-    """
-    try:
-        row = parse_json(line)
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return None
-    return {key: math.nan if value is None else value for key, value in row.items()}
-
-
-def read_log_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's log, without lines that a crash has torn.
-
-    The result is empty if the file is missing or cannot be read.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return []
-    return [row for row in map(parse_log_row, lines) if row]
-
-
-def read_log_tail(path: Path, size: int) -> list[dict[str, Any]]:
-    """Return the rows in the last `size` bytes of a run's log, like `read_log_rows`."""
-    try:
-        with open_regular(path) as file:
-            start = max(0, file.seek(0, os.SEEK_END) - size)
-            file.seek(start)
-            if start:
-                file.readline()  # a part of a row
-            lines = file.read().splitlines()
-    except OSError:
-        return []
-    return [row for row in map(parse_log_row, lines) if row]
 
 
 def yaml_loader() -> Any:

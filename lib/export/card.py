@@ -11,7 +11,7 @@ from typing import Any
 
 from lib.checkpoints import best
 from lib.checkpoints.commit import Checkpoint
-from lib.core import records
+from lib.runs import row_files
 
 FILE = "README.md"
 _OPTIONS = {
@@ -58,7 +58,7 @@ def read_metric(metrics: Path, key: str) -> dict[int, float]:
     """Return a metric of metrics.jsonl by step; torn lines and non-finite values are omitted."""
     return {
         row["step"]: row[key]
-        for row in records.read_log_rows(metrics)
+        for row in row_files.read_rows(metrics)
         if type(row.get(key)) in (int, float) and math.isfinite(row[key])
     }
 

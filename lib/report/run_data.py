@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lib.core import records
 from lib.core.errors import one_line
 from lib.core.paths import Experiment
 from lib.pages.series import LARGEST, Numbers, Series
-from lib.runs import run_records
-
-try:
-    from orjson import loads as _load_json
-except ImportError:  # four times slower
-    from json import loads as _load_json
+from lib.runs import row_files, run_records
+from lib.runs.growing_files import JsonLines
 
 TOKENS = "train/tokens_seen"
 # Keys of most rows. The keys of evaluations vary, so the rows are searched for them.
@@ -29,7 +23,6 @@ perf/tokens_per_sec perf/mfu perf/slowest_ratio time/data time/forward time/back
 time/total memory/current_gib memory/window_peak_gib memory/max_peak_gib memory/total_gib
 memory/alloc_retries""".split()
 _MOST_KEYS = 200  # keys to read, which bounds the memory for a hostile file
-_CHUNK = 1 << 20  # bytes of rows that are read at once
 _TAIL = 256 << 10  # bytes that contain the last row
 _STEADY = 10  # step from which the remaining time is well estimated
 
@@ -47,8 +40,7 @@ class RunData:
         self.name = one_line(experiment.root.absolute().name)
         self.state = run_records.read_state(experiment.state)
         self.config = run_records.read_config(experiment)
-        lines = (line for chunk in _read_lines(experiment.events) for line in chunk)
-        self.events = [event for event in map(run_records.parse_row, lines) if event]
+        self.events = JsonLines(experiment.events).update()
         self.series: defaultdict[str, Series] = defaultdict(lambda: Series(columns))
         self.first: dict[str, Any] = {}
         self.last: dict[str, Any] = {}
@@ -56,9 +48,8 @@ class RunData:
         self._axis = axis
         self._scale = columns / end
         self._columns = columns
-        for chunk in _read_lines(experiment.metrics):
-            if rows := _parse_rows(chunk):
-                self._add_rows(rows)
+        for chunk in row_files.read_chunks(experiment.metrics):
+            self._add_rows(chunk)
 
     def seconds(self, since: str = "") -> float:
         """Return the seconds from `since` to the last sign of life of the run.
@@ -99,8 +90,8 @@ class RunData:
 
 def find_axis(experiments: Sequence[Experiment]) -> tuple[str, float]:
     """Return the key of the horizontal axis and its largest value: tokens if all runs have them."""
-    tails = [records.read_log_tail(experiment.metrics, _TAIL) for experiment in experiments]
-    last = [rows[-1] for rows in tails if rows]
+    tails = [row_files.read_tail(experiment.metrics, _TAIL) for experiment in experiments]
+    last = [tail[-1] for tail in tails if tail]
     axis = TOKENS if all(TOKENS in row for row in last) else "step"
     ends = np.nan_to_num(_make_table([[row[axis]] for row in last]), posinf=0)
     return axis, max(1.0, *map(float, ends.ravel()), 0.0)
@@ -122,37 +113,15 @@ def read_samples(path: Path) -> tuple[list[int], dict[str, dict[int, str]]]:
 
     Returns these steps, and the texts by prompt (with the kind of the sample) and step.
     """
-    all_steps = sorted({row["step"] for chunk in _read_lines(path) for row in _parse_rows(chunk)})
+    all_steps = sorted({row["step"] for chunk in row_files.read_chunks(path) for row in chunk})
     middle = all_steps[len(all_steps) // 2 :][:1]
     steps = sorted({*all_steps[:1], *middle, *all_steps[-1:]})
     texts: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for row in (row for chunk in _read_lines(path) for row in _parse_rows(chunk)):
+    for row in (row for chunk in row_files.read_chunks(path) for row in chunk):
         if row["step"] in steps:
             kind = f" ({row['kind']})" if row.get("kind") else ""
             texts[f"{row.get('prompt', '')}{kind}"][row["step"]] = str(row.get("text", ""))
     return steps, dict(texts)
-
-
-def _read_lines(path: Path) -> Iterator[list[bytes]]:
-    """Yield the lines of a file in lists; nothing if it cannot be read."""
-    with suppress(OSError), path.open("rb") as file:
-        while lines := file.readlines(_CHUNK):
-            yield lines
-
-
-def _parse_rows(lines: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return the rows in lines, without lines that are torn or have no step."""
-    try:
-        rows = list(map(_load_json, lines))
-        if all(map(_has_step, rows)):
-            return rows
-    except ValueError:  # a torn line, or NaN, which is no JSON
-        pass
-    return [row for row in map(records.parse_log_row, lines) if row]
-
-
-def _has_step(row: Any) -> bool:
-    return type(row) is dict and type(row.get("step")) is int
 
 
 def _make_table(rows: Sequence[Sequence[Any]]) -> Numbers:

@@ -7,8 +7,6 @@ used any more.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import platform
 import time
@@ -17,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lib.core import log, manifest, records, units
+from lib.core import log, units
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
+from lib.runs.row_files import RowFile
 from lib.runs.run_records import format_time, mean_loss
 
 _MOST_POINTS = 4_000  # loss.png is 990 pixels wide, and drawing holds the interpreter lock
@@ -42,11 +41,9 @@ class Metrics:
         step: the step after which the run continues; rows of later steps are dropped.
         """
         self._active = rank == 0 and is_kept
-        self._experiment = experiment
         self.curve = Curve()
         if self._active:
-            self._rows = AppendOnlyFile(experiment.metrics)
-            self._rows_may_fail = log.WarnOnce(experiment.metrics.name)
+            self._rows = RowFile(experiment.metrics)
             self._board_may_fail = log.WarnOnce("TensorBoard's file", Exception)
             self._wandb_may_fail = log.WarnOnce("wandb", Exception, done="used")
             self._run: Any = None
@@ -58,16 +55,8 @@ class Metrics:
 
     def rewind(self, step: int) -> None:
         """Drop the rows after a step, because the following steps are repeated."""
-        if not self._active:
-            return
-        with self._rows_may_fail:
-            self._rows.close()
-        waiting = self._rows.take_back()
-        self._continue_after(step)
-        for line in waiting:
-            if json.loads(line)["step"] <= step:
-                with self._rows_may_fail:
-                    self._rows.write(line)
+        if self._active:
+            self._continue_after(step)
 
     def write(self, figures: dict[str, Any], ended: float | None = None) -> None:
         """Write the row of `figures["step"]`.
@@ -78,10 +67,7 @@ class Metrics:
             return
         ended = time.time() if ended is None else ended
         self.curve.add(figures)
-        with self._rows_may_fail:
-            self._rows.write(
-                _format_line({"step": figures["step"], "time": format_time(ended), **figures})
-            )
+        self._rows.write({"step": figures["step"], "time": format_time(ended), **figures})
         if self._board is not None:
             with self._board_may_fail:
                 self._board.write(figures, ended)
@@ -113,8 +99,7 @@ class Metrics:
         """Write the waiting rows and close all outputs."""
         if not self._active:
             return
-        with self._rows_may_fail:
-            self._rows.close()
+        self._rows.close()
         if self._board is not None:
             with self._board_may_fail:
                 self._board.close()
@@ -124,8 +109,8 @@ class Metrics:
 
     def _continue_after(self, step: int) -> None:
         """Keep the rows up to a step and drop later ones."""
-        with log.WarnOnce(f"{self._experiment.metrics.name} after step {step:,}", done="cut off"):
-            self.curve.reset(truncate_rows(self._experiment.metrics, step))
+        if (rows := self._rows.rewind(step)) is not None:
+            self.curve.reset(rows)
         if self._board is not None:
             self._board.continue_after(step)
 
@@ -226,40 +211,6 @@ def describe_validation_loss(rows: list[dict[str, Any]]) -> str:
     if not losses:
         return "not measured (no validation split, or one shorter than a sample)"
     return f"{losses[-1][1]:.4f} at step {losses[-1][0]}"
-
-
-def truncate_rows(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop the rows after `step` from metrics.jsonl or samples.jsonl, and return the others.
-
-    Rows are in the order of their steps, so the file can be truncated even if the disk is full.
-    """
-    rows = []
-    kept_rows = []
-    ends_at = 0
-    end = 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else []:
-        end += len(line)
-        if row := records.parse_log_row(line):
-            rows.append(row)
-            if row["step"] <= step:
-                kept_rows.append(row)
-                ends_at = end
-    if kept_rows != rows[: len(kept_rows)]:  # another program has changed the file
-        manifest.write_text(path, "".join(_format_line(row).decode() for row in kept_rows))
-    elif ends_at < end:
-        with path.open("r+b") as file:
-            file.truncate(ends_at)
-            os.fsync(file.fileno())
-    return kept_rows
-
-
-def _format_line(figures: dict[str, Any]) -> bytes:
-    """Return a line of metrics.jsonl. NaN and infinity become null, because JSON lacks them."""
-    plain = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in figures.items()
-    }
-    return json.dumps(plain).encode() + b"\n"
 
 
 def _open_board(directory: Path) -> Board | None:

@@ -15,6 +15,7 @@ from typing import Any
 from lib.core import records
 from lib.core.errors import one_line
 from lib.core.paths import COMMIT, Experiment, step_of
+from lib.runs import row_files
 
 _TEXTS = {"status", "event", "time", "host", "machine", "born", "id", "copy_error"}
 _COUNTS = {
@@ -83,15 +84,15 @@ def list_commits(experiment: Experiment) -> list[tuple[int, Path]]:
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl or events.jsonl; None if it is torn or has no step."""
-    row = records.parse_log_row(line)
+    row = row_files.parse_row(line)
     checked = _keep_valid(row) if row else {}
     return checked if "step" in checked else None
 
 
 def read_last_rows(path: Path, size: int) -> list[dict[str, Any]]:
     """Return the valid rows in the last `size` bytes of metrics.jsonl or events.jsonl."""
-    rows = map(_keep_valid, records.read_log_tail(path, size))
-    return [row for row in rows if "step" in row]
+    valid = map(_keep_valid, row_files.read_tail(path, size))
+    return [row for row in valid if "step" in row]
 
 
 def mean_loss(row: dict[str, Any]) -> float:

@@ -9,7 +9,6 @@ dropped. JSON escapes all control characters, so the file is safe to print.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedModel
 
-from lib.core import log, units
-from lib.core.append_only import AppendOnlyFile
+from lib.core import units
 from lib.core.paths import Experiment
 from lib.parallel import generation
 from lib.parallel.layout import ParallelLayout, gather
-from lib.runs import metrics
+from lib.runs.row_files import RowFile
 from lib.tokens import readable
 from lib.tokens.encode import Encoder
 from lib.tokens.prompts import Prompt
@@ -148,37 +146,24 @@ class SampleFile:
 
     def __init__(self, experiment: Experiment, step: int, is_kept: bool) -> None:
         """Open the file. step: the step after which the run continues. is_kept: rank 0 of a run."""
-        self._path = experiment.samples
-        self._file = AppendOnlyFile(experiment.samples)
+        self._file = RowFile(experiment.samples)
         self._is_kept = is_kept
-        self._may_fail = log.WarnOnce(experiment.samples.name)
         self.rewind(step)
 
     def rewind(self, step: int) -> None:
         """Drop the rows after a step."""
         if self._is_kept:
-            with self._may_fail:
-                self._file.close()
-            waiting = self._file.take_back()
-            with log.WarnOnce(f"{self._path.name} after step {step:,}", done="cut off"):
-                metrics.truncate_rows(self._path, step)
-            for line in waiting:
-                if json.loads(line)["step"] <= step:
-                    with self._may_fail:
-                        self._file.write(line)
+            self._file.rewind(step)
 
     def write(self, step: int, tokens_seen: int, samples: Iterable[PromptSample]) -> None:
         """Append samples of a step; if the disk is full, they are written with later ones."""
         for sample in samples if self._is_kept else ():
-            row = {"step": step, "tokens_seen": tokens_seen, **sample._asdict()}
-            with self._may_fail:
-                self._file.write(json.dumps(row).encode() + b"\n")
+            self._file.write({"step": step, "tokens_seen": tokens_seen, **sample._asdict()})
 
     def close(self) -> None:
         """Write the waiting samples and close the file."""
         if self._is_kept:
-            with self._may_fail:
-                self._file.close()
+            self._file.close()
 
 
 def format_texts(samples: Iterable[PromptSample]) -> dict[str, str]:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from lib.core.paths import Experiment
-from lib.report import run_data
 from lib.report.problems import find_problems
 from lib.report.run_data import RunData, Series, find_axis, read_samples
+from lib.runs import row_files
 from tests.report.runs import make_row, write_lines, write_run
 
 ROWS = [make_row(step) for step in range(1, 101)]
@@ -45,7 +45,7 @@ def test_a_column_keeps_the_least_the_largest_and_the_mean() -> None:
 def test_the_columns_do_not_depend_on_how_the_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(run_data, "_CHUNK", chunk)
+    monkeypatch.setattr(row_files, "_CHUNK", chunk)
     rows = [dict(row) for row in ROWS]
     del rows[3]["train/loss"]
     rows[50]["eval/wiki/bits_per_byte"] = 1.5
@@ -63,7 +63,7 @@ def test_both_json_readers_give_the_same_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fast = read_run(tmp_path / "fast", ROWS)
-    monkeypatch.setattr(run_data, "_load_json", json.loads)
+    monkeypatch.setattr(row_files, "_load_json", json.loads)
     plain = read_run(tmp_path / "plain", ROWS)
     assert all(np.array_equal(fast.series[key].low, plain.series[key].low) for key in fast.series)
 

@@ -1,4 +1,5 @@
-# covers: lib/runs/metrics.py, lib/runs/journal.py, lib/runs/state_file.py, lib/core/append_only.py
+# covers: lib/runs/metrics.py, lib/runs/row_files.py, lib/core/append_only.py
+# covers: lib/runs/journal.py, lib/runs/state_file.py
 """metrics.jsonl, TensorBoard, wandb and loss.png, on disks and in packages that may fail."""
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from lib.core import manifest, offline, records
+from lib.core import manifest, offline
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
+from lib.runs import row_files
 from lib.runs.journal import Journal
 from lib.runs.metrics import Curve, Metrics
 from lib.runs.run_records import read_state
@@ -43,12 +45,12 @@ def write_rows(
 
 
 def steps_of(experiment: Experiment) -> list[int]:
-    return [row["step"] for row in records.read_log_rows(experiment.metrics)]
+    return [row["step"] for row in row_files.read_rows(experiment.metrics)]
 
 
 def test_figures_are_written_without_rounding(experiment: Experiment) -> None:
     write_rows(experiment, 0, range(1, 4), **{"train/learning_rate": 1e-17 / 3})
-    rows = records.read_log_rows(experiment.metrics)
+    rows = row_files.read_rows(experiment.metrics)
     assert [row["train/loss"] for row in rows] == [1 / 4, 1 / 5, 1 / 6]
     assert rows[0]["train/learning_rate"] == 1e-17 / 3
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", row["time"]) for row in rows)
@@ -97,12 +99,12 @@ def test_a_line_torn_by_a_crash_is_ignored(experiment: Experiment, torn: bytes) 
 
 
 def test_a_missing_file_has_no_rows(experiment: Experiment) -> None:
-    assert records.read_log_rows(experiment.metrics) == []
+    assert row_files.read_rows(experiment.metrics) == []
 
 
 def test_a_loss_of_nan_is_kept(experiment: Experiment) -> None:
     write_rows(experiment, 0, range(1, 2), **{"eval/loss": math.nan})
-    assert math.isnan(records.read_log_rows(experiment.metrics)[0]["eval/loss"])
+    assert math.isnan(row_files.read_rows(experiment.metrics)[0]["eval/loss"])
 
 
 def test_only_rank_0_writes(experiment: Experiment) -> None:
@@ -137,7 +139,7 @@ def test_rows_on_a_full_disk_wait_and_one_warning_is_logged(
     room(-1)
     sink.write({"step": 4, "train/loss": 4.0})
     sink.close()
-    rows = records.read_log_rows(experiment.metrics)
+    rows = row_files.read_rows(experiment.metrics)
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 1), (3, 3), (4, 4)]
     messages = [text for text in caplog.messages if "metrics.jsonl" in text]
     assert len(messages) == 2 and "metrics.jsonl cannot be written: No space" in messages[0]

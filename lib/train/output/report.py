@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lib.core import launcher, log, records, units
+from lib.core import launcher, log, units
 from lib.core.errors import DiskFullError, Preempted, from_os_error
 from lib.core.paths import Experiment
 from lib.core.progress import Progress
@@ -20,7 +20,7 @@ from lib.optim.guard import SkippedSteps
 from lib.parallel.loss import LossFunction
 from lib.parallel.routers import RouterLoad
 from lib.planning.memory import MemoryEstimate
-from lib.runs import metrics
+from lib.runs import metrics, row_files
 from lib.runs.events import Event
 from lib.runs.figures import DEFAULT_SCORE, Status
 from lib.runs.journal import Journal
@@ -439,9 +439,7 @@ class Report:
 
     def _training_rows(self) -> list[dict[str, Any]]:
         """Return the readable rows of the run that have a training loss."""
-        return [
-            row for row in records.read_log_rows(self._experiment.metrics) if "train/loss" in row
-        ]
+        return [row for row in row_files.read_rows(self._experiment.metrics) if "train/loss" in row]
 
     def _show_on_bar(self, **texts: str) -> None:
         """Show texts behind the progress bar; texts of other kinds stay."""
