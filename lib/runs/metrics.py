@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lib.core import log, units
 from lib.core.append_only import AppendOnlyFile
 from lib.core.paths import Experiment
-from lib.runs.row_files import RowFile
+from lib.runs.row_writer import RowFile
 from lib.runs.run_records import format_time, mean_loss
 
 _MOST_POINTS = 4_000  # loss.png is 990 pixels wide, and drawing holds the interpreter lock

@@ -21,7 +21,7 @@ from lib.core import units
 from lib.core.paths import Experiment
 from lib.parallel import generation
 from lib.parallel.layout import ParallelLayout, gather
-from lib.runs.row_files import RowFile
+from lib.runs.row_writer import RowFile
 from lib.tokens import readable
 from lib.tokens.encode import Encoder
 from lib.tokens.prompts import Prompt

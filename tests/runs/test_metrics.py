@@ -1,5 +1,5 @@
-# covers: lib/runs/metrics.py, lib/runs/row_files.py, lib/core/append_only.py
-# covers: lib/runs/journal.py, lib/runs/state_file.py
+# covers: lib/runs/metrics.py, lib/runs/row_files.py, lib/runs/row_writer.py
+# covers: lib/runs/journal.py, lib/runs/state_file.py, lib/core/append_only.py
 """metrics.jsonl, TensorBoard, wandb and loss.png, on disks and in packages that may fail."""
 
 from __future__ import annotations
