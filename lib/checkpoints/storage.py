@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import (
     FileSystemWriter,
     Metadata,
 )
-from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -152,8 +151,8 @@ class HashingWriter(FileSystemWriter):
         )
         self.fs = _HashingFileSystem()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        results: list[Any] = []
         # torch (2.11 to 2.13) never checks these CRCs, and they cost several times our digest.
         checksums = get_crc32_options()
         set_crc32_options(False)
@@ -165,12 +164,13 @@ class HashingWriter(FileSystemWriter):
                     if item.index.fqn.startswith(contents.OPTIMIZER) == bool(mark)
                 ]
                 if items:
-                    prefix = _StoragePrefix(plan.storage_data.prefix + mark)
-                    part = replace(plan, items=items, storage_data=prefix)
+                    prefix = plan.storage_data.prefix + mark
+                    storage_data = replace(plan.storage_data, prefix=prefix)
+                    part = replace(plan, items=items, storage_data=storage_data)
                     results += super().write_data(part, planner).wait()
         finally:
             set_crc32_options(checksums)
-        done: Future[list[WriteResult]] = Future()
+        done: Future[list[Any]] = Future()
         done.set_result(results)
         return done
 
