@@ -1,5 +1,5 @@
-# covers: lib/curate/step.py, lib/curate/table.py, lib/optim/registry.py, lib/parallel/placement.py
-# covers: lib/train/settle.py
+# covers: lib/curate/step.py, lib/curate/table.py, lib/optim/optimizers.py
+# covers: lib/parallel/placement.py, lib/train/settle.py
 """The recipes of docs/explanation/design.md, followed on a throw-away copy of the code.
 
 cloud/test_kubernetes_render.py follows the recipe for a kind of job.
@@ -34,10 +34,10 @@ def blocks(heading: str) -> list[str]:
 # The bytes that memory estimates count are those of the states that the optimizer makes.
 COUNT_STATES = """
 import torch
-from lib.optim import registry
+from lib.optim import optimizers, registry
 from lib.planning import sizes
 model = torch.nn.Sequential(torch.nn.Linear(300, 20), torch.nn.LayerNorm(20))
-for kind in registry.OPTIMIZERS:
+for kind in optimizers.OPTIMIZERS:
     states = registry.named_states(model, registry.build_optimizer(kind, model, 1e-3))
     made = sum(tensor.nbytes for tensor in states.values())
     assert made == sizes.count_states(model, kind, 1)["optimizer"], kind
@@ -67,7 +67,7 @@ def follow_recipes(copy: Path) -> None:
     append_text(copy / "lib/train/settle.py", "\n\n" + rule)
 
     row, module = blocks("How to add an optimizer")
-    append_text(copy / "lib/optim/registry.py", "\n\n" + row)
+    append_text(copy / "lib/optim/optimizers.py", "\n\n" + row)
     (copy / "lib/optim/signs.py").write_text(module)
 
     line, module = blocks("How to wrap attention")

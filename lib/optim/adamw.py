@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lib.optim.optimizers import AdamWOptions, Groups, Wrap
+
 
 class AdamW(torch.optim.AdamW):
     """AdamW that can create its state before the first step.
@@ -24,3 +26,8 @@ class AdamW(torch.optim.AdamW):
             "exp_avg": torch.zeros_like(parameter),
             "exp_avg_sq": torch.zeros_like(parameter),
         }
+
+
+def build(groups: Groups, lr: float, options: AdamWOptions, wrap: Wrap | None) -> AdamW:
+    """Return AdamW over groups of parameters."""
+    return AdamW(groups, lr, (options.beta1, options.beta2))

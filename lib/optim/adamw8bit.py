@@ -17,7 +17,8 @@ Vectors (norms, biases) keep float32 moments.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from lib.core import log, units
 from lib.models.sharded import local_tensor, plain
 from lib.optim import e4m3
+from lib.optim.optimizers import AdamWOptions, Groups, Wrap
 
 BLOCK = 256  # numbers; as in `OptimizerSpec.block`
 _FLOAT8 = torch.float8_e4m3fn
@@ -347,3 +349,19 @@ def _sharded_zeros(parameter: Tensor, dtype: torch.dtype, per_block: bool = Fals
         DTensorSpec(parameter.device_mesh, parameter.placements, TensorMeta(size, strides, dtype)),
         requires_grad=False,
     )
+
+
+def build(groups: Groups, lr: float, options: AdamWOptions, wrap: Wrap | None) -> AdamW8bit:
+    """Return AdamW with 8-bit moments over groups of parameters."""
+    return AdamW8bit(groups, lr, (options.beta1, options.beta2), wrap)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let `AdamW8bit` update as many elements at a time on a CPU as on a GPU."""
+    before = dict(SLICE_NUMBERS)
+    SLICE_NUMBERS.clear()
+    try:
+        yield
+    finally:
+        SLICE_NUMBERS.update(before)

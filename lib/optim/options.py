@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from lib.core.declared import Role, option, with_options_of
 from lib.core.options import count, factor, non_negative, positive_int
-from lib.optim import registry, schedule
+from lib.optim import optimizers, schedule
 
 
 @dataclass(frozen=True)
-@with_options_of(*registry.list_option_classes(), after="lr_scheduler")
+@with_options_of(*optimizers.list_option_classes(), after="lr_scheduler")
 class OptimizerOptions:
     """The optimizer, its options and the learning rate schedule."""
 
     optimizer: str = option(
-        registry.DEFAULT,
+        optimizers.DEFAULT,
         group="optimizer",
         role=Role.RESULT,
         quiet=True,
-        choices=tuple(registry.OPTIMIZERS),
-        help=f"optimizer; {registry.describe_choices()}",
+        choices=tuple(optimizers.OPTIMIZERS),
+        help=f"optimizer; {optimizers.describe_choices()}",
     )
     lr: float = option(
         None,

@@ -1,203 +1,17 @@
-"""List the optimizers, and build one over sharded parameters.
-
-To add an optimizer, add a row to OPTIMIZERS; no other module knows an optimizer by its name. This
-module imports torch only when it builds one.
-"""
+"""Build an optimizer over sharded parameters, by its name, and read and set its states."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
 
-from lib.core import declared, units
-from lib.core.declared import Role, option
-from lib.core.options import non_negative
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-    from torch.optim import Optimizer
-
-Groups = list[dict[str, Any]]
-# Returns the compiled function, or its argument `instead` if it cannot be compiled.
-Wrap = Callable[..., Callable[..., None]]
-_BLOCK = 256  # numbers of a row with one scale in 8-bit moments
-
-
-@dataclass(frozen=True)
-class AdamWOptions:
-    """The options of AdamW, whatever the precision of its moments."""
-
-    weight_decay: float = option(
-        0.1,
-        aliases=("optimizer.weight_decay",),
-        role=Role.RESULT,
-        parse=non_negative,
-        help="weight decay of matrices; norms and biases have none",
-    )
-    beta1: float = option(
-        0.9,
-        aliases=("adam_beta1", "optimizer.beta1"),
-        role=Role.RESULT,
-        parse=non_negative,
-        help="AdamW: decay rate of the first moment",
-    )
-    beta2: float = option(
-        0.95,
-        aliases=("adam_beta2", "optimizer.beta2"),
-        role=Role.RESULT,
-        parse=non_negative,
-        help="AdamW: decay rate of the second moment",
-    )
-
-    def find_problems(self) -> Iterator[str]:
-        """Yield what is wrong with the values."""
-        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
-            if beta >= 1:
-                yield f"--{name} must be below 1, got {beta:g}"
-
-
-def decay_matrices(parameters: Sequence[tuple[str, nn.Parameter]], options: Any) -> Groups:
-    """Return two groups: matrices, which decay, and norms and biases, which do not.
-
-    All one-dimensional tensors count as norms and biases, as in the Hugging Face Trainer.
-    """
-    return [
-        {
-            "params": [p for _, p in parameters if p.ndim >= 2],
-            "weight_decay": options.weight_decay,
-        },
-        {"params": [p for _, p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """All that the other packages need to know about an optimizer.
-
-    options: a frozen dataclass of declared options (`lib/core/declared.py`) with a method
-    `find_problems`. They become options of stage 04; an optimizer refuses options that only others
-    declare. A new option needs `quiet=True`, so that older runs can be resumed. state_bytes:
-    (name, shape) → bytes of the state of a parameter, without the step count. build: (groups, lr,
-    options, wrap) → the optimizer. make_groups: (named trainable parameters, options) → parameter
-    groups, which may have settings of their own; empty groups are dropped. largest_lr: the learning
-    rate above which training cannot work. summary: a text for --help, empty for the default.
-    smaller: the optimizer to suggest if the states take too much memory. block: the number of
-    consecutive elements of a row that must be on the same rank. is_compiled: `build` uses `wrap`.
-    as_on_gpu: a context in which a step on the CPU allocates as much as one on a GPU, for memory
-    estimates.
-
-    An optimizer has a method `new_state(parameter)`, whose tensors (except `step`) are sharded like
-    the parameter. If its `found_inf` is 1, `step()` changes no weight, state or count, and does not
-    wait for the device. If it has `_step_supports_amp_scaling`, it divides the gradients by
-    `grad_scale` if that is set. Each parameter group contains parameters of one mesh.
-    """
-
-    options: type
-    state_bytes: Callable[[str, Sequence[int]], int]
-    build: Callable[[Groups, float, Any, Wrap | None], Optimizer]
-    make_groups: Callable[[Sequence[tuple[str, nn.Parameter]], Any], Groups] = decay_matrices
-    largest_lr: float = 0.1
-    summary: str = ""
-    smaller: str = ""
-    block: int = 1
-    is_compiled: bool = False
-    as_on_gpu: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-def _float32_moments(name: str, shape: Sequence[int]) -> int:
-    return 8 * math.prod(shape)
-
-
-def _8bit_moments(name: str, shape: Sequence[int]) -> int:
-    """Return the bytes of two moments: codes and one scale per block, float32 for vectors."""
-    if len(shape) < 2:
-        return _float32_moments(name, shape)
-    scales = shape[0] * units.ceil_div(math.prod(shape[1:]), _BLOCK)
-    return 2 * (math.prod(shape) + 4 * scales)
-
-
-def _build_adamw(groups: Groups, lr: float, options: AdamWOptions, wrap: Wrap | None) -> Optimizer:
-    from lib.optim.adamw import AdamW
-
-    return AdamW(groups, lr, (options.beta1, options.beta2))
-
-
-def _build_adamw8bit(
-    groups: Groups, lr: float, options: AdamWOptions, wrap: Wrap | None
-) -> Optimizer:
-    from lib.optim.adamw8bit import AdamW8bit
-
-    return AdamW8bit(groups, lr, (options.beta1, options.beta2), wrap)
-
-
-@contextmanager
-def _large_slices() -> Iterator[None]:
-    """Let `AdamW8bit` update as many elements at a time on a CPU as on a GPU."""
-    from lib.optim import adamw8bit
-
-    before = dict(adamw8bit.SLICE_NUMBERS)
-    adamw8bit.SLICE_NUMBERS.clear()
-    try:
-        yield
-    finally:
-        adamw8bit.SLICE_NUMBERS.update(before)
-
-
-# AdamW moves each weight by up to the learning rate in each step, and weights are far below 1.
-DEFAULT = "adamw"
-OPTIMIZERS = {
-    DEFAULT: OptimizerSpec(AdamWOptions, _float32_moments, _build_adamw, smaller="adamw8bit"),
-    "adamw8bit": OptimizerSpec(
-        AdamWOptions,
-        _8bit_moments,
-        _build_adamw8bit,
-        summary="stores each moment in 1 byte per parameter instead of 4",
-        block=_BLOCK,
-        is_compiled=True,
-        as_on_gpu=_large_slices,
-    ),
-}
-
-
-def list_option_classes() -> list[type]:
-    """Return the classes that declare the options of optimizers, each once."""
-    return list(dict.fromkeys(spec.options for spec in OPTIMIZERS.values()))
-
-
-def describe_choices() -> str:
-    """Return for --help what distinguishes the optimizers from the default."""
-    return "; ".join(f"{name} {spec.summary}" for name, spec in OPTIMIZERS.items() if spec.summary)
-
-
-def list_compiled() -> str:
-    """Return the names of the optimizers whose update is compiled, for --help."""
-    return " and ".join(name for name, spec in OPTIMIZERS.items() if spec.is_compiled)
-
-
-def list_without_blocks() -> str:
-    """Return for a hint the names of the optimizers that do not divide rows into blocks."""
-    return " or ".join(name for name, spec in OPTIMIZERS.items() if spec.block == 1)
-
-
-def read_options(kind: str, config: Any) -> Any:
-    """Return the options of an optimizer. config: an object that has all of them as attributes."""
-    return declared.read_options(OPTIMIZERS[kind].options, config)
-
-
-def find_option_problems(kind: str, config: Any) -> Iterator[str]:
-    """Yield what is wrong with the options: invalid values, and options of other optimizers."""
-    options = read_options(kind, config)
-    yield from options.find_problems()
-    owners: dict[str, list[str]] = {}
-    for name, spec in OPTIMIZERS.items():
-        for field in declared.list_fields(spec.options):
-            if not hasattr(options, field.name) and getattr(config, field.name) != field.default:
-                owners.setdefault(field.name, []).append(name)
-    for option_name, names in owners.items():
-        yield f"{declared.flag(option_name)} belongs to --optimizer {' or '.join(names)}"
+from lib.models.sharded import group_by_mesh, without_padding
+from lib.optim.optimizers import OPTIMIZERS, Wrap
 
 
 def build_optimizer(
@@ -208,8 +22,6 @@ def build_optimizer(
     kind: a key of OPTIMIZERS, else KeyError. options: see `read_options`; None for the defaults.
     wrap: compiles an update for which torch has no kernel; None runs it uncompiled.
     """
-    from lib.models.sharded import group_by_mesh
-
     spec = OPTIMIZERS[kind]
     options = options or spec.options()
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -218,7 +30,18 @@ def build_optimizer(
         for group in spec.make_groups(trained, options)
         for parameters in group_by_mesh(group["params"]).values()
     ]
-    return spec.build(groups, lr, options, wrap)
+    return _load_module(kind).build(groups, lr, options, wrap)
+
+
+def as_on_gpu(kind: str) -> AbstractContextManager[None]:
+    """Return a context in which a step on the CPU allocates as much as one on a GPU."""
+    context = getattr(_load_module(kind), "as_on_gpu", nullcontext)
+    return context()
+
+
+def _load_module(kind: str) -> ModuleType:
+    """Return the module of an optimizer, which has its name."""
+    return importlib.import_module(f"lib.optim.{kind}")
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
@@ -233,8 +56,6 @@ def named_states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     The tensors are sharded like the parameters; frozen parameters have none. If no step was taken
     yet, the state is created with zeros.
     """
-    from lib.models.sharded import without_padding
-
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from lib.optim.registry import OPTIMIZERS
+from lib.optim.optimizers import OPTIMIZERS
 from lib.parallel.degrees import RECOMPUTATIONS, list_more_recomputation
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.optim import registry
+from lib.optim.optimizers import OPTIMIZERS
 from lib.parallel import placement
 from lib.planning.tracker import SHARDED, Bytes
 
@@ -30,7 +30,7 @@ def count_states(model: PreTrainedModel, optimizer: str, shard_size: int) -> Byt
     They are means over the ranks. Frozen weights have neither gradients nor states. optimizer: its
     name.
     """
-    state_bytes = registry.OPTIMIZERS[optimizer].state_bytes
+    state_bytes = OPTIMIZERS[optimizer].state_bytes
     count_ranks = placement.count_ranks_in(shard_size)
     totals: dict[int, Bytes] = {}  # by the number of ranks that share the parameters
     for name, p in model.named_parameters():

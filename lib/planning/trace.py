@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.optim import registry
+from lib.optim import optimizers, registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
 from lib.parallel.layout import make_mesh
@@ -67,7 +67,7 @@ class StepConfig:
     masked: bool = False
     documents: int = 0
     chunked: bool = True
-    optimizer: str = registry.DEFAULT
+    optimizer: str = optimizers.DEFAULT
     on_gpu: bool = True
     compiled: bool = False
 
@@ -185,7 +185,7 @@ def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> St
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         _patch_attention(model, case),
-        registry.OPTIMIZERS[case.optimizer].as_on_gpu(),
+        registry.as_on_gpu(case.optimizer),
     ):
         tracker = Tracker(SHARDED if case.offload else ())
         with tracker:

@@ -24,7 +24,7 @@ from lib.core.paths import Experiment
 from lib.hub import folder
 from lib.hub.repository import redact_urls
 from lib.models import directory, lookup, peft_adapter, scratch_sizes, tokenizer
-from lib.optim.registry import OPTIMIZERS, find_option_problems
+from lib.optim.optimizers import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
 from lib.tokens.synthetic import find_synthetic
 from lib.train import batch_division, plan

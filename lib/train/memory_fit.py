@@ -19,7 +19,7 @@ from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.core.options import AUTO
 from lib.models import float8
-from lib.optim.registry import OPTIMIZERS
+from lib.optim.optimizers import OPTIMIZERS
 from lib.parallel.degrees import RECOMPUTATIONS, Degrees
 from lib.parallel.layout import ParallelLayout, gather
 from lib.parallel.placement import list_cut_shapes

@@ -22,7 +22,7 @@ from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise_model, load_pretrained
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.optim.registry import OPTIMIZERS, list_without_blocks
+from lib.optim.optimizers import OPTIMIZERS, list_without_blocks, read_options
 from lib.parallel import (
     attention,
     attention_kernel,
@@ -323,7 +323,7 @@ def make_optimizer(
     """Return the optimizer of a sharded model, and the guard that clips and checks its steps."""
     wrap = compiler.for_part(f"the update of {config.optimizer}").wrap if compiler else None
     optimizer = registry.build_optimizer(
-        config.optimizer, model, config.lr, registry.read_options(config.optimizer, config), wrap
+        config.optimizer, model, config.lr, read_options(config.optimizer, config), wrap
     )
     device = choose_update_device(config, layout)
     guard = StepGuard(

@@ -8,7 +8,7 @@ from pathlib import Path
 from lib.core import options
 from lib.core.declared import Role, option
 from lib.core.options import AUTO, auto_on_off, non_negative, on_off, positive, positive_int
-from lib.optim import registry
+from lib.optim import optimizers
 
 
 def _auto_or_count(text: str) -> int | str:
@@ -175,9 +175,9 @@ class CompileOptions:
         role=Role.ALIKE,
         parse=auto_on_off,
         help="torch.compile the decoder blocks, the loss and the update of "
-        f"{registry.list_compiled()}; the first step takes a minute longer. on: fail if the blocks "
-        "cannot be compiled. auto: compile on GPUs, and warn about parts that cannot be compiled "
-        "(default: auto)",
+        f"{optimizers.list_compiled()}; the first step takes a minute longer. on: fail if the "
+        "blocks cannot be compiled. auto: compile on GPUs, and warn about parts that cannot be "
+        "compiled (default: auto)",
     )
 
 

@@ -1,4 +1,4 @@
-# covers: lib/optim/registry.py, lib/optim/guard.py
+# covers: lib/optim/registry.py, lib/optim/optimizers.py, lib/optim/guard.py
 """Weight decay, gradient clipping as by torch, skipped steps, and the loss scale of fp16."""
 
 from __future__ import annotations
