@@ -9,6 +9,7 @@
 # make bench-gpu           measure speed on a GPU (test-gpu and bench-gpu: 40 minutes together)
 # make lint                check style, format and types with ruff and mypy
 # make reference           write the generated pages of docs/reference/
+# make wording             write tests/approved/, the texts that the code prints
 # make memory-table        print the memory per GPU of known models, as in docs/how-to/speed.md
 # make bench               run all other benchmarks one after the other (almost an hour)
 # make validate-framework  check Python, packages, imports, the offline guard, a sharded step
@@ -120,7 +121,7 @@ endif
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
 
-.PHONY: help demo demo-chat test test-slow test-cloud test-long test-faults lint reference memory-table bench gpu-kit test-gpu bench-gpu \
+.PHONY: help demo demo-chat test test-slow test-cloud test-long test-faults lint reference wording memory-table bench gpu-kit test-gpu bench-gpu \
   validate-framework validate-setup test-quick run status logs-follow stop
 
 $(VENV)/installed: $(PINS)
@@ -193,6 +194,9 @@ lint: $(VENV)/installed-dev
 
 reference: $(VENV)/installed-dev
 	$(PY) -m tests.reference --write
+
+wording: $(VENV)/installed-dev
+	$(PY) -m tests.wording --write
 
 memory-table: $(VENV)/installed-dev
 	$(PY) benchmarks/memory.py $(ARGS)
