@@ -16,7 +16,7 @@ import pytest
 from lib.checkpoints.vendor_tiers import VENDOR_OPTIONS
 from lib.core import declared, help_text, options
 from lib.core.errors import UsageError
-from lib.optim.registry import list_option_classes
+from lib.optim.optimizers import list_option_classes
 from lib.train.config import Config
 from tests import form
 from tests.scripts import load_script

@@ -28,6 +28,7 @@ from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.snapshot import capture_snapshot, write_snapshot
 from lib.core import hashing
 from lib.optim import registry
+from lib.optim.optimizers import AdamWOptions
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 
@@ -70,7 +71,7 @@ class Bench:
         for parameter in self.model.parameters():
             parameter.to_local().detach().normal_(std=0.02)
         self.optimizer = registry.build_optimizer(
-            "adamw", self.model, 1e-5, registry.AdamWOptions(weight_decay=0.0)
+            "adamw", self.model, 1e-5, AdamWOptions(weight_decay=0.0)
         )
         self.identity: dict[str, Any] = {"options": {}, "inputs": {}}
         self.tensors = self.capture().tensors

@@ -12,12 +12,8 @@ import torch
 from torch import nn
 
 from lib.optim.guard import StepGuard
-from lib.optim.registry import (
-    OPTIMIZERS,
-    build_optimizer,
-    named_states,
-    set_learning_rate,
-)
+from lib.optim.optimizers import OPTIMIZERS
+from lib.optim.registry import build_optimizer, named_states, set_learning_rate
 from lib.train.output.rows import LossWindow
 from tests.conftest import ROOT
 
