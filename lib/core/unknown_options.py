@@ -39,6 +39,9 @@ GONE = {
     "plan_mtbf_hours": Gone(45566, _PLANS),
     "plan_write_gbps": Gone(2.0, _PLANS),
     "plan_step_seconds": Gone(None, _PLANS),
+    "plan_gpu_tflops": Gone(
+        None, "leave it out: --plan-gpus plans for an H100; scale its time by the peaks of the GPUs"
+    ),
     "sample_freq": Gone(500, _SAMPLES),
     "suite_freq": Gone(0, _SAMPLES),
     "eval_wheel": Gone(None, _SUITES),

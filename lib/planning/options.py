@@ -35,10 +35,3 @@ class PlanOptions:
         metavar="GIB",
         help="with --plan-gpus: memory of each GPU, in GiB",
     )
-    plan_gpu_tflops: float | None = option(
-        None,
-        role=Role.LOCAL,
-        parse=positive,
-        help="with --plan-gpus: peak TFLOP/s of each GPU, from its data sheet, to estimate the "
-        "time (default: 989 for an H100; 67 in fp32)",
-    )

@@ -45,7 +45,7 @@ _OWNED = {
     "sample_prompts": ("sample_tokens",),
     "eval_suite": ("suite_limit",),
     "ckpt_copy_to": ("ckpt_copy_keep",),
-    "plan_gpus": ("plan_gpu_memory", "plan_gpu_tflops"),
+    "plan_gpus": ("plan_gpu_memory",),
 }
 _LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps

@@ -283,11 +283,8 @@ def _open_or_estimate(
 def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
     """Return the GPUs of --plan-gpus, or the devices of this machine."""
     if config.plan_gpus:
-        if config.plan_gpu_tflops:
-            return Hardware(ranks, config.plan_gpu_tflops * 1e12, "--plan-gpu-tflops")
         peak, name = peaks.find_planned_gpu(config.precision)
-        source = f"data sheet of the {name}; --plan-gpu-tflops for others"
-        return Hardware(ranks, peak, source)
+        return Hardware(ranks, peak, f"data sheet of the {name}")
     if torch.cuda.is_available():
         return Hardware(ranks, *flops.find_peak(config.precision))
     return Hardware(ranks, None)
