@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -106,7 +107,7 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
     from lib.parallel.layout import configure_torch, meet_ranks
     from lib.train import memory_fit, overview, resume
     from lib.train.copying import begin_copying
-    from lib.train.data import prepare_data
+    from lib.train.data import prepare_prompts
     from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.output.symptoms import explain_errors
     from lib.train.plan import next_command
@@ -121,7 +122,7 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
             gpus.warn_without_offload(typed_config.device)
         gpus.report_unused(typed_config.device)
     config, model, memory = settle_options(typed_config, experiment, inputs)
-    tasks = read_tasks(config, inputs.corpora)
+    tasks = read_tasks(config, inputs.source)
     if config.dry_run:
         overview.show_plan(config, inputs, model)
         memory_fit.warn_of_memory(config, inputs, memory)
@@ -133,8 +134,10 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
         meeting = meet_ranks()
     inputs = verify_model_files(config, inputs)
     require_base_of_run(experiment, inputs)
-    # This may take hours, so it comes before any process group exists.
-    data = prepare_data(config, inputs, model.config.get_text_config().vocab_size, tasks)
+    prompts = prepare_prompts(config, inputs.model_dir, inputs.template)
+    # This may take hours, so it comes after all checks and before any process group exists.
+    encoding = inputs.encode_for(model.config.get_text_config().vocab_size)
+    data = replace(inputs.source.prepare_samples(config, encoding), prompts=prompts, tasks=tasks)
     if config.prepare_only:
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return

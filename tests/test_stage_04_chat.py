@@ -1,4 +1,4 @@
-# covers: 04_train_fsdp.py, lib/train/data.py, lib/tokens/chat/*.py
+# covers: 04_train_fsdp.py, lib/train/sources/corpora.py, lib/train/source.py, lib/tokens/chat/*.py
 """Train on conversations: losses of trained tokens, resumes, mixtures and refusals."""
 
 from __future__ import annotations

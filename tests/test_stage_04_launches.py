@@ -87,15 +87,15 @@ def test_a_launch_overwrites_refuses_and_stops_only_once(
 
 def ask_while_preparing(rank: int) -> None:
     """Request a stop before the run starts, as a person may while text is tokenised."""
-    from lib.train import data
+    from lib.train.sources.corpora import CorporaSource
 
-    prepare = data.prepare_data
+    prepare = CorporaSource.prepare_samples
 
     def stop_and_prepare(*arguments: object) -> object:
         Path("outputs/run/stop").touch()
         return prepare(*arguments)
 
-    data.prepare_data = stop_and_prepare
+    CorporaSource.prepare_samples = stop_and_prepare
 
 
 def test_a_stop_file_written_during_preparation_ends_the_launch(project: Path):

@@ -1,4 +1,5 @@
 # covers: 04_train_fsdp.py, lib/hub/dataset.py, lib/tokens/raw_stream.py
+# covers: lib/train/sources/raw_stream.py
 """Run `--streaming` as a user does: raw shards and a Hub on this machine, kills and resumes."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-# covers: 04_train_fsdp.py, lib/tokens/synthetic.py, lib/train/data.py, lib/train/new_model.py
+# covers: 04_train_fsdp.py, lib/tokens/synthetic.py, lib/train/new_model.py
+# covers: lib/train/sources/synthetic.py, lib/train/sources/table.py
 # covers: lib/train/inputs.py, 05_export_checkpoint.py, lib/export/card.py
 """Train on synthetic tokens: without data, tokenizer or weights, on one to three ranks."""
 

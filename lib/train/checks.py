@@ -26,9 +26,9 @@ from lib.hub.repository import redact_urls
 from lib.models import directory, lookup, peft_adapter, scratch_sizes, tokenizer
 from lib.optim.optimizers import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
-from lib.tokens.synthetic import find_synthetic
 from lib.train import batch_division, plan
 from lib.train.config import DEFAULTS, Config
+from lib.train.sources.table import choose_source, list_requested
 
 _SHORTEST = 8  # tokens per sample
 # For models with fewer parameters than the first number: the largest published learning rates,
@@ -62,13 +62,11 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     for check in (
         _check_model,
         _check_lora,
-        _check_synthetic,
-        _check_streaming,
+        _check_sources,
         _check_owners,
         _check_samples,
         _check_batch,
         _check_checkpoints,
-        _check_suite,
         _check_packages,
     ):
         check(config, problems)
@@ -103,14 +101,6 @@ def _check_owners(config: Config, problems: Problems) -> None:
                 problems.add(f"{declared.flag(name)} belongs to {declared.flag(owner)}")
 
 
-def _check_suite(config: Config, problems: Problems) -> None:
-    if config.eval_suite and config.is_synthetic:
-        problems.add(
-            "--eval-suite needs a tokenizer, and a run on synthetic tokens has none",
-            run=commands.as_typed(drop=["--eval-suite", "--suite-limit"]),
-        )
-
-
 def require_falling(config: Config, lr: float) -> None:
     """Raise UsageError if --min-lr is above the peak learning rate."""
     if config.min_lr is not None and config.min_lr > lr:
@@ -122,7 +112,9 @@ def _check_model(config: Config, problems: Problems) -> None:
         problems.add(f"give -m {config.model_name} or {config.makes_model}, not both")
     if config.model_size and config.config_json:
         problems.add("give --model-size or --config-json, not both")
-    trains_tokenizer = config.makes_model and not config.tokenizer and not config.is_synthetic
+    trains_tokenizer = (
+        config.makes_model and not config.tokenizer and choose_source(config).needs_tokenizer
+    )
     if trains_tokenizer and (config.vocab_size or 1 << 30) < tokenizer.SMALLEST_VOCABULARY:
         problems.add(
             f"--vocab-size {config.vocab_size} is too small for a tokenizer: the bytes "
@@ -183,48 +175,16 @@ def _check_lora(config: Config, problems: Problems) -> None:
         )
 
 
-def _check_synthetic(config: Config, problems: Problems) -> None:
-    synthetic = problems.collect(lambda: find_synthetic(config.dataset_name))
-    if synthetic and config.streaming:
-        problems.add("--streaming reads raw files, and -d synthetic has none")
-    if synthetic and config.show_samples:
-        problems.add("--show-samples prints text, and synthetic tokens stand for none")
+def _check_sources(config: Config, problems: Problems) -> None:
+    for source in list_requested(config):
+        source.check_options(config, problems)
     if config.bench and config.prepare_only:
         problems.add("--bench trains, and --prepare-only ends before training")
 
 
 def _check_samples(config: Config, problems: Problems) -> None:
-    if config.sample_prompts is None:
-        return
-    if config.is_synthetic:
-        problems.add("--sample-prompts needs a tokenizer, and -d synthetic uses none")
-    problems.collect(partial(prompts.read_prompts, config.sample_prompts))
-
-
-def _check_streaming(config: Config, problems: Problems) -> None:
-    if not config.streaming:
-        return
-    if not config.step_limit:
-        problems.add("--streaming needs --max-steps: the number of samples is unknown")
-    if config.num_epochs and not config.steps_per_epoch:
-        problems.add("--streaming ends at --max-steps, not after --num-epochs")
-    if config.packing in ("documents", "none"):
-        problems.add(
-            f"--streaming does not work with --packing {config.packing}: it needs all documents",
-            hint="stage 02 makes a dataset of them; or let samples be windows, in which documents "
-            "see each other:",
-            run=commands.as_typed("--packing", "concat"),
-        )
-    if len(config.dataset_name) > 1:
-        problems.add(
-            "--streaming uses one dataset, not a mixture", found=", ".join(config.dataset_name)
-        )
-    if config.prepare_only:
-        problems.add("--prepare-only makes a token store, which --streaming does not use")
-    if config.resume_with_changes:
-        problems.add("--streaming has no --resume-with-changes: other data has other positions")
-    if config.include and not config.online:
-        problems.add("--include selects files of a dataset on the Hub, and needs --online")
+    if config.sample_prompts is not None:
+        problems.collect(partial(prompts.read_prompts, config.sample_prompts))
 
 
 def _check_batch(config: Config, problems: Problems) -> None:
@@ -406,12 +366,12 @@ def list_unusual_options(config: Config, steps: int, has_validation: bool) -> li
         if getattr(config, name) not in (getattr(DEFAULTS, name), 0)
     ]
     if typed and not has_validation:
-        without = "--streaming" if config.streaming else "-d synthetic"
+        without = choose_source(config).option
         warnings.append(
             f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
             "no dataset has a validation split that fills a sample (stage 02 makes one "
             "with --validation-percent)"
-            if not (config.streaming or config.is_synthetic)
+            if not without
             else f"{' and '.join(typed)} do nothing with {without}, which has no validation"
         )
     elif steps < config.eval_freq != DEFAULTS.eval_freq:

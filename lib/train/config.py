@@ -16,7 +16,7 @@ from lib.models.options import LoraOptions, ModelOptions
 from lib.optim.options import GuardOptions, OptimizerOptions
 from lib.parallel.options import DeviceOptions, ParallelOptions, PrecisionOptions
 from lib.planning.options import PlanOptions
-from lib.tokens.options import ChatOptions, DataOptions, SampleOptions, is_synthetic
+from lib.tokens.options import ChatOptions, DataOptions, SampleOptions
 from lib.train.options import (
     BenchOptions,
     CompileOptions,
@@ -93,13 +93,6 @@ class Config(
         if self.config_json:
             return f"--config-json {self.config_json}"
         return f"--model-size {self.model_size}" if self.model_size else ""
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Return whether the run trains on synthetic tokens, the default of --bench."""
-        if self.bench and not self.dataset_name:
-            return True
-        return any(map(is_synthetic, self.dataset_name))
 
     @property
     def trains_lora(self) -> bool:

@@ -33,7 +33,7 @@ def report_disagreements(config: Config, inputs: Inputs, shape: PretrainedConfig
     if log.rank() != 0 or config.makes_model:
         return
     findings = []
-    if not inputs.synthetic:
+    if inputs.source.needs_tokenizer:
         encoder = Encoder(inputs.model_dir, 1)
         require_vocabulary(encoder.vocab_size, shape.get_text_config().vocab_size, inputs.model_dir)
         findings += encoder.disagreements

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
-from lib.core import (
-    artifacts,
-    declared,
-    file_identity,
-    hashing,
-    log,
-    paths,
-    units,
-)
-from lib.core.errors import ArtifactError, Problems, StageError, UsageError
+from lib.core import file_identity, hashing, log, paths, units
+from lib.core.errors import ArtifactError, Problems, UsageError
 from lib.core.identity import find_differences
 from lib.core.paths import Experiment
-from lib.hub.dataset import HubDataset
 from lib.models import chat_files, directory, lookup, peft_adapter
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.runs import state_file
-from lib.tokens import mixture, raw_shards
-from lib.tokens.chat import policy
-from lib.tokens.columns import CHAT
-from lib.tokens.dataset import find_dataset
-from lib.tokens.mixture import Corpus
-from lib.tokens.raw_shards import RawShards
-from lib.tokens.synthetic import SyntheticText, find_synthetic
-from lib.train import batch_division, checks, plan, previous_run
-from lib.train.config import DEFAULTS, Config
+from lib.train import checks, plan, previous_run
+from lib.train.config import Config
 from lib.train.plan import Plan
-from lib.train.previous_run import KeptTemplate
+from lib.train.source import Encoding, SampleSource
+from lib.train.sources.table import choose_source
 
 _FOREIGN = "foreign weights"  # input of --resume-from-foreign of an earlier version
-_CHAT_OPTIONS = ("chat_template", "chat_template_kwargs", "train_on", "too_long")
 
 
 @dataclass(frozen=True)
@@ -49,31 +32,23 @@ class Inputs:
     fingerprints: the fingerprints of model, dataset and tokenizer, by name. earlier_run: the record
     of a run with checkpoints in this directory, {} for a new run; see previous_run.read_previous.
     named_checkpoint: the checkpoint that --resume names. scratch: the weights are initialised from
-    the seed. shards, synthetic: the data with --streaming or `-d synthetic`, instead of corpora.
-    model_identities: identities of the model's files, read before its fingerprint. stop_request:
-    identity of the stop file that existed when this launch started. template: source of the chat
-    template, "" without chat datasets. base: digests of the base model's weight files by name, for
-    LoRA. adapter: the adapter of --lora-from.
+    the seed. model_identities: identities of the model's files, read before its fingerprint.
+    stop_request: identity of the stop file that existed when this launch started. template: source
+    of the chat template, "" without chat datasets. base: digests of the base model's weight files
+    by name, for LoRA. adapter: the adapter of --lora-from.
     """
 
     model_dir: Path
-    corpora: list[Corpus]
+    source: SampleSource
     fingerprints: dict[str, str]
     earlier_run: dict[str, Any]
     named_checkpoint: Checkpoint | None
     scratch: bool
-    shards: RawShards | None = None
-    synthetic: SyntheticText | None = None
     model_identities: file_identity.Identities = field(default_factory=dict)
     stop_request: file_identity.Identities = field(default_factory=dict)
     template: str = ""
     base: dict[str, str] = field(default_factory=dict)
     adapter: PeftAdapter | None = None
-
-    @property
-    def datasets(self) -> str:
-        """Return the names of the datasets, with their weights."""
-        return str(self.shards or self.synthetic or ", ".join(map(str, self.corpora)))
 
     def get_earlier_option(self, option: str) -> Any:
         """Return the value that an option had when the run was started, or None."""
@@ -92,6 +67,10 @@ class Inputs:
             for part in ("settled", "options")
         ]
         return next((kind for kind in values if kind in RECOMPUTATIONS), "")
+
+    def encode_for(self, vocab_size: int) -> Encoding:
+        """Return how text becomes tokens for a model that knows `vocab_size` tokens."""
+        return Encoding(self.model_dir, vocab_size, self.template, bool(self.identity))
 
     def require_unchanged(self) -> None:
         """Raise UsageError if the files of the model have changed since this launch started."""
@@ -116,19 +95,12 @@ def find_inputs(
     model_dir = problems.collect(
         lambda: _find_model(config, experiment, new_model, earlier_run, named)
     )
-    synthetic = problems.collect(lambda: find_synthetic(config.dataset_name))
-    corpora = (
-        []
-        if config.streaming or synthetic
-        else problems.collect(lambda: mixture.open_corpora(config.dataset_name))
-    )
-    shards = (
-        problems.collect(lambda: _open_shards(config, earlier_run)) if config.streaming else None
-    )
+    earlier_inputs = _get_identity(earlier_run, None).get("inputs", {})
+    source = problems.collect(lambda: choose_source(config).open(config, earlier_inputs))
     identity = _get_identity(earlier_run, named)
     adapter = problems.collect(lambda: find_adapter(config.lora_from, identity))
     problems.raise_if_any()
-    assert model_dir is not None and corpora is not None  # or a problem was raised
+    assert model_dir is not None and source is not None  # or a problem was raised
     model_identities = file_identity.read_identities(directory.list_model_files(model_dir))
     if faults := chat_files.find_faults(model_dir):
         raise ArtifactError(
@@ -140,26 +112,24 @@ def find_inputs(
     kept_template = previous_run.find_kept_template(
         [experiment.model, *named_model], identity.get("inputs", {}).get(previous_run.TEMPLATE)
     )
-    template = _find_template(config, model_dir, corpora, kept_template)
+    template = source.find_template(config, model_dir, kept_template)
     fingerprints = {
         "model": directory.fingerprint_model(model_dir),
-        **_identify_data(config, model_dir, synthetic or shards or corpora),
+        **source.identify(config, model_dir),
         **({previous_run.TEMPLATE: hashing.fingerprint(template)} if template else {}),
         **identify_adapter(config, adapter, identity),
         **_keep_foreign_weights(identity),
     }
     scratch = _FOREIGN not in fingerprints and _is_from_scratch(
-        config, model_dir, bool(earlier_run or named)
+        config, model_dir, source, bool(earlier_run or named)
     )
     return Inputs(
         model_dir,
-        corpora,
+        source,
         fingerprints,
         earlier_run,
         named,
         scratch,
-        shards,
-        synthetic,
         model_identities,
         stop_request,
         template,
@@ -227,52 +197,6 @@ def _find_model(
     )
 
 
-def has_chats(corpora: Sequence[Corpus]) -> bool:
-    """Return whether any of the datasets consists of conversations."""
-    return any(corpus.dataset.format == CHAT for corpus in corpora)
-
-
-def _find_template(
-    config: Config, model_dir: Path, corpora: Sequence[Corpus], kept_template: KeptTemplate | None
-) -> str:
-    """Return the source of the template that renders conversations; "" without chat datasets.
-
-    kept_template: the template that a resumed run was started with, if any; --chat-template can
-    replace it. Raises UsageError if there is no template, or if options for chat datasets are typed
-    without such a dataset.
-    """
-    if has_chats(corpora):
-        return _find_chat_template(config, model_dir, kept_template)
-    problems = Problems()
-    for name in _CHAT_OPTIONS:
-        if getattr(config, name) != getattr(DEFAULTS, name):
-            problems.add(
-                f"{declared.flag(name)} belongs to chat datasets, and there is none",
-                found=", ".join(config.dataset_name),
-                expected="-d with a dataset that stage 02 has made with --format chat",
-            )
-    problems.raise_if_any()
-    return ""
-
-
-def _find_chat_template(config: Config, model_dir: Path, kept_template: KeptTemplate | None) -> str:
-    if kept_template is None:
-        return policy.find_template(model_dir, config.chat_template)
-    if config.chat_template:
-        typed = policy.find_template(model_dir, config.chat_template)
-        return kept_template.source if typed == kept_template.text else typed
-    try:
-        has_changed = policy.find_template(model_dir, None) != kept_template.source
-    except StageError:  # the model has no template, or an unreadable one
-        has_changed = True
-    if has_changed:
-        log.info(
-            f"chat template: {kept_template.path}, with which the run was started; {model_dir} now "
-            "contains another one or none"
-        )
-    return kept_template.source
-
-
 def _get_identity(earlier_run: dict[str, Any], named: Checkpoint | None) -> dict[str, Any]:
     """Return the identity of the run or checkpoint to resume; see Inputs."""
     record: dict[str, Any] = earlier_run or (named.commit() if named else {})
@@ -309,7 +233,9 @@ def is_complete(config: Config, experiment: Experiment, inputs: Inputs) -> bool:
     return True
 
 
-def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
+def _is_from_scratch(
+    config: Config, model_dir: Path, source: SampleSource, has_begun: bool
+) -> bool:
     """Return whether the first weights are initialised from the seed.
 
     This is the case with --from-scratch and --bench, for a model that stage 03 made from scratch,
@@ -319,7 +245,7 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
     """
     if config.bench:
         return True
-    is_bare = not directory.has_weights(model_dir) and bool(find_synthetic(config.dataset_name))
+    is_bare = not (source.needs_weights or directory.has_weights(model_dir))
     if config.from_scratch or is_bare or directory.is_made_from_scratch(model_dir):
         if config.trains_lora:
             raise UsageError(
@@ -350,44 +276,3 @@ def _is_from_scratch(config: Config, model_dir: Path, has_begun: bool) -> bool:
             raise error
         log.warn("training would end here: " + error.render().removeprefix("error: "))
     return False
-
-
-def _open_shards(config: Config, earlier_run: dict[str, Any]) -> RawShards:
-    """Return the shards of --streaming; UsageError or ArtifactError if there are none.
-
-    earlier_run: see Inputs. A resumed run keeps the commit of its dataset on the Hub.
-    """
-    name = config.dataset_name[0]
-    if not config.online:
-        return raw_shards.open_directory(find_dataset(name))
-    revision = earlier_run.get("identity", {}).get("inputs", {}).get("commit", "main")
-    root = paths.streaming_root(config.cache_dir, name)
-    dataset = HubDataset(name, revision, config.include or ["*"], root)
-    return raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset)
-
-
-def _identify_data(
-    config: Config, model_dir: Path, data: SyntheticText | RawShards | list[Corpus]
-) -> dict[str, str]:
-    """Return the inputs, apart from the model, that must stay the same in a resume, by name.
-
-    With raw shards the number of ranks must stay the same, because each rank resumes in its own
-    part of the shards. Synthetic tokens need no tokenizer.
-    """
-    if isinstance(data, SyntheticText):
-        return {"dataset": data.fingerprint}
-    tokenizer = {"tokenizer": artifacts.tokenizer_fingerprint(model_dir)}
-    if isinstance(data, list):
-        return {**tokenizer, "dataset": mixture.fingerprint_corpora(data)}
-    shared = {
-        **tokenizer,
-        "dataset": data.fingerprint,
-        "text field": get_text_field(config),
-        "ranks": str(batch_division.get_degrees(config).dp_size(plan.get_world_size())),
-    }
-    return {**shared, "commit": data.commit} if data.commit else shared
-
-
-def get_text_field(config: Config) -> str:
-    """Return the name of the field or column that contains the text, for --streaming."""
-    return config.text_field or "text"

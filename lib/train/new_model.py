@@ -17,9 +17,9 @@ from lib.core.errors import UsageError
 from lib.core.paths import Experiment
 from lib.models import directory, lookup, tokenizer
 from lib.models.scratch import PREFIX, Design
-from lib.tokens import build, mixture
-from lib.tokens.synthetic import find_synthetic
+from lib.tokens import build
 from lib.train.config import Config
+from lib.train.sources.table import choose_source
 
 KIND = "scratch/1"
 _PREVIEW_BYTES = 2_000_000  # of text for the tokenizer of a dry run, which takes a second or two
@@ -47,7 +47,7 @@ def model_from_scratch(
         lookup.log_model(target, f", {config.makes_model} from scratch")
     else:
         log.info(f"model: {config.makes_model} from scratch{lookup.announce_import()}")
-    is_temporary = config.dry_run or (config.bench and config.is_synthetic)
+    is_temporary = config.dry_run or (config.bench and not choose_source(config).needs_tokenizer)
     if is_temporary and not target.exists():
         with _temporary_directory() as folder:
             _create_model(design, folder / target.name, content, config, _PREVIEW_BYTES)
@@ -72,15 +72,12 @@ def model_from_scratch(
 def _design_model(config: Config, experiment: Experiment, has_begun: bool) -> Design:
     """Return the settings of the model to create. has_begun: the run has checkpoints."""
     shape = (config.model_size, config.config_json, config.vocab_size)
-    if find_synthetic(config.dataset_name) and not config.tokenizer:
+    source = choose_source(config)
+    if not (source.needs_tokenizer or config.tokenizer):
         return Design(*shape, train_on=(), copy_from=None, has_tokenizer=False)
     keeps_tokenizer = has_begun and (experiment.model / directory.CONFIG).is_file()
     copy_from = config.tokenizer or (experiment.model if keeps_tokenizer else None)
-    train_on = (
-        ()
-        if copy_from or config.streaming
-        else tuple(corpus.dataset.path for corpus in mixture.open_corpora(config.dataset_name))
-    )
+    train_on = () if copy_from else source.list_tokenizer_texts(config)
     return Design(*shape, train_on, copy_from)
 
 

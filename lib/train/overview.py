@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -19,19 +18,11 @@ from lib.models.weights import warn_of_unused
 from lib.parallel import parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.planning import flops, memory, peaks, sizes
-from lib.tokens import packing, store
 from lib.tokens.prompts import Prompt
 from lib.train import checks, estimates, memory_fit, sampling
 from lib.train import plan as plans
 from lib.train.config import Config
-from lib.train.data import (
-    Data,
-    combine_stores,
-    make_synthetic,
-    make_tokenization,
-    prepare_prompts,
-    select_shards,
-)
+from lib.train.data import Data, prepare_prompts
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.inputs import Inputs
 from lib.train.model import describe_balance, describe_weights
@@ -59,11 +50,11 @@ def show_head(
     )
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = "none that fills a sample (stage 02 makes a split with --validation-percent)"
-    if inputs.shards or inputs.synthetic:
-        no_split = f"none with {'--streaming' if inputs.shards else '-d synthetic'}"
+    if inputs.source.option:
+        no_split = f"none with {inputs.source.option}"
     log.table(
         {
-            "dataset": inputs.datasets,
+            "dataset": inputs.source,
             "validation": held_out or no_split,
             **_describe_settled(config),
             **describe_balance(config, model),
@@ -91,7 +82,7 @@ def _print_head(plan: Plan, inputs: Inputs, rows: dict[str, str], held_out: str)
     ranks = plans.get_world_size()
     devices = units.counted(ranks, "GPU" if torch.cuda.is_available() else "CPU rank")
     for name, text in {
-        "data": f"{inputs.datasets}{epoch}, {f'{held_out} for' if held_out else 'no'} validation",
+        "data": f"{inputs.source}{epoch}, {f'{held_out} for' if held_out else 'no'} validation",
         "steps": f"{rows['steps']} on {devices}",
         "checkpoints": f"{rows['checkpoints']}, in {experiment.checkpoints}",
         "log": str(experiment.rank_log(log.rank())),
@@ -121,7 +112,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     Raises UsageError if a batch cannot be divided, after everything else has been printed.
     """
     cost = measure_cost(config, inputs, model)
-    prompts = prepare_prompts(config, inputs)
+    prompts = prepare_prompts(config, inputs.model_dir, inputs.template)
     problems = Problems()
     log.info("plan:")
     masters = f"float32 masters{parallelize.describe_frozen(model)}"
@@ -130,7 +121,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
             "model": f"{describe_model(config, inputs)} "
             f"({model.config.model_type}, {describe_size(model)})",
             "weights": describe_weights(config, inputs),
-            "dataset": inputs.datasets,
+            "dataset": inputs.source,
             "precision": f"{masters}, {config.precision} compute",
             **_describe_settled(config),
             **describe_balance(config, model),
@@ -139,7 +130,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
     )
     if not inputs.scratch:
         warn_of_unused(model, inputs.model_dir)
-    data, samples = _open_or_estimate(config, inputs, model.config.get_text_config().vocab_size)
+    encoding = inputs.encode_for(model.config.get_text_config().vocab_size)
+    data, samples = inputs.source.estimate_samples(config, encoding)
     configs = memory_fit.fit_to_planned_gpus(config, inputs, model) or {
         plans.get_world_size(): config
     }
@@ -234,52 +226,6 @@ def _warn_about_unusual_options(
             log.warn(warning)
 
 
-def _open_or_estimate(
-    config: Config, inputs: Inputs, vocab_size: int
-) -> tuple[Data | None, int | None]:
-    """Return the data and the number of samples; for unprepared data, None and an estimate."""
-    if inputs.shards:
-        return Data(select_shards(config, inputs.shards), []), None
-    if inputs.synthetic:
-        data = make_synthetic(config, inputs.synthetic, vocab_size)
-        return data, data.samples_per_epoch
-    tokenizations = [make_tokenization(config, inputs, corpus.dataset) for corpus in inputs.corpora]
-    targets = [
-        tokenization.find_store(config.cache_dir, bool(inputs.identity))[0]
-        for tokenization in tokenizations
-    ]
-    if missing := [str(target) for target in targets if not target.exists()]:
-        tokens = sum(tokenization.estimate_tokens() for tokenization in tokenizations)
-        log.info(
-            f"  the tokens are not prepared yet ({', '.join(missing)}): the run or --prepare-only "
-            f"prepares them; {units.count(tokens)} tokens are an estimate from a sample of the "
-            "text, and the following numbers depend on it"
-        )
-        samples = units.ceil_div(tokens, config.seq_length)  # the last one need not be full
-        if config.packing == "none":
-            documents = sum(corpus.dataset.extent()[0] for corpus in inputs.corpora)
-            return None, max(samples, documents)
-        if config.packing == "documents":
-            return None, samples
-        return None, tokens // config.seq_length
-    stores = [store.open_store(target) for target in targets]
-    is_single = config.packing == "none"
-    if config.packing != "concat" and not all(
-        packing.find_packs_dir(tokens, config.seq_length, is_single).exists() for tokens in stores
-    ):
-        splits = [tokens.splits["train"] for tokens in stores]
-        if is_single:
-            lengths = np.concatenate([np.diff(split.ends[:], prepend=0) for split in splits])
-            return None, int(np.ceil(lengths / config.seq_length).sum())
-        log.info(
-            "  the documents are not packed yet: the run or --prepare-only packs them; the number "
-            "of samples is an estimate without padding"
-        )
-        return None, sum(len(split.tokens) for split in splits) // config.seq_length
-    data = combine_stores(config, inputs, stores)
-    return data, data.samples_per_epoch
-
-
 def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
     """Return the GPUs of --plan-gpus, or the devices of this machine."""
     if config.plan_gpus:
@@ -318,7 +264,7 @@ def measure_cost(config: Config, inputs: Inputs, model: PreTrainedModel) -> Mode
         flops.count_attention(model, config.seq_length),
         sizes.count_checkpoint(model, config.optimizer),
         inputs.scratch,
-        any("validation" in corpus.dataset.splits for corpus in inputs.corpora),
+        inputs.source.has_validation,
     )
 
 
@@ -326,11 +272,7 @@ def describe_model(config: Config, inputs: Inputs) -> str:
     """Return the name of the model of a run."""
     if not config.makes_model:
         return short_name(inputs.model_dir)
-    tokenizer = "with a tokenizer trained on the dataset"
+    tokenizer = inputs.source.new_tokenizer
     if config.tokenizer:
         tokenizer = f"with the tokenizer of {config.tokenizer}"
-    elif inputs.synthetic:
-        tokenizer = "without a tokenizer"
-    elif config.streaming:
-        tokenizer = "with a token for each byte"
     return f"{config.model_size or config.config_json} from scratch {tokenizer}"

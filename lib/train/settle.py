@@ -22,7 +22,7 @@ from lib.core.paths import Experiment
 from lib.tokens.options import SEQ_LENGTH
 from lib.train import batch_division, checks, plan
 from lib.train.config import DEFAULTS, EARLIER_LAUNCH, Config
-from lib.train.inputs import Inputs, has_chats
+from lib.train.inputs import Inputs
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
     from transformers import PreTrainedModel
@@ -188,9 +188,7 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
 
 
 def _fill_packing(config: Config, facts: Facts) -> Config:
-    if has_chats(facts.inputs.corpora):
-        return config.with_values("a chat dataset", packing="documents")
-    return replace(config, packing="concat")
+    return facts.inputs.source.fill_packing(config)
 
 
 def _take_adapter_options(config: Config, facts: Facts) -> Config:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
@@ -13,11 +12,9 @@ from lib.core.errors import UsageError
 from lib.evaluate import tasks as task_files
 from lib.evaluate.tasks import Task
 from lib.tokens.build import require_vocabulary
-from lib.tokens.columns import TEXT
 from lib.tokens.encode import Encoder
-from lib.tokens.mixture import Corpus, name_corpora
-from lib.tokens.text_bytes import name_sources
 from lib.train.config import DEFAULTS, Config
+from lib.train.source import SampleSource
 
 if TYPE_CHECKING:  # imports torch, which bad tasks are reported before
     from pathlib import Path
@@ -29,14 +26,13 @@ if TYPE_CHECKING:  # imports torch, which bad tasks are reported before
     from lib.parallel.layout import ParallelLayout
     from lib.train.plan import Plan
 
-_VALIDATION = "validation"
 _SHOWN = 6  # tasks in a line of the log
 
 
-def read_tasks(config: Config, corpora: Sequence[Corpus]) -> list[Task]:
+def read_tasks(config: Config, source: SampleSource) -> list[Task]:
     """Return the tasks of --eval-suite, [] without it.
 
-    corpora: those of the run. Raises UsageError or ArtifactError with all problems of the suite, or
+    source: that of the run. Raises UsageError or ArtifactError with all problems of the suite, or
     if a task has the name of a part of the validation split.
     """
     _warn_about_best(config)
@@ -45,7 +41,7 @@ def read_tasks(config: Config, corpora: Sequence[Corpus]) -> list[Task]:
     directory = task_files.find_suite(config.eval_suite, config.cache_dir)
     tasks = task_files.read_suite(directory, config.suite_limit)
     _require_key(config, directory, tasks)
-    _require_distinct_names(tasks, corpora)
+    _require_distinct_names(tasks, source.name_validation_texts())
     log.detail(
         f"suite: {directory}, {units.counted(len(tasks), 'task')}, "
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
@@ -64,13 +60,8 @@ def _require_key(config: Config, directory: Path, tasks: Iterable[Task]) -> None
         )
 
 
-def _require_distinct_names(tasks: Iterable[Task], corpora: Sequence[Corpus]) -> None:
-    """Raise UsageError if `eval/NAME/…` could mean both a task and a text of the validation."""
-    held_out = [corpus.dataset for corpus in corpora if _VALIDATION in corpus.dataset.splits]
-    parts = set(name_corpora(corpora)) if len(held_out) > 1 else set()
-    for dataset in held_out:
-        if dataset.format == TEXT and dataset.has_sources(_VALIDATION):
-            parts |= set(name_sources(partial(dataset.sources, _VALIDATION))[0])
+def _require_distinct_names(tasks: Iterable[Task], parts: set[str]) -> None:
+    """Raise UsageError if `eval/NAME/…` could mean both a task and a part of the validation."""
     if common := sorted(parts & {task.name for task in tasks}):
         raise UsageError(
             f"{units.join_names(common, 8)}: name of a task of --eval-suite and of a source or "

@@ -21,6 +21,7 @@ from lib.planning.tracker import KINDS
 from lib.train import memory_fit, plan, settle
 from lib.train.config import Config
 from lib.train.inputs import Inputs
+from lib.train.sources.corpora import CorporaSource
 from tests.conftest import run_stage
 from tests.planning.test_memory import ASKED, case, on_meta
 
@@ -46,7 +47,7 @@ class Known:
 
 def inputs(begun: dict[str, Any] | None = None) -> Inputs:
     """Return inputs without files. begun: the record of an earlier launch."""
-    return Inputs(Path("model"), [], {}, begun or {}, None, scratch=False)
+    return Inputs(Path("model"), CorporaSource([]), {}, begun or {}, None, scratch=False)
 
 
 def check_memory(

@@ -17,6 +17,7 @@ from lib.core.errors import ArtifactError, UsageError
 from lib.models import directory
 from lib.train import model, model_files
 from lib.train.inputs import Inputs
+from lib.train.sources.corpora import CorporaSource
 from tests.training import save_model
 
 
@@ -49,7 +50,7 @@ def identify_inputs(model_dir: Path, **more: object) -> Inputs:
         "scratch": False,
         "model_identities": file_identity.read_identities(directory.list_model_files(model_dir)),
     }
-    return Inputs(model_dir, [], {}, **facts | more)
+    return Inputs(model_dir, CorporaSource([]), {}, **facts | more)
 
 
 def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:

@@ -13,6 +13,7 @@ from lib.core.errors import UsageError
 from lib.tokens.mixture import open_corpora
 from lib.train import suite
 from lib.train.config import DEFAULTS
+from lib.train.sources.corpora import CorporaSource
 from tests.conftest import StageRunner
 from tests.training import SMALL_RUN
 
@@ -39,7 +40,7 @@ def test_a_task_with_the_name_of_a_source_or_dataset_is_refused(tmp_path: Path) 
     def read(task: str, *datasets: str) -> None:
         directory = save_task(tmp_path / f"suite of {task}", task)
         config = replace(DEFAULTS, eval_suite=directory)
-        suite.read_tasks(config, open_corpora(list(datasets)))
+        suite.read_tasks(config, CorporaSource(open_corpora(list(datasets))))
 
     read("copying", first)
     read("first", first)  # one dataset names no figure
@@ -77,9 +78,9 @@ def test_a_message_says_which_checkpoints_can_be_the_best(
     monkeypatch.setattr(suite.log, "warn", lines.append)
     directory = save_task(tmp_path / "tasks", "copying")
     config = replace(DEFAULTS, eval_suite=directory, eval_freq=every, ckpt_freq=100)
-    suite.read_tasks(config, [])
+    suite.read_tasks(config, CorporaSource([]))
     assert not lines, "--best-by eval/loss"
     for key in ("eval/copying/bits_per_byte", "eval/bits_per_byte"):
-        suite.read_tasks(replace(config, best_by=key), [])
+        suite.read_tasks(replace(config, best_by=key), CorporaSource([]))
         assert [text in line for line in lines] == ([True] if text else [])
         lines.clear()

@@ -18,6 +18,7 @@ from launch.cloud.kube.raw_text import RawText
 from lib.core import hashing, log
 from lib.core.errors import Problems
 from lib.train import command_line
+from lib.train.sources.synthetic import SyntheticSource
 
 # Values of --prepare.
 CHOICES = AUTO, ALWAYS, NEVER = ("auto", "always", "never")
@@ -142,7 +143,7 @@ def explain_omission(job: Job) -> str:
     job: the training job.
     """
     config = command_line.parse_options(job.train)
-    if not (config.streaming or (config.is_synthetic and config.makes_model)):
+    if not (config.streaming or (SyntheticSource.is_requested(config) and config.makes_model)):
         return ""
     data = "--streaming" if config.streaming else "synthetic tokens"
     return f"with {data} nothing is prepared (--prepare always prepares the model)"

@@ -13,6 +13,7 @@ from lib.core.declared import flag, option
 from lib.core.errors import UsageError
 from lib.train import command_line
 from lib.train.config import Config
+from lib.train.sources.synthetic import SyntheticSource
 
 SCRATCH_PREFIX = "scratch-"  # prefix of models that stage 03 makes from a size
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -89,7 +90,7 @@ def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> It
 
 def _list_missing_steps(raw: RawText, config: Config) -> Iterator[list[str]]:
     """Yield the commands that make the dataset and the model of a run, if they do not exist."""
-    named = [] if config.is_synthetic else config.dataset_name
+    named = [] if SyntheticSource.is_requested(config) else config.dataset_name
     missing = [path for path in map(_find_dataset_dir, named) if not path.exists()]
     if len(missing) > 1:
         raise UsageError(

@@ -88,7 +88,7 @@ class BenchReport(Report):
     ) -> None:
         super().__init__(experiment, journal, state, stream, meters, estimate)
         self._model_name = overview.describe_model(self._plan.config, inputs)
-        self._data = inputs.datasets
+        self._data = str(inputs.source)
         self._losses: list[float] = []
         self._row: dict[str, Any] = {}
         self._communication = CommunicationProfiler(bench.LAST_MEASURED, bench.STEPS, self._layout)
