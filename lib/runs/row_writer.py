@@ -69,6 +69,11 @@ def _truncate(path: Path, step: int) -> list[Row]:
         with path.open("r+b") as file:
             file.truncate(ends_at)
             os.fsync(file.fileno())
+    if len(kept_rows) < len(rows):
+        log.info(
+            f"{path.name} had rows up to step {rows[-1]['step']:,}; those after step {step:,} are "
+            "dropped, since these steps are repeated"
+        )
     return kept_rows
 
 

@@ -63,10 +63,15 @@ def test_a_row_is_on_disk_at_once(experiment: Experiment) -> None:
     sink.close()
 
 
-def test_a_resume_drops_the_rows_of_repeated_steps(experiment: Experiment) -> None:
+def test_a_resume_drops_the_rows_of_repeated_steps_and_says_so(
+    experiment: Experiment, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     write_rows(experiment, 0, range(1, 10))
+    assert not caplog.messages
     write_rows(experiment, 5, range(6, 8))
     assert steps_of(experiment) == [1, 2, 3, 4, 5, 6, 7]
+    assert "up to step 9" in caplog.text and "after step 5" in caplog.text
     write_rows(experiment, 0, range(1, 2))
     assert steps_of(experiment) == [1]
     assert [path.name for path in experiment.root.iterdir() if path.name.startswith("metrics")] == [
