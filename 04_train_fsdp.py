@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
 
     from lib.checkpoints.checkpointer import Checkpointer
     from lib.parallel.layout import ParallelLayout
-    from lib.parallel.loss import LossFunction
+    from lib.parallel.loss import LossFunction, ZLoss
     from lib.parallel.meeting import Meeting
     from lib.parallel.routers import RouterLoad
     from lib.parallel.stop_request import StopRequest
@@ -162,6 +162,7 @@ class Run(NamedTuple):
     state: TrainState
     stream: DataStream
     compute_loss: LossFunction
+    z_loss: ZLoss | None
     routers: RouterLoad
     meters: Meters
     evaluation: Evaluation
@@ -188,7 +189,7 @@ def set_up(
     """
     from lib.models import float8
     from lib.parallel.compiling import make_compiler
-    from lib.parallel.loss import build_loss
+    from lib.parallel.loss import ZLoss, build_loss
     from lib.parallel.stop_request import StopRequest
     from lib.planning import capacity
     from lib.train import overview, resume
@@ -224,7 +225,8 @@ def set_up(
         journal.add_event(Event.START, 0, ranks=layout.ranks)
     float8.update_scales_with(optimizer, model)
     set_up_kernels(config, model, layout)
-    compute_loss = build_loss(model, layout, config.packing, compiler)
+    z_loss = ZLoss(config.z_loss, layout.device) if config.z_loss else None
+    compute_loss = build_loss(model, layout, config.packing, compiler, z_loss)
     meters = Meters(config, experiment, layout, cost, hardware.peak, in_use, state.step)
     parts = (experiment, journal, state, stream, meters, estimate)
     report = BenchReport(*parts, inputs) if config.bench else Report(*parts)
@@ -235,6 +237,7 @@ def set_up(
         state,
         stream,
         compute_loss,
+        z_loss,
         routers,
         stack.enter_context(meters),
         Evaluation.of_run(data, inputs.model_dir, model, plan, layout),
@@ -373,7 +376,7 @@ def train(run: Run) -> Divergence | None:
         run.report.note_stop(stopping)
     optimizer = state.optimizer
     timers = run.meters.timers
-    window = LossWindow(run.layout)
+    window = LossWindow(run.layout, run.z_loss)
     run.routers.begin_window()
     steps = run.stream.steps(state.position, run.plan.total_steps - state.step)  # reads ahead
     timers.restart()

@@ -43,9 +43,9 @@ MIXTRAL = MixtralConfig(
 
 
 def reference(
-    model_dir: Path, samples: Samples, lora: Lora | None = None
+    model_dir: Path, samples: Samples, lora: Lora | None = None, z: float = 0.0
 ) -> list[dict[str, float]]:
-    """Return loss and gradient norm of each step of a plain training loop."""
+    """Return loss and gradient norm, with z also the z-loss, of each step of a plain loop."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
     if lora:
         model = by_peft(model, lora)
@@ -65,13 +65,16 @@ def reference(
         )
         logits = model(inputs, position_ids=positions, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
-        loss.backward()
+        squares = torch.logsumexp(logits.flatten(0, 1), 1).square()
+        z_loss = z * squares[labels.flatten() != IGNORED].mean()
+        (loss + z_loss if z else loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in adamw.param_groups:
             group["lr"] = schedule.lr(step)
         adamw.step()
         adamw.zero_grad()
-        rows.append({"train/loss": loss.item(), "train/grad_norm": norm.item()})
+        figures = {"train/loss": loss.item(), "train/grad_norm": norm.item()}
+        rows.append(figures | ({"train/z_loss": z_loss.item()} if z else {}))
     return rows
 
 
@@ -122,6 +125,7 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
         ),
         pytest.param("gpt2", ("--lora-alpha", 5), 0, id="gpt2, one process"),
         pytest.param("gpt2", ("--lora-alpha", 5), 2, id="gpt2"),
+        pytest.param("gpt2", ("--z-loss", 0.01), 2, id="gpt2, z-loss", marks=pytest.mark.slow),
         pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp", marks=pytest.mark.slow),
         pytest.param(
             "falcon_7b",
@@ -184,23 +188,29 @@ def test_twenty_steps_with_adapters_equal_the_reference(
             project / "model",
             samples_of(project, values.get("--packing", "concat"), SEQ_LENGTH),
             lora,
+            values.get("--z-loss", 0.0),
         ),
         fall=0.05,
     )
 
 
 @pytest.mark.parametrize(
-    ("config", "packing_"),
+    ("config", "packing_", "z"),
     [
-        pytest.param(None, "concat", id="llama"),
-        pytest.param(None, "documents", id="llama, documents", marks=pytest.mark.slow),
-        pytest.param(MIXTRAL, "concat", id="mixtral", marks=pytest.mark.long),
-        pytest.param(MIXTRAL, "documents", id="mixtral, documents", marks=pytest.mark.slow),
+        pytest.param(None, "concat", 0.0, id="llama"),
+        pytest.param(None, "documents", 0.0, id="llama, documents", marks=pytest.mark.slow),
+        pytest.param(MIXTRAL, "concat", 0.0, id="mixtral", marks=pytest.mark.long),
+        pytest.param(MIXTRAL, "documents", 0.0, id="mixtral, documents", marks=pytest.mark.slow),
+        pytest.param(None, "concat", 0.01, id="llama, z-loss", marks=pytest.mark.long),
+        pytest.param(
+            None, "documents", 0.01, id="llama, z-loss, documents", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_twenty_steps_equal_the_reference(
-    project: Path, config: PretrainedConfig | None, packing_: str
+    project: Path, config: PretrainedConfig | None, packing_: str, z: float
 ) -> None:
+    """The reference is one process, and the run has two ranks that accumulate gradients."""
     if config:
         for file in (project / "model").glob("*.safetensors"):
             file.unlink()
@@ -230,11 +240,14 @@ def test_twenty_steps_equal_the_reference(
         1,
         "--packing",
         packing_,
+        *(("--z-loss", z) if z else ()),
         cwd=project,
         ranks=2,
     )
     check_rows(
-        project, reference(project / "model", samples_of(project, packing_, length)), fall=0.5
+        project,
+        reference(project / "model", samples_of(project, packing_, length), z=z),
+        fall=0.5,
     )
 
 
@@ -254,7 +267,8 @@ def check_rows(root: Path, expected: list[dict[str, float]], fall: float) -> Non
     """Compare the rows of a run with the reference. fall: the least decrease of the loss."""
     rows = metrics(root, "run")
     assert len(rows) == STEPS and expected[-1]["train/loss"] < expected[0]["train/loss"] - fall
-    for key, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-3)):
+    assert ("train/z_loss" in rows[0]) == ("train/z_loss" in expected[0])
+    for key in expected[0]:
         assert [row[key] for row in rows] == pytest.approx(
-            [row[key] for row in expected], rel=tolerance
+            [row[key] for row in expected], rel=1e-3 if key == "train/grad_norm" else 1e-5
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,40 @@ CHUNK_LOGITS = {"cuda": 1 << 28, "cpu": 1 << 26}
 _MIN_ROWS = 256  # of a chunk; a device computes smaller matrix products inefficiently
 _TOLERANCE = 0.02  # nats per token; different ways of rounding to half precision differ by less
 
+# (logits, target, counts, factor) -> (loss, gradient), see `_gradient`.
+GradientFunction: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+class ZLoss:
+    """Adds X · (log-sum-exp of the logits)² of each label token to what is trained.
+
+    It keeps the log-sum-exp near 0, as in PaLM (arXiv 2204.02311, section 5). Only the gradients of
+    a loss contain it: the value of the loss remains the cross entropy.
+    """
+
+    def __init__(self, coefficient: float, device: torch.device) -> None:
+        """coefficient: X, above 0."""
+        self._coefficient = coefficient
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+
+    def add_to(self, gradient_of: Callable[..., tuple[Tensor, ...]]) -> GradientFunction:
+        """Return `gradient_of`, such as `_gradient`, with the z-loss, whose value is summed."""
+
+        def compute(
+            logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor
+        ) -> tuple[Tensor, ...]:
+            loss, gradient, squares = gradient_of(logits, target, counts, factor, self._coefficient)
+            self._sum += self._coefficient * squares
+            return loss, gradient
+
+        return compute
+
+    def take_sum(self) -> Tensor:
+        """Return the z-loss of this rank's label tokens since the last call, float64 scalar."""
+        taken = self._sum
+        self._sum = torch.zeros_like(taken)
+        return taken
+
 
 class LossFunction(Protocol):
     """Computes the loss of a micro-batch, see `token_loss_sum`."""
@@ -38,19 +72,25 @@ class LossFunction(Protocol):
 
 
 def build_loss(
-    model: nn.Module, layout: ParallelLayout, packing: str, compiler: Compiler | None = None
+    model: nn.Module,
+    layout: ParallelLayout,
+    packing: str,
+    compiler: Compiler | None = None,
+    z_loss: ZLoss | None = None,
 ) -> LossFunction:
     """Return the function that computes the loss of a model, see `token_loss_sum`.
 
     All ranks must call this, because it runs forward passes with the current weights. Raises
     UsageError if packed documents attend to each other.
+
+    z_loss: added to the gradients of the loss; None for the cross entropy alone.
     """
     if packing == "documents":
         require_isolation(model, layout)
     with lora.warn_about_unused_adapters(model):
         description = chunk_loss(model, layout, compiler)
     log.detail(f"loss: {description}")
-    return partial(token_loss_sum, model)
+    return partial(token_loss_sum, model, z_loss=z_loss)
 
 
 def token_loss_sum(
@@ -58,6 +98,7 @@ def token_loss_sum(
     batch: MicroBatch,
     scale: float = 1.0,
     token_losses: list[Tensor] | None = None,
+    z_loss: ZLoss | None = None,
 ) -> Tensor:
     """Return the cross entropy summed over the label tokens of a micro-batch, float32 scalar.
 
@@ -67,12 +108,17 @@ def token_loss_sum(
 
     token_losses: a list to which the loss of each token is appended, float32 [n] in one or more
     parts, 0 for an ignored label; only without gradients.
+    z_loss: added to the gradients; without gradients it has no effect.
     """
     inputs = attention.make_inputs(model, batch)
     head = model.get_output_embeddings()
     if isinstance(head.__dict__.get("forward"), LossHead):
-        return head.forward.chunked_loss_sum(model, inputs, batch.labels, scale, token_losses)
+        return head.forward.chunked_loss_sum(
+            model, inputs, batch.labels, scale, token_losses, z_loss
+        )
     logits = model(**inputs).logits.flatten(0, 1).float()
+    if z_loss is not None and torch.is_grad_enabled():
+        return _LogitsLoss.apply(logits, batch.labels.flatten(), scale, z_loss)
     if token_losses is not None:
         token_losses.append(
             F.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORED, reduction="none")
@@ -105,6 +151,30 @@ class _ScaledGradient(torch.autograd.Function):
         return upstream * ctx.scale, None
 
 
+class _LogitsLoss(torch.autograd.Function):
+    """Computes the cross entropy of logits, and the gradients of its sum with the z-loss.
+
+    The forward pass computes both from one log-sum-exp. Autograd would keep the logits for a second
+    one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, scale: float, z_loss: ZLoss) -> Tensor:
+        """Return the cross entropy summed; logits: float32 [N, V]; labels: int64 [N]."""
+        counts = (labels != IGNORED).float()
+        # `_gradient` computes in place, and the model may keep its logits for the backward pass.
+        arguments = (logits.clone(), labels.clamp(min=0), counts, counts * scale)
+        loss, gradient = z_loss.add_to(_gradient)(*arguments)
+        ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the saved gradient times `upstream`, a float32 scalar."""
+        (gradient,) = ctx.saved_tensors
+        return gradient.mul_(upstream), None, None, None
+
+
 class LossHead:
     """Replaces the output layer's `forward`, and returns the loss while labels are set.
 
@@ -123,6 +193,7 @@ class LossHead:
         self._labels: Tensor | None = None
         self._scale = 1.0
         self._token_losses: list[Tensor] | None = None
+        self._z_loss: ZLoss | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return logits [B, T, V], or the loss sum of hidden states [B, T, H]."""
@@ -131,6 +202,8 @@ class LossHead:
         head = self._head
         # Decided here, because inside a Function the weight requires a gradient even under no_grad.
         gradient = self._gradient if torch.is_grad_enabled() else None
+        if gradient is not None and self._z_loss is not None:
+            gradient = self._z_loss.add_to(gradient)
         return _ChunkedLoss.apply(
             hidden.flatten(0, 1),
             head.weight,
@@ -149,16 +222,19 @@ class LossHead:
         labels: Tensor,
         scale: float,
         token_losses: list[Tensor] | None = None,
+        z_loss: ZLoss | None = None,
     ) -> Tensor:
         """Return the loss sum of a micro-batch, which the model returns in place of logits."""
         self._labels = labels
         self._scale = scale
         self._token_losses = token_losses
+        self._z_loss = z_loss
         try:
             return model(**inputs).logits
         finally:
             self._labels = None
             self._token_losses = None
+            self._z_loss = None
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -178,7 +254,7 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: Tensor,
         scale: float,
         at_once: int,
-        gradient_of: Callable[..., tuple[Tensor, Tensor]] | None,
+        gradient_of: GradientFunction | None,
         token_losses: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the cross entropy summed over the rows with a label, and save the gradients.
@@ -253,13 +329,14 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _gradient(
-    logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor, z_loss: float = 0.0
+) -> tuple[Tensor, ...]:
     """Return the cross entropy summed over rows with a label, and its gradient for the logits.
 
     logits: [n, V]; target: int64 [n]; counts: 1 for a row with a label, else 0, float32 [n];
     factor: multiplies the gradient of each row, float32 [n]. The gradient, softmax minus one-hot,
-    has the dtype of the logits.
+    has the dtype of the logits. z_loss: if above 0, the gradient is that of the cross entropy plus
+    z_loss times the squared log-sum-exp, and the sum of these squares is returned as well.
     """
     dtype = logits.dtype
     logits = logits.float()
@@ -267,20 +344,40 @@ def _gradient(
     at = torch.arange(len(target), device=target.device), target
     loss = ((normaliser - logits[at]) * counts).sum()
     logits.sub_(normaliser[:, None]).exp_()
+    if z_loss:
+        # One product with both factors, so that the z-loss needs no further pass over the logits.
+        logits.mul_(_softmax_factor(normaliser, factor, z_loss)[:, None])
+        logits[at] -= factor
+        return loss, logits.to(dtype), (normaliser.square() * counts).sum()
     # Not scatter_add_, whose order varies on a GPU; here each row has one target.
     logits[at] -= 1.0
     return loss, logits.mul_(factor[:, None]).to(dtype)
 
 
-def _fused(logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax_factor(normaliser: Tensor, factor: Tensor, z_loss: float) -> Tensor:
+    """Return the factor of the softmax [n] in the gradient of the loss with the z-loss.
+
+    The derivative of a log-sum-exp is the softmax, and that of its square 2 · lse · softmax.
+    """
+    return factor * (1.0 + 2.0 * z_loss * normaliser)
+
+
+def _fused(
+    logits: Tensor, target: Tensor, counts: Tensor, factor: Tensor, z_loss: float = 0.0
+) -> tuple[Tensor, ...]:
     """Compute the same as `_gradient`, in operations that a compiler fuses into two kernels."""
     numbers = logits.float()
     normaliser = torch.logsumexp(numbers, 1)
     target_logits = numbers.gather(1, target[:, None])[:, 0]
     is_target = torch.arange(logits.shape[1], device=logits.device) == target[:, None]
     softmax = (numbers - normaliser[:, None]).exp()
+    loss = ((normaliser - target_logits) * counts).sum()
+    if z_loss:
+        gradient = softmax * _softmax_factor(normaliser, factor, z_loss)[:, None]
+        gradient = gradient - is_target.float() * factor[:, None]
+        return loss, gradient.to(logits.dtype), (normaliser.square() * counts).sum()
     gradient = (softmax - is_target.float()) * factor[:, None]
-    return ((normaliser - target_logits) * counts).sum(), gradient.to(logits.dtype)
+    return loss, gradient.to(logits.dtype)
 
 
 def _add_product(total: Tensor | None, gradient: Tensor, chunk: Tensor) -> Tensor:

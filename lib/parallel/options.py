@@ -21,8 +21,18 @@ def _auto_off_or_positive(text: str) -> float | str:
 
 @dataclass(frozen=True)
 class PrecisionOptions:
-    """The options of dtypes and expert balancing, which affect the result."""
+    """The options of dtypes and of additions to the loss, which affect the result."""
 
+    z_loss: float = option(
+        0.0,
+        group="optimizer",
+        role=Role.RESULT,
+        quiet=True,
+        parse=non_negative,
+        help="add X times the mean of (log-sum-exp of the logits)² over the label tokens to the "
+        "loss that is trained, so that logits do not grow; typical is 1e-4. train/loss and "
+        "eval/loss remain the cross entropy (default: 0, off)",
+    )
     router_aux_loss: float | str = option(
         AUTO,
         group="optimizer",

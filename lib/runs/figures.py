@@ -49,6 +49,12 @@ METRICS = {
         "`loss.png` show this value",
         "loss_mean",
     ),
+    "train/z_loss": Figure(
+        "",
+        "z-loss of this step, X times the mean of (log-sum-exp of the logits)² over its label "
+        "tokens on all ranks, not part of `train/loss`; with `--z-loss`",
+        "z_loss",
+    ),
     "train/grad_norm": Figure(
         "", "global gradient norm of this step, before clipping", "gradient_norm"
     ),

@@ -18,12 +18,15 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     PhiConfig,
+    PretrainedConfig,
 )
 
 from lib.optim.guard import StepGuard
-from lib.parallel import loss
+from lib.parallel import attention, loss
+from lib.parallel.compiling import Compiler
 from lib.tokens.batches import MicroBatch
 from lib.tokens.samples import IGNORED
+from lib.train.config import Config
 
 TINY = {
     "vocab_size": 300,
@@ -66,6 +69,106 @@ def test_chunks_give_the_loss_and_the_gradients(
     assert mine.item() == pytest.approx(loss_sum.item(), rel=1e-6)
     for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+Z = 0.05  # a larger coefficient than usual, so that a wrong gradient shows
+
+
+def plain_z_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the z-loss summed over the rows with a label, by autograd."""
+    return Z * torch.logsumexp(logits, 1).square()[labels != IGNORED].sum()
+
+
+@pytest.mark.parametrize("gradient", [loss._gradient, loss._fused], ids=["eager", "fused"])
+@pytest.mark.parametrize("rows", [1000, 7])
+@pytest.mark.parametrize("trained", [True, False])
+def test_chunks_add_the_z_loss_to_the_gradients_alone(
+    monkeypatch: pytest.MonkeyPatch, rows: int, trained: bool, gradient: Gradient
+) -> None:
+    """With LoRA, the output layer itself is not trained."""
+    monkeypatch.setattr(loss, "_MIN_ROWS", 1)
+    torch.manual_seed(0)
+    parts = [torch.randn(40, 16), torch.randn(50, 16), torch.randn(50)]
+    parts = [part.double().requires_grad_(trained or not at) for at, part in enumerate(parts)]
+    wanted = [part for part in parts if part.requires_grad]
+    labels = torch.randint(0, 50, (40,))
+    labels[::3] = IGNORED
+    logits = F.linear(*parts)
+    entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    z_sum = plain_z_loss(logits, labels)
+    expected = torch.autograd.grad((entropy + z_sum) * 0.3, wanted)
+    z_loss = loss.ZLoss(Z, torch.device("cpu"))
+    mine = loss._ChunkedLoss.apply(*parts, labels, 0.6, rows * 50, z_loss.add_to(gradient))
+    gradients = torch.autograd.grad(mine * 0.5, wanted)
+    assert mine.item() == pytest.approx(entropy.item(), rel=1e-6)
+    assert z_loss.take_sum().item() == pytest.approx(z_sum.item(), rel=1e-6)
+    assert z_loss.take_sum() == 0
+    for one, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_compiled_gradient_contains_the_z_loss() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(40, 50)
+    inputs = (torch.randint(0, 50, (40,)), torch.ones(40), torch.full((40,), 0.25), Z)
+    expected = loss._gradient(logits.clone(), *inputs)
+    compiled = Compiler(required=True).wrap(loss._fused)(logits, *inputs)
+    for one, other in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_without_z_loss_no_bit_changes() -> None:
+    """The gradient is softmax minus one-hot, in the operations that older runs used."""
+    torch.manual_seed(0)
+    logits = torch.randn(40, 50)
+    target = torch.randint(0, 50, (40,))
+    counts = (torch.arange(40) % 3 > 0).float()
+    normaliser = torch.logsumexp(logits, 1)
+    gradient = (logits - normaliser[:, None]).exp() - F.one_hot(target, 50)
+    gradient *= (counts * 0.3)[:, None]
+    entropy = ((normaliser - logits[torch.arange(40), target]) * counts).sum()
+    for compute in (loss._gradient, loss._fused):
+        value, mine = compute(logits.clone(), target, counts, counts * 0.3)
+        assert torch.equal(value, entropy) and torch.equal(mine, gradient)
+    inputs: dict = {}
+    assert Config(z_loss=0.0).identity(inputs, 8) == Config().identity(inputs, 8)
+    assert "z_loss" not in Config().identity(inputs, 8)["options"]
+    assert Config(z_loss=1e-4).identity(inputs, 8)["options"]["z_loss"] == 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**TINY), Gemma2Config(**TINY, head_dim=8)],  # chunked, and plain
+    ids=lambda value: value.model_type,
+)
+def test_models_are_trained_with_the_z_loss(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """The loss is the cross entropy, which is all that an evaluation sees."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).train()
+    is_chunked = "by the output layer" in loss.chunk_loss(model, HERE)
+    assert is_chunked == (config.model_type == "llama")
+    samples = batch()
+    labels = samples.labels.flatten()
+    logits = model(**attention.make_inputs(model, samples)).logits.flatten(0, 1).float()
+    entropy = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    z_sum = plain_z_loss(logits, labels)
+    expected = torch.autograd.grad((entropy + z_sum) * 0.5, list(model.parameters()))
+    z_loss = loss.ZLoss(Z, torch.device("cpu"))
+    with torch.no_grad():
+        measured = loss.token_loss_sum(model, samples, z_loss=z_loss)
+    assert measured.item() == pytest.approx(entropy.item(), rel=1e-5) and z_loss.take_sum() == 0
+    mine = loss.token_loss_sum(model, samples, 0.5, z_loss=z_loss)
+    mine.backward()
+    assert mine.item() == pytest.approx(entropy.item(), rel=1e-5)
+    assert z_loss.take_sum().item() == pytest.approx(z_sum.item(), rel=1e-5)
+    for parameter, other in zip(model.parameters(), expected, strict=True):
+        if dtype == torch.float32:
+            torch.testing.assert_close(parameter.grad, other, rtol=1e-3, atol=1e-4)
+        else:
+            difference = (parameter.grad - other).float().norm()
+            assert difference < 0.02 * other.float().norm()
 
 
 def test_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from lib.optim.guard import SkippedSteps
 from lib.parallel.layout import ParallelLayout
-from lib.parallel.loss import LossFunction
+from lib.parallel.loss import LossFunction, ZLoss
 from lib.parallel.routers import LoadFigures, RouterLoad
 from lib.parallel.trial import eval_mode
 from lib.tokens.batches import (
@@ -52,9 +52,10 @@ def copy_to_host(*scalars: torch.Tensor) -> torch.Tensor:
 class CapturedLoss(NamedTuple):
     """Contains summed losses of this rank, and numbers of label tokens of all ranks.
 
-    sums: [2], the losses of the last step and of the window in nats, see `copy_to_host`. steps:
-    number of steps in the window. pairs: of tokens of one document in this rank's samples of the
-    window, see `MicroBatch.count_pairs`.
+    sums: [2], the losses of the last step and of the window in nats, see `copy_to_host`; with
+    --z-loss [3], the last one being the z-loss of the last step. steps: number of steps in the
+    window. pairs: of tokens of one document in this rank's samples of the window, see
+    `MicroBatch.count_pairs`.
     """
 
     sums: torch.Tensor
@@ -75,12 +76,18 @@ class CapturedLoss(NamedTuple):
         """
         return step / max(1, self.last_tokens), window / max(1, self.window_tokens)
 
+    def mean_z_loss(self, step: float) -> float:
+        """Return the z-loss of the last step per label token. step: its sum over all ranks."""
+        return step / max(1, self.last_tokens)
+
 
 class LossWindow:
     """Sums the training loss of a step, and of the steps since the last row, on the device."""
 
-    def __init__(self, layout: ParallelLayout) -> None:
+    def __init__(self, layout: ParallelLayout, z_loss: ZLoss | None = None) -> None:
         self._layout = layout
+        self._z_loss = z_loss
+        self._last_z_losses: list[torch.Tensor] = []
         self._running, self._last, self._window = (self._zero() for _ in range(3))
         self._window_tokens = 0
         self._last_tokens = 0
@@ -98,6 +105,7 @@ class LossWindow:
         """End a step. label_tokens: number on all ranks. pairs: of this rank, see CapturedLoss."""
         self._last, self._running = self._running, self._zero()
         self._window = self._window + self._last
+        self._last_z_losses = [self._z_loss.take_sum()] if self._z_loss else []
         self._last_tokens = label_tokens
         self._window_tokens += label_tokens
         self._steps += 1
@@ -105,7 +113,7 @@ class LossWindow:
 
     def capture(self) -> CapturedLoss:
         """Return this rank's loss sums, to be read later, and start a new window."""
-        sums = copy_to_host(self._last, self._window)
+        sums = copy_to_host(self._last, self._window, *self._last_z_losses)
         captured = CapturedLoss(
             sums, self._last_tokens, self._window_tokens, self._steps, self._pairs
         )
@@ -204,8 +212,9 @@ def read_row(
     times = captured.times.read()
     local_ms = times["time/data"] + times["time/optimizer"]
     peak = captured.memory["memory/peak_gib"]
+    last, window, *z_losses = captured.loss.sums.tolist()
     table = layout.gather_table(
-        [*captured.loss.sums.tolist(), local_ms, peak, float(captured.loss.pairs)]
+        [last, window, local_ms, peak, float(captured.loss.pairs), *z_losses]
     )
     loss, mean_loss = captured.loss.means(*table[:, :2].sum(0).tolist())
     seconds = times["time/total"] / 1000
@@ -220,6 +229,11 @@ def read_row(
         "epoch": captured.epoch,
         "train/loss": loss,
         "train/loss_mean": mean_loss,
+        **(
+            {"train/z_loss": captured.loss.mean_z_loss(table[:, 5].sum().item())}
+            if z_losses
+            else {}
+        ),
         "train/grad_norm": grad_norm,
         "train/learning_rate": captured.learning_rate,
         "train/tokens_seen": captured.tokens,
