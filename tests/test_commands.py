@@ -212,7 +212,7 @@ def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> No
     ]
     read = set()
     named = set()
-    for path in (STAGES[3], *(ROOT / "lib/train").glob("*.py")):
+    for path in (STAGES[3], *(ROOT / "lib/train").rglob("*.py")):
         nodes = list(ast.walk(form.parse_file(path)))
         if path.name == "config.py" or not any(
             isinstance(node, ast.alias) and node.name in HOLDERS for node in nodes
