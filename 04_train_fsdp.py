@@ -322,17 +322,17 @@ def make_checkpointer(
         layout,
         journal.add_event,
     )
+    tiers: list[CheckpointPlace] = []
+    if place := vendor_tiers.find_place(config):
+        tiers.append(tier.open_tier(run, place, config.ckpt_freq, config.ckpt_local_freq))
     retention = (config.ckpt_freq, config.ckpt_keep, config.ckpt_keep_every or 0)
-    if config.ckpt_copy_to:
+    if config.ckpt_copy_to:  # last, because the copier holds a lease that a refused run would keep
         copier = make_copier(config, experiment, run, journal)
         directory: RunDirectory = CopiedDirectory(run, experiment.checkpoints, *retention, copier)
     else:
         directory = RunDirectory(run, experiment.checkpoints, *retention)
-    places: list[CheckpointPlace] = [directory]
-    if place := vendor_tiers.find_place(config):
-        places.append(tier.open_tier(run, place, config.ckpt_freq, config.ckpt_local_freq))
     free_memory = partial(capacity.count_free, torch.device("cpu")) if config.ckpt_async else None
-    return Checkpointer(run, places, plan.total_steps, free_memory)
+    return Checkpointer(run, [directory, *tiers], plan.total_steps, free_memory)
 
 
 def save_step(run: Run, stopping: bool = False) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.conftest import ROOT, run_stage, start_stage, wait_until
 from tests.s3_server import BUCKET, S3Server, serve_s3
-from tests.training import SMALL_RUN, list_saved_steps, losses, read_events
+from tests.training import SMALL_RUN, assert_refused, list_saved_steps, losses, read_events
 
 STEPS = 12
 COMMON = (
@@ -60,6 +60,16 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(once: Path, tmp_path: Path) -> Path:
     shutil.copytree(once, tmp_path, dirs_exist_ok=True)
     return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_use_its_local_disk_does_not_take_the_place_of_its_copies(
+    project: Path,
+) -> None:
+    (project / "local").write_text("a file, no directory")
+    refused = (*IN_DIRECTORY, "--ckpt-local-dir", "local")
+    assert_refused(project, *refused, code=2, says="--ckpt-local-dir: ")
+    assert not list((project / "second").rglob("LEASE.json"))
 
 
 @pytest.mark.slow
