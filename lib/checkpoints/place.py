@@ -107,7 +107,7 @@ class CheckpointPlace:
         """End what runs beside the training; see `Checkpointer.stop`."""
 
     def clear(self, step: int) -> None:
-        """Delete what is useless once the run is complete at this step."""
+        """Delete the checkpoints that are useless after the last step of a complete run."""
 
     def note_deleted(self, step: int, steps: list[int], why: str = "") -> None:
         """Record deleted checkpoints, if any. step: the current step of the run."""

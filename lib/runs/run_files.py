@@ -121,8 +121,8 @@ class RunFiles:
         """Return the step and the age in seconds of each complete checkpoint, the newest last."""
         checkpoints = []
         with suppress(OSError):
-            for step, path in reversed(run_records.list_commits(self.experiment)):
-                with suppress(OSError):  # it was deleted just now
+            for step, path in reversed(run_records.list_possible_commits(self.experiment)):
+                with suppress(OSError):  # it is incomplete or unreadable, or was deleted just now
                     checkpoints.append((step, time.time() - path.stat().st_mtime))
         return checkpoints
 

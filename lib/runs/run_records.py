@@ -71,15 +71,20 @@ def list_commits(experiment: Experiment) -> list[tuple[int, Path]]:
 
     Raises OSError if the disk fails.
     """
+    return [(step, path) for step, path in list_possible_commits(experiment) if path.exists()]
+
+
+def list_possible_commits(experiment: Experiment) -> list[tuple[int, Path]]:
+    """Return the step and the COMMIT of each checkpoint, also if it has none yet; newest first.
+
+    Raises OSError if the disk fails.
+    """
     try:
         entries = list(experiment.checkpoints.iterdir())
     except FileNotFoundError:
         return []
     commits = [(step_of(entry.name), entry / COMMIT) for entry in entries]
-    return sorted(
-        ((step, path) for step, path in commits if step is not None and path.exists()),
-        reverse=True,
-    )
+    return sorted(((step, path) for step, path in commits if step is not None), reverse=True)
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
