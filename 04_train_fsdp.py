@@ -17,18 +17,17 @@ network except with --online and --ckpt-copy-to s3://…. Writes outputs/<exp>/.
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from lib.core import commands, declared, log, options, stage
-from lib.core.paths import Experiment
 from lib.runs.events import Event
 from lib.runs.figures import Status
 from lib.train.command_line import add_options, read_options, require_names
 from lib.train.config import Config
+from lib.train.output.kinds import choose_kind
 
 if TYPE_CHECKING:  # imports torch, which --help does not wait for
     import torch
@@ -46,6 +45,7 @@ if TYPE_CHECKING:  # imports torch, which --help does not wait for
     from lib.train.data import Data
     from lib.train.inputs import Inputs
     from lib.train.output.meters import Meters
+    from lib.train.output.output import Output
     from lib.train.output.report import Report
     from lib.train.output.rows import Divergence, Evaluation, LossWindow
     from lib.train.plan import Plan
@@ -57,21 +57,12 @@ def parse(argv: list[str]) -> Config:
     """Return the options of the command line and --config. Raises UsageError without -e or -d."""
     parser = options.Parser(__doc__, "-e NAME -d DIR [options]", declared.first_page(Config))
     add_options(parser)
-    config = read_options(parser, argv)
-    if config.bench:
-        return start_bench(config)
+    typed = read_options(parser, argv)
+    kind = choose_kind(typed)
+    kind.begin_log(typed)
+    config = kind.fill_options(typed)
     require_names(config, run=commands.help_of())
     return config
-
-
-def start_bench(typed: Config) -> Config:
-    """Return the options of a bench, and keep standard output for its result."""
-    from lib.train import bench
-
-    log.setup(sys.stderr)
-    if ignored := bench.list_without_effect(typed):
-        log.info(f"without effect on --bench: {', '.join(ignored)}")
-    return bench.configure_bench(typed)
 
 
 def main(argv: list[str]) -> None:
@@ -83,25 +74,30 @@ def main(argv: list[str]) -> None:
     from lib.train.inputs import find_inputs, is_complete
     from lib.train.launches import drop_one_time_options, is_restart
     from lib.train.new_model import model_from_scratch
+    from lib.train.output.table import open_output
     from lib.train.settle import settle_from_files
+    from lib.train.sources.table import choose_source
 
+    # Only these two know whether the run is a bench, and where its samples come from.
+    output = open_output(typed)
+    source = choose_source(typed)
+    experiment = output.experiment
     log.show_times(not (typed.dry_run or typed.prepare_only))
-    log.keep_details(not (typed.dry_run or typed.prepare_only or typed.bench))
-    experiment = Experiment(typed.save_dir, typed.experiment_name)
+    log.keep_details(output.keeps_files and not (typed.dry_run or typed.prepare_only))
     config = drop_one_time_options(typed, is_restart(experiment))
     restore_lost_run(config, experiment)
     earlier_run = {} if config.overwrite else previous_run.read_previous(experiment)
     has_begun = bool(earlier_run)
     checks.require_consistent(config, has_begun)
-    with model_from_scratch(config, experiment, has_begun) as new_model:
-        inputs = find_inputs(config, experiment, new_model, earlier_run)
+    with model_from_scratch(config, experiment, output.kind, source, has_begun) as new_model:
+        inputs = find_inputs(config, experiment, output.kind, source, new_model, earlier_run)
         if is_complete(settle_from_files(config, inputs), experiment, inputs):
             copy_complete_run(config, experiment)
         else:
-            prepare_and_train(config, experiment, inputs)
+            prepare_and_train(config, output, inputs)
 
 
-def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inputs) -> None:
+def prepare_and_train(typed_config: Config, output: Output, inputs: Inputs) -> None:
     """Fill in the options that are left open, then print the plan, prepare the tokens, or train."""
     from lib.parallel import gpus
     from lib.parallel.layout import configure_torch, meet_ranks
@@ -110,10 +106,10 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
     from lib.train.data import prepare_prompts
     from lib.train.model_files import require_base_of_run, verify_model_files
     from lib.train.output.symptoms import explain_errors
-    from lib.train.plan import next_command
     from lib.train.settle import settle_options
     from lib.train.suite import read_tasks
 
+    experiment = output.experiment
     configure_torch()
     gpus.hide_gpus(typed_config.device)
     if not (typed_config.prepare_only or typed_config.plan_gpus):
@@ -121,10 +117,10 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
         if typed_config.cpu_offload:
             gpus.warn_without_offload(typed_config.device)
         gpus.report_unused(typed_config.device)
-    config, model, memory = settle_options(typed_config, experiment, inputs)
+    config, model, memory = settle_options(typed_config, output, inputs)
     tasks = read_tasks(config, inputs.source)
     if config.dry_run:
-        overview.show_plan(config, inputs, model)
+        overview.show_plan(config, inputs, model, output)
         memory_fit.warn_of_memory(config, inputs, memory)
         return
     meeting = None
@@ -132,7 +128,8 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
         memory_fit.require_memory(config, inputs, memory)
         memory_fit.suggest_batch(config, memory, has_begun=bool(inputs.earlier_run))
         meeting = meet_ranks()
-    inputs = verify_model_files(config, inputs)
+    if output.reads_weights:
+        inputs = verify_model_files(config, inputs)
     require_base_of_run(experiment, inputs)
     prompts = prepare_prompts(config, inputs.model_dir, inputs.template)
     # This may take hours, so it comes after all checks and before any process group exists.
@@ -142,15 +139,14 @@ def prepare_and_train(typed_config: Config, experiment: Experiment, inputs: Inpu
         log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
         return
     with explain_errors(config, experiment), ExitStack() as stack:  # closed in reverse order
-        run = set_up(config, experiment, inputs, model, data, meeting, stack)
+        run = set_up(config, output, inputs, model, data, meeting, stack)
         begin_copying(stack, run.state, run.checkpointer, run.meters, run.stop_request)
         while (divergence := train(run)) is not None:
             resume.roll_back(run.state, run.checkpointer, experiment, run.report, divergence)
         run.report.note_state(Status.COMPLETE)
         run.checkpointer.clear(run.state.step)
         run.report.finish()
-        if not config.bench:
-            log.info(next_command(config, experiment))
+        output.suggest_next(config)
 
 
 class Run(NamedTuple):
@@ -174,7 +170,7 @@ class Run(NamedTuple):
 
 def set_up(
     typed_config: Config,
-    experiment: Experiment,
+    output: Output,
     inputs: Inputs,
     model: PreTrainedModel,
     data: Data,
@@ -195,29 +191,28 @@ def set_up(
     from lib.train import overview, resume
     from lib.train.experiment import compute_digests
     from lib.train.model import load_first_weights, make_optimizer, set_up_kernels, shard_model
-    from lib.train.output.bench_report import BenchReport
     from lib.train.output.meters import Meters
-    from lib.train.output.report import Report
     from lib.train.output.rows import Evaluation
     from lib.train.sampling import Sampling
     from lib.train.state import TrainState
 
+    experiment = output.experiment
     layout, plan, journal, estimate = join_ranks(
-        typed_config, experiment, inputs, model, data, meeting, stack
+        typed_config, output, inputs, model, data, meeting, stack
     )
     config = plan.config
-    checkpointer = make_checkpointer(plan, experiment, layout, journal)
+    checkpointer = output.make_checkpointer(plan, layout, journal)
     cost = overview.measure_cost(config, inputs, model)
     hardware = overview.get_hardware(config, layout)
-    overview.show_head(plan, inputs, model, data, cost, hardware)
+    overview.show_head(plan, inputs, model, data, cost, hardware, output)
     # The model is sharded before it has memory; its weights come further down.
     compiler = make_compiler(config.compile, layout.device)
     in_use = capacity.memory_usage(layout.device)["memory/current_gib"]  # before the model
     routers = shard_model(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)
     stream = stack.enter_context(closing(data.stream(plan, layout.device)))
-    keeps_files = layout.rank == 0 and not config.bench
-    digests = compute_digests(experiment.model) if keeps_files else {}
+    records_model = layout.rank == 0 and output.keeps_files
+    digests = compute_digests(experiment.model) if records_model else {}
     state = TrainState(model, optimizer, guard, plan, layout, digests, inputs.base)
     # Resume from the newest checkpoint or the one that --resume names, or start.
     if not resume.resume_run(state, checkpointer, experiment, inputs, journal):
@@ -228,8 +223,8 @@ def set_up(
     z_loss = ZLoss(config.z_loss, layout.device) if config.z_loss else None
     compute_loss = build_loss(model, layout, config.packing, compiler, z_loss)
     meters = Meters(config, experiment, layout, cost, hardware.peak, in_use, state.step)
-    parts = (experiment, journal, state, stream, meters, estimate)
-    report = BenchReport(*parts, inputs) if config.bench else Report(*parts)
+    report = output.make_report(inputs, journal, state, stream, meters, estimate)
+    evaluated = output.select_evaluated(data)
     return Run(
         config,
         plan,
@@ -240,7 +235,7 @@ def set_up(
         z_loss,
         routers,
         stack.enter_context(meters),
-        Evaluation.of_run(data, inputs.model_dir, model, plan, layout),
+        Evaluation.of_run(evaluated, inputs.model_dir, model, plan, layout),
         Sampling(data, inputs.model_dir, plan, layout),
         checkpointer,
         stack.enter_context(report),
@@ -251,21 +246,19 @@ def set_up(
 
 def join_ranks(
     typed_config: Config,
-    experiment: Experiment,
+    output: Output,
     inputs: Inputs,
     model: PreTrainedModel,
     data: Data,
     meeting: Meeting | None,
     stack: ExitStack,
 ) -> tuple[ParallelLayout, Plan, Journal, MemoryEstimate]:
-    """Connect all ranks, agree on the options of the run, and hold its directory."""
+    """Connect all ranks, agree on the options of the run, and claim its output."""
     from lib.core.watchdog import longest_section
     from lib.parallel import determinism
     from lib.parallel.layout import ParallelLayout
     from lib.planning.memory import MemoryEstimate
-    from lib.runs.journal import Journal
     from lib.train import checks, memory_fit
-    from lib.train.experiment import claim_experiment
     from lib.train.launches import join_launch
     from lib.train.plan import Plan
     from lib.train.settle import agree_on_options
@@ -281,58 +274,15 @@ def join_ranks(
             longest_section(typed_config.watchdog_minutes),
         )
     )
-    launch = join_launch(experiment, layout)
+    launch = join_launch(output.experiment, layout)
     config = agree_on_options(typed_config, launch, data.samples_per_epoch, layout)
     estimate.begin(memory_fit.make_local_step_config(config, model, data.most_documents))
     plan = Plan.of(config, inputs.fingerprints, data.samples_per_epoch, layout.rank)
     checks.require_enough_steps(config, plan.total_steps, has_begun=bool(inputs.earlier_run))
     plan.require_alike(layout)
-    journal = Journal(experiment, layout.rank, not config.bench, launch.has_begun)
-    if not config.bench:
-        stack.enter_context(
-            claim_experiment(experiment, plan, inputs, data.chat, journal, launch, layout)
-        )
-        log.add_file(experiment.rank_log(layout.rank))
+    journal = output.make_journal(layout.rank, launch.has_begun)
+    stack.enter_context(output.claim(plan, inputs, data.chat, journal, launch, layout))
     return layout, plan, journal, estimate
-
-
-def make_checkpointer(
-    plan: Plan, experiment: Experiment, layout: ParallelLayout, journal: Journal
-) -> Checkpointer:
-    """Return the checkpointer of a run, with a second tier of frequent checkpoints if asked for."""
-    import torch
-
-    from lib.checkpoints import tier, vendor_tiers
-    from lib.checkpoints.checkpointer import Checkpointer
-    from lib.checkpoints.copied_directory import CopiedDirectory
-    from lib.checkpoints.place import CheckpointPlace, SavedRun
-    from lib.checkpoints.run_directory import RunDirectory
-    from lib.planning import capacity
-    from lib.runs.run_records import read_config
-    from lib.train.copying import make_copier
-    from lib.train.output.bench_report import NoCheckpoints
-
-    config = plan.config
-    if config.bench:
-        return NoCheckpoints()
-    run = SavedRun(
-        config.experiment_name,
-        read_config(experiment)["run"],
-        plan.identity(),
-        layout,
-        journal.add_event,
-    )
-    tiers: list[CheckpointPlace] = []
-    if place := vendor_tiers.find_place(config):
-        tiers.append(tier.open_tier(run, place, config.ckpt_freq, config.ckpt_local_freq))
-    retention = (config.ckpt_freq, config.ckpt_keep, config.ckpt_keep_every or 0)
-    if config.ckpt_copy_to:  # last, because the copier holds a lease that a refused run would keep
-        copier = make_copier(config, experiment, run, journal)
-        directory: RunDirectory = CopiedDirectory(run, experiment.checkpoints, *retention, copier)
-    else:
-        directory = RunDirectory(run, experiment.checkpoints, *retention)
-    free_memory = partial(capacity.count_free, torch.device("cpu")) if config.ckpt_async else None
-    return Checkpointer(run, [directory, *tiers], plan.total_steps, free_memory)
 
 
 def save_step(run: Run, stopping: bool = False) -> None:

@@ -35,6 +35,7 @@ from lib.core.options import Options
 from lib.core.paths import OUTPUTS, Experiment
 from lib.train import command_line
 from lib.train.config import Config
+from lib.train.output.kinds import choose_kind
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -158,8 +159,7 @@ def parse(argv: list[str]) -> Options:
 def read_stage_options(words: list[str]) -> Config:
     """Return the options of stage 04. Raises UsageError without an experiment or a dataset."""
     opts = command_line.parse_options(words)
-    if not opts.bench:
-        command_line.require_names(opts, hint="options of stage 04 follow `--`")
+    command_line.require_names(opts, hint="options of stage 04 follow `--`")
     return opts
 
 
@@ -221,8 +221,10 @@ def main(argv: list[str]) -> None:
     assert opts and config  # or a problem would have been raised
     environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
-    name = name_bench(opts) if config.bench else config.experiment_name
-    experiment = Experiment((config.save_dir or OUTPUTS).absolute(), name)
+    keeps_files = choose_kind(config).keeps_files
+    save_dir = (config.save_dir if keeps_files else None) or OUTPUTS
+    name = config.experiment_name if keeps_files else name_bench(opts)
+    experiment = Experiment(save_dir.absolute(), name)
     print_command(opts, command)
     if opts.dry_run:
         print("dry run: nothing was started")
@@ -231,7 +233,7 @@ def main(argv: list[str]) -> None:
     directory = experiment.root.parent / ".launch" / experiment.root.name
     board = NoteBoard(directory if opts.nnodes > 1 else None, opts.node_rank)
     board.require_writable()
-    trains = not (config.prepare_only or config.dry_run or config.bench)
+    trains = keeps_files and not (config.prepare_only or config.dry_run)
     node: NodeLauncher = Follower(command, board, opts.wait_seconds)
     if opts.node_rank == HEAD:
         node = Head(
@@ -251,7 +253,7 @@ def main(argv: list[str]) -> None:
     for number in _SIGNALS:
         signal.signal(number, handle_signal)
     code = node.run()
-    if config.bench:
+    if not keeps_files:
         with suppress(OSError):  # there is none, or it contains more than notes of launchers
             OUTPUTS.rmdir()
     sys.stdout.flush()

@@ -28,6 +28,16 @@ _CLOUD = Path("launch/cloud")  # behind a fence
 _START = ("04_train_fsdp.py", "launch/monitor.py", "launch/supervise.py", "lib/train/config.py")
 _LINES = "lines of lib and launchers / launch/cloud / tests"
 _REACHED = "modules that stage 04 / monitor / supervise / train/config reach"
+_ASKING = "files that ask for a mode"
+# The options and classes that name a mode, and the modules that own the answer. The last one reads
+# the command lines of other processes.
+_MODES = {"bench", "streaming", "online", "SyntheticSource", "is_synthetic"}
+_MODE_OWNERS = (
+    "lib/train/sources/*",
+    "lib/train/output/kinds.py",
+    "lib/tokens/*",
+    "lib/runs/processes.py",
+)
 _SHORT_MODULE = 60
 _LONG_MODULE = 450
 _LONG_FUNCTION = 60
@@ -112,7 +122,7 @@ def describe_tree(root: Path, package: Path) -> dict[str, str]:
     }
     for rule in (*form.RULES, form.BACKSLASHES):
         rows[rule] = f"{code.broken[rule]:,}"
-    rows.update(_describe_reach(root) if is_ours else {_LINES: "", _REACHED: ""})
+    rows.update(_describe_reach(root) if is_ours else {_LINES: "", _REACHED: "", _ASKING: ""})
     rows["modules that no test covers"] = str(len(find_untested(root))) if is_ours else ""
     rows["lines of README.md"] = (
         str(len(readme.read_text(encoding="utf-8").splitlines())) if readme.is_file() else ""
@@ -131,7 +141,32 @@ def _describe_reach(root: Path) -> dict[str, str]:
     return {
         _LINES: " / ".join(f"{count:,}" for count in lines),
         _REACHED: " / ".join(map(str, reached)),
+        _ASKING: str(len(find_mode_questions(root))),
     }
+
+
+def find_mode_questions(root: Path) -> list[Path]:
+    """Return the stages, modules and launchers that ask for the output of a launch or its source.
+
+    Modules that own a mode may ask: the kinds of output, and the sources. Paths are below root.
+    """
+    modules = [path for room in ("lib", "launch") for path in (root / room).rglob("*.py")]
+    paths = (path.relative_to(root) for path in [*root.glob("0[1-5]_*.py"), *modules])
+    return sorted(
+        path
+        for path in paths
+        if not any(fnmatch.fnmatchcase(path.as_posix(), owner) for owner in _MODE_OWNERS)
+        and not _MODES.isdisjoint(_list_used_names(root / path))
+    )
+
+
+def _list_used_names(path: Path) -> Iterator[str]:
+    """Yield the attributes and names that a module reads."""
+    for node in ast.walk(form.parse_text(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            yield node.id
 
 
 def _count_lines(path: Path) -> int:

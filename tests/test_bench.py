@@ -1,4 +1,7 @@
-# covers: lib/train/bench.py, lib/train/output/bench_report.py, lib/train/output/communication.py
+# covers: lib/train/output/kinds.py, lib/train/output/output.py, lib/train/output/table.py
+# covers: lib/train/output/bench_output.py, lib/train/output/run_output.py
+# covers: lib/train/output/bench_report.py
+# covers: lib/train/output/communication.py
 # covers: lib/train/new_model.py, 04_train_fsdp.py
 """Measure a few steps with `--bench`: its result, and that it leaves no files."""
 
@@ -22,9 +25,10 @@ from launch.cloud.kube.job_options import JobOptions
 from launch.cloud.kube.raw_text import RawText, list_preparation_steps
 from lib.core import paths
 from lib.core.errors import UsageError
-from lib.train import bench
 from lib.train.command_line import parse_options
 from lib.train.new_model import model_from_scratch
+from lib.train.output.kinds import NAME, BenchKind
+from lib.train.sources.table import choose_source
 from tests import forks
 from tests.conftest import ROOT, free_port, run_stage, start_stage
 from tests.test_stage_04_experts import MIXTRAL
@@ -234,11 +238,11 @@ def test_without_room_for_temporary_files_the_error_names_them(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
-    config = bench.configure_bench(parse_options(["--bench", "--model-size", "1M"]))
+    config = parse_options(["--bench", "--model-size", "1M"])
     experiment = paths.Experiment(config.save_dir, config.experiment_name)
     with (
         pytest.raises(UsageError, match="no directory for temporary files") as caught,
-        model_from_scratch(config, experiment, has_begun=False),
+        model_from_scratch(config, experiment, BenchKind, choose_source(config), has_begun=False),
     ):
         pass
     assert "TMPDIR" in caught.value.expected
@@ -280,7 +284,8 @@ def test_a_job_of_a_bench_needs_no_dataset_and_no_name() -> None:
     words = ["--bench", "--model-size", "7B"]
     assert expand_train_options(job, words) == words
     alone = parse_options(expand_train_options(job, ["--bench"]))
-    assert alone.model_size == "1B" and not alone.dataset_name and not alone.experiment_name
+    assert (alone.model_size, alone.experiment_name) == ("1B", NAME)
+    assert alone.dataset_name == ["synthetic:100000000"]
     synthetic = expand_train_options(job, ["-d", "synthetic", "--model-size", "1B"])
     assert "--experiment-name=job" in synthetic
     steps = list_preparation_steps(RawText(), parse_options(synthetic), synthetic)
@@ -341,7 +346,7 @@ def test_without_a_model_the_error_says_how_to_name_one(tmp_path: Path) -> None:
 
 
 def test_the_directory_of_a_bench_cannot_exist() -> None:
-    config = bench.configure_bench(parse_options(["--bench", "--model-size", "1M"]))
+    config = parse_options(["--bench", "--model-size", "1M"])
     root = paths.Experiment(config.save_dir, config.experiment_name).root
     assert not root.exists() and root.parent.exists()
     with pytest.raises(OSError):

@@ -21,6 +21,8 @@ from lib.train import command_line, plan
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
 from lib.train.new_model import model_from_scratch
+from lib.train.output.kinds import RunKind
+from lib.train.sources.table import choose_source
 from tests.conftest import ROOT, run_stage
 from tests.test_commands import parser_of
 from tests.test_repository import STAGES
@@ -194,7 +196,8 @@ def test_without_a_dataset_each_byte_is_a_token(
     log.setup()
     monkeypatch.chdir(project)
     config = asked("-e", "x", "-d", "raw", "--streaming", "--from-scratch", "--model-size", "1M")
-    with model_from_scratch(config, Experiment(Path("outputs"), "x"), has_begun=False) as model_dir:
+    exp = Experiment(Path("outputs"), "x")
+    with model_from_scratch(config, exp, RunKind, choose_source(config), False) as model_dir:
         assert json.loads((model_dir / "config.json").read_text())["vocab_size"] == 320
     assert " byte" in capsys.readouterr().out
 

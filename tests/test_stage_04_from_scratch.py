@@ -13,7 +13,9 @@ from lib.core import log, manifest, options, paths
 from lib.core.errors import ArtifactError, UsageError
 from lib.train.command_line import add_options, read_options
 from lib.train.inputs import find_inputs
+from lib.train.output.kinds import RunKind
 from lib.train.settle import settle_from_files
+from lib.train.sources.table import choose_source
 from tests.conftest import run_stage
 from tests.training import losses, read_log
 
@@ -110,7 +112,8 @@ def find_start(*words: object) -> tuple[float, bool]:
     parser = options.Parser("")
     add_options(parser)
     config = read_options(parser, [*map(str, words)])
-    inputs = find_inputs(config, paths.experiment(config.experiment_name), None, {})
+    experiment = paths.experiment(config.experiment_name)
+    inputs = find_inputs(config, experiment, RunKind, choose_source(config), None, {})
     return settle_from_files(config, inputs).lr, inputs.scratch
 
 

@@ -69,6 +69,7 @@ from lib.core.errors import Problems, UsageError
 from lib.core.options import Options
 from lib.train import command_line
 from lib.train.config import Config
+from lib.train.output.kinds import choose_kind
 
 _HEADLINE = "# made by: "  # begins each manifest
 _STARTING = ("prepare", "render", "apply", "deploy")
@@ -208,7 +209,7 @@ def log_next_command(job: Job, job_options: JobOptions) -> None:
     The command that the stage itself prints is for a shell in the pod.
     """
     config = command_line.parse_options(job.train)
-    if config.bench or not config.experiment_name:
+    if not (choose_kind(config).keeps_files and config.experiment_name):
         return
     usual = JobOptions(job_name=job.job_name)
     names = ("namespace", "context", "region", "pvc", "mount_path", "project_dir", "code_dir")

@@ -11,6 +11,7 @@ from lib.core.options import count, or_switch, positive_int
 
 SEQ_LENGTH = 1024  # tokens, the default where the model allows it
 SYNTHETIC = "synthetic"  # the name of random tokens as a value of -d
+DEFAULT_TOKENS = 100_000_000  # in an epoch of them
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.tokens import order
 from lib.tokens.dataset import find_dataset
-from lib.tokens.options import SYNTHETIC, is_synthetic
+from lib.tokens.options import DEFAULT_TOKENS, SYNTHETIC, is_synthetic
 
-DEFAULT_TOKENS = 100_000_000
 _MOST_TOKENS = 10**14
 _MOST_PACKED = 10**10  # the document ends of more tokens would not fit in host memory
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)

@@ -28,6 +28,7 @@ from lib.optim.optimizers import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
 from lib.train import batch_division, plan
 from lib.train.config import DEFAULTS, Config
+from lib.train.output.kinds import choose_kind
 from lib.train.sources.table import choose_source, list_requested
 
 _SHORTEST = 8  # tokens per sample
@@ -178,8 +179,7 @@ def _check_lora(config: Config, problems: Problems) -> None:
 def _check_sources(config: Config, problems: Problems) -> None:
     for source in list_requested(config):
         source.check_options(config, problems)
-    if config.bench and config.prepare_only:
-        problems.add("--bench trains, and --prepare-only ends before training")
+    choose_kind(config).check_options(config, problems)
 
 
 def _check_samples(config: Config, problems: Problems) -> None:
@@ -328,8 +328,13 @@ def describe_high_lr(lr: float, parameters: int, scratch: bool, lora: bool = Fal
     )
 
 
-def list_unusual_options(config: Config, steps: int, has_validation: bool) -> list[str]:
-    """Return a warning for each option that is unusual in a run of `steps` steps."""
+def list_unusual_options(
+    config: Config, steps: int, has_validation: bool, source: str
+) -> list[str]:
+    """Return a warning for each option that is unusual in a run of `steps` steps.
+
+    source: the option that asks for the source of the samples, "" for prepared datasets.
+    """
     warnings = _list_missing_mounts(config)
     length = units.counted(steps, "step")
     warmup = config.warmup_steps or 0
@@ -366,13 +371,12 @@ def list_unusual_options(config: Config, steps: int, has_validation: bool) -> li
         if getattr(config, name) not in (getattr(DEFAULTS, name), 0)
     ]
     if typed and not has_validation:
-        without = choose_source(config).option
         warnings.append(
             f"{' and '.join(typed)} {'have' if typed[1:] else 'has'} nothing to measure: "
             "no dataset has a validation split that fills a sample (stage 02 makes one "
             "with --validation-percent)"
-            if not without
-            else f"{' and '.join(typed)} do nothing with {without}, which has no validation"
+            if not source
+            else f"{' and '.join(typed)} do nothing with {source}, which has no validation"
         )
     elif steps < config.eval_freq != DEFAULTS.eval_freq:
         warnings.append(

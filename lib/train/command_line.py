@@ -10,6 +10,7 @@ from typing import Any
 from lib.core import commands, config_file, declared, log, options, paths
 from lib.core.errors import UsageError
 from lib.train.config import Config
+from lib.train.output.kinds import choose_kind
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = commands.TRAINER
@@ -48,11 +49,12 @@ def parse_options(words: Sequence[str]) -> Config:
     The error suggests the help of stage 04, not the help of the launcher that calls this.
     """
     try:
-        return read_options(_make_parser(), words)
+        config = read_options(_make_parser(), words)
     except UsageError as error:
         if error.run in (commands.help_of(), commands.help_of("--help-all")):
             error.run = commands.script(SCRIPT, "--help-all")
         raise
+    return choose_kind(config).fill_options(config)
 
 
 def expand_config(words: Sequence[str]) -> list[str]:
@@ -155,11 +157,12 @@ def add_recipe(words: Sequence[str]) -> list[str]:
         words = [*words, f"--tokenizer={prepared}"]
     if typed.model_name or typed.makes_model or typed.config:
         return [*words]
-    has_data = bool(typed.dataset_name) or typed.bench
-    if has_data and not (typed.tokenizer or typed.bench):
+    has_data = bool(typed.dataset_name)
+    is_random = bool(typed.tokenizer) or not choose_kind(typed).reads_weights
+    if has_data and not is_random:
         return [*words]
     recipe = expand_config([f"--config={RECIPE}"])
-    if typed.tokenizer or typed.bench:
+    if is_random:
         recipe = [
             *(word for word in recipe if not word.startswith("--model-name=")),
             *_FROM_SCRATCH,

@@ -30,8 +30,10 @@ from lib.train.config import Config
 from lib.train.inputs import find_inputs
 from lib.train.launches import is_restart
 from lib.train.new_model import model_from_scratch
+from lib.train.output.kinds import RunKind
 from lib.train.plan import Plan
 from lib.train.settle import settle_from_files
+from lib.train.sources.table import choose_source
 
 if TYPE_CHECKING:  # these import torch, which a run that is complete does not wait for
     from lib.checkpoints.checkpointer import Checkpointer
@@ -127,8 +129,9 @@ def _identify_launch(
     record: the content of the run's config.yaml. samples: number of samples in an epoch.
     """
     checks.require_consistent(config, has_begun=True)
-    with log.muted(), model_from_scratch(config, lost, True) as new_model:
-        inputs = find_inputs(config, lost, new_model, record)
+    source = choose_source(config)
+    with log.muted(), model_from_scratch(config, lost, RunKind, source, True) as new_model:
+        inputs = find_inputs(config, lost, RunKind, source, new_model, record)
     settled = settle_from_files(config, inputs)
     return Plan.of(settled, inputs.fingerprints, samples).identity()
 

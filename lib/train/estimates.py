@@ -157,7 +157,7 @@ def suggest_shorter_bench(plan: Plan, cost: ModelCost, hardware: Hardware) -> st
     config = plan.config
     seconds = plan.total_steps * (estimate_step_seconds(plan, cost, hardware) or 0.0)
     now = plan.division.accumulation
-    if not config.bench or now == 1 or seconds <= _LONG_BENCH_S:
+    if now == 1 or seconds <= _LONG_BENCH_S:
         return None
     passes = max(1, int(now * _LONG_BENCH_S / seconds))
     samples = passes * plan.division.micro_batch * plan.division.dp_size
@@ -218,8 +218,6 @@ def _count_saves(plan: Plan, steps: int) -> int:
 def _describe_checkpoints(plan: Plan, cost: ModelCost) -> str:
     """Return how many checkpoints are written, and how many exist at the same time."""
     config = plan.config
-    if config.bench:
-        return "none"
     count = _count_saves(plan, plan.total_steps)
     newest = max(config.ckpt_keep, _MIN_KEPT)
     every = config.ckpt_keep_every

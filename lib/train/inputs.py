@@ -18,9 +18,9 @@ from lib.parallel.degrees import RECOMPUTATIONS
 from lib.runs import state_file
 from lib.train import checks, plan, previous_run
 from lib.train.config import Config
+from lib.train.output.kinds import OutputKind
 from lib.train.plan import Plan
 from lib.train.source import Encoding, SampleSource
-from lib.train.sources.table import choose_source
 
 _FOREIGN = "foreign weights"  # input of --resume-from-foreign of an earlier version
 
@@ -80,7 +80,12 @@ class Inputs:
 
 
 def find_inputs(
-    config: Config, experiment: Experiment, new_model: Path | None, earlier_run: dict[str, Any]
+    config: Config,
+    experiment: Experiment,
+    kind: type[OutputKind],
+    source_class: type[SampleSource],
+    new_model: Path | None,
+    earlier_run: dict[str, Any],
 ) -> Inputs:
     """Find and check the model and the data, without importing torch.
 
@@ -96,7 +101,7 @@ def find_inputs(
         lambda: _find_model(config, experiment, new_model, earlier_run, named)
     )
     earlier_inputs = _get_identity(earlier_run, None).get("inputs", {})
-    source = problems.collect(lambda: choose_source(config).open(config, earlier_inputs))
+    source = problems.collect(lambda: source_class.open(config, earlier_inputs))
     identity = _get_identity(earlier_run, named)
     adapter = problems.collect(lambda: find_adapter(config.lora_from, identity))
     problems.raise_if_any()
@@ -120,8 +125,9 @@ def find_inputs(
         **identify_adapter(config, adapter, identity),
         **_keep_foreign_weights(identity),
     }
-    scratch = _FOREIGN not in fingerprints and _is_from_scratch(
-        config, model_dir, source, bool(earlier_run or named)
+    scratch = _FOREIGN not in fingerprints and (
+        not kind.reads_weights
+        or _is_from_scratch(config, model_dir, source, bool(earlier_run or named))
     )
     return Inputs(
         model_dir,
@@ -238,13 +244,11 @@ def _is_from_scratch(
 ) -> bool:
     """Return whether the first weights are initialised from the seed.
 
-    This is the case with --from-scratch and --bench, for a model that stage 03 made from scratch,
+    This is the case with --from-scratch, for a model that stage 03 made from scratch,
     for a model without weights on synthetic tokens, and for a resumed run that began in one of
     these ways. In all other cases, raises ArtifactError if weights are missing; --prepare-only and
     --plan-gpus only warn. Raises UsageError for LoRA from scratch.
     """
-    if config.bench:
-        return True
     is_bare = not (source.needs_weights or directory.has_weights(model_dir))
     if config.from_scratch or is_bare or directory.is_made_from_scratch(model_dir):
         if config.trains_lora:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from lib.core import commands, log, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.options import AUTO
-from lib.core.paths import Experiment, short_name
+from lib.core.paths import short_name
 from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
 from lib.models.sharded import Placement, is_frozen
@@ -36,10 +34,11 @@ from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.placement import count_ranks_in, list_cut_shapes
 from lib.parallel.routers import BIAS, RouterLoad
-from lib.train import batch_division, disagreements, plan, previous_run
+from lib.train import batch_division, disagreements, plan
 from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_base_on_all_nodes
+from lib.train.output.output import Output
 
 
 def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
@@ -83,10 +82,8 @@ def longest_sequence(shape: PretrainedConfig) -> int | None:
     return getattr(shape.get_text_config(), "max_position_embeddings", None)
 
 
-def require_usable(
-    config: Config, experiment: Experiment, inputs: Inputs, model: PreTrainedModel
-) -> None:
-    """Raise UsageError or ArtifactError if a run cannot train this model in this directory.
+def require_usable(config: Config, output: Output, inputs: Inputs, model: PreTrainedModel) -> None:
+    """Raise UsageError or ArtifactError if a run cannot train this model and write its output.
 
     Only the memory and the data are checked later. Warns if the hardware only emulates the compute
     dtype.
@@ -97,11 +94,8 @@ def require_usable(
         return
     precision.warn_if_emulated(config.precision)
     batch = batch_division.divide_batch(config, 0, plan.get_world_size()).global_batch
-    previous_run.require_usable_directory(
-        config, experiment, inputs.earlier_run, config.identity(inputs.fingerprints, batch)
-    )
-    if not config.bench:
-        _require_writable(experiment.root)
+    identity = config.identity(inputs.fingerprints, batch)
+    output.require_usable_directory(config, inputs, identity)
 
 
 def _require_router_method(config: Config, model: PreTrainedModel) -> None:
@@ -140,17 +134,6 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
                 hint="--shard-size N with no more ranks than experts, or --optimizer "
                 + list_without_blocks(),
             )
-
-
-def _require_writable(directory: Path) -> None:
-    """Raise UsageError if a directory can be neither written to nor created."""
-    existing = next(path for path in (directory, *directory.resolve().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise UsageError(
-            f"{directory} cannot be written",
-            found=f"{existing} is {'read-only' if existing.is_dir() else 'a file'}",
-            hint="--save-dir DIR uses another one",
-        )
 
 
 def shard_model(

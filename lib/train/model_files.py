@@ -29,10 +29,9 @@ def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
     Hashes the files of the model, unless they have not changed since they were last hashed. Call
     this before any process group exists; one process of each machine hashes, and the others return
     the inputs unchanged. The weights are hashed only if the run reads them: a resumed run without
-    LoRA has them in its checkpoints, and a bench needs none. Raises ArtifactError if a file
-    is damaged.
+    LoRA has them in its checkpoints. Raises ArtifactError if a file is damaged.
     """
-    if config.bench or os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         return inputs
     content = _read_digests(inputs.model_dir)
     is_resumed = bool(inputs.earlier_run or inputs.named_checkpoint)

@@ -19,7 +19,8 @@ from lib.models import directory, lookup, tokenizer
 from lib.models.scratch import PREFIX, Design
 from lib.tokens import build
 from lib.train.config import Config
-from lib.train.sources.table import choose_source
+from lib.train.output.kinds import OutputKind
+from lib.train.source import SampleSource
 
 KIND = "scratch/1"
 _PREVIEW_BYTES = 2_000_000  # of text for the tokenizer of a dry run, which takes a second or two
@@ -27,19 +28,23 @@ _PREVIEW_BYTES = 2_000_000  # of text for the tokenizer of a dry run, which take
 
 @contextmanager
 def model_from_scratch(
-    config: Config, experiment: Experiment, has_begun: bool
+    config: Config,
+    experiment: Experiment,
+    kind: type[OutputKind],
+    source: type[SampleSource],
+    has_begun: bool,
 ) -> Iterator[Path | None]:
     """Yield the directory of the model to create; None without --model-size and --config-json.
 
-    The directory stays in the cache, except after a dry run or a bench on synthetic tokens. Without
-    --tokenizer, a tokenizer is trained on the datasets; a resumed run keeps its tokenizer.
-    Synthetic tokens need none. Raises UsageError if a tokenizer does not load or fit, or if
+    The directory stays in the cache, except after a dry run, or if the launch keeps no files and
+    the model needs no tokenizer. Without --tokenizer, a tokenizer is trained on the datasets; a
+    resumed run keeps its tokenizer. Raises UsageError if a tokenizer does not load or fit, or if
     config.json cannot be used, and the errors of `mixture.open_corpora` for datasets.
     """
     if not config.makes_model:
         yield None
         return
-    design = _design_model(config, experiment, has_begun)
+    design = _design_model(config, experiment, source, has_begun)
     content = design.identity(design.choose_name())
     name = design.choose_name().removeprefix(PREFIX)
     target = paths.scratch_root(config.cache_dir) / f"{name}-{hashing.fingerprint(content)[:12]}"
@@ -47,7 +52,7 @@ def model_from_scratch(
         lookup.log_model(target, f", {config.makes_model} from scratch")
     else:
         log.info(f"model: {config.makes_model} from scratch{lookup.announce_import()}")
-    is_temporary = config.dry_run or (config.bench and not choose_source(config).needs_tokenizer)
+    is_temporary = config.dry_run or not (kind.keeps_files or source.needs_tokenizer)
     if is_temporary and not target.exists():
         with _temporary_directory() as folder:
             _create_model(design, folder / target.name, content, config, _PREVIEW_BYTES)
@@ -69,10 +74,11 @@ def model_from_scratch(
     yield target
 
 
-def _design_model(config: Config, experiment: Experiment, has_begun: bool) -> Design:
+def _design_model(
+    config: Config, experiment: Experiment, source: type[SampleSource], has_begun: bool
+) -> Design:
     """Return the settings of the model to create. has_begun: the run has checkpoints."""
     shape = (config.model_size, config.config_json, config.vocab_size)
-    source = choose_source(config)
     if not (source.needs_tokenizer or config.tokenizer):
         return Design(*shape, train_on=(), copy_from=None, has_tokenizer=False)
     keeps_tokenizer = has_begun and (experiment.model / directory.CONFIG).is_file()

@@ -26,7 +26,9 @@ from lib.train.data import Data, prepare_prompts
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.inputs import Inputs
 from lib.train.model import describe_balance, describe_weights
+from lib.train.output.output import Output
 from lib.train.plan import Plan
+from lib.train.source import SampleSource
 
 
 def show_head(
@@ -36,18 +38,15 @@ def show_head(
     data: Data,
     cost: ModelCost,
     hardware: Hardware,
+    output: Output,
 ) -> None:
     """Log the model, the data, the settled options and the estimates of a run at its start.
 
     A run with a rank log prints data, steps, checkpoints and the log, below the model.
     """
     config = plan.config
-    experiment = "" if config.bench else f" {config.save_dir / config.experiment_name}"
-    rows = data.describe(plan) | estimates.describe_cost(plan, cost, hardware)
-    log.detail(
-        f"{'bench' if config.bench else 'experiment'}{experiment}: "
-        f"{describe_model(config, inputs)}, {describe_size(model)}"
-    )
+    rows = data.describe(plan) | output.describe_cost(plan, cost, hardware)
+    log.detail(f"{output.title}: {describe_model(config, inputs)}, {describe_size(model)}")
     held_out = " + ".join(units.counted(len(part.samples), "sample") for part in data.held_out)
     no_split = "none that fills a sample (stage 02 makes a split with --validation-percent)"
     if inputs.source.option:
@@ -63,9 +62,9 @@ def show_head(
         },
         log.detail,
     )
-    if not config.bench:
-        _print_head(plan, inputs, rows, held_out)
-    _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out))
+    if output.keeps_files:
+        _print_head(plan, inputs, rows, held_out, output.experiment)
+    _warn_about_unusual_options(plan, cost, hardware, bool(data.held_out), output, inputs.source)
     if hardware.peak:
         log.detail(
             f"peak for MFU: {hardware.peak / 1e12:.4g} TFLOP/s per GPU ({hardware.source}); "
@@ -74,10 +73,10 @@ def show_head(
         )
 
 
-def _print_head(plan: Plan, inputs: Inputs, rows: dict[str, str], held_out: str) -> None:
+def _print_head(
+    plan: Plan, inputs: Inputs, rows: dict[str, str], held_out: str, experiment: Experiment
+) -> None:
     """Print the lines that a person reads at the start. rows: those of the plan."""
-    config = plan.config
-    experiment = Experiment(config.save_dir, config.experiment_name)
     epoch = "" if plan.samples is None else f", {rows['epoch']}"
     ranks = plans.get_world_size()
     devices = units.counted(ranks, "GPU" if torch.cuda.is_available() else "CPU rank")
@@ -106,7 +105,7 @@ def get_hardware(config: Config, layout: ParallelLayout) -> Hardware:
     return Hardware(layout.ranks, *flops.find_peak(config.precision))
 
 
-def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
+def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel, output: Output) -> None:
     """Print the plan of a dry run, and write nothing.
 
     Raises UsageError if a batch cannot be divided, after everything else has been printed.
@@ -158,7 +157,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel) -> None:
                 )
             )
         hardware = _get_planned_hardware(config, ranks)
-        _print_numbers(plan, data, cost, hardware)
+        _print_numbers(plan, data, cost, hardware, output, inputs.source)
         log.table(_describe_samples(config, prompts, cost, hardware))
     if config.plan_gpus:
         _print_memory(config, model, configs, data.most_documents if data else None)
@@ -202,24 +201,36 @@ def _describe_ranks(config: Config) -> dict[str, str]:
     }
 
 
-def _print_numbers(plan: Plan, data: Data | None, cost: ModelCost, hardware: Hardware) -> None:
+def _print_numbers(
+    plan: Plan,
+    data: Data | None,
+    cost: ModelCost,
+    hardware: Hardware,
+    output: Output,
+    source: SampleSource,
+) -> None:
     """Print the rows of a plan. data: None if the number of samples is an estimate."""
     numbers = data.describe(plan) if data else plan.describe()
-    log.table(numbers | estimates.describe_cost(plan, cost, hardware))
+    log.table(numbers | output.describe_cost(plan, cost, hardware))
     has_validation = bool(data.held_out) if data else cost.validates
-    _warn_about_unusual_options(plan, cost, hardware, has_validation)
+    _warn_about_unusual_options(plan, cost, hardware, has_validation, output, source)
 
 
 def _warn_about_unusual_options(
-    plan: Plan, cost: ModelCost, hardware: Hardware, has_validation: bool
+    plan: Plan,
+    cost: ModelCost,
+    hardware: Hardware,
+    has_validation: bool,
+    output: Output,
+    source: SampleSource,
 ) -> None:
     """Warn about options that are unusual for a run of this length and a model of this size."""
     config = plan.config
     warnings = [
         estimates.suggest_global_batch(plan, cost, hardware),
-        estimates.suggest_shorter_bench(plan, cost, hardware),
+        output.suggest_options(plan, cost, hardware),
         checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, bool(config.lora_rank)),
-        *checks.list_unusual_options(config, plan.total_steps, has_validation),
+        *checks.list_unusual_options(config, plan.total_steps, has_validation, source.option),
     ]
     for warning in filter(None, warnings):
         if log.rank() == 0:

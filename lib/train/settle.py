@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.options import AUTO, OFF
-from lib.core.paths import Experiment
 from lib.tokens.options import SEQ_LENGTH
 from lib.train import batch_division, checks, plan
 from lib.train.config import DEFAULTS, EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs
+from lib.train.output.output import Output
 
 if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait for
     from transformers import PreTrainedModel
@@ -96,7 +96,7 @@ def settle_from_files(config: Config, inputs: Inputs) -> Config:
     return settled
 
 
-def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> SettledOptions:
+def settle_options(config: Config, output: Output, inputs: Inputs) -> SettledOptions:
     """Return the options of this launch, with a value for each one that a rank can decide alone.
 
     Checks the options against the model and the run's directory before the memory is estimated,
@@ -116,7 +116,7 @@ def settle_options(config: Config, experiment: Experiment, inputs: Inputs) -> Se
     routers.turn_off_family_loss(
         facts.model
     )  # only now: the rule for --router-aux-loss asks for it
-    model.require_usable(config, experiment, inputs, facts.model)
+    model.require_usable(config, output, inputs, facts.model)
     facts.memory = MemoryCheck.for_this_rank(facts.model)
     return SettledOptions(apply_rules(config, facts, Known.MEMORY), facts.model, facts.memory)
 

@@ -41,12 +41,14 @@ class SampleSource(ABC):
     """A source of samples.
 
     option: the option that asks for it, "" for prepared datasets. needs_tokenizer: it has text.
+    is_prepared: its text can be tokenised ahead of time.
     needs_weights: a model without weights is an error, unless options ask for random weights.
     new_tokenizer: what a model from scratch gets without --tokenizer.
     """
 
     option: ClassVar[str] = ""
     needs_tokenizer: ClassVar[bool] = True
+    is_prepared: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = True
     new_tokenizer: ClassVar[str]
 

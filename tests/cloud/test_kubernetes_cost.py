@@ -21,7 +21,8 @@ from lib.core import declared
 from lib.core.errors import UsageError
 from lib.models import scratch
 from lib.planning import flops
-from lib.train import bench, command_line
+from lib.train import command_line
+from lib.train.output import kinds
 from tests.cloud.kube_cluster import JOB_OPTIONS, run_launcher
 from tests.conftest import ROOT
 
@@ -152,7 +153,7 @@ def test_spare_nodes_are_paid_as_well() -> None:
 
 def test_a_bench_has_a_known_number_of_steps() -> None:
     words = ("--bench", "-d", "synthetic", "--from-scratch", "--model-size", "7B", "-b", "2")
-    assert f"for {bench.STEPS} steps" in cost_of(*words, instance_type="p5.48xlarge")["time"]
+    assert f"for {kinds.STEPS} steps" in cost_of(*words, instance_type="p5.48xlarge")["time"]
 
 
 def test_a_user_may_edit_prices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,8 +136,8 @@ def test_a_job_that_runs_already_is_followed_without_a_preparation(
     ("train", "reason"),
     [
         (("-d", "raw/c4", "-m", "org/model", "--streaming"), "with --streaming nothing"),
-        (("-d", "synthetic", "--from-scratch", "--model-size", "1B"), "with synthetic tokens noth"),
-        (("--bench", "--model-size", "1B"), "with synthetic tokens nothing"),
+        (("-d", "synthetic", "--from-scratch", "--model-size", "1B"), "with -d synthetic noth"),
+        (("--bench", "--model-size", "1B"), "with -d synthetic nothing"),
     ],
 )
 def test_some_runs_need_no_preparation(
@@ -155,7 +155,7 @@ def test_a_dry_run_says_what_would_happen_first(kube: Cluster) -> None:
     assert "prepare" not in result.stderr
     bench = ("--", "--bench", "--model-size", "1B")
     result = run_launcher("deploy", *JOB_OPTIONS, "--dry-run", *bench)
-    assert "with synthetic tokens nothing is prepared" in result.stderr
+    assert "with -d synthetic nothing is prepared" in result.stderr
     assert "would prepare" not in result.stderr
     assert (
         "--bucket-pvc NAME"

@@ -157,8 +157,9 @@ def test_a_missing_package_of_an_option_is_reported_first(
 def test_a_resumed_run_may_keep_a_long_warm_up() -> None:
     opts = parse_options("--max-steps", 10, "--warmup-steps", 20)
     checks.require_enough_steps(opts, 10, has_begun=True)
-    assert "takes 100 % of the run of 10 steps" in checks.list_unusual_options(opts, 10, True)[0]
-    assert not checks.list_unusual_options(opts, 400, True)  # the same with a larger --max-steps
+    [warning] = checks.list_unusual_options(opts, 10, True, "")
+    assert "takes 100 % of the run of 10 steps" in warning
+    assert not checks.list_unusual_options(opts, 400, True, "")  # with a larger --max-steps
 
 
 def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
@@ -166,7 +167,7 @@ def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
 ) -> None:
     opts = parse_options("--save-dir", "/mnt/nas/runs", "--ckpt-local-dir", "/scratch")
     monkeypatch.setattr(checks.paths, "find_missing_mount", lambda path: Path("/mnt/nas"))
-    warnings = checks.list_unusual_options(opts, 400, True)
+    warnings = checks.list_unusual_options(opts, 400, True, "")
     assert [warning.split()[:2] for warning in warnings] == [
         ["--save-dir", "/mnt/nas/runs"],
         ["--ckpt-local-dir", "/scratch"],
@@ -186,7 +187,7 @@ def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
     ],
 )
 def test_unusual_options_cause_a_warning(argv: tuple, steps: int, expected_text: str) -> None:
-    warnings = checks.list_unusual_options(parse_options(*argv), steps, has_validation=True)
+    warnings = checks.list_unusual_options(parse_options(*argv), steps, True, "")
     assert len(warnings) == 1 and expected_text in warnings[0]
 
 
@@ -221,17 +222,17 @@ def test_evaluation_options_without_a_validation_split_cause_a_warning() -> None
     both = parse_options("--eval-freq", 5, "--eval-batches", 7)
     assert (
         "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation "
-        "split" in checks.list_unusual_options(both, 9, has_validation=False)[0]
+        "split" in checks.list_unusual_options(both, 9, False, "")[0]
     )
     assert (
         "--eval-batches has nothing"
-        in checks.list_unusual_options(parse_options("--eval-batches", 7), 9, False)[0]
+        in checks.list_unusual_options(parse_options("--eval-batches", 7), 9, False, "")[0]
     )
     assert (
         "with --streaming"
-        in checks.list_unusual_options(parse_options("--streaming", "--eval-freq", 5), 9, False)[0]
+        in checks.list_unusual_options(parse_options("--eval-freq", 5), 9, False, "--streaming")[0]
     )
-    assert not checks.list_unusual_options(parse_options("--eval-freq", 0), 9, has_validation=False)
+    assert not checks.list_unusual_options(parse_options("--eval-freq", 0), 9, False, "")
 
 
 def test_defaults_never_cause_a_warning() -> None:
@@ -239,5 +240,5 @@ def test_defaults_never_cause_a_warning() -> None:
         text
         for steps in (1, 9, 10**6)
         for valid in (True, False)
-        for text in checks.list_unusual_options(parse_options(), steps, valid)
+        for text in checks.list_unusual_options(parse_options(), steps, valid, "")
     ]

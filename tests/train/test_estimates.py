@@ -122,20 +122,19 @@ def test_too_many_tokens_per_step_cause_a_warning() -> None:
 def test_a_bench_of_many_minutes_gets_a_smaller_batch() -> None:
     """A recipe for 8 GPUs has steps of 2M tokens, so 28 of them take a quarter of an hour."""
     changes = {"max_steps": 28, "global_batch_size": 2048, "batch_size": 2}
-    assert estimates.suggest_shorter_bench(planned(**changes), SEVEN_B, H100) is None
-    text = estimates.suggest_shorter_bench(planned(bench=True, **changes), SEVEN_B, H100)
+    text = estimates.suggest_shorter_bench(planned(**changes), SEVEN_B, H100)
     assert text == (
         "--bench will take about 13 min 36 s by the estimate. With --global-batch-size 752, a step "
         "has 47 micro-batches instead of 128, and --bench takes about 5 min 00 s; the update of "
         "the weights then counts for more"
     )
-    shorter = planned(bench=True, **{**changes, "global_batch_size": 752})
+    shorter = planned(**{**changes, "global_batch_size": 752})
     assert shorter.division.accumulation == 47
     assert estimates.suggest_shorter_bench(shorter, SEVEN_B, H100) is None
-    by_passes = planned(bench=True, max_steps=28, batch_size=2, grad_accum_steps=128)
+    by_passes = planned(max_steps=28, batch_size=2, grad_accum_steps=128)
     text = estimates.suggest_shorter_bench(by_passes, SEVEN_B, H100)
     assert text and "With --grad-accum-steps 47, a step has 47" in text
-    one_pass = planned(bench=True, max_steps=28, batch_size=4096)
+    one_pass = planned(max_steps=28, batch_size=4096)
     assert estimates.suggest_shorter_bench(one_pass, SEVEN_B, H100) is None
 
 

@@ -14,6 +14,8 @@ from lib.core.paths import Experiment
 from lib.models import dialects, directory
 from lib.train import experiment, new_model
 from lib.train.config import Config
+from lib.train.output.kinds import RunKind
+from lib.train.sources.table import choose_source
 from tests.models.families import FAMILIES
 
 ROPE = {"rope_type": "default", "rope_theta": 5e5}
@@ -70,7 +72,9 @@ def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
         cache_dir=tmp_path,
         no_progress=True,
     )
-    with new_model.model_from_scratch(config, Experiment(tmp_path, "exp"), False) as model_dir:
+    exp = Experiment(tmp_path, "exp")
+    source = choose_source(config)
+    with new_model.model_from_scratch(config, exp, RunKind, source, False) as model_dir:
         now = directory.fingerprint_model(model_dir)
         content = manifest.read_if_any(model_dir)
         full = json.loads((model_dir / "config.json").read_text())

@@ -18,7 +18,7 @@ from lib.core.options import AUTO
 from lib.models import directory, scratch_sizes
 from lib.planning import peaks
 from lib.tokens.options import SEQ_LENGTH
-from lib.train import bench, command_line, estimates
+from lib.train import command_line, estimates
 from lib.train.config import Config
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
@@ -45,7 +45,7 @@ def describe_cost(job: Job) -> dict[str, str]:
     try:
         seconds_per_step, rows["step"] = _estimate_step(job)
         config = command_line.parse_options(job.train)
-        steps = bench.STEPS if config.bench else config.step_limit
+        steps = config.step_limit
         if steps is None:
             raise NoEstimate("the options set no number of steps (--max-steps)")
         hours = steps * seconds_per_step / 3600

@@ -134,10 +134,10 @@ def expand_train_options(job_options: JobOptions, train_words: Sequence[str]) ->
             found=f"--log-style {parsed.log_style}",
             expected="no --log-style, or dict",
         )
-    if not (parsed.dataset_name or parsed.bench):
+    if not parsed.dataset_name:
         raise UsageError("no dataset is given", expected="-d NAME after `--`")
     words = command_line.drop_overridden(words)
-    if parsed.experiment_name or parsed.bench:
+    if parsed.experiment_name:
         return words
     return [f"--experiment-name={job_options.job_name}", *words]
 

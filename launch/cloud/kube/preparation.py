@@ -18,7 +18,7 @@ from launch.cloud.kube.raw_text import RawText
 from lib.core import hashing, log
 from lib.core.errors import Problems
 from lib.train import command_line
-from lib.train.sources.synthetic import SyntheticSource
+from lib.train.sources.table import choose_source
 
 # Values of --prepare.
 CHOICES = AUTO, ALWAYS, NEVER = ("auto", "always", "never")
@@ -143,10 +143,10 @@ def explain_omission(job: Job) -> str:
     job: the training job.
     """
     config = command_line.parse_options(job.train)
-    if not (config.streaming or (SyntheticSource.is_requested(config) and config.makes_model)):
+    source = choose_source(config)
+    if source.is_prepared or not (source.needs_tokenizer or config.makes_model):
         return ""
-    data = "--streaming" if config.streaming else "synthetic tokens"
-    return f"with {data} nothing is prepared (--prepare always prepares the model)"
+    return f"with {source.option} nothing is prepared (--prepare always prepares the model)"
 
 
 def _find_record(preparation: Preparation, kubectl: Kubectl) -> str:

@@ -13,7 +13,8 @@ from lib.core.declared import flag, option
 from lib.core.errors import UsageError
 from lib.train import command_line
 from lib.train.config import Config
-from lib.train.sources.synthetic import SyntheticSource
+from lib.train.output.kinds import choose_kind
+from lib.train.sources.table import choose_source
 
 SCRATCH_PREFIX = "scratch-"  # prefix of models that stage 03 makes from a size
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -84,13 +85,13 @@ def list_preparation_steps(raw: RawText, config: Config, train: list[str]) -> It
     Raises UsageError if the raw text of a dataset is unknown.
     """
     yield from _list_quick_steps() if raw.quick else _list_missing_steps(raw, config)
-    if not config.bench:  # which trains at once, by default without data
+    if choose_kind(config).keeps_files:  # a bench trains at once, by default without data
         yield [command_line.SCRIPT, *train, "--prepare-only"]
 
 
 def _list_missing_steps(raw: RawText, config: Config) -> Iterator[list[str]]:
     """Yield the commands that make the dataset and the model of a run, if they do not exist."""
-    named = [] if SyntheticSource.is_requested(config) else config.dataset_name
+    named = config.dataset_name if choose_source(config).needs_tokenizer else []
     missing = [path for path in map(_find_dataset_dir, named) if not path.exists()]
     if len(missing) > 1:
         raise UsageError(

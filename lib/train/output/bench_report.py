@@ -18,8 +18,9 @@ from lib.parallel import compiling
 from lib.planning.memory import MemoryEstimate
 from lib.runs.journal import Journal
 from lib.tokens.batches import DataStream
-from lib.train import bench, overview, plan
+from lib.train import overview, plan
 from lib.train.inputs import Inputs
+from lib.train.output import kinds
 from lib.train.output.communication import CommunicationProfiler
 from lib.train.output.meters import Meters
 from lib.train.output.report import Report
@@ -76,6 +77,8 @@ class NoCheckpoints(Checkpointer):
 class BenchReport(Report):
     """Reports a row after the warm-up and one after the measured steps, and then the result."""
 
+    keeps_files = False
+
     def __init__(
         self,
         experiment: Experiment,
@@ -91,7 +94,7 @@ class BenchReport(Report):
         self._data = str(inputs.source)
         self._losses: list[float] = []
         self._row: dict[str, Any] = {}
-        self._communication = CommunicationProfiler(bench.LAST_MEASURED, bench.STEPS, self._layout)
+        self._communication = CommunicationProfiler(kinds.LAST_MEASURED, kinds.STEPS, self._layout)
         meters.profiler = self._communication
 
     def __enter__(self) -> BenchReport:
@@ -101,7 +104,7 @@ class BenchReport(Report):
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is the last one of the warm-up or of the measured steps."""
-        return step in (bench.WARMUP_STEPS, bench.LAST_MEASURED)
+        return step in (kinds.WARMUP_STEPS, kinds.LAST_MEASURED)
 
     def note_stop(self, reason: str) -> None:
         """Raise Preempted if steps remain."""
@@ -116,8 +119,8 @@ class BenchReport(Report):
         self._bar.close()
         if self._layout.rank == 0:
             log.info(
-                f"bench: {bench.MEASURED_STEPS} steps, measured after {bench.WARMUP_STEPS} steps "
-                "of warm-up"
+                f"bench: {kinds.MEASURED_STEPS} steps, measured after {kinds.WARMUP_STEPS} "
+                "steps of warm-up"
             )
             log.table(self._describe_result())
             print(json.dumps(self._collect_result()), flush=True)
@@ -158,8 +161,8 @@ class BenchReport(Report):
             "memory": f"{memory} of {room} at the peak, on rank {row['memory/max_peak_rank']}",
             "slowest rank": f"rank {row['perf/slowest_rank']}, {row['perf/slowest_ratio']:.2f} "
             "times the median rank for data and optimizer",
-            "loss": f"{self._losses[0]:.3f} after {bench.WARMUP_STEPS} steps, "
-            f"{self._losses[-1]:.3f} after {bench.LAST_MEASURED}",
+            "loss": f"{self._losses[0]:.3f} after {kinds.WARMUP_STEPS} steps, "
+            f"{self._losses[-1]:.3f} after {kinds.LAST_MEASURED}",
         }
 
     def _describe_mfu(self) -> dict[str, str]:
@@ -199,8 +202,8 @@ class BenchReport(Report):
             "global_batch_size": division.global_batch,
             "compile": self._is_compiled(),
             **{name: getattr(config, name) for name in _OPTIONS},
-            "warmup_steps": bench.WARMUP_STEPS,
-            "measured_steps": bench.MEASURED_STEPS,
+            "warmup_steps": kinds.WARMUP_STEPS,
+            "measured_steps": kinds.MEASURED_STEPS,
             **({"peak_tflops": self._meters.peak / 1e12} if self._meters.peak else {}),
             **{
                 key: value

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -49,8 +49,10 @@ class Report:
     """Reports the steps of a run. Rank 0 reports for all ranks; each rank logs its own figures.
 
     A row is captured at the end of its step and written after the next step has been launched, so
-    neither the host nor the device waits for the figures.
+    neither the host nor the device waits for the figures. keeps_files: whether to write files.
     """
+
+    keeps_files: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -82,11 +84,11 @@ class Report:
         if state.unevaluated:
             self._held = (state.unevaluated, time.time())
         kept_step = state.step - bool(state.unevaluated)
-        self._metrics = Metrics(experiment, rank, kept_step, config.wandb, not config.bench)
-        is_kept = rank == 0 and not config.bench
+        self._metrics = Metrics(experiment, rank, kept_step, config.wandb, self.keeps_files)
+        is_kept = rank == 0 and self.keeps_files
         self._samples = SampleFile(experiment, kept_step, is_kept)
         self._plot_may_fail = log.WarnOnce(experiment.plot.name, Exception, done="drawn")
-        self._page = PageWriter(experiment, rank == 0 and not config.bench)
+        self._page = PageWriter(experiment, is_kept)
         self._console_lines = console.ConsoleLines(steps)
         self._pace = Pace()
         self._bar = Progress(

@@ -296,9 +296,7 @@ class Evaluation:
         plan: Plan,
         layout: ParallelLayout,
     ) -> Evaluation:
-        """Return what a run evaluates; a bench evaluates nothing."""
-        if plan.config.bench:
-            return cls([], plan, layout, SuiteEvaluation([], tokenizer_dir, model, plan, layout))
+        """Return what evaluates the validation splits and tasks of the data."""
         suite = SuiteEvaluation(data.tasks, tokenizer_dir, model, plan, layout)
         return cls(data.held_out, plan, layout, suite)
 

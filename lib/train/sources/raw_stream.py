@@ -57,6 +57,7 @@ class RawStreamSource(SampleSource):
 
     shards: RawShards
     option = "--streaming"
+    is_prepared = False
     new_tokenizer = "with a token for each byte"
 
     @classmethod

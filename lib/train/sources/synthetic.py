@@ -1,4 +1,4 @@
-"""Train on synthetic tokens: `-d synthetic[:TOKENS]`, the default of `--bench`."""
+"""Train on synthetic tokens: `-d synthetic[:TOKENS]`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SyntheticSource(SampleSource):
     text: SyntheticText
     option = "-d synthetic"
     needs_tokenizer = False
+    is_prepared = False
     needs_weights = False
     new_tokenizer = "without a tokenizer"
 
     @classmethod
     def is_requested(cls, config: Config) -> bool:
-        """Return whether -d names synthetic tokens, or a bench has no -d."""
-        is_default = config.bench and not config.dataset_name
-        return is_default or any(map(is_synthetic, config.dataset_name))
+        """Return whether -d names synthetic tokens."""
+        return any(map(is_synthetic, config.dataset_name))
 
     @classmethod
     def check_options(cls, config: Config, problems: Problems) -> None:
