@@ -63,7 +63,6 @@ def size_of_one(server: Server, tmp_path: Path) -> int:
     [
         pytest.param(("--ckpt-keep", 0), marks=pytest.mark.slow),
         pytest.param(("--ckpt-keep", 50), marks=pytest.mark.long),
-        pytest.param(("--ckpt-keep", 2, "--ckpt-keep-every", 2), marks=pytest.mark.long),
     ],
 )
 def test_a_small_disk_loses_no_checkpoint_that_must_be_kept(

@@ -21,7 +21,7 @@ from lib.runs.events import Event
 
 _MAX_FAILURES = 3  # saves in a row without disk space
 _HINT = (
-    "free disk space there, or keep fewer checkpoints with --ckpt-keep and --ckpt-keep-every. "
+    "free disk space there, or keep fewer checkpoints with --ckpt-keep. "
     "Kept checkpoints and those in quarantine/ are never deleted to make space"
 )
 

@@ -350,32 +350,27 @@ def delete_attempt(attempt: Path) -> None:
         partial_dirs.delete_marked(attempt)
 
 
-def select_kept(
-    commits: Mapping[int, Mapping[str, Any]], newest: int, keep_every: int = 0
-) -> set[int]:
+def select_kept(commits: Mapping[int, Mapping[str, Any]], newest: int) -> set[int]:
     """Return the steps that the retention rules keep.
 
-    These are the `newest` last ones, the best one (lib/checkpoints/best.py), and the multiples of
-    keep_every. If the last steps were bad, this includes the newest step before them, to which the
-    run may roll back. commits: the content of COMMIT by step.
+    These are the `newest` last ones and the best one (lib/checkpoints/best.py). If the last steps
+    were bad, this includes the newest step before them, to which the run may roll back. commits:
+    the content of COMMIT by step.
     """
     steps = sorted(commits, reverse=True)
     best_step = best.find_best(commits)
     return (
         set(steps[:newest])
-        | {step for step in steps if keep_every and step % keep_every == 0}
         | ({best_step} if best_step is not None else set())
         | set([step for step in steps if not commits[step].get("bad_steps")][:1])
     )
 
 
-def prune_checkpoints(
-    checkpoints: Path, keep: int, keep_every: int = 0, spared: Collection[int] = ()
-) -> list[int]:
+def prune_checkpoints(checkpoints: Path, keep: int, spared: Collection[int] = ()) -> list[int]:
     """Delete the checkpoints that the retention rules do not keep; return the deleted steps.
 
     keep: number of the newest checkpoints to keep (at least two, because the newest may turn out to
-    be damaged); 0 keeps all. keep_every: see select_kept. spared: steps to keep for now. Damaged
+    be damaged); 0 keeps all. spared: steps to keep for now. Damaged
     checkpoints are neither counted nor deleted. Raises StageError, and deletes nothing, if a
     checkpoint cannot be read.
     """
@@ -387,7 +382,7 @@ def prune_checkpoints(
     newest = max(keep, MIN_KEPT)
     if len(intact) <= newest:
         return []
-    kept_steps = select_kept({c.step: c.commit() for c in intact}, newest, keep_every) | set(spared)
+    kept_steps = select_kept({c.step: c.commit() for c in intact}, newest) | set(spared)
     dropped = [c for c in intact if c.step not in kept_steps]
     delete_checkpoints(c.path for c in dropped)
     return [c.step for c in dropped]

@@ -23,11 +23,10 @@ class CopiedDirectory(RunDirectory):
         checkpoints: Path,
         every: int,
         keep: int,
-        keep_every: int,
         copier: Copier | None,
     ) -> None:
         """copier: None on all ranks except rank 0. See `RunDirectory` for the rest."""
-        super().__init__(run, checkpoints, every, keep, keep_every)
+        super().__init__(run, checkpoints, every, keep)
         self._copier = copier
 
     def finish_save(self, step: int) -> None:

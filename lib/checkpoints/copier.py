@@ -4,7 +4,7 @@ A thread of rank 0 decides what to copy, and a child process with the lowest pri
 training waits neither for the disk nor for the network. A failed copy is tried again after a pause,
 by a new process with fresh credentials, and no failure ends the run. If copying takes longer than
 the time between checkpoints, checkpoints are skipped: the newest checkpoint is always copied next,
-and after it the older checkpoints of --ckpt-keep-every and the best one by --best-by.
+and after it the best one by --best-by. Copies are never deleted to save space.
 """
 
 from __future__ import annotations
@@ -47,22 +47,17 @@ class Copier:
         experiment: Experiment,
         run: str,
         *,
-        keep: int,
-        keep_every: int,
         note: Note,
         show: Callable[..., None],
     ) -> None:
         """Create a copier, which copies nothing before `start`.
 
-        target: the value of --ckpt-copy-to. run: the ID of the run. keep: number of the newest
-        copies to keep, 0 for all. keep_every: see commit.select_kept. note: records events. show:
+        target: the value of --ckpt-copy-to. run: the ID of the run. note: records events. show:
         records `copied` and `copy_error` in state.json.
         """
         self._target = target
         self._experiment = experiment
         self._run = run
-        self._keep = keep
-        self._keep_every = keep_every
         self._note = note
         self._show = show
         self._prune_checkpoints: Callable[[int], object] = lambda step: None
@@ -242,14 +237,14 @@ class Copier:
         commits = {step: checkpoint.commit() for step, checkpoint in checkpoints.items()}
         missing = [
             step
-            for step in commit.select_kept(commits, 1, self._keep_every)
+            for step in commit.select_kept(commits, 1)
             if self._copies.get(step, {}).get("digest") != commits[step]["digest"]
         ]
         self._current = max(missing, default=None)
         return None if self._current is None else checkpoints[self._current]
 
     def _copy_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Copy a checkpoint, and prune the copies."""
+        """Copy a checkpoint."""
         began = time.monotonic()
         try:
             content = checkpoint.commit()
@@ -279,19 +274,7 @@ class Copier:
             f"step {checkpoint.step:,}: copied to {self.where} in {units.duration(seconds)}"
         )
         self._show(copied=max(self._copies), copy_error="")
-        self._prune_copies(checkpoint.step)
         self._prune_checkpoints(checkpoint.step)
-
-    def _prune_copies(self, step: int) -> None:
-        """Delete the copies that --ckpt-copy-keep does not keep."""
-        if not self._keep:
-            return
-        newest = max(self._keep, commit.MIN_KEPT)
-        kept_steps = commit.select_kept(self._copies, newest, self._keep_every)
-        if dropped := sorted(self._copies.keys() - kept_steps):
-            self._call_place("delete", dropped)
-            self._copies = {step: self._copies[step] for step in kept_steps}
-            self._note(Event.PRUNE, step, steps=dropped, where=self.where)
 
     def _handle_failure(self, error: Exception) -> None:
         """Record a failure, and end the child process; a new one reads the credentials again."""

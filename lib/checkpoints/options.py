@@ -30,12 +30,6 @@ class CheckpointOptions:
         help="keep the N newest checkpoints (2 or more; 0: all); the best one by --best-by is "
         "always kept",
     )
-    ckpt_keep_every: int | None = option(
-        None,
-        role=Role.LOCAL,
-        parse=positive_int,
-        help="also keep the checkpoints of steps that are multiples of N (default: none)",
-    )
     ckpt_async: bool = option(
         True,
         role=Role.ALIKE,
@@ -71,11 +65,4 @@ class CheckpointOptions:
         help="copy each checkpoint in the background to another directory or to S3, and verify the "
         "copy. A run that has lost its checkpoints is restored from the copies. s3:// needs the "
         "package s3fs and a network connection (default: no copies)",
-    )
-    ckpt_copy_keep: int = option(
-        0,
-        role=Role.LOCAL,
-        parse=count,
-        help="keep the N newest copies (2 or more; 0: all); the copies for --ckpt-keep-every and "
-        "of the best checkpoint by --best-by are kept too",
     )

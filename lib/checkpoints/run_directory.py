@@ -26,14 +26,12 @@ class RunDirectory(CheckpointPlace):
 
     is_required = True
 
-    def __init__(
-        self, run: SavedRun, checkpoints: Path, every: int, keep: int = 0, keep_every: int = 0
-    ) -> None:
-        """checkpoints: the directory. keep, keep_every: see `commit.prune_checkpoints`."""
+    def __init__(self, run: SavedRun, checkpoints: Path, every: int, keep: int = 0) -> None:
+        """checkpoints: the directory. keep: see `commit.prune_checkpoints`."""
         super().__init__(run, every)
         self.where = str(checkpoints)
         self._directory = checkpoints
-        self._keep = (keep, keep_every)
+        self._keep = keep
         self._pruning = Lock()
         self._prune_may_fail = log.WarnOnce("old checkpoints", OSError, StageError, done="deleted")
         self._record_may_fail = log.WarnOnce("the figures of an evaluation", OSError)
@@ -62,7 +60,7 @@ class RunDirectory(CheckpointPlace):
         deleted: list[int] = []
         with self._prune_may_fail, self._pruning:
             spared = () if for_space else self._list_spared()
-            deleted = commit.prune_checkpoints(self._directory, *self._keep, spared)
+            deleted = commit.prune_checkpoints(self._directory, self._keep, spared)
         if deleted:
             self.run.note(Event.PRUNE, step, steps=deleted)
         return bool(deleted)

@@ -55,6 +55,12 @@ GONE = {
         "leave it out: a complete run waits up to 30 minutes for its last copy, and Ctrl-C ends "
         "the wait",
     ),
+    "ckpt_keep_every": Gone(
+        None, "--ckpt-keep 0 keeps all checkpoints; delete those that nobody needs after the run"
+    ),
+    "ckpt_copy_keep": Gone(
+        0, "leave it out: all copies are kept; delete old ones by hand or by a rule of the bucket"
+    ),
     "on_end": Gone("", _END),
     "on_end_seconds": Gone(20.0, _END),
 }

@@ -45,7 +45,6 @@ _OWNED = {
     "streaming": ("online", "include", "text_field"),
     "sample_prompts": ("sample_tokens",),
     "eval_suite": ("suite_limit",),
-    "ckpt_copy_to": ("ckpt_copy_keep",),
     "plan_gpus": ("plan_gpu_memory",),
 }
 _LARGEST_RANK = 65_536
@@ -354,11 +353,6 @@ def list_unusual_options(
         warnings.append(
             f"--ckpt-keep 1 keeps {commit.MIN_KEPT} checkpoints, since the newest may turn out to "
             "be damaged"
-        )
-    if (keep := config.ckpt_keep_every) and keep % config.ckpt_freq:
-        warnings.append(
-            f"--ckpt-keep-every {keep:,} is not a multiple of --ckpt-freq "
-            f"{config.ckpt_freq:,}: multiples of {math.lcm(keep, config.ckpt_freq):,} are kept"
         )
     if steps < config.log_freq != DEFAULTS.log_freq:
         warnings.append(

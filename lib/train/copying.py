@@ -313,8 +313,6 @@ def _make_copier(
         config.ckpt_copy_to,
         experiment,
         read_config(experiment)["run"],
-        keep=config.ckpt_copy_keep,
-        keep_every=config.ckpt_keep_every or 0,
         note=note,
         show=show,
     )

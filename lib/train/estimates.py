@@ -220,14 +220,11 @@ def _describe_checkpoints(plan: Plan, cost: ModelCost) -> str:
     config = plan.config
     count = _count_saves(plan, plan.total_steps)
     newest = max(config.ckpt_keep, _MIN_KEPT)
-    every = config.ckpt_keep_every
     kinds = {
         f"the newest {newest}": newest,
         "the best": int(cost.validates or bool(config.eval_suite)),
+        "the one being written": 1,
     }
-    if every:
-        kinds[f"each {every:,}th step"] = plan.total_steps // math.lcm(every, config.ckpt_freq)
-    kinds["the one being written"] = 1
     most = sum(kinds.values())
     written = f"{count:,} of {units.size(cost.checkpoint)}"
     if not config.ckpt_keep or count <= most:

@@ -77,12 +77,12 @@ def test_pruning_keeps_the_newest_intact_checkpoints(tmp_path: Path):
     assert commit.prune_checkpoints(tmp_path, keep=1) == []  # never fewer than two
 
 
-def test_pruning_keeps_multiples_and_the_best_checkpoint(tmp_path: Path):
+def test_pruning_keeps_the_best_checkpoint(tmp_path: Path):
     losses = {1: 3.0, 2: None, 3: 1.5, 4: 2.0, 5: None, 6: 2.5, 7: None, 8: 1.6}
     for step, loss in losses.items():
         commit_checkpoint(tmp_path, step, eval_loss=loss)
-    assert commit.prune_checkpoints(tmp_path, keep=2, keep_every=4) == [6, 5, 2, 1]
-    assert [c.step for c in commit.list_checkpoints(tmp_path)] == [8, 7, 4, 3]
+    assert commit.prune_checkpoints(tmp_path, keep=2) == [6, 5, 4, 2, 1]
+    assert [c.step for c in commit.list_checkpoints(tmp_path)] == [8, 7, 3]
 
 
 def test_a_save_without_disk_space_does_not_start(tmp_path: Path, monkeypatch):

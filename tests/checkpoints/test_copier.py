@@ -69,16 +69,12 @@ def new(
     copiers = []
     monkeypatch.setattr(copier, "_FIRST_PAUSE_S", 0.01)
 
-    def make_copier(
-        target: object, step: int = 0, keep: int = 0, keep_every: int = 0, prune: object = None
-    ) -> Copier:
+    def make_copier(target: object, step: int = 0, prune: object = None) -> Copier:
         copiers.append(
             Copier(
                 str(target),
                 run,
                 "18ab",
-                keep=keep,
-                keep_every=keep_every,
                 note=recorder.note,
                 show=recorder.show,
             )
@@ -104,18 +100,15 @@ def find_copies(target: object) -> list[int]:
     return sorted(copies.CopyPlace(str(target), "exp", "18ab").read_commits())
 
 
-def test_each_checkpoint_is_copied_and_old_copies_are_pruned(
+def test_each_checkpoint_is_copied_and_no_copy_is_deleted(
     run: Experiment, recorder: Recorder, new: Callable[..., Copier], tmp_path: Path
 ) -> None:
     target = tmp_path / "second"
-    copying = new(target, keep=2, keep_every=3)
+    copying = new(target)
     for step in range(1, 8):
         commit_steps(run, step, copier=copying, eval_loss=step + 1)
         assert copying.wait(PATIENCE_S)
-    assert find_copies(target) == [1, 3, 6, 7], "the best, multiples of 3, and the two newest"
-    assert recorder.steps("copy") == [1, 2, 3, 4, 5, 6, 7]
-    pruned = [facts["steps"] for event, _, facts in recorder.events if event == "prune"]
-    assert pruned == [[2], [4], [5]]
+    assert find_copies(target) == recorder.steps("copy") == [1, 2, 3, 4, 5, 6, 7]
     assert recorder.state == {"copied": 7, "copy_error": ""}
 
 
@@ -125,13 +118,13 @@ def test_the_next_launch_copies_what_is_missing(
     """The newest is copied first, then only the checkpoints that retention keeps for long."""
     for step, loss in ((10, 3.0), (11, 1.0), (12, 2.0), (13, 4.0), (14, 5.0)):
         commit_steps(run, step, eval_loss=loss)
-    first = new(tmp_path / "second", 14, keep_every=5)
+    first = new(tmp_path / "second", 14)
     assert first.wait(PATIENCE_S)
-    assert recorder.steps("copy") == [14, 11, 10]
+    assert recorder.steps("copy") == [14, 11]
     assert "another launch writes the copies" in _refusal(run, tmp_path / "second")
     first.close()
-    assert new(tmp_path / "second", 14, keep_every=5).wait(PATIENCE_S)
-    assert recorder.steps("copy") == [14, 11, 10]
+    assert new(tmp_path / "second", 14).wait(PATIENCE_S)
+    assert recorder.steps("copy") == [14, 11]
 
 
 def test_a_slow_copy_skips_checkpoints_and_its_own_is_spared(
@@ -142,7 +135,7 @@ def test_a_slow_copy_skips_checkpoints_and_its_own_is_spared(
 
     def prune(step: int = 0) -> None:
         spared = copying.get_current()
-        pruned.extend(commit.prune_checkpoints(run.checkpoints, 2, 0, spared))
+        pruned.extend(commit.prune_checkpoints(run.checkpoints, 2, spared))
 
     copying = new(URL, prune=prune)
     assert copying.wait(PATIENCE_S)
@@ -299,9 +292,7 @@ def test_places_that_need_a_person_are_refused_at_once(
 def _refusal(run: Experiment, target: object) -> str:
     """Return the error with which a copier refuses a place."""
     note = Recorder().note
-    copying = Copier(
-        str(target), run, "18ab", keep=0, keep_every=0, note=note, show=Recorder().show
-    )
+    copying = Copier(str(target), run, "18ab", note=note, show=Recorder().show)
     with pytest.raises(UsageError) as caught:
         copying.open()
     assert "--ckpt-copy-to cannot be used: " in caught.value.problem

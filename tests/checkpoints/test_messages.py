@@ -67,7 +67,7 @@ def test_the_warning_about_a_skipped_save(caplog: pytest.LogCaptureFixture) -> N
     with pytest.raises(DiskFullError) as caught:
         checkpointer._handle_failure(full, last=True)
     assert caught.value.hint == (
-        "free disk space there, or keep fewer checkpoints with --ckpt-keep and --ckpt-keep-every. "
+        "free disk space there, or keep fewer checkpoints with --ckpt-keep. "
         "Kept checkpoints and those in quarantine/ are never deleted to make space"
     )
 

@@ -59,7 +59,6 @@ def parse_options(*argv: Any) -> Config:
         (("--ckpt-copy-to", ""), "--ckpt-copy-to is empty"),
         (("--ckpt-copy-to", "ssh://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
-        (("--ckpt-copy-keep", 3), "--ckpt-copy-keep belongs to --ckpt-copy-to"),
         (("--dry-run", "--plan-gpu-memory", 40), "--plan-gpu-memory belongs to --plan-gpus"),
         (
             ("--max-steps", 1, "--profile", "2:2"),
@@ -181,7 +180,6 @@ def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
         (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
         (("--ckpt-keep", 1), 1000, "--ckpt-keep 1 keeps 2 checkpoints"),
         (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
-        (("--ckpt-keep-every", 30, "--ckpt-freq", 20), 100, "multiples of 60 are kept"),
         (("--log-freq", 200), 100, "only its first and its last step are logged"),
         (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
     ],

@@ -21,13 +21,10 @@ FORTY_GB = 40_000_000_000 // 4 // 1024  # samples of 1,024 tokens
 def planned(
     ranks: int = 8,
     samples: int = FORTY_GB,
-    keep_every: int | None = None,
     keep: int = 3,
     **changes: Any,
 ) -> Plan:
-    config = options(
-        seq_length=1024, precision="bf16", ckpt_keep=keep, ckpt_keep_every=keep_every, **changes
-    )
+    config = options(seq_length=1024, precision="bf16", ckpt_keep=keep, **changes)
     division = batch_division.divide_batch(config, 0, ranks)
     return Plan(
         config, {}, division, samples, plan.count_steps(config, samples, division.global_batch)
@@ -61,11 +58,6 @@ def test_no_time_is_estimated_on_a_cpu() -> None:
             {},
             "2,442 of 87.0 GB: 212.5 TB written in all, at most 435.0 GB at once in 5 "
             "(the newest 3, the best, the one being written)",
-        ),
-        (
-            {"keep_every": 250_000},
-            "at most 783.0 GB at once in 9 (the newest 3, the best, each "
-            "250,000th step, the one being written)",
         ),
         ({"keep": 0}, "2,442 of 87.0 GB, 212.5 TB in all"),
         ({"max_steps": 1100}, "3 of 87.0 GB, 261.0 GB in all"),

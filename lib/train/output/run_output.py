@@ -104,7 +104,7 @@ class RunOutput(Output):
         tiers: list[CheckpointPlace] = []
         if place := vendor_tiers.find_place(config):
             tiers.append(tier.open_tier(run, place, config.ckpt_freq, config.ckpt_local_freq))
-        retention = (config.ckpt_freq, config.ckpt_keep, config.ckpt_keep_every or 0)
+        retention = (config.ckpt_freq, config.ckpt_keep)
         directory: RunDirectory
         if config.ckpt_copy_to:  # last: the copier holds a lease, which a refused run would keep
             copier = make_copier(config, experiment, run, journal)
