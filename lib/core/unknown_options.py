@@ -55,6 +55,8 @@ GONE = {
         "leave it out: a complete run waits up to 30 minutes for its last copy, and Ctrl-C ends "
         "the wait",
     ),
+    "text_field": Gone(None, "--streaming FIELD names the field", is_needed=True),
+    "include": Gone([], "in stage 04, a glob behind the name: -d ORG/NAME/GLOB", is_needed=True),
     "ckpt_keep_every": Gone(
         None, "--ckpt-keep 0 keeps all checkpoints; delete those that nobody needs after the run"
     ),

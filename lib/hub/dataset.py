@@ -11,7 +11,7 @@ import errno
 import fcntl
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,12 @@ class HubDataset:
     """Downloads files of a dataset at one commit, in a child process.
 
     sizes: (bytes, digest) by path. Raises UsageError if the Hub is unreachable, the dataset does
-    not exist, or no file matches `include`.
+    not exist, or no file matches `glob`.
     """
 
-    def __init__(self, name: str, revision: str, include: Sequence[str], directory: Path) -> None:
+    def __init__(self, name: str, revision: str, glob: str, directory: Path) -> None:
         check_name(name, "--dataset-name")
-        self._worker = Worker("fetch", _go_online, name, revision, include, directory)
+        self._worker = Worker("fetch", _go_online, name, revision, glob, directory)
         self._worker.send(None)
         self.commit: str
         self.sizes: dict[str, tuple[int, str]]
@@ -56,9 +56,7 @@ class HubDataset:
         self._worker.close()
 
 
-def _go_online(
-    name: str, revision: str, include: Sequence[str], directory: Path
-) -> Callable[[str | None], Any]:
+def _go_online(name: str, revision: str, glob: str, directory: Path) -> Callable[[str | None], Any]:
     """Set up the child process, and return the function with which it answers requests."""
     for variable in _OFFLINE:  # huggingface_hub reads them at import
         os.environ.pop(variable, None)
@@ -66,7 +64,7 @@ def _go_online(
     log.setup()
     hub = Hub("")
     repository = hub.find_repository(name, revision, "dataset")
-    files = {file.path: file for file in select_by_globs(repository.files.values(), include, name)}
+    files = {file.path: file for file in select_by_globs(repository.files.values(), [glob], name)}
     return functools.partial(_answer_request, hub, repository, files, directory)
 
 

@@ -181,7 +181,7 @@ def make_streaming_error(path: Path, names: Collection[str]) -> UsageError | Non
             hint="stage 03 fetches the files, and stage 02 builds a dataset from them with "
             "--format chat",
         )
-    drop = ("--streaming", "--text-field")
+    drop = ("--streaming",)
     return UsageError(
         problem,
         found=f"fields {found} in {path}",

@@ -12,6 +12,7 @@ from lib.core.options import count, or_switch, positive_int
 SEQ_LENGTH = 1024  # tokens, the default where the model allows it
 SYNTHETIC = "synthetic"  # the name of random tokens as a value of -d
 DEFAULT_TOKENS = 100_000_000  # in an epoch of them
+TEXT = "text"  # the field of raw shards that contains the text, unless --streaming names one
 
 
 @dataclass(frozen=True)
@@ -30,29 +31,23 @@ class DataOptions:
         parse=count,
         help="print N samples of each dataset before training, and mark the trained tokens",
     )
-    streaming: bool = option(
-        False,
+    streaming: str = option(
+        "",
         role=Role.LOCAL,
+        parse=or_switch(TEXT, ""),
+        nargs="?",
+        const=TEXT,
+        metavar="FIELD",
         help="for quick trials: -d is a directory of raw JSON Lines or Parquet shards, tokenised "
-        "while training; needs --max-steps",
-    )
-    text_field: str | None = option(
-        None,
-        role=Role.LOCAL,
-        metavar="NAME",
-        help="with --streaming: field or column that contains the text (default: text)",
+        "while training; needs --max-steps. FIELD: the field or column that contains the text, "
+        f"without a value {TEXT} (default: off)",
     )
     online: bool = option(
         False,
         role=Role.LOCAL,
-        help="with --streaming: -d is a dataset on the Hugging Face Hub; its files are downloaded "
-        "when needed and kept in --cache-dir",
-    )
-    include: list[str] = option(
-        [],
-        role=Role.LOCAL,
-        metavar="GLOB",
-        help="with --online: paths of the dataset's files to use; may be repeated (default: all)",
+        help="with --streaming: -d is a dataset on the Hugging Face Hub, ORG/NAME, or "
+        "ORG/NAME/GLOB for some of its files; they are downloaded when needed and kept in "
+        "--cache-dir",
     )
 
 

@@ -132,7 +132,7 @@ def open_repository(
             f"no shard in {name}",
             expected=_EXPECTED,
             found=", ".join(sizes)[:200],
-            hint="--include GLOB chooses other files",
+            hint=f"-d {name}/GLOB chooses other files",
         )
     _warn_about_other_files(name, sorted(sizes), len(paths))
     fingerprint = hashing.fingerprint([[path, *sizes[path]] for path in paths])

@@ -145,7 +145,7 @@ class RawDocuments:
                 f"no readable document in {self.shards}",
                 found="\n".join(problems[:8]),
                 expected=f"one JSON object per line, or Parquet, with the text in "
-                f"`{self.text_field}` (choose another field with --text-field)",
+                f"`{self.text_field}` (choose another field with --streaming FIELD)",
             )
         # A cut may fall inside a character; its remaining bytes are dropped.
         return [text[:_SAMPLED_BYTES].decode("utf-8", "ignore").encode() for text in texts]

@@ -42,7 +42,7 @@ _PACKAGES = {
 }
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
-    "streaming": ("online", "include", "text_field"),
+    "streaming": ("online",),
     "sample_prompts": ("sample_tokens",),
     "eval_suite": ("suite_limit",),
     "plan_gpus": ("plan_gpu_memory",),

@@ -37,7 +37,7 @@ _OPTION_OF_INPUT = {
     "tokenizer": "model_name",
     "dataset": "dataset_name",
     "commit": "dataset_name",
-    "text field": "text_field",
+    "text field": "streaming",
     TEMPLATE: "chat_template",
     ADAPTER: "lora_from",
 }

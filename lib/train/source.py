@@ -63,6 +63,11 @@ class SampleSource(ABC):
         """Add a problem for each option that contradicts the source."""
 
     @classmethod
+    def reads_hub(cls, config: Config) -> bool:
+        """Return whether the run downloads data while it trains."""
+        return False
+
+    @classmethod
     def list_tokenizer_texts(cls, config: Config) -> tuple[Path, ...]:
         """Return the datasets on which the tokenizer of a model from scratch is trained."""
         return ()

@@ -68,7 +68,7 @@ def test_a_model_created_again_from_scratch_is_the_same(tmp_path: Path) -> None:
         dataset_name=(),
         from_scratch=True,
         model_size="1M",
-        streaming=True,
+        streaming="text",
         cache_dir=tmp_path,
         no_progress=True,
     )

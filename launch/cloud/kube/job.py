@@ -23,6 +23,7 @@ from lib.core import units
 from lib.core.errors import Problems, UsageError, escape_controls
 from lib.train import command_line
 from lib.train.config import Config
+from lib.train.sources.table import choose_source
 
 # Interfaces that are not the node network: loopback, containers, and those that EKS gives to pods.
 NOT_THE_NETWORK = "^lo,docker,veth,eni,pod-id-link0"
@@ -54,7 +55,7 @@ class Job(JobOptions):
     def needs_token(self) -> bool:
         """Return whether the pods read from the Hub, so that they need its token."""
         config = command_line.parse_options(self.train)
-        return config.streaming and config.online
+        return choose_source(config).reads_hub(config)
 
     def manifests(self) -> list[Document]:
         """Return the manifests of the job; ${POD} in its template is the pod of pod.yaml."""

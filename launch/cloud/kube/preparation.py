@@ -33,7 +33,7 @@ _INPUTS = (
     "vocab_size",
     "tokenizer",
     "cache_dir",
-    "text_field",
+    "streaming",
     "chat_template",
     "train_on",
     "too_long",

@@ -63,7 +63,12 @@ class RawStreamSource(SampleSource):
     @classmethod
     def is_requested(cls, config: Config) -> bool:
         """Return whether --streaming was typed."""
-        return config.streaming
+        return bool(config.streaming)
+
+    @classmethod
+    def reads_hub(cls, config: Config) -> bool:
+        """Return whether --online was typed."""
+        return config.online
 
     @classmethod
     def check_options(cls, config: Config, problems: Problems) -> None:
@@ -88,8 +93,6 @@ class RawStreamSource(SampleSource):
             problems.add("--prepare-only makes a token store, which --streaming does not use")
         if config.resume_with_changes:
             problems.add("--streaming has no --resume-with-changes: other data has other positions")
-        if config.include and not config.online:
-            problems.add("--include selects files of a dataset on the Hub, and needs --online")
 
     @classmethod
     def open(cls, config: Config, earlier_inputs: Mapping[str, str]) -> RawStreamSource:
@@ -97,9 +100,12 @@ class RawStreamSource(SampleSource):
         name = config.dataset_name[0]
         if not config.online:
             return cls(raw_shards.open_directory(find_dataset(name)))
+        organisation, _, rest = name.partition("/")
+        repository, _, glob = rest.partition("/")
+        name = f"{organisation}/{repository}"
         revision = earlier_inputs.get("commit", "main")
         root = paths.streaming_root(config.cache_dir, name)
-        dataset = HubDataset(name, revision, config.include or ["*"], root)
+        dataset = HubDataset(name, revision, glob or "*", root)
         return cls(raw_shards.open_repository(name, dataset.commit, dataset.sizes, root, dataset))
 
     def __str__(self) -> str:
@@ -114,7 +120,7 @@ class RawStreamSource(SampleSource):
         return {
             "tokenizer": artifacts.tokenizer_fingerprint(tokenizer_dir),
             "dataset": shards.fingerprint,
-            "text field": get_text_field(config),
+            "text field": config.streaming,
             "ranks": str(get_degrees(config).dp_size(get_world_size())),
             **({"commit": shards.commit} if shards.commit else {}),
         }
@@ -149,13 +155,8 @@ class RawStreamSource(SampleSource):
         degrees = get_degrees(config)
         return RawDocuments(
             self.shards,
-            get_text_field(config),
+            config.streaming,
             config.seed,
             degrees.dp_rank(log.rank()),
             degrees.dp_size(get_world_size()),
         )
-
-
-def get_text_field(config: Config) -> str:
-    """Return the name of the field or column that contains the text."""
-    return config.text_field or "text"
