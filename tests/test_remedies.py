@@ -506,7 +506,7 @@ def test_remedies_for_a_checkpoint_with_other_settings_work(
 
 
 def test_remedies_for_the_evaluation_on_tasks_work(trained: Terminal) -> None:
-    suite = ("--eval-suite", "small", "--suite-limit", 1)
+    suite = ("--eval-suite", "small:1")
     synthetic = ("04_train_fsdp.py", "-e", "x", "-d", "synthetic:10K", "-m", "model", *STEPS)
     trained.follow(trained.fails(*synthetic, "-s", 32, *suite, "--dry-run"))
     shutil.rmtree("outputs/run/checkpoints")

@@ -141,7 +141,7 @@ def signal_in_evaluation(rank: int) -> None:
 EVALUATED = (
     *SMALL_RUN,
     *("-e", "run", "-b", 2, "--eval-freq", 2, "--eval-batches", 10, "--max-steps", 4),
-    *("--eval-suite", "small", "--suite-limit", 8),
+    *("--eval-suite", "small:8"),
     *("--sample-prompts", "prompts.txt", "--sample-tokens", 8),
 )
 

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import StageRunner, run_stage
 from tests.training import SMALL_RUN, list_saved_steps, losses, metrics, read_log
 
-SUITE = ("--eval-suite", "small", "--suite-limit", 4)
+SUITE = ("--eval-suite", "small:4")
 RUN = (*SMALL_RUN, "--max-steps", 6, "--ckpt-freq", 2, "--eval-freq", 2)
 
 
@@ -73,7 +73,6 @@ def test_bad_options_and_suites_are_reported_before_the_run(
         assert "Traceback" not in done.stderr and not (project / "outputs").exists()
         return done.stderr
 
-    assert "--suite-limit belongs to --eval-suite" in fail("--suite-limit", 2)
     assert "no figure of an evaluation" in fail("--best-by", "train/loss")
     assert "there is no suite other" in fail("--eval-suite", "other")
     wrong_key = ("--eval-suite", "small", "--best-by", "eval/copying/perplexity")

@@ -47,15 +47,9 @@ class EvaluationOptions:
     eval_suite: str = option(
         "",
         role=Role.ALIKE,
-        metavar="DIR|NAME",
+        metavar="DIR|NAME[:N]",
         help="evaluate the model on these tasks: a directory, or small, six tasks that come with "
-        "the code (default: none)",
-    )
-    suite_limit: int | None = option(
-        None,
-        role=Role.ALIKE,
-        parse=positive_int,
-        help="use the first N items of each task of --eval-suite (default: all)",
+        "the code; :N takes only the first N items of each (default: none)",
     )
     best_by: str = option(
         figures.DEFAULT_SCORE,

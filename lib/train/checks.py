@@ -44,7 +44,6 @@ _PACKAGES = {
 _OWNED = {
     "streaming": ("online",),
     "sample_prompts": ("sample_tokens",),
-    "eval_suite": ("suite_limit",),
     "plan_gpus": ("plan_gpu_memory",),
 }
 _LARGEST_RANK = 65_536

@@ -38,8 +38,9 @@ def read_tasks(config: Config, source: SampleSource) -> list[Task]:
     _warn_about_best(config)
     if not config.eval_suite:
         return []
-    directory = task_files.find_suite(config.eval_suite, config.cache_dir)
-    tasks = task_files.read_suite(directory, config.suite_limit)
+    name, limit = _split_limit(config.eval_suite)
+    directory = task_files.find_suite(name, config.cache_dir)
+    tasks = task_files.read_suite(directory, limit)
     _require_key(config, directory, tasks)
     _require_distinct_names(tasks, source.name_validation_texts())
     log.detail(
@@ -47,6 +48,12 @@ def read_tasks(config: Config, source: SampleSource) -> list[Task]:
         f"{units.counted(task_files.count_requests(tasks), 'text')} to score"
     )
     return tasks
+
+
+def _split_limit(suite: str) -> tuple[str, int | None]:
+    """Return the name of a suite, and the number of items behind it, None for all."""
+    name, colon, count = suite.rpartition(":")
+    return (name, int(count)) if colon and count.isdecimal() and int(count) else (suite, None)
 
 
 def _require_key(config: Config, directory: Path, tasks: Iterable[Task]) -> None:

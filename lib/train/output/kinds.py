@@ -52,7 +52,6 @@ _WITHOUT_EFFECT = (
     "sample_prompts",
     "sample_tokens",
     "eval_suite",
-    "suite_limit",
     "best_by",
     "wandb",
     "profile",

@@ -48,7 +48,7 @@ class SyntheticSource(SampleSource):
         if config.eval_suite:
             problems.add(
                 "--eval-suite needs a tokenizer, and a run on synthetic tokens has none",
-                run=commands.as_typed(drop=["--eval-suite", "--suite-limit"]),
+                run=commands.as_typed(drop=["--eval-suite"]),
             )
 
     @classmethod
