@@ -15,13 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lib.parallel import generation
 from lib.tokens import prompts
+from lib.train.data import SAMPLE_TOKENS as TOKENS
 from tests.conftest import run_stage
 from tests.models.families import make_tiny_llama
 from tests.tokens.chat import chats
 from tests.training import SMALL_RUN, VOCABULARY, metrics, read_log, save_model
 
 PROMPTS = ("kalo mi", "se", "ru ru lovi minta")
-TOKENS = 9
 SEED = 5
 
 
@@ -43,7 +43,7 @@ def samples(root: Path, name: str) -> list[dict[str, Any]]:
 def options_of(root: Path, every: int = 2) -> tuple[object, ...]:
     path = root / "prompts.txt"
     path.write_text("\n".join(PROMPTS) + "\n\n")
-    return ("--sample-prompts", path.name, "--eval-freq", every, "--sample-tokens", TOKENS)
+    return ("--sample-prompts", path.name, "--eval-freq", every, "-s", 128)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def test_samples_equal_those_of_a_plain_loop(
         assert [tuple(row[name] for name in names) for row in chosen] == expected
     seen = {row["step"]: row["train/tokens_seen"] for row in metrics(project, "run")}
     assert all(row["tokens_seen"] == seen[row["step"]] for row in rows)
-    assert "9 forward passes over 6 × " in read_log(project, "run")
+    assert "64 forward passes over 6 × " in read_log(project, "run")
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_samples_change_no_loss_and_a_resume_repeats_them(project: Path) -> None
     config = make_tiny_llama(vocab_size=VOCABULARY, attention_dropout=0.2, tie_word_embeddings=True)
     save_model(project / "model", config)
     steps = ("--max-steps", 6, "--lr", 1e-2, "--ckpt-freq", 2, "--ckpt-keep", 0)
-    steps += ("--eval-freq", 1)
+    steps += ("--eval-freq", 1, "-s", 128)
     train_samples(project, "without", *steps, ranks=2)
     train_samples(project, "run", *steps, *options_of(project, 1), ranks=2)
     names = ("train/loss", "train/grad_norm", "eval/loss")
@@ -141,7 +141,6 @@ def test_prompts_of_conversations_use_the_template(tmp_path: Path) -> None:
     run_stage(
         *("04_train_fsdp.py", "-e", "run", "-d", "talks", "-m", "model", "-s", 256, "-b", 2),
         *("--precision", "fp32", "--max-steps", 2, "--lr", 0, "--sample-prompts", "p.jsonl"),
-        *("--sample-tokens", TOKENS),
         cwd=tmp_path,
     )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "outputs/run/model")
@@ -163,10 +162,8 @@ def test_bad_prompts_are_refused_before_the_model_is_loaded(project: Path) -> No
     assert "3 problems" in result.stderr and "line 2 is not JSON" in result.stderr
     (project / "long.txt").write_text("fine\n" + "kalo mi " * 40 + "\n")
     result = train_samples(project, "run", "--sample-prompts", "long.txt", expect=2, ranks=0)
-    assert "2 problems" in result.stderr  # the default of 64 tokens does not fit either
+    assert "2 problems" in result.stderr  # with 64 tokens, line 1 does not fit either
     assert "line 2 is too long" in result.stderr and not (project / "outputs/run").exists()
-    result = train_samples(project, "run", "--sample-tokens", 3, expect=2, ranks=0)
-    assert "belongs to --sample-prompts" in result.stderr
 
 
 def test_drawn_tokens_follow_the_distribution() -> None:

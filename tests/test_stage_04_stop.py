@@ -142,7 +142,7 @@ EVALUATED = (
     *SMALL_RUN,
     *("-e", "run", "-b", 2, "--eval-freq", 2, "--eval-batches", 10, "--max-steps", 4),
     *("--eval-suite", "small:8"),
-    *("--sample-prompts", "prompts.txt", "--sample-tokens", 8),
+    *("--sample-prompts", "prompts.txt", "-s", 128),
 )
 
 

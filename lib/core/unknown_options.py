@@ -55,6 +55,7 @@ GONE = {
         "leave it out: a complete run waits up to 30 minutes for its last copy, and Ctrl-C ends "
         "the wait",
     ),
+    "sample_tokens": Gone(64, "leave it out: a sample has 64 tokens"),
     "suite_limit": Gone(None, "behind the name of the suite: --eval-suite small:100"),
     "text_field": Gone(None, "--streaming FIELD names the field", is_needed=True),
     "include": Gone([], "in stage 04, a glob behind the name: -d ORG/NAME/GLOB", is_needed=True),

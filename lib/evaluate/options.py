@@ -37,13 +37,6 @@ class EvaluationOptions:
         help="continue prompts while training, and write the samples to samples.jsonl: a text file "
         'with a prompt per line, or JSON Lines with "prompt" or "messages" (default: no samples)',
     )
-    sample_tokens: int = option(
-        64,
-        role=Role.ALIKE,
-        parse=positive_int,
-        help="with --sample-prompts: tokens of each sample. Each token takes a forward pass over "
-        "all prompts, which gathers the weights of all ranks",
-    )
     eval_suite: str = option(
         "",
         role=Role.ALIKE,

@@ -43,7 +43,6 @@ _PACKAGES = {
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
     "streaming": ("online",),
-    "sample_prompts": ("sample_tokens",),
     "plan_gpus": ("plan_gpu_memory",),
 }
 _LARGEST_RANK = 65_536

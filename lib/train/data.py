@@ -20,6 +20,8 @@ from lib.train.plan import Plan
 if TYPE_CHECKING:
     import torch
 
+SAMPLE_TOKENS = 64  # tokens of each sample; each takes a forward pass over all prompts
+
 
 @dataclass(frozen=True)
 class Data(ABC):
@@ -107,6 +109,6 @@ def prepare_prompts(config: Config, tokenizer_dir: Path, template: str) -> list[
         tokenizer_dir,
         template,
         config.seq_length,
-        config.sample_tokens,
+        SAMPLE_TOKENS,
         config.chat_template_kwargs,
     )

@@ -27,7 +27,7 @@ from lib.tokens.encode import Encoder
 from lib.tokens.prompts import Prompt
 from lib.train import estimates
 from lib.train.config import Config
-from lib.train.data import Data
+from lib.train.data import SAMPLE_TOKENS, Data
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
 
@@ -53,17 +53,16 @@ def describe_cost(
     config: Config, encoded: Sequence[Prompt], cost: ModelCost, hardware: Hardware
 ) -> str:
     """Return what samples cost each time: forward passes, seconds, and bytes to gather."""
-    tokens = config.sample_tokens
     rows = 2 * len(encoded)
     length = _choose_length(config, encoded)
     every = config.eval_freq
     when = f"every {every:,} steps and at the end" if every else "at the end"
-    seconds = estimates.estimate_forward_seconds(tokens * rows * length, cost, hardware)
+    seconds = estimates.estimate_forward_seconds(SAMPLE_TOKENS * rows * length, cost, hardware)
     shards = min(config.shard_size or hardware.ranks, hardware.ranks)
     weight = 4 if config.precision == "fp32" else 2
-    gathered = tokens * cost.parameters * weight * (1 - 1 / shards)
+    gathered = SAMPLE_TOKENS * cost.parameters * weight * (1 - 1 / shards)
     return (
-        f"{when}: {units.counted(tokens, 'forward pass')} over {rows} × {length:,} "
+        f"{when}: {units.counted(SAMPLE_TOKENS, 'forward pass')} over {rows} × {length:,} "
         f"tokens ({units.counted(len(encoded), 'prompt')}, each once greedy and once drawn)"
         + ("" if seconds is None else f", {units.duration(seconds)} of computing by the estimate")
         + (f"; each rank receives {units.size(gathered)} of weights" if shards > 1 else "")
@@ -72,7 +71,7 @@ def describe_cost(
 
 def _choose_length(config: Config, encoded: Sequence[Prompt]) -> int:
     ids = [prompt.ids for prompt in encoded]
-    return generation.choose_length(ids, config.sample_tokens, config.seq_length)
+    return generation.choose_length(ids, SAMPLE_TOKENS, config.seq_length)
 
 
 class Sampling:
@@ -102,7 +101,7 @@ class Sampling:
         """
         config = self._plan.config
         uniforms = [
-            np.random.default_rng([config.seed, index]).random(config.sample_tokens)
+            np.random.default_rng([config.seed, index]).random(SAMPLE_TOKENS)
             for index in range(len(self._prompts))
         ]
         continuations = generation.continue_prompts(

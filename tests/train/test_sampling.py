@@ -104,7 +104,7 @@ def test_a_text_ends_before_eos_or_a_token_that_ends_answers(
         SimpleNamespace(prompts=[Prompt(f"{index}", [3]) for index in range(3)], stops=[9]),
         Path(),
         SimpleNamespace(
-            config=SimpleNamespace(seed=0, sample_tokens=4, seq_length=32, packing="concat"),
+            config=SimpleNamespace(seed=0, seq_length=32, packing="concat"),
             is_evaluated=lambda step: step == 7,
         ),
         SimpleNamespace(rank=0, control=group),

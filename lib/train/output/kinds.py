@@ -50,7 +50,6 @@ _WITHOUT_EFFECT = (
     "eval_freq",
     "eval_batches",
     "sample_prompts",
-    "sample_tokens",
     "eval_suite",
     "best_by",
     "wandb",
