@@ -216,6 +216,7 @@ def test_the_words_of_a_trainer_from_scratch() -> None:
         300,
         None,
     )
+    assert config.attention == "flash"
     assert asked("--hf_model=a", "--mixed_precision").model_name == "a"
 
 

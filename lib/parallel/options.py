@@ -106,12 +106,15 @@ class ParallelOptions:
     )
     attention: str = option(
         "auto",
-        aliases=("attn_implementation",),
+        aliases=("attn_implementation", "use_flash_attn"),
         role=Role.ALIKE,
+        parse=or_switch("flash", "auto"),
+        nargs="?",
+        const="flash",
         choices=("auto", "flash", "sdpa", "varlen", "flash_attention_2", "flex"),
         help="attention implementation. auto: varlen for packed documents on a GPU, else sdpa. "
         "flash: flash_attention_2 if its package is installed and supports training here, else "
-        "auto",
+        "auto. The option without a value means flash",
     )
     cpu_offload: bool = option(
         False,

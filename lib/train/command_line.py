@@ -23,14 +23,6 @@ _FROM_SCRATCH = ("--from-scratch", "--model-size=1B")
 def add_options(parser: options.Parser) -> None:
     """Add all options of stage 04 to a parser."""
     declared.add_options(parser, Config)
-    speed = next(group for group in parser._action_groups if str(group.title).startswith("speed"))
-    speed.add_argument(
-        "--use-flash-attn",
-        dest="attention",
-        action="store_const",
-        const="flash",
-        help="short for --attention flash",
-    )
     parser.add_common(workers="tokenise")
 
 
