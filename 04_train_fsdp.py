@@ -136,7 +136,7 @@ def prepare_and_train(typed_config: Config, output: Output, inputs: Inputs) -> N
     encoding = inputs.encode_for(model.config.get_text_config().vocab_size)
     data = replace(inputs.source.prepare_samples(config, encoding), prompts=prompts, tasks=tasks)
     if config.prepare_only:
-        log.info("next: " + commands.as_typed(drop=["--prepare-only", "--show-samples"]))
+        log.info("next: " + commands.as_typed(drop=["--prepare-only"]))
         return
     with explain_errors(config, experiment), ExitStack() as stack:  # closed in reverse order
         run = set_up(config, output, inputs, model, data, meeting, stack)

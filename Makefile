@@ -164,7 +164,7 @@ demo-chat: $(VENV)/installed
 	$(PY) 03_download_model.py --from-scratch --model-size 1M --model-name demo-chat \
 	  --train-tokenizer hf_datasets/demo-chat
 	$(PY) 04_train_fsdp.py -e demo-chat -d hf_datasets/demo-chat -m demo-chat --seq-length 256 \
-	  --prepare-only --show-samples 2
+	  --prepare-only
 	PYTHON=$(PY) launch/single_node.sh $(DEMO_RANKS) -- -e demo-chat -d hf_datasets/demo-chat \
 	  -m demo-chat --seq-length 256 --batch-size 4 --max-steps 350 --lr 1e-2 --warmup-steps 30 \
 	  --log-freq 50 --ckpt-freq 350

@@ -71,9 +71,7 @@ def test_an_export_gives_the_trained_answer_and_stops(tmp_path: Path) -> None:
         "--seq-length",
         "64",
     ]
-    shown = run_stage(
-        "04_train_fsdp.py", *words, "--prepare-only", "--show-samples", "2", cwd=tmp_path
-    )
+    shown = run_stage("04_train_fsdp.py", *words, "--prepare-only", cwd=tmp_path)
     assert "⟦The heron lives in the reeds.<|im_end|>⟧\n" in shown.stdout
     assert f"<|im_start|>user\n{ask_about('mole')}<|im_end|>\n" in shown.stdout
     assert re.search(r"stop token.*100 %", shown.stdout)

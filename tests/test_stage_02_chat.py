@@ -121,7 +121,7 @@ def test_from_conversations_to_a_dataset(stage, tmp_path):
         "2.0 per conversation",
         "with tools",
         f"{chat['dropped']['empty answer']} empty answer",
-        "-d hf_datasets/corpus --prepare-only --show-samples 3",
+        "-d hf_datasets/corpus --prepare-only",
     ):
         assert words in done.stdout
     assert "already done" in stage(SCRIPT, *options).stdout

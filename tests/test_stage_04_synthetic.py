@@ -135,7 +135,6 @@ def test_a_config_also_works_with_data_and_a_tokenizer(project: Path) -> None:
         (("-d", "synthetic:10"), "too small for one step"),
         (("-d", "synthetic", "-d", "corpus"), "cannot be mixed"),
         (("-d", "synthetic", "--streaming", "--max-steps", 2), "-d synthetic has none"),
-        (("-d", "synthetic", "--show-samples", 1), "synthetic tokens stand for none"),
         (("-d", "synthetic", "--chat-template", "chatml"), "belongs to chat datasets"),
         (("-d", "synthetic", "--config-json", "x.json"), "not both"),
     ],

@@ -47,6 +47,7 @@ GONE = {
     "eval_wheel": Gone(None, _SUITES),
     "suite_name": Gone(None, _SUITES),
     "compare": Gone(None, "the report of several runs compares them: docs/how-to/report.md"),
+    "show_samples": Gone(0, "--prepare-only: it prints two samples of each dataset"),
     "token_reads": Gone(
         "mmap", "leave it out, or put the cache on a local disk; pread is used where mmap fails"
     ),

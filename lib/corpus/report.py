@@ -263,7 +263,7 @@ def print_next(save_dir: Path, row_options: RowOptions) -> None:
     if model := _find_prepared_model():
         words = ("-e", "first", "-d", save_dir, "-m", model)
         if row_options.format == CHAT:
-            check = commands.train(*words, "--prepare-only", "--show-samples", 3)
+            check = commands.train(*words, "--prepare-only")
             log.info(f"next: check the trained tokens of some samples: {check}")
         log.info(f"next: train the prepared model {model}: {commands.train(*words)}")
         return
@@ -272,7 +272,7 @@ def print_next(save_dir: Path, row_options: RowOptions) -> None:
         log.info(f"next: download a model, preferably with a chat template: {fetch}")
         log.info(
             "then: check the trained tokens of some samples: "
-            + commands.train("-e", "first", "-d", save_dir, "--prepare-only", "--show-samples", 3)
+            + commands.train("-e", "first", "-d", save_dir, "--prepare-only")
             + "\n      and train: "
             + commands.train("-e", "first", "-d", save_dir)
         )

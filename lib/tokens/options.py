@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lib.core import options
 from lib.core.declared import Role, option
-from lib.core.options import count, or_switch, positive_int
+from lib.core.options import or_switch, positive_int
 
 SEQ_LENGTH = 1024  # tokens, the default where the model allows it
 SYNTHETIC = "synthetic"  # the name of random tokens as a value of -d
@@ -23,13 +23,8 @@ class DataOptions:
         False,
         group="the run",
         role=Role.LOCAL,
-        help="tokenise the dataset, or verify an existing token store, and stop before training",
-    )
-    show_samples: int = option(
-        0,
-        role=Role.LOCAL,
-        parse=count,
-        help="print N samples of each dataset before training, and mark the trained tokens",
+        help="tokenise the dataset, or verify an existing token store, print two samples of each "
+        "dataset with the trained tokens marked, and stop before training",
     )
     streaming: str = option(
         "",

@@ -27,6 +27,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 # Of an excerpt: characters per part, and parts.
 _LONGEST = 60
 _PARTS = 5
+_LONGEST_DOCUMENT = 2_000  # tokens; a book would fill the screen
 
 
 def describe_marks(colour: bool) -> str:
@@ -56,14 +57,20 @@ def render_excerpt(tokens: np.ndarray, trained: np.ndarray, tokenizer: Any) -> s
 
 
 def render_documents(store: TokenStore, count: int, tokenizer: Any, colour: bool) -> Iterator[str]:
-    """Yield documents spread evenly over the training split, each after a header line."""
+    """Yield documents spread evenly over the training split, each after a header line.
+
+    A long document ends with … after its first tokens.
+    """
     split = store.splits["train"]
     total = len(split.ends)
     for number in (np.arange(min(count, total)) * total // max(1, min(count, total))).tolist():
         start = int(split.ends[number - 1]) if number else 0
         end = int(split.ends[number])
         trained = np.arange(end - start) > 0 if split.labels is None else split.labels[start:end]
-        text = render_sample(np.asarray(split.tokens[start:end]), trained, tokenizer, colour)
+        shown = slice(start, min(end, start + _LONGEST_DOCUMENT))
+        beginning = np.asarray(split.tokens[shown])
+        text = render_sample(beginning, trained[: len(beginning)], tokenizer, colour)
+        text += "" if shown.stop == end else "…"
         yield (
             f"--- {number + 1:,} of {total:,} in {store.path.name}: {end - start:,} tokens, "
             f"{int(trained.sum()):,} trained\n{text}"

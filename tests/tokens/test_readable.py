@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from transformers import AutoTokenizer
 
 from lib.tokens import readable
@@ -46,7 +47,9 @@ def test_brackets_in_the_text_are_escaped(tokenizer: Path) -> None:
     assert one_line.count("⟦") == one_line.count("⟧") == 1 and "\\u27e6a" in one_line
 
 
-def test_printed_samples_are_spread_evenly(tokenizer: Path) -> None:
+def test_printed_samples_are_spread_evenly(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = np.arange(1, 11) * 3
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     letters = loaded.convert_tokens_to_ids(list("abcdefghij"))
@@ -63,3 +66,7 @@ def test_printed_samples_are_spread_evenly(tokenizer: Path) -> None:
             f"3 tokens, {1 if split.labels is not None else 2} trained\n" + first
         )
         assert len(list(readable.render_documents(store, 30, loaded, colour=False))) == 10
+        with monkeypatch.context() as patch:
+            patch.setattr(readable, "_LONGEST_DOCUMENT", 2)
+            [line] = readable.render_documents(store, 1, loaded, colour=False)
+        assert line.splitlines()[1] == "<s>⟦a⟧…"

@@ -31,6 +31,8 @@ from lib.train.data import SampleData
 from lib.train.previous_run import KeptTemplate
 from lib.train.source import Encoding, SampleSource
 
+_PRINTED_SAMPLES = 2  # of each dataset
+
 
 @dataclass(frozen=True)
 class CorporaSource(SampleSource):
@@ -122,8 +124,8 @@ class CorporaSource(SampleSource):
     def prepare_samples(self, config: Config, encoding: Encoding) -> SampleData:
         """Return the samples of all datasets; create missing token stores and packs."""
         stores = [self._prepare_store(config, encoding, corpus) for corpus in self.corpora]
-        if config.show_samples and log.rank() == 0:
-            _print_samples(stores, config.show_samples, encoding.tokenizer_dir)
+        if config.prepare_only and log.rank() == 0:
+            _print_samples(stores, encoding.tokenizer_dir)
         return self._combine_stores(config, stores)
 
     def _prepare_store(self, config: Config, encoding: Encoding, corpus: Corpus) -> TokenStore:
@@ -230,13 +232,13 @@ def _make_tokenization(config: Config, encoding: Encoding, corpus: Corpus) -> To
     return ChatTokenization(*shared, rules)
 
 
-def _print_samples(stores: Sequence[TokenStore], count: int, tokenizer_dir: Path) -> None:
-    """Print some samples of each store, in colour on a terminal."""
+def _print_samples(stores: Sequence[TokenStore], tokenizer_dir: Path) -> None:
+    """Print a few samples of each store, in colour on a terminal."""
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     tokenizer = Encoder(tokenizer_dir, 1).tokenizer
     log.info(f"training samples ({readable.describe_marks(colour)}):")
     for tokens in stores:
-        for text in readable.render_documents(tokens, count, tokenizer, colour):
+        for text in readable.render_documents(tokens, _PRINTED_SAMPLES, tokenizer, colour):
             log.info(text)
 
 

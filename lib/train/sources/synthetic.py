@@ -41,8 +41,6 @@ class SyntheticSource(SampleSource):
             return
         if config.streaming:
             problems.add("--streaming reads raw files, and -d synthetic has none")
-        if config.show_samples:
-            problems.add("--show-samples prints text, and synthetic tokens stand for none")
         if config.sample_prompts is not None:
             problems.add("--sample-prompts needs a tokenizer, and -d synthetic uses none")
         if config.eval_suite:
