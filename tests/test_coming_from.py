@@ -274,6 +274,8 @@ def test_what_the_sample_is_given_is_told_all_at_once() -> None:
     ]
     assert "coming-from.md" in caught.value.hint and "--help" in caught.value.run
     taken = asked(
+        "-e",
+        "x",
         "-d",
         "y",
         *(
@@ -289,7 +291,7 @@ def test_what_the_sample_is_given_is_told_all_at_once() -> None:
         1,
     )
     assert (taken.activation_checkpointing, taken.cpu_offload, taken.log_freq) == ("full", False, 1)
-    assert (str(taken.save_dir), taken.experiment_name) == (".", "checkpoints")
+    assert (str(taken.save_dir), taken.experiment_name) == ("checkpoints", "x")
 
 
 def test_steps_have_two_names_in_the_sample() -> None:
@@ -298,7 +300,7 @@ def test_steps_have_two_names_in_the_sample() -> None:
 
 def test_a_command_line_of_the_hugging_face_trainer() -> None:
     words = (
-        "--model_name_or_path org/name --output_dir out/exp --per_device_train_batch_size 4 "
+        "--model_name_or_path org/name -e exp --output_dir out --per_device_train_batch_size 4 "
         "--gradient_accumulation_steps 2 --learning_rate 1e-5 --num_train_epochs 2 "
         "--lr_scheduler_type linear --warmup_steps 10 --adam_beta2 0.99 --max_grad_norm 0.5 "
         "--save_steps 7 --save_total_limit 2 --logging_steps 3 --eval_steps 9 --block_size 64 "
@@ -345,7 +347,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         "gradient_checkpointing": True,
     }
     (tmp_path / "axolotl.yaml").write_text(yaml.safe_dump(keys))
-    config = asked("--config", tmp_path / "axolotl.yaml", "-d", "corpus")
+    config = asked("--config", tmp_path / "axolotl.yaml", "-e", "exp", "-d", "corpus")
     assert (config.model_name, config.batch_size, config.grad_accum_steps, config.seq_length) == (
         "org/name",
         2,
@@ -353,7 +355,7 @@ def test_a_file_of_axolotl(tmp_path: Path) -> None:
         2048,
     )
     assert (config.save_dir / config.experiment_name, config.activation_checkpointing) == (
-        Path("out/run"),
+        Path("out/run/exp"),
         "full",
     )
     (tmp_path / "axolotl.yaml").write_text("warmup_ratio: 0.1\npad_to_sequence_len: true\n")

@@ -40,7 +40,7 @@ TOOLS = [
 ]  # torch's own options
 COMMANDS = [*STAGES, *TOOLS]
 # What a parser of its own reads before the others.
-READ_FIRST = {"config", "values", "checkpoint_dir"}
+READ_FIRST = {"config", "values"}
 # What a namespace of options is called, out of launch/.
 NAMES = {
     "row_options",

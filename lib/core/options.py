@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
         config = Path(file)
         typed = {self._dest(arg.partition("=")[0]) for arg in argv if arg.startswith("-")}
         experiment = self._value_of(argv, "-e", "--experiment-name") or ""
-        if len(Path(experiment).parts) > 1 or "checkpoint_dir" in typed:  # they set --save-dir
+        if len(Path(experiment).parts) > 1:  # a path sets --save-dir
             typed.add("save_dir")
         from_yaml: list[str] = []
         named: dict[str, tuple[str, list[str]]] = {}  # option → key and words

@@ -92,21 +92,8 @@ def short_name(model_dir: Path) -> str:
 def expand_save_dir(opts: Options) -> None:
     """Set -e to the experiment's name and --save-dir to the directory that contains it.
 
-    --checkpoint-dir is an alias of --save-dir; without -e it is the directory of the experiment
-    itself. Raises UsageError if the options contradict each other.
+    Raises UsageError if the options contradict each other.
     """
-    if directory := getattr(opts, "checkpoint_dir", None):
-        if opts.save_dir:
-            raise UsageError(
-                "give --save-dir or --checkpoint-dir, not both",
-                expected="--save-dir DIR: a run lies in DIR/NAME, and its checkpoints "
-                "in DIR/NAME/checkpoints",
-            )
-        opts.checkpoint_dir = None
-        if opts.experiment_name:
-            opts.save_dir = directory
-        else:
-            opts.experiment_name = str(directory) if directory.is_absolute() else f"./{directory}"
     if opts.experiment_name:
         root = experiment(opts.experiment_name, opts.save_dir).root
         opts.save_dir = root.parent

@@ -57,9 +57,8 @@ def find_directory(cwd: Path, words: Sequence[str]) -> Path | None:
     """
     parser = options.Parser(None)
     parser.add_argument("-e", "--experiment-name")
-    parser.add_argument("--save-dir", type=Path)
-    checkpoint_dir = parser.add_argument("--checkpoint-dir", type=Path)
-    options.add_aliases(parser, checkpoint_dir, ["--output-dir"])
+    save_dir = parser.add_argument("--save-dir", type=Path)
+    options.add_aliases(parser, save_dir, ["--checkpoint-dir", "--output-dir"])
     parser.add_argument("--bench", nargs="?", const="true")
     parser.add_argument("--config")
     opts = _parse_known(parser, words)
@@ -83,7 +82,7 @@ def _read_words(parser: Parser, file: Path, typed: Options) -> Iterator[str]:
     content = records.read_yaml(file, numbers_as_text=True)
     recorded = content.get("options")
     values = recorded if isinstance(recorded, dict) and "versions" in content else content
-    has_directory = typed.checkpoint_dir or len(Path(typed.experiment_name or "").parts) > 1
+    has_directory = len(Path(typed.experiment_name or "").parts) > 1
     for key, value in values.items():
         flag = parser.to_our_name(f"--{key}", {})
         is_known = flag[2:].replace("-", "_") in vars(typed)

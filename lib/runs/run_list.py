@@ -19,7 +19,7 @@ _HEAD = 4 << 10  # bytes to read at the beginning of events.jsonl
 # A run has one of these files, and config.yaml.
 _RUN_FILES = ("state.json", "metrics.jsonl", "lock.json", "model")
 _HIDDEN_OPTIONS = {  # they do not describe the training
-    *("experiment_name", "save_dir", "checkpoint_dir", "cache_dir", "config", "dry_run"),
+    *("experiment_name", "save_dir", "cache_dir", "config", "dry_run"),
     *("overwrite", "num_workers", "no_progress", "resume"),
     *("resume_with_changes", "log_style", "prepare_only", "plan_only_warn"),
 }

@@ -170,7 +170,7 @@ def add_recipe(words: Sequence[str]) -> list[str]:
 def require_names(config: Config, run: str = "", hint: str = "") -> None:
     """Raise UsageError if the name of the run or the dataset is missing. run, hint: as there."""
     names = {
-        "-e (a name for the run)": config.experiment_name,
+        "-e NAME or PATH (of the run)": config.experiment_name,
         "-d (a dataset)": config.dataset_name,
     }
     if missing := [name for name, value in names.items() if not value]:

@@ -27,7 +27,7 @@ class RunOptions:
         first="name of the run; files go to outputs/NAME",
         metavar="NAME",
         help="name of the run, a directory under --save-dir, or a path to its directory; "
-        "not needed with --checkpoint-dir or --bench (required)",
+        "not needed with --bench (required)",
     )
     dataset_name: list[str] = option(
         [],
@@ -52,17 +52,10 @@ class RunOptions:
     )
     save_dir: Path = option(
         None,
+        aliases=("checkpoint_dir", "output_dir"),
         role=Role.LOCAL,
         parse=Path,
         help="parent directory of the runs (default: outputs; if -e is a path, its parent)",
-    )
-    checkpoint_dir: Path | None = option(
-        None,
-        aliases=("output_dir",),
-        role=Role.LOCAL,
-        parse=Path,
-        help="with -e, the same as --save-dir; without -e, the directory of the run itself, with "
-        "checkpoints in DIR/checkpoints (default: none)",
     )
     cache_dir: Path = option(
         Path(".cache"),

@@ -35,34 +35,6 @@ def test_names_are_in_outputs_and_paths_stay_as_typed(
     assert opts.save_dir / opts.experiment_name == Path(root) and opts.experiment_name == "exp"
 
 
-@pytest.mark.parametrize(
-    ("options", "root"),
-    [
-        ({"checkpoint_dir": "ckpt"}, "ckpt"),
-        ({"checkpoint_dir": "/fsx/ckpt/"}, "/fsx/ckpt"),
-        ({"checkpoint_dir": "ckpt", "experiment_name": "exp"}, "ckpt/exp"),
-        ({"checkpoint_dir": "a/b", "experiment_name": "a/b/exp"}, "a/b/exp"),
-    ],
-)
-def test_checkpoint_dir_is_the_run_or_the_parent_of_runs(
-    options: dict[str, str], root: str
-) -> None:
-    opts = Namespace(
-        save_dir=None,
-        experiment_name=options.get("experiment_name"),
-        checkpoint_dir=Path(options["checkpoint_dir"]),
-    )
-    paths.expand_save_dir(opts)
-    assert opts.save_dir / opts.experiment_name == Path(root) and opts.checkpoint_dir is None
-
-
-def test_save_dir_and_checkpoint_dir_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="give --save-dir or --checkpoint-dir, not both"):
-        paths.expand_save_dir(
-            Namespace(save_dir=Path("a"), checkpoint_dir=Path("b"), experiment_name="x")
-        )
-
-
 def test_a_dot_means_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "exp" / "logs").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "exp")
