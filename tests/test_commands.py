@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lib.checkpoints.vendor_tiers import VENDOR_OPTIONS
 from lib.core import declared, help_text, options
 from lib.core.errors import UsageError
 from lib.optim.optimizers import list_option_classes
@@ -235,6 +234,5 @@ def test_each_field_of_config_has_a_role_and_is_read_and_nothing_else_is() -> No
     assert not fields_of_options - {
         name for path in (ROOT / "lib/optim").glob("*.py") for name in reads(path)
     }
-    read |= {*VENDOR_OPTIONS}  # find_place reads them by name
     assert not fields.keys() - read - named - READ_FIRST - fields_of_options
     assert not read - set(dir(Config)) - Config.__dataclass_fields__.keys()

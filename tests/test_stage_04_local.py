@@ -26,11 +26,11 @@ COMMON = (
     "--eval-freq",
     0,
     "--ckpt-freq",
-    16,
+    20,
     "--max-steps",
     STEPS,
 )
-LOCAL = (*COMMON, "--ckpt-local-freq", 2, "-e", "run")
+LOCAL = (*COMMON, "-e", "run")  # local checkpoints every 2 steps
 
 
 def start_nodes(project: Path) -> list[forks.Launch]:
@@ -83,7 +83,7 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(prepared_once, root, dirs_exist_ok=True)
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=2)
     nodes = start_nodes(root)
-    while max([0, *steps_on_both(root)]) <= 20:
+    while max([0, *steps_on_both(root)]) <= 22:
         assert not any(node.poll() for node in nodes), (root / "printed").read_text()
         time.sleep(0.01)
     for node in nodes:
@@ -106,7 +106,7 @@ def test_a_resume_uses_the_newest_checkpoint_and_gives_the_same_losses(run: Path
     resume_nodes(run)
     assert resumed_from(run) == ("disk_0", newest)
     assert losses(run, "run") == losses(run, "plain")
-    assert list_saved_steps(run, "run") == [16, 32, STEPS]
+    assert list_saved_steps(run, "run") == [20, STEPS]
     assert not local_steps(run, 0) + local_steps(run, 1), (
         "a complete run does not need them any more"
     )
@@ -117,7 +117,7 @@ def test_a_resume_uses_the_newest_checkpoint_and_gives_the_same_losses(run: Path
 def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: str) -> None:
     newest, *older = steps_on_both(run)
     step = next(run.glob(f"disk_1/run-*/step_{newest:08d}"))
-    expected = ("disk_0", older[0]) if older else ("outputs", 16)
+    expected = ("disk_0", older[0]) if older else ("outputs", 20)
     if harm == "a bit":
         file = next(step.glob("dcp/rank_00001/*.distcp"))
         content = bytearray(file.read_bytes())
@@ -127,11 +127,11 @@ def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: 
         (step / "dcp/rank_00001/.metadata").unlink()
     elif harm == "a node's disk":
         shutil.rmtree(run / "disk_1")
-        expected = ("outputs", 16)
+        expected = ("outputs", 20)
     else:
         config = run / "outputs/run/config.yaml"
         config.write_text(config.read_text().replace("\nrun: ", "\nrun: x"))
-        expected = ("outputs", 16)
+        expected = ("outputs", 20)
     resume_nodes(run)
     assert resumed_from(run) == expected
     assert losses(run, "run") == losses(run, "plain")
@@ -140,12 +140,12 @@ def test_a_checkpoint_that_is_incomplete_on_a_node_is_not_used(run: Path, harm: 
 @pytest.mark.long
 def test_another_number_of_ranks_uses_the_shared_checkpoint(run: Path) -> None:
     run_stage("04_train_fsdp.py", *LOCAL, "--ckpt-local-dir", "disk_0", "-b", 4, cwd=run)
-    assert resumed_from(run) == ("outputs", 16)
+    assert resumed_from(run) == ("outputs", 20)
 
 
 @pytest.mark.long
 def test_a_local_checkpoint_is_used_if_no_shared_one_is_valid(run: Path) -> None:
-    (run / "outputs/run/checkpoints/step_00000016/COMMIT.json").unlink()
+    (run / "outputs/run/checkpoints/step_00000020/COMMIT.json").unlink()
     newest = steps_on_both(run)[0]
     resume_nodes(run)
     assert resumed_from(run) == ("disk_0", newest)

@@ -181,7 +181,7 @@ def test_damage_in_a_base_model_with_digests_is_found_in_each_launch(
     "saving",
     [
         ("--ckpt-async", "off"),
-        ("--ckpt-local-dir", "disk", "--ckpt-local-freq", 1),
+        ("--ckpt-local-dir", "disk"),
     ],
 )
 def test_an_adapter_with_dropout_resumes_bit_for_bit(

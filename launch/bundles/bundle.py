@@ -138,7 +138,7 @@ def _add_wheel_options(parser: options.Parser) -> None:
         "--optional",
         action="store_true",
         help="also pack the wheels of requirements-optional.txt, for --wandb, --ckpt-copy-to, "
-        "--ckpt-hyperpod, --language, --quality-model, --extract, --precision fp8 and "
+        "--ckpt-local-dir hyperpod:…, --language, --quality-model, --extract, --precision fp8 and "
         "FlashAttention 4",
     )
     parser.add_argument("--no-wheels", action="store_true", help="pack no wheelhouse")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from lib.core.declared import Role, option
 from lib.core.options import count, on_off, positive_int
@@ -36,27 +35,15 @@ class CheckpointOptions:
         parse=on_off,
         help="write checkpoints in the background, from copies in host memory",
     )
-    ckpt_local_dir: Path | None = option(
+    ckpt_local_dir: str | None = option(
         None,
         role=Role.LOCAL,
-        parse=Path,
-        help="directory on each node's own disk for additional, more frequent checkpoints. If the "
-        "run resumes on the same nodes with as many ranks, it uses the newest checkpoint, from "
-        "here or from the run's directory (default: none)",
-    )
-    ckpt_hyperpod: str | None = option(
-        None,
-        role=Role.ALIKE,
-        metavar="auto|URL",
-        help="keep additional, more frequent checkpoints in the memory of a HyperPod cluster "
-        "instead of in --ckpt-local-dir; auto finds its service (default: not used)",
-    )
-    ckpt_local_freq: int | None = option(
-        None,
-        role=Role.ALIKE,
-        parse=positive_int,
-        help="steps between checkpoints in --ckpt-local-dir or --ckpt-hyperpod (default: a "
-        "tenth of --ckpt-freq)",
+        metavar="DIR|hyperpod:auto|hyperpod:URL",
+        help="directory on each node's own disk for additional checkpoints, ten times as often as "
+        "--ckpt-freq. hyperpod:auto keeps them in the memory of a HyperPod cluster instead, and "
+        "finds its service; hyperpod:URL names the service. If the run resumes on the same nodes "
+        "with as many ranks, it uses the newest checkpoint, from here or from the run's directory "
+        "(default: none)",
     )
     ckpt_copy_to: str | None = option(
         None,

@@ -273,13 +273,12 @@ def _shard_directory(rank: int) -> str:
     return f"{commit.TENSORS}/rank_{rank:05d}"
 
 
-def open_tier(run: SavedRun, place: str, shared_every: int, every: int | None = None) -> Tier:
+def open_tier(run: SavedRun, place: str, shared_every: int) -> Tier:
     """Return the second tier in a place; see vendor_tiers.py.
 
-    shared_every: steps between checkpoints in the run's directory. every: the same for the tier,
-    None for a tenth.
+    shared_every: steps between checkpoints in the run's directory.
     """
     vendor, address = vendor_tiers.split_place(place)
     make = pkgutil.resolve_name(vendor.tier) if vendor else LocalTier
-    tier: Tier = make(run, address, every or max(1, shared_every // _TIER_PER_SHARED))
+    tier: Tier = make(run, address, max(1, shared_every // _TIER_PER_SHARED))
     return tier

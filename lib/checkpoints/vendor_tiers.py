@@ -1,4 +1,4 @@
-"""List the second tiers of vendors, by the scheme of the place that a run asks for.
+"""List the second tiers of vendors, by the scheme of the place in --ckpt-local-dir.
 
 A place is a directory on each node's own disk, or `<scheme>:<address>` for a vendor's tier.
 
@@ -8,20 +8,18 @@ A tier is only imported if a run asks for it, so that nothing here depends on it
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
 class VendorTier:
     """A tier, as `module:class`, and its needs.
 
-    The class is called with the run, the address, and the steps between checkpoints. option: the
-    field of the option that gives the address. address: a regular expression that addresses match.
-    expected: the same in words. package: what it needs of requirements-optional.txt.
+    The class is called with the run, the address, and the steps between checkpoints. address: a
+    regular expression that addresses match. expected: the same in words. package: what it
+    needs of requirements-optional.txt.
     """
 
     tier: str
-    option: str
     address: str
     expected: str
     package: str
@@ -30,23 +28,11 @@ class VendorTier:
 VENDOR_TIERS = {
     "hyperpod": VendorTier(
         "launch.cloud.checkpoints.hyperpod:HyperPodTier",
-        "ckpt_hyperpod",
         r"auto|https?://[^/@\s]+/?",
-        "auto, or one like http://host:9200",
+        "hyperpod:auto, or one like hyperpod:http://host:9200",
         "amzn-sagemaker-checkpointing",
     )
 }
-
-
-VENDOR_OPTIONS = tuple(vendor.option for vendor in VENDOR_TIERS.values())
-
-
-def find_place(options: Any) -> str | None:
-    """Return the place of the second tier that the options of a run ask for, None without one."""
-    for scheme, vendor in VENDOR_TIERS.items():
-        if address := getattr(options, vendor.option):
-            return f"{scheme}:{address}"
-    return str(options.ckpt_local_dir) if options.ckpt_local_dir else None
 
 
 def split_place(place: str) -> tuple[VendorTier | None, str]:

@@ -60,6 +60,8 @@ GONE = {
     "suite_limit": Gone(None, "behind the name of the suite: --eval-suite small:100"),
     "text_field": Gone(None, "--streaming FIELD names the field", is_needed=True),
     "include": Gone([], "in stage 04, a glob behind the name: -d ORG/NAME/GLOB", is_needed=True),
+    "ckpt_hyperpod": Gone(None, "--ckpt-local-dir hyperpod:auto, or hyperpod:URL"),
+    "ckpt_local_freq": Gone(None, "leave it out: it is a tenth of --ckpt-freq"),
     "ckpt_keep_every": Gone(
         None, "--ckpt-keep 0 keeps all checkpoints; delete those that nobody needs after the run"
     ),

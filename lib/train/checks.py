@@ -12,12 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.checkpoints.vendor_tiers import (
-    VENDOR_OPTIONS,
-    VENDOR_TIERS,
-    find_place,
-    split_place,
-)
+from lib.checkpoints.vendor_tiers import split_place
 from lib.core import commands, declared, paths, patterns, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
@@ -36,10 +31,7 @@ _SHORTEST = 8  # tokens per sample
 # from scratch and in fine-tuning. docs/explanation/planning.md names the sources.
 _PUBLISHED_LR = ((1e8, 3e-2, 3e-2), (1e9, 3e-3, 1e-3), (math.inf, 3e-3, 3e-4))
 # The packages of requirements-optional.txt that options need, by field.
-_PACKAGES = {
-    "wandb": "wandb",
-    **{vendor.option: vendor.package for vendor in VENDOR_TIERS.values()},
-}
+_PACKAGES = {"wandb": "wandb"}
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
     "streaming": ("online",),
@@ -202,23 +194,14 @@ def _check_batch(config: Config, problems: Problems) -> None:
 
 
 def _check_checkpoints(config: Config, problems: Problems) -> None:
-    place = find_place(config)
-    if config.ckpt_local_freq and not place:
-        places = ("--ckpt-local-dir", *map(declared.flag, VENDOR_OPTIONS))
-        problems.add(f"--ckpt-local-freq belongs to {' or '.join(places)}")
-    if (config.ckpt_local_freq or 0) >= config.ckpt_freq:
+    if config.ckpt_local_dir == "":  # an unset variable
+        problems.add("--ckpt-local-dir is empty", expected="a directory on each node's own disk")
+    vendor, address = split_place(config.ckpt_local_dir or "")
+    if vendor and not re.fullmatch(vendor.address, address):
         problems.add(
-            f"--ckpt-local-freq {config.ckpt_local_freq} is not below --ckpt-freq "
-            f"{config.ckpt_freq}",
-            expected="local checkpoints are the frequent ones",
+            f"--ckpt-local-dir {config.ckpt_local_dir} contains no address",
+            expected=vendor.expected,
         )
-    vendor, address = split_place(place or "")
-    if vendor:
-        flag = declared.flag(vendor.option)
-        if config.ckpt_local_dir:
-            problems.add(f"give --ckpt-local-dir or {flag}, not both")
-        if not re.fullmatch(vendor.address, address):
-            problems.add(f"{flag} {address} is not an address", expected=vendor.expected)
     _check_copies(config, problems)
     if config.resume_with_changes and not config.step_limit:
         problems.add(
@@ -259,6 +242,8 @@ def _check_packages(config: Config, problems: Problems) -> None:
     needed = {name: package for name, package in _PACKAGES.items() if getattr(config, name)}
     if package := folder.find_package(config.ckpt_copy_to or ""):
         needed["ckpt_copy_to"] = package
+    if vendor := split_place(config.ckpt_local_dir or "")[0]:
+        needed["ckpt_local_dir"] = vendor.package
     for name, package in needed.items():
         try:
             metadata.version(package)
@@ -380,7 +365,11 @@ def list_unusual_options(
 
 def _list_missing_mounts(config: Config) -> list[str]:
     """Return a warning for each directory whose disk is not mounted."""
-    directories = {"--save-dir": config.save_dir, "--ckpt-local-dir": config.ckpt_local_dir}
+    vendor, local = split_place(config.ckpt_local_dir or "")
+    directories = {
+        "--save-dir": config.save_dir,
+        "--ckpt-local-dir": Path(local) if local and not vendor else None,
+    }
     return [
         f"{name} {directory} is on the wrong disk: {mount}, which /etc/fstab lists, is not mounted"
         for name, directory in directories.items()

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from lib.checkpoints.vendor_tiers import split_place
 from lib.core import commands, units
 from lib.core.declared import Role
 from lib.core.errors import UsageError
@@ -98,9 +99,11 @@ class Plan:
         """
         from lib.parallel.layout import gather
 
+        place = self.config.ckpt_local_dir
+        vendor, _ = split_place(place or "")
         identity_here = self.identity()
         identity_here["options"] |= self.config.values_of(Role.ALIKE) | {
-            "ckpt_local_dir": bool(self.config.ckpt_local_dir),
+            "ckpt_local_dir": place if vendor else bool(place),
             "sample_prompts": bool(self.config.sample_prompts),
             "steps": self.total_steps,
             "batch_size": self.division.micro_batch,

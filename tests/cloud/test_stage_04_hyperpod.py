@@ -1,5 +1,5 @@
 # covers: 04_train_fsdp.py, launch/cloud/checkpoints/hyperpod.py
-"""`--ckpt-hyperpod`: frequent checkpoints in the memory of a HyperPod cluster."""
+"""`--ckpt-local-dir hyperpod:URL`: frequent checkpoints in the memory of a HyperPod cluster."""
 
 from __future__ import annotations
 
@@ -32,12 +32,16 @@ COMMON = (
     "--eval-freq",
     0,
     "--ckpt-freq",
-    16,
+    20,
     "--max-steps",
     STEPS,
 )
-IN_MEMORY = (*COMMON, "-e", "run", "--ckpt-local-freq", 2, "--ckpt-hyperpod")
 Slots = dict[tuple[int, int], bytes]  # by rank and step
+
+
+def save_in_memory(address: str) -> tuple[object, ...]:
+    """Return the options of the run, which saves in the cluster's memory every 2 steps."""
+    return (*COMMON, "-e", "run", "--ckpt-local-dir", f"hyperpod:{address}")
 
 
 def steps_in_memory(project: Path) -> list[int]:
@@ -63,9 +67,13 @@ def once(prepared_once: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     run_stage("04_train_fsdp.py", *COMMON, "-e", "plain", cwd=root, ranks=RANKS)
     with run_service() as address:
         launch = start_stage(
-            "04_train_fsdp.py", *IN_MEMORY, address, cwd=root, ranks=RANKS, output=root / "printed"
+            "04_train_fsdp.py",
+            *save_in_memory(address),
+            cwd=root,
+            ranks=RANKS,
+            output=root / "printed",
         )
-        while max([0, *steps_in_memory(root)]) <= 20:
+        while max([0, *steps_in_memory(root)]) <= 22:
             assert not launch.poll(), (root / "printed").read_text()
             time.sleep(0.01)
         launch.kill()
@@ -122,11 +130,11 @@ def test_a_killed_run_resumes_from_memory_with_the_same_losses(
     run: Path, slots: Slots, address: str
 ) -> None:
     client = fill_service(run, address, slots)
-    printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
+    printed = run_stage("04_train_fsdp.py", *save_in_memory(address), cwd=run, ranks=RANKS).stdout
     assert resumed_from(run) == ("hyperpod", find_newest_committed(slots))
     assert "resumed from hyperpod/run-" in printed
     assert losses(run, "run") == losses(run, "plain")
-    assert list_saved_steps(run, "run") == [16, 32, STEPS]
+    assert list_saved_steps(run, "run") == [20, STEPS]
     assert max(steps_in_memory(run)) == STEPS - 2
     assert client.get_namespace_config() == {}, "a complete run does not need them any more"
 
@@ -139,8 +147,8 @@ def test_the_shared_checkpoint_is_used_if_a_rank_cannot_read_its_part(
         part = slots.get((1, step), b"")
         slots[1, step] = part[:-1] + b"\xa5"
     fill_service(run, address, slots)
-    printed = run_stage("04_train_fsdp.py", *IN_MEMORY, address, cwd=run, ranks=RANKS).stdout
-    assert resumed_from(run) == ("outputs", 16)
+    printed = run_stage("04_train_fsdp.py", *save_in_memory(address), cwd=run, ranks=RANKS).stdout
+    assert resumed_from(run) == ("outputs", 20)
     assert "rank 1's part does not match its digest" in printed
     assert "cluster's memory" in read_events(run, "quarantine")[-1]["reason"]
     assert losses(run, "run") == losses(run, "plain")
@@ -151,32 +159,24 @@ def test_another_number_of_ranks_uses_the_shared_checkpoint(
     run: Path, slots: Slots, address: str
 ) -> None:
     fill_service(run, address, slots)
-    run_stage("04_train_fsdp.py", *IN_MEMORY, address, "-b", 4, cwd=run)
-    assert resumed_from(run) == ("outputs", 16)
+    run_stage("04_train_fsdp.py", *save_in_memory(address), "-b", 4, cwd=run)
+    assert resumed_from(run) == ("outputs", 20)
     assert max(steps_in_memory(run)) == STEPS - 2
 
 
 @pytest.mark.long
 def test_an_unreachable_service_does_not_end_a_run(run: Path) -> None:
     gone = f"http://127.0.0.1:{free_port()}"
-    printed = run_stage("04_train_fsdp.py", *IN_MEMORY, gone, cwd=run, ranks=RANKS).stdout
+    printed = run_stage("04_train_fsdp.py", *save_in_memory(gone), cwd=run, ranks=RANKS).stdout
     assert "in the cluster's memory cannot be used" in printed
-    assert "step 18 is not saved" in printed
-    assert resumed_from(run) == ("outputs", 16)
+    assert "step 22 is not saved" in printed
+    assert resumed_from(run) == ("outputs", 20)
     assert losses(run, "run") == losses(run, "plain")
-    assert list_saved_steps(run, "run") == [16, 32, STEPS]
+    assert list_saved_steps(run, "run") == [20, STEPS]
 
 
 def test_options_that_contradict_hyperpod_are_refused(project: Path) -> None:
-    bad = (*COMMON, "-e", "run", "--dry-run", "--ckpt-hyperpod")
-    printed = run_stage(
-        "04_train_fsdp.py", *bad, "cluster:9200", "--ckpt-local-dir", "disk", cwd=project, expect=2
-    ).stderr
-    assert "--ckpt-local-dir or --ckpt-hyperpod, not both" in printed
-    assert "--ckpt-hyperpod cluster:9200 is not an address" in printed
-    assert (
-        "is not an address"
-        in run_stage(
-            "04_train_fsdp.py", *bad, "http://user:word@cluster", cwd=project, expect=2
-        ).stderr
-    )
+    bad = (*COMMON, "-e", "run", "--dry-run", "--ckpt-local-dir")
+    for place in ("hyperpod:cluster:9200", "hyperpod:http://user:word@cluster"):
+        done = run_stage("04_train_fsdp.py", *bad, place, cwd=project, expect=2)
+        assert "contains no address" in done.stderr

@@ -121,7 +121,7 @@ def test_possible_options_are_accepted(argv: tuple) -> None:
     ("argv", "package"),
     [
         (("--wandb", "on"), "wandb"),
-        (("--ckpt-hyperpod", "auto"), "amzn-sagemaker-checkpointing"),
+        (("--ckpt-local-dir", "hyperpod:auto"), "amzn-sagemaker-checkpointing"),
         (("--ckpt-copy-to", "s3://bucket/x"), "s3fs"),
     ],
 )

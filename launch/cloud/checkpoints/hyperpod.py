@@ -8,7 +8,7 @@ The service keeps one value per rank and step; COMMIT is the value of an additio
 checkpoint exists if it has a COMMIT. It is valid if every rank's part matches its digest in COMMIT.
 No part is a pickle.
 
-The client connects only to the cluster's own service, or to the address in --ckpt-hyperpod, and
+The client connects only to the cluster's own service, or to the address in --ckpt-local-dir, and
 ignores any proxy. It is part of the package `amzn-sagemaker-checkpointing`. That package's DCP
 reader (1.1.3) unpickles whatever the service returns, without an allowlist, and accepts truncated
 parts. So this module does without that reader and uses the package's client.
@@ -39,7 +39,7 @@ from lib.core.identity import find_differences
 from lib.models.tensor_file import encode_tensors
 from lib.parallel.layout import gather, on_all_ranks, on_rank_0
 
-if TYPE_CHECKING:  # optional: only --ckpt-hyperpod needs it
+if TYPE_CHECKING:  # optional: only this tier needs it
     from amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client import (
         InMemoryCheckpointClient,
     )
@@ -156,7 +156,7 @@ class HyperPodTier(tier.Tier):
                 f"cannot delete the checkpoints after step {step} in {self.where}, although {why}",
                 found=_summarize_error(error),
                 run=commands.as_typed(),
-                hint="run without --ckpt-hyperpod, or when the service answers again:",
+                hint="run without --ckpt-local-dir, or when the service answers again:",
             ) from error
 
     def _fill(self, checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> None:
@@ -301,7 +301,8 @@ def _make_client(address: str, namespace: str, rank: int, ranks: int) -> InMemor
         )
     except ImportError as error:
         raise UsageError(
-            "--ckpt-hyperpod needs a package that is not installed, amzn-sagemaker-checkpointing",
+            "--ckpt-local-dir hyperpod:… needs a package that is not installed, "
+            "amzn-sagemaker-checkpointing",
             found=str(error),
             run=commands.pip_install_optional("amzn-sagemaker-checkpointing"),
         ) from error

@@ -95,7 +95,7 @@ class ClusterOptions:
         0,
         parse=options.count,
         metavar="PERCENT",
-        help="hyperpod: share of the nodes' memory that keeps checkpoints, for --ckpt-hyperpod",
+        help="hyperpod: share of the nodes' memory that keeps checkpoints, for --ckpt-local-dir",
     )
     filesystem: str = option(
         "fsx",

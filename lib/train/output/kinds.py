@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from lib.checkpoints.vendor_tiers import VENDOR_OPTIONS
 from lib.core import declared, log
 from lib.core.errors import Problems
 from lib.tokens.options import DEFAULT_TOKENS, SYNTHETIC
@@ -44,8 +43,6 @@ _WITHOUT_EFFECT = (
     "ckpt_freq",
     "ckpt_keep",
     "ckpt_local_dir",
-    *VENDOR_OPTIONS,
-    "ckpt_local_freq",
     "ckpt_copy_to",
     "eval_freq",
     "eval_batches",

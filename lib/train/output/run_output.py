@@ -83,7 +83,7 @@ class RunOutput(Output):
         """Return the checkpointer, with all places that the options name."""
         import torch
 
-        from lib.checkpoints import tier, vendor_tiers
+        from lib.checkpoints import tier
         from lib.checkpoints.checkpointer import Checkpointer
         from lib.checkpoints.copied_directory import CopiedDirectory
         from lib.checkpoints.place import SavedRun
@@ -102,8 +102,8 @@ class RunOutput(Output):
             journal.add_event,
         )
         tiers: list[CheckpointPlace] = []
-        if place := vendor_tiers.find_place(config):
-            tiers.append(tier.open_tier(run, place, config.ckpt_freq, config.ckpt_local_freq))
+        if place := config.ckpt_local_dir:
+            tiers.append(tier.open_tier(run, place, config.ckpt_freq))
         retention = (config.ckpt_freq, config.ckpt_keep)
         directory: RunDirectory
         if config.ckpt_copy_to:  # last: the copier holds a lease, which a refused run would keep
