@@ -7,7 +7,9 @@ import json
 import math
 import re
 import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from tests.training import SEQ_LENGTH, SMALL_RUN, VOCABULARY, metrics, read_even
 
 STEPS = 30
 BATCH = 2
-AFTER = 3
+AFTER = 3  # bad steps, as roll_back_early says
 FREQ = 5
 COMMON = (
     *SMALL_RUN,
@@ -38,7 +40,21 @@ COMMON = (
     "--lr",
     "1e-2",
 )
-ROLLBACK = (*COMMON, "--ckpt-freq", FREQ, "--rollback-after", AFTER)
+ROLLBACK = (*COMMON, "--ckpt-freq", FREQ)
+
+
+def train_with_rollbacks(
+    project: Path, *options: object, **more: Any
+) -> subprocess.CompletedProcess:
+    """Run stage 04, which rolls back after AFTER bad steps. more: as for `run_stage`."""
+    return run_stage(
+        "04_train_fsdp.py",
+        *ROLLBACK,
+        *options,
+        cwd=project,
+        before="tests.training:roll_back_early",
+        **more,
+    )
 
 
 def read_windows(project: Path) -> Windows:
@@ -157,7 +173,7 @@ def test_many_bad_steps_in_a_row_are_rolled_back_and_their_data_skipped(
         and rollback_list[0][0]["diverged_at"] < STEPS - FREQ
     )
     poison_token(project, token)
-    done = run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
+    done = train_with_rollbacks(project, *options, ranks=ranks)
     assert "the data of the steps between is skipped (rollback 1 of at most 3)" in done.stdout
     recorded = [{key: e[key] for key in rollbacks[0]} for e in read_events(project, "rollback")]
     assert recorded == rollbacks
@@ -169,7 +185,7 @@ def test_many_bad_steps_in_a_row_are_rolled_back_and_their_data_skipped(
 
     last = project / f"outputs/run/checkpoints/step_{STEPS:08d}"
     shutil.rmtree(last)  # as if the run had been killed before it was written
-    run_stage("04_train_fsdp.py", *ROLLBACK, *options, cwd=project, ranks=ranks)
+    train_with_rollbacks(project, *options, ranks=ranks)
     again = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
     assert again == rows, "the jump in the data survives a resume"
 
@@ -183,7 +199,7 @@ def test_the_number_of_rollbacks_is_limited(project: Path) -> None:
         and len(predict_rollbacks([t in tokens for tokens in tokens_by_step], freq=1)[0]) == 4
     )
     poison_token(project, token)
-    done = run_stage("04_train_fsdp.py", *ROLLBACK, "--ckpt-freq", 1, cwd=project, expect=2)
+    done = train_with_rollbacks(project, "--ckpt-freq", 1, expect=2)
     assert f"training has diverged: {AFTER} bad steps in a row, after 3 rollbacks" in done.stderr
     assert "Traceback" not in done.stderr and len(read_events(project, "rollback")) == 3
 
@@ -197,7 +213,7 @@ def test_a_diverged_run_without_an_earlier_checkpoint_ends(project: Path) -> Non
         and all(t in tokens for tokens in tokens_by_step[1 : 1 + AFTER])
     )
     poison_token(project, token)
-    done = run_stage("04_train_fsdp.py", *ROLLBACK, cwd=project, expect=2)
+    done = train_with_rollbacks(project, expect=2)
     problem, *parts = done.stderr.strip().splitlines()
     assert re.fullmatch(
         rf"error: training has diverged: {AFTER} bad steps in a row, and there is "

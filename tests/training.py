@@ -145,6 +145,13 @@ def wait_for_estimates(rank: int) -> None:
     memory._PATIENCE_S = 600
 
 
+def roll_back_early(rank: int) -> None:
+    """Let a run roll back after 3 bad steps. A fork calls this function first."""
+    from lib.train.output.report import Report
+
+    Report.rollback_after = 3
+
+
 def offer_little_memory(rank: int) -> None:
     """Let this process find 1 KiB of free memory. A fork calls this function first."""
     from lib.planning import capacity

@@ -48,6 +48,7 @@ GONE = {
     "suite_name": Gone(None, _SUITES),
     "compare": Gone(None, "the report of several runs compares them: docs/how-to/report.md"),
     "show_samples": Gone(0, "--prepare-only: it prints two samples of each dataset"),
+    "rollback_after": Gone(20, "leave it out: a run returns to a checkpoint after 20 bad steps"),
     "token_reads": Gone(
         "mmap", "leave it out, or put the cache on a local disk; pread is used where mmap fails"
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lib.core.declared import Role, option, with_options_of
-from lib.core.options import count, factor, non_negative, positive_int
+from lib.core.options import count, factor, non_negative
 from lib.optim import optimizers, schedule
 
 
@@ -73,12 +73,7 @@ class GuardOptions:
         role=Role.RESULT,
         parse=factor,
         help="skip the update of a step if its gradient norm exceeds X times the running mean of "
-        "100 steps; 0: never. Steps with NaN or infinite gradients are always skipped",
-    )
-    rollback_after: int = option(
-        20,
-        role=Role.ALIKE,
-        parse=positive_int,
-        help="after N skipped steps in a row, return to the last checkpoint and skip the data of "
-        "these steps, at most three times",
+        "100 steps; 0: never. Steps with NaN or infinite gradients are always skipped. After 20 "
+        "skipped steps in a row, the run returns to the last checkpoint and skips their data, at "
+        "most three times",
     )

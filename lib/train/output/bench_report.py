@@ -78,6 +78,7 @@ class BenchReport(Report):
     """Reports a row after the warm-up and one after the measured steps, and then the result."""
 
     keeps_files = False
+    rollback_after = kinds.STEPS + 1  # never: a bench has no checkpoints
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ _WITHOUT_EFFECT = (
     "max_steps",
     "steps_per_epoch",
     "warmup_steps",
-    "rollback_after",
     "log_freq",
     "log_style",
     "ckpt_freq",
@@ -131,7 +130,6 @@ class BenchKind(OutputKind):
             "save_dir": Path(os.devnull),
             "dataset_name": config.dataset_name or [f"{SYNTHETIC}:{DEFAULT_TOKENS}"],
             "max_steps": STEPS,
-            "rollback_after": STEPS + 1,
             "eval_freq": 0,
         }
         if config.makes_model:  # the model of a recipe need not be prepared

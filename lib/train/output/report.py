@@ -53,6 +53,7 @@ class Report:
     """
 
     keeps_files: ClassVar[bool] = True
+    rollback_after: ClassVar[int] = 20  # bad steps in a row, for a return to a checkpoint
 
     def __init__(
         self,
@@ -73,7 +74,6 @@ class Report:
         self._layout = state.layout
         config = self._plan.config
         rank = self._layout.rank
-        steps = self._plan.total_steps
         # People look at loss.png without the run beside it.
         self._caption = (
             f"{experiment.root.name}: {state.model.config.model_type}, "
@@ -89,11 +89,11 @@ class Report:
         self._samples = SampleFile(experiment, kept_step, is_kept)
         self._plot_may_fail = log.WarnOnce(experiment.plot.name, Exception, done="drawn")
         self._page = PageWriter(experiment, is_kept)
-        self._console_lines = console.ConsoleLines(steps)
+        self._console_lines = console.ConsoleLines(self._plan.total_steps)
         self._pace = Pace()
         self._bar = Progress(
             "training",
-            steps,
+            self._plan.total_steps,
             "step",
             done=state.step,
             times=False,
@@ -242,7 +242,7 @@ class Report:
             return None
         self._captured = None
         figures, skipped = read_row(captured, self._plan, self._layout, self._stream, self._meters)
-        has_diverged = skipped.in_a_row >= self._plan.config.rollback_after
+        has_diverged = skipped.in_a_row >= self.rollback_after
         self._state.figures = figures
         self._state.unevaluated = figures if hold and not has_diverged else {}
         self._held = (figures, captured.ended)
