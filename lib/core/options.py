@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
             elif flag == "--config" or self._dest(flag) not in typed:
                 action = self._option_string_actions[flag]
                 words = config_file.as_arguments(
-                    action, flag, value, f"{config}: {key!r}", _JOINED.get(action.type, "")
+                    action, flag, value, f"{config}: {key!r}", JOINED.get(action.type, "")
                 )
                 if value is None:
                     continue
@@ -442,5 +442,5 @@ def positive_size(text: str) -> int:
     return size
 
 
-# The separator with which a list is typed as one word.
-_JOINED: dict[Any, str] = {parse_counts: ",", span: ":"}
+# The separator with which a list is typed as one word, by the parser of the option.
+JOINED: dict[Any, str] = {parse_counts: ",", span: ":"}

@@ -42,6 +42,7 @@ GONE = {
     "plan_gpu_tflops": Gone(
         None, "leave it out: --plan-gpus plans for an H100; scale its time by the peaks of the GPUs"
     ),
+    "plan_gpu_memory": Gone(80.0, "GiB of each GPU behind a colon: --plan-gpus 8,64:141"),
     "sample_freq": Gone(500, _SAMPLES),
     "suite_freq": Gone(0, _SAMPLES),
     "eval_wheel": Gone(None, _SUITES),

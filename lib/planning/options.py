@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lib.core import options
 from lib.core.declared import Role, option
-from lib.core.options import positive
+
+
+class PlannedGpus(NamedTuple):
+    """The GPUs of a plan. counts: numbers of GPUs; gib: memory of each GPU."""
+
+    counts: list[int]
+    gib: float = 80.0
+
+
+def parse_planned_gpus(text: str) -> PlannedGpus:
+    """Parse `8,64`, or `8,64:141` with the memory of each GPU in GiB."""
+    counts, colon, gib = text.partition(":")
+    return PlannedGpus(options.parse_counts(counts), *([options.positive(gib)] if colon else []))
+
+
+options.JOINED[parse_planned_gpus] = ","
 
 
 @dataclass(frozen=True)
@@ -19,19 +35,12 @@ class PlanOptions:
         role=Role.LOCAL,
         help="start the run even if the memory estimate says that it does not fit, and only warn",
     )
-    plan_gpus: list[int] | None = option(
+    plan_gpus: PlannedGpus | None = option(
         None,
         role=Role.LOCAL,
-        parse=options.parse_counts,
-        metavar="N,N,…",
+        parse=parse_planned_gpus,
+        metavar="N,N,…[:GIB]",
         help="with --dry-run: print the memory per GPU on N GPUs, for each kind of activation "
-        "checkpointing and several batch sizes (default: print only the memory of weights and "
-        "optimizer state, for the ranks of this launch)",
-    )
-    plan_gpu_memory: float = option(
-        80.0,
-        role=Role.LOCAL,
-        parse=positive,
-        metavar="GIB",
-        help="with --plan-gpus: memory of each GPU, in GiB",
+        "checkpointing and several batch sizes. GIB: memory of each GPU, 80 without it (default: "
+        "print only the memory of weights and optimizer state, for the ranks of this launch)",
     )

@@ -35,7 +35,6 @@ _PACKAGES = {"wandb": "wandb"}
 # Options that have an effect only with another one, by that one, their owner.
 _OWNED = {
     "streaming": ("online",),
-    "plan_gpus": ("plan_gpu_memory",),
 }
 _LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps
@@ -180,7 +179,7 @@ def _check_batch(config: Config, problems: Problems) -> None:
     if config.global_batch_size and config.grad_accum_steps:
         problems.add("give --global-batch-size or --grad-accum-steps, not both")
     launched = [] if config.prepare_only else [plan.get_world_size()]
-    for ranks in config.plan_gpus or launched:
+    for ranks in config.plan_gpus.counts if config.plan_gpus else launched:
         problems.collect(partial(batch_division.get_degrees(config).replicas, ranks))
     if config.keep_gathered and config.cpu_offload:
         problems.add(

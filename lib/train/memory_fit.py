@@ -62,9 +62,11 @@ def fit_to_planned_gpus(
     config: Config, inputs: Inputs, model: PreTrainedModel
 ) -> dict[int, Config]:
     """Fill in the open options for the GPUs of --plan-gpus; return them by number of GPUs."""
-    by_ranks = {}
-    for ranks in config.plan_gpus or ():
-        room = config.plan_gpu_memory * _GIB
+    by_ranks: dict[int, Config] = {}
+    if not config.plan_gpus:
+        return by_ranks
+    room = config.plan_gpus.gib * _GIB
+    for ranks in config.plan_gpus.counts:
         check = MemoryCheck(model, room, float("inf"), on_gpu=True)
         by_ranks[ranks], notes = _fill_options(
             config, check, ranks, _GPUS_PER_NODE, inputs.recomputed

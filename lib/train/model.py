@@ -122,7 +122,7 @@ def _require_whole_blocks(config: Config, model: PreTrainedModel) -> None:
     """Raise UsageError if sharding would cut the blocks in which an optimizer stores its state."""
     block = OPTIMIZERS[config.optimizer].block
     launched = [] if config.prepare_only else [plan.get_world_size()]
-    for ranks in config.plan_gpus or launched:
+    for ranks in config.plan_gpus.counts if config.plan_gpus else launched:
         shard_size = min(config.shard_size or ranks, ranks)
         cut = list_cut_shapes(model, shard_size, block)
         if block > 1 and cut:

@@ -160,7 +160,8 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel, output: Ou
         _print_numbers(plan, data, cost, hardware, output, inputs.source)
         log.table(_describe_samples(config, prompts, cost, hardware))
     if config.plan_gpus:
-        _print_memory(config, model, configs, data.most_documents if data else None)
+        most_documents = data.most_documents if data else None
+        _print_memory(config, model, configs, config.plan_gpus.gib, most_documents)
     problems.raise_if_any()
     log.info("dry run: nothing was written")
 
@@ -248,19 +249,23 @@ def _get_planned_hardware(config: Config, ranks: int) -> Hardware:
 
 
 def _print_memory(
-    config: Config, model: PreTrainedModel, configs: dict[int, Config], most_documents: int | None
+    config: Config,
+    model: PreTrainedModel,
+    configs: dict[int, Config],
+    gib: float,
+    most_documents: int | None,
 ) -> None:
     """Print the memory per GPU of --plan-gpus, or a warning if the model cannot be traced.
 
-    configs: options by number of GPUs. most_documents: see plan.make_step_config.
+    configs: options by number of GPUs. gib: memory of each GPU. most_documents: see
+    plan.make_step_config.
     """
     try:
-        available = config.plan_gpu_memory
         steps = [
             plans.make_step_config(filled, model, ranks, True, most_documents)
             for ranks, filled in configs.items()
         ]
-        memory.print_memory_table(model, steps, available, not config.no_progress)
+        memory.print_memory_table(model, steps, gib, not config.no_progress)
     except UsageError:
         raise
     except Exception as error:  # the rest of the plan is still useful

@@ -33,6 +33,7 @@ from lib.models.sharded import Placement, local_tensor
 from lib.parallel import loss, parallelize
 from lib.planning import memory, trace
 from lib.planning.memory import Estimates
+from lib.planning.options import PlannedGpus
 from lib.planning.trace import StepConfig
 from lib.planning.tracker import Tracker
 from lib.train import plan
@@ -198,7 +199,7 @@ def test_documents_are_estimated_before_they_are_packed() -> None:
 
 
 def test_a_mask_is_estimated_if_no_kernel_takes_packed_documents() -> None:
-    config = replace(ASKED, packing="documents", precision="bf16", plan_gpus=[8])
+    config = replace(ASKED, packing="documents", precision="bf16", plan_gpus=PlannedGpus([8]))
     for other in ({"head_dim": 264}, {"attention_dropout": 0.1}):
         model = on_meta(LlamaConfig(**SMALL, **other))
         planned = plan.make_step_config(config, model, 8, True)
@@ -392,7 +393,7 @@ def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
         64,
         "--dry-run",
         "--plan-gpus",
-        "8,64",
+        "8,64:40",
         cwd=project,
         env={"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     )

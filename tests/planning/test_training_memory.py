@@ -11,6 +11,7 @@ from transformers import LlamaConfig, MixtralConfig, PretrainedConfig
 
 from lib.models import architecture
 from lib.planning.memory import Estimates
+from lib.planning.options import PlannedGpus
 from lib.planning.training_memory import TrainingMemory
 from lib.train import plan
 from tests.planning.test_memory import ASKED
@@ -44,7 +45,7 @@ def test_both_stages_estimate_the_same(tmp_path: Path, config: PretrainedConfig)
             seq_length=memory.tokens,
             precision="bf16",
             activation_checkpointing="none",
-            plan_gpus=[gpus],
+            plan_gpus=PlannedGpus([gpus]),
         )
         case = plan.make_step_config(options, model, gpus, True)
         assert needed == pytest.approx(planned.step(case).total, rel=0.1)
@@ -63,10 +64,10 @@ def test_experts_are_shared_by_more_ranks_than_experts(tmp_path: Path) -> None:
         seq_length=1024,
         precision="bf16",
         activation_checkpointing="full",
-        plan_gpus=[16, 24, 32],
+        plan_gpus=PlannedGpus([16, 24, 32]),
     )
     needed = [
         planned.step(plan.make_step_config(options, model, gpus, True)).total / 2**30
-        for gpus in options.plan_gpus
+        for gpus in options.plan_gpus.counts
     ]
     assert needed[0] < 0.9 * 80e9 / 2**30 and needed[0] > needed[1] > needed[2]

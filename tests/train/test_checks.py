@@ -59,7 +59,6 @@ def parse_options(*argv: Any) -> Config:
         (("--ckpt-copy-to", ""), "--ckpt-copy-to is empty"),
         (("--ckpt-copy-to", "ssh://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
-        (("--dry-run", "--plan-gpu-memory", 40), "--plan-gpu-memory belongs to --plan-gpus"),
         (
             ("--max-steps", 1, "--profile", "2:2"),
             "of a run of 1 step: .*steps from 1 to 1, such as --profile 1:1",

@@ -19,6 +19,7 @@ from lib.core import units
 from lib.core.errors import UsageError
 from lib.planning import capacity, memory_check
 from lib.planning.memory_check import MemoryCheck
+from lib.planning.options import PlannedGpus
 from lib.train import batch_division, memory_fit, plan
 from lib.train.settle import Facts, Known, apply_rules, settle_from_files
 from tests.conftest import run_stage
@@ -242,7 +243,9 @@ def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
 
 
 def test_a_plan_for_other_machines_assumes_nodes_of_eight_gpus(logged: list[str]) -> None:
-    config = replace(ASKED, batch_size=1, seq_length=1024, plan_gpus=[8, 24, 32, 36, 64])
+    config = replace(
+        ASKED, batch_size=1, seq_length=1024, plan_gpus=PlannedGpus([8, 24, 32, 36, 64])
+    )
     configs = memory_fit.fit_to_planned_gpus(config, inputs(), on_meta())
     assert {ranks: config.shard_size for ranks, config in configs.items()} == {
         8: None,
@@ -385,12 +388,11 @@ def test_each_number_of_planned_gpus_gets_its_own_batch(monkeypatch: pytest.Monk
         ASKED,
         batch_size="auto",
         seq_length=1024,
-        plan_gpus=[1, 64],
-        plan_gpu_memory=gib,
+        plan_gpus=PlannedGpus([1, 64], gib),
         activation_checkpointing="none",
     )
     model = on_meta()
-    assert choose_batch(plan_gpus=[1, 64]) == "auto"
+    assert choose_batch(plan_gpus=PlannedGpus([1, 64])) == "auto"
     configs = memory_fit.fit_to_planned_gpus(typed_config, inputs(), model)
     assert configs[1].batch_size == 4 and configs[64].batch_size == 8
     three = memory_fit.fit_to_planned_gpus(replace(typed_config, batch_size=3), inputs(), model)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from lib.core import paths
 from lib.core.errors import UsageError
+from lib.planning.options import PlannedGpus, parse_planned_gpus
 from lib.tokens.order import Division
 from lib.train import batch_division, checks, plan, previous_run
 from lib.train.config import Config
@@ -245,9 +247,17 @@ def test_another_optimizer_cannot_resume_even_with_changes() -> None:
         previous_run.require_same_run(before, now, where, with_changes=True)
 
 
+def test_the_memory_of_planned_gpus_follows_a_colon() -> None:
+    assert parse_planned_gpus("8,64:141") == ([8, 64], 141.0)
+    assert parse_planned_gpus("8") == ([8], 80.0)
+    for text in ("8:", ":80", "8:0", "8:80:80"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            parse_planned_gpus(text)
+
+
 @pytest.mark.parametrize("samples", [0, 3, 103])
 def test_a_plan_for_other_machines_has_a_step_with_any_data(samples: int) -> None:
-    config = options(batch_size=4, plan_gpus=[8], max_steps=10, num_epochs=1)
+    config = options(batch_size=4, plan_gpus=PlannedGpus([8]), max_steps=10, num_epochs=1)
     planned = Plan.of(config, {}, samples, ranks=8)
     assert planned.fills_a_step == (samples == 103)
     assert planned.total_steps == (3 if planned.fills_a_step else 1)
