@@ -341,7 +341,7 @@ def train(run: Run) -> Divergence | None:
         scaled = state.guard.scale_for(step.label_tokens)
         run.routers.begin_step(step, scaled.loss)
         for number, batch in enumerate(step.batches, 1):
-            begin_pass(state.model, number == len(step.batches), bool(run.config.keep_gathered))
+            begin_pass(state.model, number == len(step.batches), run.config.keep_gathered)
             with timers("data"):
                 batch = batch.to(run.layout)
             with timers("forward"):

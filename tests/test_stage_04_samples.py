@@ -69,7 +69,7 @@ def continue_alone(
         (1, ()),
         (2, ("--packing", "documents", "-b", 3)),
         (3, ()),
-        (2, ("--lora-rank", 4, "--keep-gathered", "on")),
+        (2, ("--lora-rank", 4)),
         pytest.param(4, ("--shard-size", 2), marks=pytest.mark.long),
         pytest.param(2, ("--compile", "on", "--packing", "documents"), marks=pytest.mark.long),
     ],

@@ -50,6 +50,7 @@ GONE = {
     "compare": Gone(None, "the report of several runs compares them: docs/how-to/report.md"),
     "show_samples": Gone(0, "--prepare-only: it prints two samples of each dataset"),
     "rollback_after": Gone(20, "leave it out: a run returns to a checkpoint after 20 bad steps"),
+    "keep_gathered": Gone(None, "leave it out: weights stay gathered if the memory suffices"),
     "token_reads": Gone(
         "mmap", "leave it out, or put the cache on a local disk; pread is used where mmap fails"
     ),

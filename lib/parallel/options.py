@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lib.core import options
 from lib.core.declared import Role, option
-from lib.core.options import AUTO, OFF, auto_on_off, non_negative, on_off, or_switch, positive_int
+from lib.core.options import AUTO, OFF, non_negative, on_off, or_switch, positive_int
 from lib.parallel.degrees import RECOMPUTATIONS
 
 _PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
@@ -121,14 +121,6 @@ class ParallelOptions:
         role=Role.ALIKE,
         parse=on_off,
         help="keep the sharded weights and optimizer state in host memory, which is slower",
-    )
-    keep_gathered: bool | None = option(
-        None,
-        role=Role.ALIKE,
-        parse=auto_on_off,
-        help="do not reshard the weights of the blocks after the forward pass or between the "
-        "micro-batches of a step: fewer all-gathers, but more memory; not with --cpu-offload "
-        "(default: auto, on if there is enough memory)",
     )
     shard_size: int | None = option(
         None,

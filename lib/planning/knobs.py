@@ -55,11 +55,6 @@ class Alternative(NamedTuple):
         return [word for option in self.options.items() if option[0] != without for word in option]
 
 
-def _gather_again(step: StepConfig) -> ValuesWithSteps:
-    if step.keep_gathered:
-        yield "off", replace(step, keep_gathered=False)
-
-
 def _recompute_more(step: StepConfig) -> ValuesWithSteps:
     for kind in list_more_recomputation(step.recompute):
         yield kind, replace(step, recompute=kind)
@@ -100,12 +95,6 @@ def _shorten_sequences(step: StepConfig) -> ValuesWithSteps:
 
 # The least costly first.
 KNOBS = (
-    Knob(
-        "--keep-gathered",
-        remedy="--keep-gathered off",
-        cost="a second all-gather of the weights in each pass",
-        list_values=_gather_again,
-    ),
     Knob(
         RECOMPUTE_OPTION,
         remedy=f"{RECOMPUTE_OPTION} selective, then full",
@@ -157,7 +146,6 @@ KNOBS = (
 )
 # The order in which options are printed. It differs from KNOBS: the batch precedes recomputation.
 _PRINTED_ORDER = (
-    "--keep-gathered",
     BATCH_OPTION,
     RECOMPUTE_OPTION,
     SHARD_OPTION,
@@ -178,7 +166,7 @@ def cheaper_settings(first_step: StepConfig, has_begun: bool = False) -> Iterato
     has_begun: leave out settings that a run cannot change once it has begun.
     """
     kept_options: dict[str, str] = {}
-    step = first_step
+    step = replace(first_step, keep_gathered=False)  # as a launch with less memory would choose
     for knob in KNOBS:
         if has_begun and knob.changes_run:
             continue

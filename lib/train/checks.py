@@ -181,11 +181,6 @@ def _check_batch(config: Config, problems: Problems) -> None:
     launched = [] if config.prepare_only else [plan.get_world_size()]
     for ranks in config.plan_gpus.counts if config.plan_gpus else launched:
         problems.collect(partial(batch_division.get_degrees(config).replicas, ranks))
-    if config.keep_gathered and config.cpu_offload:
-        problems.add(
-            "--keep-gathered on keeps weights on the GPU, and --cpu-offload on takes them off it",
-            expected="one of them",
-        )
     if config.plan_gpus and not config.dry_run:
         problems.add(
             "--plan-gpus only plans, and needs --dry-run", run=commands.as_typed("--dry-run")

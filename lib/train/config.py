@@ -59,7 +59,8 @@ class Config(
     """Contains the options of a run.
 
     An option is open while its value is None or AUTO; lib/train/settle.py gives it a value.
-    settled_by: the reason for each value that was chosen in this way, by field.
+    settled_by: the reason for each value that was chosen in this way, by field. keep_gathered: the
+    memory suffices to keep weights gathered throughout a step.
     """
 
     # Every stage has these options.
@@ -69,6 +70,7 @@ class Config(
     num_workers: int = option(1, role=Role.LOCAL)
     no_progress: bool = option(False, role=Role.LOCAL)
     settled_by: Mapping[str, str] = field(default_factory=dict)
+    keep_gathered: bool = False
 
     def with_values(self, settled_by: str, **values: Any) -> Config:
         """Return a copy with other values of options. settled_by: the reason for the values."""
@@ -127,7 +129,6 @@ class Config(
                 ("seq_length", None),
                 ("precision", None),
                 ("activation_checkpointing", AUTO),
-                ("keep_gathered", None),
                 ("shard_size", None),
                 ("router_aux_loss", AUTO),
             )

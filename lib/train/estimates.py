@@ -191,8 +191,8 @@ def _compute_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> fl
 def split_step_seconds(plan: Plan, cost: ModelCost, hardware: Hardware) -> tuple[float, float]:
     """Return for how many seconds of a step the GPUs compute, and wait for the network.
 
-    The wait is the least for shards over all nodes: weights are gathered once per step (as with
-    --keep-gathered on), and gradients are reduced during the backward pass of each micro-batch.
+    The wait is the least for shards over all nodes: weights are gathered once per step,
+    and gradients are reduced during the backward pass of each micro-batch.
     Runs that gather weights for each pass wait longer, and runs with a replica per node less.
     """
     assert hardware.peak is not None

@@ -1,6 +1,7 @@
 """Check that a run fits in memory, and fill in the options that depend on memory.
 
-These are --batch-size, --activation-checkpointing, --keep-gathered and --shard-size.
+These are --batch-size, --activation-checkpointing and --shard-size, and whether weights stay
+gathered throughout a step.
 lib/planning/memory_check.py estimates which values fit and chooses among them. This module writes
 the choice into the options, logs it, and makes all ranks use the same one. It also keeps an
 automatic batch small enough for the data.
@@ -153,7 +154,7 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
     """
     batches, kinds, gathered = zip(
         *gather(
-            (config.batch_size, config.activation_checkpointing, bool(config.keep_gathered)),
+            (config.batch_size, config.activation_checkpointing, config.keep_gathered),
             layout.control,
         ),
         strict=True,
@@ -177,8 +178,7 @@ def agree_on_memory(config: Config, samples: int | None, layout: ParallelLayout)
         config = config.with_values(
             "memory estimate of another rank", activation_checkpointing=most
         )
-    if "keep_gathered" in config.settled_by and not all(gathered):
-        config = config.without_value("keep_gathered")
+    config = replace(config, keep_gathered=all(gathered))
     if "shard_size" in config.settled_by and config.shard_size != layout.fsdp.size(-1):
         config = config.without_value("shard_size")
     return limit_batch(config, samples, layout.ranks)
@@ -296,8 +296,7 @@ def _fill_options(
             f"{ranks // step.shard_size} nodes, since a step fits so by the memory estimate; "
             f"--shard-size {ranks} shards over all ranks"
         )
-    if step.keep_gathered and not config.keep_gathered:
-        config = config.with_values("memory estimate", keep_gathered=True)
+    config = replace(config, keep_gathered=step.keep_gathered)
     if config.batch_size == AUTO:
         notes.append(_explain_batch(config, check, ranks, batches, step.batch))
         config = config.with_values("memory estimate", batch_size=step.batch)
@@ -314,7 +313,7 @@ def _choose_step_config(
     replica_size: see `_choose_replica_size`. Raises NoAnswer if a trace fails.
     """
     largest = rows[0][-1]
-    may_gather = config.keep_gathered is None and check.may_gather(largest)
+    may_gather = check.may_gather(largest)
     fastest = replace(
         largest,
         shard_size=replica_size or largest.shard_size,

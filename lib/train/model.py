@@ -164,7 +164,7 @@ def shard_model(
             config.activation_checkpointing,
             compiler,
             offload,
-            bool(config.keep_gathered),
+            config.keep_gathered,
         )
     )
     parallelize.materialise_model(model, layout.device, offload)

@@ -368,8 +368,9 @@ RULES = (
     OptionRule("seq_length", Known.HARDWARE, _fill_seq_length),
     OptionRule("router_aux_loss", Known.MODEL, _fill_router_aux_loss),
     OptionRule(
-        "activation_checkpointing shard_size keep_gathered batch_size",
+        "activation_checkpointing shard_size batch_size",
         Known.MEMORY,
         _fit_in_memory,
+        applies=lambda config: True,  # it also decides whether weights stay gathered
     ),
 )

@@ -145,7 +145,6 @@ ITEMS = [
     _correctness_item(several.saving_threads, 6, 60, alone=True, gpus=2),
     _correctness_item(several.late_rank, 6, 60, alone=True, gpus=2),
     _measurement_item(several.bench_shares, 6, 50, gpus=2),
-    _measurement_item(several.gathering, 6, 200, gpus=2),
     _measurement_item(several.communication, 7, 150, gpus=2),
     _measurement_item(several.scaling, 7, 320, gpus=2),
     _measurement_item(peers.peers_slow, EXTRA_CALL, 400),

@@ -114,31 +114,6 @@ def bench_shares(place: Place) -> None:
         assert exposed < _MAX_EXPOSED_SHARE * total, f"exposed {exposed:.3f} of {total:.3f}"
 
 
-def gathering(place: Place) -> None:
-    """Compare the speed of blocks that stay gathered through a step with gathering them again."""
-    count = count_ranks(place)
-    for accumulation in place.size((1, 4), (2,)):
-        rates = {}
-        for keep_gathered in ("off", "on"):
-            run = run_measured(
-                place,
-                f"kept-{keep_gathered}-{accumulation}",
-                "8b-wide",
-                8192,
-                1,
-                "--compile",
-                place.size("on", "off"),
-                "--grad-accum-steps",
-                accumulation,
-                "--keep-gathered",
-                keep_gathered,
-                ranks=count,
-                steps=10,
-            )
-            rates[keep_gathered] = summarise_run(run)["perf/tokens_per_sec_per_device"]
-        place.note(**{f"once ÷ twice, {accumulation} passes a step": rates["on"] / rates["off"]})
-
-
 def saving_threads(place: Place) -> None:
     """Asynchronous saves write the bytes of synchronous ones; no rank uses another rank's GPU."""
     digests = []

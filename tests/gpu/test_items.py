@@ -34,7 +34,6 @@ LONG_ITEMS = (
     "scaling",
     "collectives",
     "saving_threads",
-    "gathering",
     "communication",
     "late_rank",
     "bench_shares",

@@ -261,7 +261,7 @@ def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch)
     model = on_meta()
     size = 4 * sum(p.numel() for p in model.parameters()) / MIB
 
-    def choose_gathered(samples: float, gpu: bool = True, **changes: Any) -> bool | None:
+    def choose_gathered(samples: float, gpu: bool = True, **changes: Any) -> bool:
         set_memory(monkeypatch, samples, gpu=gpu)
         typed_config = replace(
             ASKED,
@@ -275,17 +275,14 @@ def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch)
         )
         config, check = check_memory(typed_config, model)
         case = memory_fit.make_local_step_config(config, model)
-        assert case.keep_gathered == bool(config.keep_gathered) and not check.excess(case)
+        assert case.keep_gathered == config.keep_gathered and not check.excess(case)
         return config.keep_gathered
 
     assert choose_gathered(1000) and choose_gathered(1000, gpu=False)
-    assert choose_gathered(1 + (size + 0.1) / 8) and choose_gathered(1 + (size - 0.1) / 8) is None
-    assert choose_gathered(1000, cpu_offload=True) is None
-    assert choose_gathered(1000, keep_gathered=False) is False and choose_gathered(
-        1.1, keep_gathered=True
-    )
+    assert choose_gathered(1 + (size + 0.1) / 8) and not choose_gathered(1 + (size - 0.1) / 8)
+    assert not choose_gathered(1000, cpu_offload=True)
     monkeypatch.setattr(memory_check, "KEPT_SHARE", 0.05)  # it fits, but takes too large a share
-    assert choose_gathered(1 + (size + 0.1) / 8) is None
+    assert not choose_gathered(1 + (size + 0.1) / 8)
 
 
 def test_ranks_agree_on_options_that_fit_all_of_them(tmp_path: Path) -> None:
@@ -297,7 +294,7 @@ def test_ranks_agree_on_options_that_fit_all_of_them(tmp_path: Path) -> None:
             {
                 "batch": 2,
                 "recompute": "full",
-                "keep_gathered": None,
+                "keep_gathered": False,
                 "shard_size": None,
                 "mesh": [2],
             }
