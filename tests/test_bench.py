@@ -66,14 +66,14 @@ def test_a_bench_measures_and_leaves_no_files(tmp_path: Path, ranks: int) -> Non
     assert 0 < result["memory/max_peak_gib"] <= result["memory/total_gib"]
     total = result["communication/total"]
     if count == 1:
-        assert total is None and "not measured: one rank has no communication" in log
+        assert total is None and "not measured" in log
     else:
         assert 0 < result["communication/exposed"] <= total < 1
-        assert f"operations of gloo, mean of {count} ranks over 3 further steps" in log
+        assert f"of gloo, mean of {count} ranks" in log
     for name in ("tokens/s", "time of a step", "  backward", "communication", "memory"):
         assert f"  {name} " in log
     assert "MFU" not in log
-    assert "20 steps, measured after 5 steps of warm-up" in log
+    assert "20 steps, measured after 5" in log
     assert "checkpoints    none" in log or "checkpoints      none" in log
 
 
@@ -241,7 +241,7 @@ def test_without_room_for_temporary_files_the_error_names_them(
     config = parse_options(["--bench", "--model-size", "1M"])
     experiment = paths.Experiment(config.save_dir, config.experiment_name)
     with (
-        pytest.raises(UsageError, match="no directory for temporary files") as caught,
+        pytest.raises(UsageError, match="temporary files") as caught,
         model_from_scratch(config, experiment, BenchKind, choose_source(config), has_begun=False),
     ):
         pass
@@ -307,9 +307,7 @@ def test_pods_get_each_option_once_with_the_value_that_counts() -> None:
 
 def test_the_dry_run_of_a_bench_prints_its_plan(tmp_path: Path) -> None:
     done = run_stage(STAGE, *SMALL, "--dry-run", cwd=tmp_path)
-    assert (
-        not done.stdout and "28 (" in done.stderr and "dry run: nothing was written" in done.stderr
-    )
+    assert not done.stdout and "28 (" in done.stderr and "nothing was written" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -322,7 +320,7 @@ def test_a_bench_that_cannot_fit_is_refused(tmp_path: Path) -> None:
         expect=2,
         before="tests.training:offer_little_memory",
     )
-    assert "this run does not fit" in done.stderr and not list(tmp_path.iterdir())
+    assert "does not fit" in done.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

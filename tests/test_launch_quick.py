@@ -34,7 +34,7 @@ def test_a_quick_run_on_kubernetes(
     options = " ".join((*node.options(), "--gpus-per-node 0 --poll-seconds 0.5"))
     job = (*JOB, f"KIND={kind}", f"NODES={nodes}", f"KUBERNETES={options}")
     output = make_target(place, "test-quick", *job)
-    assert "test-quick    complete" in output and "raw text to an exported model" in output
+    assert "test-quick    complete" in output and "exported model" in output
     for name in ("hf_datasets/test-quick", ".cache/models/test-quick", "outputs/test-quick/tb"):
         assert (node.volume / name).is_dir() and not (place / name).exists()
     AutoModelForCausalLM.from_pretrained(place / "outputs" / "test-quick" / "export" / "final")
@@ -86,7 +86,7 @@ def check_slurm(slurm: SlurmCluster, folder: Path, *words: str, expect: int) -> 
 def test_a_quick_run_on_slurm(place: Path, slurm: SlurmCluster) -> None:
     job = ("LAUNCHER=slurm", "EXP=test-quick", "NODES=2")
     output = make_target(place, "test-quick", *job, **slurm.environment)
-    assert "test-quick    complete" in output and "raw text to an exported model" in output
+    assert "test-quick    complete" in output and "exported model" in output
     AutoModelForCausalLM.from_pretrained(place / "outputs" / "test-quick" / "export" / "final")
     assert "complete" in make_target(place, "status", *job, **slurm.environment)
     assert "'global_step': 20" in make_target(place, "logs-follow", *job, **slurm.environment)
@@ -103,16 +103,16 @@ def test_a_slurm_cluster_is_checked_for_a_job(slurm: SlurmCluster, tmp_path: Pat
     gpus = ("--", "--gpus-per-node=2")
     output = check_slurm(slurm, tmp_path, "--nodes", "2", *gpus, expect=6)
     assert "2 ranks on 2 nodes, CPUs" in output
-    assert "the job requests 2 GPUs per node, but its processes find none" in output
+    assert "requests 2 GPUs per node" in output
     assert not [*tmp_path.iterdir()]  # neither probes nor outputs
     output = check_slurm(slurm, tmp_path, "--nodes", "2", "--fail-on", "warning", expect=5)
-    assert "nodes have 2 GPUs, but the job requests none" in output
+    assert "the job requests none" in output
     assert "→ --gpus-per-node=2" in output
     output = check_slurm(slurm, tmp_path, "--nodes", "3", "--", "-p", "high", expect=6)
-    assert "2 of 2 nodes of high can be used, 2 of them now; the run needs 3" in output
+    assert "2 of 2 nodes of high" in output and "the run needs 3" in output
     assert "ranks on" not in output  # no job after an error
     output = check_slurm(slurm, tmp_path, "--", "--partition=none", "--gres=gpu:tiny:2", expect=6)
-    assert "no partition none; the cluster has: low, low_at_once, high" in output
+    assert "low, low_at_once, high" in output
     output = check_slurm(slurm, tmp_path, "--", "--gres=gpu:tiny:4", expect=6)
     assert "0 of 2 nodes have tiny:4 GPUs in GRES; the run needs 1" in output
     output = check_slurm(slurm, tmp_path, "--", "--account=x", "--time=later", expect=6)
@@ -139,8 +139,8 @@ def test_nodes_and_partitions_of_slurm_that_are_down_are_named(
     job = slurm.submit("--exclusive", "-N2", "--wrap", "sleep 600", cwd=tmp_path)
     slurm_cluster.wait_until(lambda: slurm.facts(job)["JobState"] == "RUNNING", "it runs")
     output = check_slurm(slurm, tmp_path, "--wait-minutes", "0.05", expect=0)
-    assert "nodes were not free within 0.05 minutes" in output
-    assert "0 of them now; the run waits for others to end" in output
+    assert "within 0.05 minutes" in output
+    assert "0 of them now" in output
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ def test_a_directory_that_a_node_lacks_is_an_error(slurm: SlurmCluster, tmp_path
         env=slurm.environment,
     )
     assert result.returncode == 6
-    assert "directory: a node does not see the current directory" in result.stdout + result.stderr
+    assert "the current directory" in result.stdout + result.stderr
 
 
 def test_without_slurm_the_check_names_a_login_node(

@@ -275,7 +275,7 @@ def test_gpus_that_torch_cannot_use_are_an_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also if torch could use them
     output = check_setup(tmp_path, expect=6)
-    assert "torch cannot use the GPUs of this machine" in output
+    assert "torch cannot use" in output
     assert "1 GPU (NVIDIA A100), driver 535.104.05" in output
 
 
@@ -332,7 +332,7 @@ def test_quick_run_from_raw_text_to_an_export(place: Path):
     (place / "outputs" / "test-quick" / "checkpoints" / "step_00000500").mkdir(parents=True)
     write_corpus(place / "splits_test-quick")
     output = make_target(place, "test-quick")
-    assert "test-quick    complete" in output and "raw text to an exported model" in output
+    assert "test-quick    complete" in output and "exported model" in output
     assert (place / "outputs" / "test-quick" / "export" / "final" / "config.json").exists()
     assert "step 20 of 20" in make_target(place, "status", "EXP=test-quick")
     output = make_target(place, "validate-setup")

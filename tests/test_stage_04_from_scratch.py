@@ -29,7 +29,7 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
     (project / "model" / "model.safetensors").unlink()
     before = sorted(project.rglob("*"))
     plan = run_stage(STAGE, *RUN, *TINY, "--dry-run", cwd=project).stdout
-    assert "tiny from scratch with the tokenizer of model" in plan
+    assert "tokenizer of model" in plan
     assert sorted(project.rglob("*")) == before
 
     run_stage(STAGE, *RUN, *TINY, "--max-steps", 2, "-b", 2, cwd=project, ranks=2)
@@ -142,9 +142,9 @@ def test_missing_weights_are_not_initialised_unless_asked_for(
     weights = model / "model.safetensors"
     weights.rename(model / "consolidated.safetensors")
     done = run_stage(STAGE, *run, cwd=project, expect=3)
-    assert "the model model has no weights" in done.stderr
-    assert "consolidated.safetensors cannot be used: it has another layout" in done.stderr
-    assert "with --from-scratch, training would start with random weights" in done.stderr
+    assert "model has no weights" in done.stderr
+    assert "consolidated.safetensors cannot be used" in done.stderr
+    assert "random weights" in done.stderr
     assert not (project / "outputs").exists() and not (project / ".cache").exists()
     (model / "consolidated.safetensors").unlink()
     with pytest.raises(ArtifactError, match="has no weights") as caught:
@@ -163,15 +163,12 @@ def test_missing_weights_are_not_initialised_unless_asked_for(
     log.setup()
     for plan in (("--dry-run", "--plan-gpus", 8), ("--prepare-only",)):
         assert find_start(*run, *plan) == (3e-5, False)
-        assert (
-            "warning: training would end here: the model model has no weights"
-            in capsys.readouterr().out
-        )
+        assert "training would end here" in capsys.readouterr().out
     prepare_model(model, project / ".cache/models/org--own")
-    with pytest.raises(UsageError, match="--from-scratch does not say which model") as caught:
+    with pytest.raises(UsageError, match="--from-scratch") as caught:
         find_start(*RUN[:4], "--from-scratch")
     assert "--model-size 1M|tiny|" in caught.value.expected
-    assert "-m org--own for the shape of that model" in caught.value.hint
+    assert "-m org--own" in caught.value.hint
     assert find_start(*RUN[:4], "--from-scratch", "-m", "org/own") == (3e-4, True)
     shutil.rmtree(project / ".cache/models")
     run_stage("03_download_model.py", *TINY, cwd=project)

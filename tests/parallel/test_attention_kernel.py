@@ -98,14 +98,12 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
         register_flash_3(monkeypatch, raise_import_error)
     before = torch._C._get_sdp_priority_order()
     reason = {
-        "raises": "RuntimeError: no kernel image is available",
+        "raises": "RuntimeError: no kernel image",
         "is missing": "ModuleNotFoundError: No module named 'flash_attn_3._C'",
-        "is wrong": "its results differ by 0.1 of their norm",
+        "is wrong": "differ by 0.1 ",
     }[fault]
-    assert (
-        pick_kernel("varlen", "documents") == "varlen, by FlashAttention 2 of torch "
-        f"(FlashAttention 3 fails here: {reason})"
-    )
+    kernel = pick_kernel("varlen", "documents")
+    assert kernel.startswith("varlen, by FlashAttention 2") and reason in kernel
     assert current_flash_attention_impl() is None
     assert torch._C._get_sdp_priority_order() == before
 
@@ -113,13 +111,11 @@ def test_a_kernel_that_fails_its_trial_is_not_used(
 def test_the_reason_for_not_trying_flash_attention_3_is_logged(
     hopper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "the dropout of this model" in pick_kernel(config=GPT2Config(n_embd=64, n_head=4))
+    assert "dropout" in pick_kernel(config=GPT2Config(n_embd=64, n_head=4))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     let_torch_choose(monkeypatch, SDPBackend.FLASH_ATTENTION)  # as torch does in this mode
-    assert (
-        pick_kernel() == "sdpa, by FlashAttention 2 of torch (--deterministic on rules out cuDNN "
-        "and FlashAttention 3)"
-    )
+    kernel = pick_kernel()
+    assert kernel.startswith("sdpa, by FlashAttention 2") and "--deterministic" in kernel
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: None)
     assert (
@@ -129,7 +125,7 @@ def test_the_reason_for_not_trying_flash_attention_3_is_logged(
     let_torch_choose(monkeypatch, SDPBackend.FLASH_ATTENTION)
     assert pick_kernel() == f"sdpa, by FlashAttention 2 of torch {NOT_INSTALLED}"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert "(FlashAttention 3 needs compute capability 9.x)" in pick_kernel()
+    assert "compute capability 9.x" in pick_kernel()
     assert current_flash_attention_impl() is None
 
 
@@ -155,13 +151,11 @@ def test_other_kernels_are_named(hopper, monkeypatch: pytest.MonkeyPatch) -> Non
     kernel = "torch's memory-efficient kernel"
     assert pick_kernel(precision="fp32") == f"sdpa, by {kernel}"
     assert pick_kernel("sdpa", "documents") == f"sdpa with a mask, by {kernel}"
-    assert (
-        pick_kernel("sdpa", "documents", "fp32") == f"sdpa with a mask, by {kernel}, since the "
-        "kernel for packed documents does not support fp32; that is several times slower"
-    )
+    in_fp32 = pick_kernel("sdpa", "documents", "fp32")
+    assert in_fp32.startswith(f"sdpa with a mask, by {kernel}") and "fp32" in in_fp32
     assert pick_kernel("eager", config=Mamba2Config()) == "none in this family"
-    assert pick_kernel("eager") == "eager, by matrix products, which is slow"
-    assert pick_kernel(device=CPU) == "sdpa, by torch's kernel for CPUs"
+    assert pick_kernel("eager").startswith("eager, by matrix products")
+    assert pick_kernel(device=CPU).endswith("kernel for CPUs")
 
 
 @pytest.mark.parametrize("by_mask", [False, True])

@@ -110,7 +110,7 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
     )
     assert on_disk.usable == pytest.approx(0.9 * need * MIB)
     assert refused(monkeypatch, need / 0.95) is None
-    assert "memory will be short: a rank needs about" in warned.pop()
+    assert "memory will be short" in warned.pop()
     assert refused(monkeypatch, need - 1, compile=True) is None  # the trace does not show it
     assert "memory will be short" in warned.pop()
 
@@ -128,7 +128,7 @@ def test_a_run_that_cannot_fit_is_refused_with_a_setting_that_fits(
     assert error and error.run.endswith(
         "-b 1 --activation-checkpointing full --global-batch-size 2"
     )
-    assert "it fits on 2 ranks, on machines with as much memory for each" in error.hint
+    assert "it fits on 2 ranks" in error.hint
     error = refused(monkeypatch, (states + 2.1) / 0.9, grad_accum_steps=4)
     assert error and error.run.endswith("--global-batch-size 8")
     assert not warned
@@ -150,7 +150,7 @@ def test_a_batch_that_can_never_fit_is_refused_without_a_trace(
     assert size == 2 * layers * model.config.hidden_size * step.tokens
     monkeypatch.setattr(check, "in_child", lambda *_: (None, None))
     error = check.refusal(step, {kind: size}, 10**9, has_begun=False, auto=False)
-    assert "GiB activations, at least, for" in error.found and "without" not in error.found
+    assert "at least, for" in error.found and "without" not in error.found
 
 
 def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,11 +160,11 @@ def test_plan_only_warn_turns_the_refusal_into_a_warning(monkeypatch: pytest.Mon
     monkeypatch.setattr(memory_check.log, "info", lines.append)
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     assert refused(monkeypatch, states + 2, plan_only_warn=True) is None
-    assert "this run does not fit: a rank needs" in lines[0] and "--activation-" in lines[0]
+    assert "does not fit" in lines[0] and "--activation-" in lines[0]
     lines.clear()
     assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1) is None
     [line] = lines
-    assert "host memory: the copy of a checkpoint" in line and "--ckpt-async off" in line
+    assert "host memory" in line and "--ckpt-async off" in line
     lines.clear()
     for fits in ({"ckpt_async": False}, {"optimizer": "adamw8bit"}):
         assert refused(monkeypatch, 1.5 * states, seq_length=64, batch_size=1, **fits) is None
@@ -194,12 +194,12 @@ def test_states_that_do_not_fit_need_no_trace(
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     few = {"seq_length": 64, "batch_size": 1}
     error = refused(monkeypatch, states - 0.1, **few)
-    assert error and "over 1 rank, without activations" in error.found
+    assert error and "over 1 rank, without" in error.found
     assert error.run.endswith("--activation-checkpointing full --optimizer adamw8bit")
-    assert "it fits on 2 ranks" in error.hint and "no option" not in error.hint
+    assert "on 2 ranks" in error.hint and "no option" not in error.hint
     error = refused(monkeypatch, states / 2 - 0.1, ranks=2, begun=True, **few)
     assert error and "over 2 ranks" in error.found and not error.run
-    assert "it fits on 4 ranks" in error.hint and "no option makes it fit" in error.hint
+    assert "on 4 ranks" in error.hint and "no option" in error.hint
 
 
 def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,23 +217,23 @@ def test_frozen_weights_have_no_gradients_and_no_states(monkeypatch: pytest.Monk
     }
     fitted.unanswered = "not asked"
     error = fitted.refusal(case(ranks=2), fitted.count_states(case(ranks=2)), 4, False, False)
-    assert "464K parameters, 31.4K trained, over 2 ranks, without act" in error.found
+    assert "464K parameters, 31.4K trained, over 2 ranks" in error.found
     lines: list[str] = []
     monkeypatch.setattr(memory_check.log, "info", lines.append)
     monkeypatch.setattr(memory_fit, "make_local_step_config", lambda config, model: case(ranks=1))
     for copies in (11.9, 13.5):  # a tenth of host memory stays free
         fitted.host = copies * trained
         memory_fit._report_copies(ASKED, fitted)
-    assert len(lines) == 1 and "host memory: the copy of a checkpoint" in lines[0]
+    assert len(lines) == 1 and "host memory" in lines[0]
 
 
 def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     states = 16 * sum(p.numel() for p in on_meta().parameters()) / MIB
     tight = {"gpu_mib": 2.5, "batch_size": 1, "begun": True}
     error = refused(monkeypatch, 2 * states, **tight)
-    assert error and "can have 2.5 MiB of its GPU's memory" in error.problem
+    assert error and "2.5 MiB" in error.problem
     assert error.run.endswith("--activation-checkpointing full --cpu-offload on")
-    assert "it fits on 32 GPUs like this" in error.hint
+    assert "on 32 GPUs" in error.hint
     full = {"cpu_offload": True, "activation_checkpointing": "full"}
     assert refused(monkeypatch, 2 * states, **tight, **full) is None
     error = refused(monkeypatch, states / 2, **tight, **full)  # the host has no room either
@@ -299,5 +299,5 @@ def test_a_run_that_cannot_fit_ends_before_text_is_tokenised(project: Path) -> N
     )
     output = done.stdout + done.stderr
     needed = "a rank needs 0.3 MiB and can have 1.0 KiB of host memory"  # 16 B · 35K / 2
-    assert f"this run does not fit: {needed}" in output and "over 2 ranks" in output
+    assert f"does not fit: {needed}" in output and "over 2 ranks" in output
     assert not (project / ".cache" / "tokens").exists() and not (project / "outputs").exists()

@@ -115,7 +115,7 @@ def test_a_store_is_relocatable(tmp_path: Path, of_stage_02: Path, tokenizer: Pa
 def test_a_tokenizer_larger_than_the_model_is_refused_before_any_work(
     tmp_path: Path, of_stage_02: Path, tokenizer: Path
 ) -> None:
-    with pytest.raises(UsageError, match="larger than the model's vocabulary") as caught:
+    with pytest.raises(UsageError, match="vocabulary") as caught:
         prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache", model_vocab=257)
     assert "at most 257" in caught.value.expected and "258" in caught.value.found
     assert not list((tmp_path / ".cache").rglob("*.bin"))
@@ -189,7 +189,7 @@ def test_a_second_launch_and_other_ranks_wait_for_the_builder(
     assert [launch.wait() for launch, _ in (builder, *others)] == [[0]] * 3
     [path] = (cache / "tokens").iterdir()
     assert [output.splitlines()[-1] for output in outputs] == [str(path)] * 3
-    assert f"waiting for {path} to be built by another process ({path}.partial-" in outputs[1]
+    assert f"waiting for {path}" in outputs[1]
     store.open_store(path)
 
 
@@ -258,7 +258,7 @@ def test_a_failing_disk_loses_no_finished_work(
         prepare_tokens(of_stage_02, tokenizer, cache)
     caplog.set_level("INFO", logger="pipeline")
     prepare_tokens(of_stage_02, tokenizer, cache)
-    assert "20 documents from an interrupted run" in caplog.text
+    assert "20 documents" in caplog.text
 
 
 def test_a_rank_that_waits_does_not_build(
@@ -286,7 +286,7 @@ def test_tokens_by_pread_equal_the_mapped_ones(
 
     monkeypatch.setattr(np, "memmap", refuse)
     read = store.open_store(path).splits["train"]
-    assert "cannot be mapped (Cannot allocate memory)" in caplog.text
+    assert "cannot be mapped" in caplog.text
     assert len(read.tokens) == len(mapped.tokens) and read.tokens.dtype == mapped.tokens.dtype
     for part in (slice(0, 10), slice(7, 7), slice(len(mapped.tokens) - 3, 10**9), slice(5, 3)):
         assert np.array_equal(read.tokens[part], mapped.tokens[part])
@@ -361,7 +361,7 @@ def test_a_store_is_read_back_before_it_is_published(
                 file.write(bytes(8))
 
     monkeypatch.setattr(split_writer.Sink, "sync", disturbed)
-    with pytest.raises(ArtifactError, match="does not read back as it was written"):
+    with pytest.raises(ArtifactError, match="read back"):
         prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
     assert not list((tmp_path / ".cache/tokens").iterdir())
 
@@ -397,10 +397,7 @@ def test_a_dataset_that_changes_while_it_is_tokenised_gives_no_store(
     monkeypatch.setattr(Dataset, moment, disturbed)
     with pytest.raises((UsageError, ArtifactError)) as caught:
         prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
-    assert (
-        "was replaced or changed while its tokens were prepared" in caught.value.problem
-        or way == "cut"
-    )
+    assert "replaced or changed" in caught.value.problem or way == "cut"
     assert not list((tmp_path / ".cache/tokens").iterdir()), "a partial store was kept"
 
 
@@ -415,7 +412,7 @@ def test_a_tokenizer_that_is_replaced_while_it_is_read_gives_no_store(
         return make(*arguments)
 
     monkeypatch.setattr(build, "Encoder", disturbed)
-    with pytest.raises(UsageError, match=r"the tokenizer in .* was replaced"):
+    with pytest.raises(UsageError, match=r"tokenizer in .* replaced"):
         prepare_tokens(of_stage_02, tokenizer, tmp_path / ".cache")
     assert not list((tmp_path / ".cache/tokens").iterdir())
 
@@ -478,9 +475,9 @@ def test_a_modified_store_is_hashed_before_it_is_used(
     prepare_tokens(of_stage_02, tokenizer, cache)
     assert "train.tokens.bin" in hashed
     half_overwritten(path / "train.tokens.bin")
-    with pytest.raises(ArtifactError, match=r"token store .* is damaged") as caught:
+    with pytest.raises(ArtifactError, match=r"token store .*damaged") as caught:
         prepare_tokens(of_stage_02, tokenizer, cache)
-    assert "other content than when it was written" in caught.value.found
+    assert "other content" in caught.value.found
     assert f"rm -r {path}" in caught.value.run
     monkeypatch.setenv("LOCAL_RANK", "1")
     prepare_tokens(of_stage_02, tokenizer, cache)  # one rank of a machine does it for all

@@ -106,10 +106,10 @@ def test_arrow_files_of_the_other_format_and_damaged_ones(tmp_path: Path) -> Non
     shard.write_bytes(b"nothing of the kind")
     with pytest.raises(ArtifactError, match=r"a\.arrow cannot be read"):
         open_dataset(shard)
-    with pytest.raises(UsageError, match="no column `text` of strings") as caught:
+    with pytest.raises(UsageError, match="no column `text`") as caught:
         open_dataset(write_ids(tmp_path / "ids.arrow"))
     assert caught.value.found == "columns input_ids" and "tokenised already" in caught.value.hint
-    with pytest.raises(UsageError, match="no file of a split `train`"):
+    with pytest.raises(UsageError, match="split `train`"):
         open_dataset(plain(tmp_path / "tests", **{"corpus-test": ["a"]}))
 
 
@@ -182,7 +182,7 @@ def test_a_dataset_without_a_text_column_is_refused(tmp_path: Path, columns: dic
     import datasets
 
     datasets.Dataset.from_dict(columns).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(UsageError, match="no column `text` of strings") as caught:
+    with pytest.raises(UsageError, match="no column `text`") as caught:
         open_dataset(tmp_path / "d")
     assert next(iter(columns)) in caught.value.found
 
@@ -219,7 +219,7 @@ def test_another_artifact_is_refused_as_a_dataset(tmp_path: Path) -> None:
 
 def test_a_directory_of_text_is_refused_as_a_dataset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(UsageError, match="is not a dataset directory") as caught:
+    with pytest.raises(UsageError, match="dataset directory") as caught:
         open_dataset(tmp_path)
     assert "a.txt" in caught.value.found and "02_build_hf_dataset.py" in caught.value.run
 
@@ -277,7 +277,7 @@ def test_a_failing_disk_is_not_reported_as_damage(tmp_path: Path, monkeypatch) -
     monkeypatch.setattr(reading, "_PAUSES_S", (0.0,))
     dataset = open_dataset(path)
     fails[0] = 2
-    with pytest.raises(StageError, match=r"state.json cannot be read .* not mean that it is da"):
+    with pytest.raises(StageError, match=r"state.json cannot .*not mean"):
         open_dataset(path)
 
     def lost(file: object) -> None:
@@ -336,7 +336,7 @@ def test_splits_saved_one_by_one_are_opened_one_at_a_time(tmp_path: Path, monkey
     saved = save_dict(tmp_path / "d", train=["a"], test=["b"])
     (saved / "dataset_dict.json").unlink()
     monkeypatch.setattr("sys.argv", ["04_train_fsdp.py", "-e", "x", "-d", str(saved)])
-    with pytest.raises(UsageError, match="is not a dataset but") as caught:
+    with pytest.raises(UsageError, match="not a dataset") as caught:
         open_dataset(saved)
     assert caught.value.run.endswith(f"-e x -d {saved / 'train'}")
 
@@ -381,7 +381,7 @@ def test_a_split_without_rows_and_odd_columns_are_named(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="d/validation has no column") as caught:
         open_dataset(save_dict(tmp_path / "d", train=["a"], validation=[]))
-    assert caught.value.found == "`text` without a value in any row" and not caught.value.hint
+    assert caught.value.found.startswith("`text` without a value") and not caught.value.hint
     labels = datasets.Features(text=datasets.ClassLabel(names=["a"]))
     datasets.Dataset.from_dict({"text": ["a"]}, features=labels).save_to_disk(str(tmp_path / "l"))
     with pytest.raises(UsageError) as caught:

@@ -33,10 +33,8 @@ def planned(
 
 def test_time_is_operations_over_a_usual_share_of_the_peak() -> None:
     text = estimates.describe_cost(planned(), SEVEN_B, H100)["time"]
-    assert (
-        text == "about 38 h 37 min, estimated at 40 % of 989 TFLOP/s on 8 GPUs (data sheet of "
-        "the H100), longer with only 1,024 tokens in a micro-batch; measured after 20 steps"
-    )
+    assert text.startswith("about 38 h 37 min, ") and "measured" in text
+    assert "40 % of 989 TFLOP/s" in text and "1,024 tokens" in text
     small = replace(SEVEN_B, parameters=3_000_000)
     assert "time" not in estimates.describe_cost(planned(), small, H100)
     assert "measured" not in estimates.describe_cost(planned(max_steps=20), SEVEN_B, H100)["time"]
@@ -70,15 +68,12 @@ def test_the_checkpoints_of_a_run_are_counted(changes: dict[str, Any], text: str
 
 def test_a_small_batch_of_a_large_model_causes_a_warning() -> None:
     text = estimates.suggest_global_batch(planned(), SEVEN_B, H100)
-    assert text.splitlines() == [
-        "8,192 tokens per step are few for a model of 7.25B parameters",
-        "  published: 65.5K to 4.19M in fine-tuning and continued pre-training "
-        "(docs/explanation/planning.md)",
-        "  now:       1,220,703 steps, 2,442 checkpoints",
-        "  instead:   --global-batch-size 256 for 262,144 tokens per step: 38,146 steps, 77 "
-        "checkpoints with as many tokens in all; the time stays at about 38 h 37 min by the "
-        "estimate",
-    ]
+    problem, published, now, instead = text.splitlines()
+    assert problem.startswith("8,192 tokens") and "7.25B parameters" in problem
+    assert "65.5K to 4.19M" in published
+    assert now.endswith("1,220,703 steps, 2,442 checkpoints")
+    assert "--global-batch-size 256 for 262,144" in instead
+    assert "38,146 steps, 77 checkpoints" in instead and "38 h 37 min" in instead
     assert estimates.suggest_global_batch(planned(global_batch_size=256), SEVEN_B, H100) is None
 
 
@@ -107,7 +102,7 @@ def test_the_suggested_batch_can_be_divided() -> None:
 
 def test_too_many_tokens_per_step_cause_a_warning() -> None:
     text = estimates.suggest_global_batch(planned(global_batch_size=64 * 512), SEVEN_B, H100)
-    assert text.startswith("33,554,432 tokens per step are many")
+    assert text.startswith("33,554,432 tokens")
     assert "--global-batch-size 4096 for 4,194,304" in text
 
 
@@ -115,17 +110,14 @@ def test_a_bench_of_many_minutes_gets_a_smaller_batch() -> None:
     """A recipe for 8 GPUs has steps of 2M tokens, so 28 of them take a quarter of an hour."""
     changes = {"max_steps": 28, "global_batch_size": 2048, "batch_size": 2}
     text = estimates.suggest_shorter_bench(planned(**changes), SEVEN_B, H100)
-    assert text == (
-        "--bench will take about 13 min 36 s by the estimate. With --global-batch-size 752, a step "
-        "has 47 micro-batches instead of 128, and --bench takes about 5 min 00 s; the update of "
-        "the weights then counts for more"
-    )
+    assert text and "13 min 36 s" in text and "5 min 00 s" in text
+    assert "--global-batch-size 752" in text and "47 micro-batches instead of 128" in text
     shorter = planned(**{**changes, "global_batch_size": 752})
     assert shorter.division.accumulation == 47
     assert estimates.suggest_shorter_bench(shorter, SEVEN_B, H100) is None
     by_passes = planned(max_steps=28, batch_size=2, grad_accum_steps=128)
     text = estimates.suggest_shorter_bench(by_passes, SEVEN_B, H100)
-    assert text and "With --grad-accum-steps 47, a step has 47" in text
+    assert text and "--grad-accum-steps 47" in text
     one_pass = planned(max_steps=28, batch_size=4096)
     assert estimates.suggest_shorter_bench(one_pass, SEVEN_B, H100) is None
 

@@ -77,9 +77,7 @@ def test_the_largest_batch_that_fits_is_used(
     monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     set_memory(monkeypatch, 12, gpu=True)
-    assert (
-        choose_batch() == 8 and "8,192 tokens in a micro-batch, the largest that fits" in logged[-1]
-    )
+    assert choose_batch() == 8 and "8,192 tokens" in logged[-1]
     assert choose_batch(batch_size=3) == 3
     set_memory(monkeypatch, 0, gpu=True)
     assert choose_batch() == 1  # require_memory refuses the run
@@ -118,10 +116,9 @@ def test_no_more_is_recomputed_than_needed(
         and fill_options(3.9) == ("selective", 4)
         and fill_options(2.9) == ("full", 4)
     )
-    assert logged == [
-        "--activation-checkpointing auto: full, since less recomputation is not sure "
-        f"to fit in {units.memory(capacity.count_free(None))} by the memory estimate"
-    ]
+    [line] = logged
+    assert line.startswith("--activation-checkpointing auto: full")
+    assert units.memory(capacity.count_free(None)) in line
     assert fill_options(0.9) == ("full", 4)  # nothing fits; require_memory refuses the run
     assert (
         fill_options(1000, "full") == ("full", 4)
@@ -144,14 +141,12 @@ def test_an_automatic_batch_divides_the_global_batch(
     set_memory(monkeypatch, 12, gpu=True, ranks=2)
     for global_batch, batch in ((12, 6), (14, 7), (22, 11), (26, 1), (36, 9), (2, 1)):
         assert choose_batch(global_batch_size=global_batch) == batch
-    assert "all that a rank has of a step" in logged[-1]
-    assert any(
-        "divides the 36 samples of a step over 2 ranks and fits in" in line for line in logged
-    )
-    with pytest.raises(UsageError, match="--global-batch-size 13 cannot be divided"):
+    assert "that a rank has" in logged[-1]
+    assert any("36 samples" in line and "2 ranks" in line for line in logged)
+    with pytest.raises(UsageError, match="cannot be divided"):
         choose_batch(global_batch_size=13)
     assert choose_batch(global_batch_size=32, precision="fp8", seq_length=1000) == 8
-    with pytest.raises(UsageError, match="no --batch-size has tokens in multiples of 16"):
+    with pytest.raises(UsageError, match="multiples of 16"):
         choose_batch(global_batch_size=6, precision="fp8", seq_length=1000)
 
 
@@ -182,10 +177,8 @@ def test_an_automatic_batch_leaves_enough_steps(
 
     assert agreed(1000) == 16 and agreed(320) == 16 and not logged
     assert agreed(319) == 8
-    assert logged == [
-        "--batch-size auto: 8 per process instead of 16, so that 319 samples make at "
-        "least 10 steps or, if they are too few, as many as can be"
-    ]
+    [line] = logged
+    assert line.startswith("--batch-size auto: 8 per process") and "319 samples" in line
     assert agreed(319, num_epochs=2) == 16 and agreed(319, grad_accum_steps=4) == 2
     assert agreed(31) == 2  # fewer have no multiple of 16 tokens
     assert agreed(31, max_steps=5) == 16  # epochs without end
@@ -226,10 +219,8 @@ def test_from_four_nodes_on_each_contains_a_replica_if_it_fits(
 
     nodes(4, 1.2, shards=8)
     assert shards() == 8
-    assert logged == [
-        "--shard-size 8: a replica of the model in each of 4 nodes, since a step fits "
-        "so by the memory estimate; --shard-size 32 shards over all ranks"
-    ]
+    [line] = logged
+    assert line.startswith("--shard-size 8: ") and "4 nodes" in line and "--shard-size 32" in line
     assert shards(shard_size=16) == 16 and shards(shard_size=32) == 32
     nodes(3, 1000, shards=8)
     assert shards() is None
@@ -254,7 +245,7 @@ def test_a_plan_for_other_machines_assumes_nodes_of_eight_gpus(logged: list[str]
         36: None,
         64: 8,
     }
-    assert any(line.startswith("on 64 GPUs, --shard-size 8: ") for line in logged)
+    assert any("64 GPUs, --shard-size 8: " in line for line in logged)
 
 
 def test_weights_stay_gathered_if_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,10 +421,10 @@ def test_too_few_tokens_cause_a_warning_with_a_batch_that_fits(
         return "".join(logged)
 
     set_memory(monkeypatch, 12, gpu=True)
-    assert "a micro-batch of 1,024 tokens" in advised() and "--batch-size 8 fits" in advised()
-    assert "makes a step of 8 samples instead of 1" in advised()
+    assert "1,024 tokens" in advised() and "--batch-size 8 fits" in advised()
+    assert "8 samples instead of 1" in advised()
     assert "--batch-size 6 fits" in advised(global_batch_size=6)
-    assert "(6,144 tokens) with --global-batch-size 6" in advised(grad_accum_steps=6)
+    assert "(6,144 tokens) with --global-batch-size" in advised(grad_accum_steps=6)
     assert not advised(has_begun=True) and not advised(auto=True) and not advised(batch_size=8)
     set_memory(monkeypatch, 1, gpu=True)
     assert not advised()

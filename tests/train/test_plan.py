@@ -66,7 +66,7 @@ def test_a_global_batch_is_divided_into_micro_batches(
 
 @pytest.mark.parametrize(("batch", "ranks"), [(5, 1), (4, 4), (1, 7), (32, 1)])
 def test_a_global_batch_that_cannot_be_divided_is_refused(batch: int, ranks: int) -> None:
-    with pytest.raises(UsageError, match="--global-batch-size 24 cannot be divided") as caught:
+    with pytest.raises(UsageError, match="cannot be divided") as caught:
         batch_division.divide_batch(options(batch_size=batch, global_batch_size=24), 0, ranks)
     assert f"a multiple of {batch * ranks} = {batch} per process" in caught.value.expected
     assert f"{ranks} ranks" in caught.value.expected
@@ -97,7 +97,7 @@ def test_steps_and_epochs_limit_a_run(changes: dict, steps: int) -> None:
     [({}, 0), ({}, 9), ({"num_epochs": 1, "max_steps": 5}, 9), ({"max_steps": 5}, 0)],
 )
 def test_too_little_data_for_a_step_is_refused(changes: dict, samples: int) -> None:
-    with pytest.raises(UsageError, match="too small for one step") as caught:
+    with pytest.raises(UsageError, match="too small") as caught:
         plan.count_steps(options(**changes), samples, global_batch=10)
     assert f"{samples} samples in an epoch, 10 in a step" in caught.value.found
 
@@ -191,7 +191,7 @@ def test_a_resume_may_change_these_options(changes: dict) -> None:
     ],
 )
 def test_a_resume_must_share_these_options(changes: dict, expected_text: str) -> None:
-    with pytest.raises(UsageError, match="was started with other settings") as caught:
+    with pytest.raises(UsageError, match="other settings") as caught:
         previous_run.require_same_run(
             make_plan().identity(), make_plan(**changes).identity(), Path("outputs/exp")
         )
@@ -263,5 +263,5 @@ def test_a_plan_for_other_machines_has_a_step_with_any_data(samples: int) -> Non
     assert planned.total_steps == (3 if planned.fills_a_step else 1)
     assert planned.describe()["steps"].startswith(f"{planned.total_steps} (")
     if not planned.fills_a_step:
-        with pytest.raises(UsageError, match="too small for one step"):
+        with pytest.raises(UsageError, match="too small"):
             Plan.of(replace(config, plan_gpus=None), {}, samples, ranks=8)

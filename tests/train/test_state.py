@@ -1,4 +1,4 @@
-# covers: lib/train/state.py
+# covers: lib/train/state.py, lib/checkpoints/contents.py
 """The state of a run is saved in a checkpoint's record and restored from it."""
 
 from __future__ import annotations
