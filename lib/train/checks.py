@@ -13,18 +13,19 @@ from pathlib import Path
 
 from lib.checkpoints import commit
 from lib.checkpoints.vendor_tiers import split_place
-from lib.core import commands, declared, paths, patterns, units
+from lib.core import commands, declared, paths, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment
 from lib.hub import folder
 from lib.hub.repository import redact_urls
-from lib.models import directory, lookup, peft_adapter, scratch_sizes, tokenizer
+from lib.models import directory, lookup, scratch_sizes, tokenizer
 from lib.optim.optimizers import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
 from lib.train import batch_division, plan
 from lib.train.config import DEFAULTS, Config
 from lib.train.output.kinds import choose_kind
 from lib.train.sources.table import choose_source, list_requested
+from lib.train.trained import DEFAULT_LRS, AllWeights, TrainedPart, choose_trained
 
 _SHORTEST = 8  # tokens per sample
 # For models with fewer parameters than the first number: the largest published learning rates,
@@ -36,10 +37,7 @@ _PACKAGES = {"wandb": "wandb"}
 _OWNED = {
     "streaming": ("online",),
 }
-_LARGEST_RANK = 65_536
 _LONG_WARMUP = 0.5  # of the steps
-LORA_LR = 10  # LoRA: times the default, "LoRA without regret" (Schulman et al. 2025)
-DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model with weights
 
 
 def require_consistent(config: Config, has_begun: bool) -> None:
@@ -50,7 +48,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
     problems = Problems()
     for check in (
         _check_model,
-        _check_lora,
+        choose_trained(config).check_options,
         _check_sources,
         _check_owners,
         _check_samples,
@@ -131,37 +129,6 @@ def require_model_shape(config: Config) -> None:
         hint=f"a small one to try{same_shape}:",
         run=commands.as_typed("--model-size", "tiny"),
     )
-
-
-def _check_lora(config: Config, problems: Problems) -> None:
-    for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_rslora"):
-        if not config.trains_lora and getattr(config, name) != getattr(DEFAULTS, name):
-            problems.add(
-                f"{declared.flag(name)} belongs to --lora-rank",
-                expected="the rank of the adapters: 8 to 256 as a rule",
-            )
-    if config.lora_alpha is not None and (
-        problem := peft_adapter.find_odd_alpha(config.lora_alpha)
-    ):
-        problems.add(f"--lora-alpha {config.lora_alpha:g} cannot be used", expected=problem)
-    if config.lora_dropout >= 1:
-        problems.add(f"--lora-dropout must be below 1, got {config.lora_dropout:g}")
-    if config.lora_rank > _LARGEST_RANK:
-        problems.add(
-            f"--lora-rank {config.lora_rank} is more than any linear layer has rows or columns",
-            expected="8 to 256 as a rule",
-        )
-    if config.trains_lora and config.precision == "fp8":
-        problems.add(
-            "--precision fp8 does not work with LoRA: each pass would cast the frozen weights",
-            run=commands.as_typed("--precision", "bf16"),
-        )
-    if config.lora_from is None and (problem := patterns.find_problem(config.lora_targets)):
-        problems.add(
-            f"--lora-targets {config.lora_targets!r} is not a regular expression that can be used",
-            found=problem,
-            expected="'q_proj|v_proj', say",
-        )
 
 
 def _check_sources(config: Config, problems: Problems) -> None:
@@ -281,20 +248,20 @@ def require_enough_steps(config: Config, steps: int, has_begun: bool) -> None:
     problems.raise_if_any()
 
 
-def describe_high_lr(lr: float, parameters: int, scratch: bool, lora: bool = False) -> str:
+def describe_high_lr(
+    lr: float, parameters: int, scratch: bool, trained: type[TrainedPart] = AllWeights
+) -> str:
     """Return a warning about a learning rate that is too high for a model; "" if it is usual.
 
     parameters: number of parameters of the model. scratch: training starts from random weights.
-    lora: only an adapter is trained.
     """
     usual = next(
         largest_scratch if scratch else largest_weights
         for limit, largest_scratch, largest_weights in _PUBLISHED_LR
         if parameters < limit
     )
-    usual *= LORA_LR if lora else 1
-    kind = "with LoRA" if lora else "with weights"
-    kind = "from scratch" if scratch else kind
+    usual *= trained.lr_factor
+    kind = "from scratch" if scratch else f"with {trained.lr_reason or 'weights'}"
     return (
         f"--lr {lr:g} is above {usual:g}, the most that is usual for a model of "
         f"{units.count(parameters)} parameters {kind}: the loss may rise "

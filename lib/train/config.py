@@ -97,11 +97,6 @@ class Config(
         return f"--model-size {self.model_size}" if self.model_size else ""
 
     @property
-    def trains_lora(self) -> bool:
-        """Return whether the run trains a LoRA adapter."""
-        return bool(self.lora_rank or self.lora_from)
-
-    @property
     def step_limit(self) -> int | None:
         """Return the most steps that the options allow; None if only the data ends the run."""
         if not self.steps_per_epoch or (self.max_steps and not self.num_epochs):

@@ -9,10 +9,10 @@ from typing import Any
 from lib.checkpoints import commit
 from lib.checkpoints.commit import Checkpoint
 from lib.core import file_identity, hashing, log, paths, units
-from lib.core.errors import ArtifactError, Problems, UsageError
+from lib.core.errors import ArtifactError, Problems
 from lib.core.identity import find_differences
 from lib.core.paths import Experiment
-from lib.models import chat_files, directory, lookup, peft_adapter
+from lib.models import chat_files, directory, lookup
 from lib.models.peft_adapter import PeftAdapter
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.runs import state_file
@@ -21,6 +21,7 @@ from lib.train.config import Config
 from lib.train.output.kinds import OutputKind
 from lib.train.plan import Plan
 from lib.train.source import Encoding, SampleSource
+from lib.train.trained import choose_trained, find_adapter, identify_adapter
 
 _FOREIGN = "foreign weights"  # input of --resume-from-foreign of an earlier version
 
@@ -103,7 +104,7 @@ def find_inputs(
     earlier_inputs = _get_identity(earlier_run, None).get("inputs", {})
     source = problems.collect(lambda: source_class.open(config, earlier_inputs))
     identity = _get_identity(earlier_run, named)
-    adapter = problems.collect(lambda: find_adapter(config.lora_from, identity))
+    adapter = problems.collect(lambda: find_adapter(config, identity))
     problems.raise_if_any()
     assert model_dir is not None and source is not None  # or a problem was raised
     model_identities = file_identity.read_identities(directory.list_model_files(model_dir))
@@ -141,31 +142,6 @@ def find_inputs(
         template,
         adapter=adapter,
     )
-
-
-# Only the first launch loads the adapter of --lora-from; later launches load the checkpoints of the
-# run. The directory of the adapter may be deleted by then, so the identity of the run contains its
-# fingerprint.
-def find_adapter(directory: Path | None, identity: dict[str, Any]) -> PeftAdapter | None:
-    """Return the adapter of --lora-from, None without that option.
-
-    It is also None if the directory is gone but the run's checkpoints contain the adapter.
-    identity: see Inputs. Raises UsageError or ArtifactError as `peft_adapter.read_adapter`.
-    """
-    is_kept = previous_run.ADAPTER in identity.get("inputs", {})
-    if directory is None or (is_kept and not directory.exists()):
-        return None
-    return peft_adapter.read_adapter(directory)
-
-
-def identify_adapter(
-    config: Config, adapter: PeftAdapter | None, identity: dict[str, Any]
-) -> dict[str, str]:
-    """Return the fingerprint of the --lora-from adapter as an identity's input, {} without one."""
-    if config.lora_from is None:
-        return {}
-    name = previous_run.ADAPTER
-    return {name: adapter.fingerprint if adapter else identity["inputs"][name]}
 
 
 def _keep_foreign_weights(identity: dict[str, Any]) -> dict[str, str]:
@@ -247,24 +223,19 @@ def _is_from_scratch(
     This is the case with --from-scratch, for a model that stage 03 made from scratch,
     for a model without weights on synthetic tokens, and for a resumed run that began in one of
     these ways. In all other cases, raises ArtifactError if weights are missing; --prepare-only and
-    --plan-gpus only warn. Raises UsageError for LoRA from scratch.
+    --plan-gpus only warn. Raises UsageError for an adapter from scratch.
     """
+    trained = choose_trained(config)
     is_bare = not (source.needs_weights or directory.has_weights(model_dir))
     if config.from_scratch or is_bare or directory.is_made_from_scratch(model_dir):
-        if config.trains_lora:
-            raise UsageError(
-                f"--lora-rank needs a base model with weights, and those of {model_dir} would be "
-                "initialised from the seed",
-                expected="-m with a model that was trained before",
-                hint="without --lora-rank, the whole model is trained",
-            )
+        trained.require_weights(model_dir)
         if is_bare and not (config.from_scratch or has_begun):
             log.detail(
                 f"{paths.short_name(model_dir)} has no weights: they are initialised from --seed "
                 f"{config.seed}"
             )
         return True
-    if has_begun and not config.trains_lora:
+    if has_begun and not trained.freezes_base:
         return not directory.has_weights(model_dir)
     if missing := directory.list_missing_weights(model_dir):
         error = ArtifactError(

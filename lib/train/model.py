@@ -39,6 +39,7 @@ from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.model_files import require_same_base_on_all_nodes
 from lib.train.output.output import Output
+from lib.train.trained import choose_trained
 
 
 def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
@@ -110,7 +111,7 @@ def _require_router_method(config: Config, model: PreTrainedModel) -> None:
             found=f"{name}, which has no routers that the pipeline can balance",
             run=commands.as_typed("--router-aux-loss", "off"),
         )
-    if method == BIAS and config.trains_lora:
+    if method == BIAS and choose_trained(config).freezes_base:
         raise UsageError(
             f"--router-aux-loss {config.router_aux_loss:g} moves the biases of {name}'s routers, "
             "which a LoRA adapter cannot contain",

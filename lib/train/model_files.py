@@ -18,6 +18,7 @@ from lib.models import directory, lookup
 from lib.parallel.layout import ParallelLayout, gather
 from lib.train.config import Config
 from lib.train.inputs import Inputs
+from lib.train.trained import choose_trained
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CACHED = re.compile(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/")
@@ -35,13 +36,14 @@ def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
         return inputs
     content = _read_digests(inputs.model_dir)
     is_resumed = bool(inputs.earlier_run or inputs.named_checkpoint)
-    reads_weights = bool(config.lora_rank) or not (inputs.scratch or is_resumed)
+    freezes_base = choose_trained(config).freezes_base
+    reads_weights = freezes_base or not (inputs.scratch or is_resumed)
     files = [
         entry
         for entry in content["files"]
         if reads_weights or not entry["path"].endswith(".safetensors")
     ]
-    if reads_weights and not files and not config.lora_rank:
+    if reads_weights and not files and not freezes_base:
         log.detail(f"{inputs.model_dir} has no digests to check its weights against")
     remedy = _suggest_remedy(inputs.model_dir, content)
     verified.require_intact(
@@ -56,7 +58,7 @@ def verify_model_files(config: Config, inputs: Inputs) -> Inputs:
     )
     return (
         replace(inputs, base=_hash_base(config, inputs.model_dir, content))
-        if config.lora_rank
+        if freezes_base
         else inputs
     )
 

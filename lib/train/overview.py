@@ -29,6 +29,7 @@ from lib.train.model import describe_balance, describe_weights
 from lib.train.output.output import Output
 from lib.train.plan import Plan
 from lib.train.source import SampleSource
+from lib.train.trained import choose_trained
 
 
 def show_head(
@@ -230,7 +231,7 @@ def _warn_about_unusual_options(
     warnings = [
         estimates.suggest_global_batch(plan, cost, hardware),
         output.suggest_options(plan, cost, hardware),
-        checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, bool(config.lora_rank)),
+        checks.describe_high_lr(config.lr, cost.parameters, cost.scratch, choose_trained(config)),
         *checks.list_unusual_options(config, plan.total_steps, has_validation, source.option),
     ]
     for warning in filter(None, warnings):

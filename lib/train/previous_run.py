@@ -22,10 +22,10 @@ from lib.models import lookup
 from lib.runs import run_records
 from lib.tokens.chat.policy import TEMPLATE_INPUT
 from lib.train.config import Config
+from lib.train.trained import ADAPTER, choose_trained
 
 # Names of inputs in the identity of a run.
 TEMPLATE = TEMPLATE_INPUT  # only with chat datasets
-ADAPTER = "adapter"  # only with --lora-from
 BOS_PREFIX = "{{- bos_token }}"  # what lib/train/experiment.py adds to a template
 
 _SAMPLES = "samples in an epoch"
@@ -204,7 +204,8 @@ def _continue_from(
 ) -> tuple[str, str]:
     """Return how to resume this run from another run's checkpoint, as `_continue_run` does."""
     names = {change.name for change in changed}
-    if not names & _TENSOR_OPTIONS.keys() and not (config.trains_lora and "model" in names):
+    changes_base = choose_trained(config).freezes_base and "model" in names
+    if not names & _TENSOR_OPTIONS.keys() and not changes_base:
         return _RESUME_WITH_CHANGES, commands.as_typed("--resume-with-changes")
     own_run = Experiment(config.save_dir, config.experiment_name)
     root = _run_of(checkpoint)
@@ -257,7 +258,7 @@ def _continue_run(
             commands.move_away(config.lora_from, commands.as_typed() if is_alone else as_recorded),
         )
     if any(change.name in _TENSOR_OPTIONS for change in changed) or (
-        config.trains_lora and "model" in replaced
+        choose_trained(config).freezes_base and "model" in replaced
     ):
         name = f"{where.name}-2"
         return _OTHER_NAME, commands.as_typed("--experiment-name", name, drop=["--resume"])

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.core import declared, log, units
-from lib.core.errors import Problems, UsageError
+from lib.core import log, units
+from lib.core.errors import UsageError
 from lib.core.options import AUTO, OFF
 from lib.tokens.options import SEQ_LENGTH
-from lib.train import batch_division, checks, plan
-from lib.train.config import DEFAULTS, EARLIER_LAUNCH, Config
+from lib.train import batch_division, checks, plan, trained
+from lib.train.config import EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs
 from lib.train.output.output import Output
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:  # imports torch, which a run that is complete does not wait f
     from lib.train.launches import Launch
 
 _BIAS_STEP = 1e-3  # of DeepSeek-V3 (arXiv 2412.19437, section 4.2)
-_ADAPTER_OPTIONS = ("lora_rank", "lora_alpha", "lora_targets", "lora_rslora", "lora_dropout")
 
 
 class Known(IntEnum):
@@ -192,33 +191,8 @@ def _fill_packing(config: Config, facts: Facts) -> Config:
 
 
 def _take_adapter_options(config: Config, facts: Facts) -> Config:
-    """Use the options of the adapter of --lora-from; UsageError if other values were typed.
-
-    If the adapter's directory is gone, uses the options of the resumed run instead.
-    """
-    adapter = facts.inputs.adapter
     recorded = facts.inputs.identity.get("options", {})
-    values: dict[str, Any] = {
-        name: getattr(adapter, name.removeprefix("lora_"))
-        if adapter
-        else recorded.get(name, getattr(DEFAULTS, name))
-        for name in _ADAPTER_OPTIONS
-    }
-    adapter_values = {}
-    problems = Problems()
-    for name, value in values.items():
-        typed = getattr(config, name)
-        default = getattr(DEFAULTS, name)
-        if typed == default != value:
-            adapter_values[name] = value
-        elif typed not in (default, value) and name != "lora_dropout":  # which is free to change
-            problems.add(
-                f"{declared.flag(name)} {typed} is not that of {config.lora_from}",
-                found=str(value),
-                hint="leave it out: the adapter defines it",
-            )
-    problems.raise_if_any()
-    return config.with_values("--lora-from", **adapter_values)
+    return trained.take_adapter_options(config, facts.inputs.adapter, recorded)
 
 
 def _keep_router_aux_loss(config: Config, facts: Facts) -> Config:
@@ -227,12 +201,8 @@ def _keep_router_aux_loss(config: Config, facts: Facts) -> Config:
 
 
 def _fill_lr(config: Config, facts: Facts) -> Config:
-    lr = checks.DEFAULT_LRS[facts.inputs.scratch]
-    if config.lora_rank:
-        return config.with_values("LoRA", lr=lr * checks.LORA_LR)
-    return config.with_values(
-        "from scratch" if facts.inputs.scratch else "a model with weights", lr=lr
-    )
+    reason, lr = trained.choose_trained(config).choose_lr(facts.inputs.scratch)
+    return config.with_values(reason, lr=lr)
 
 
 def _fill_min_lr(config: Config, facts: Facts) -> Config:
@@ -336,7 +306,7 @@ RULES = (
     OptionRule("global_batch_size", Known.FILES, _keep_global_batch),
     OptionRule("packing", Known.FILES, _fill_packing),
     OptionRule(
-        " ".join(_ADAPTER_OPTIONS),
+        " ".join(trained.ADAPTER_OPTIONS),
         Known.FILES,
         _take_adapter_options,
         applies=lambda config: config.lora_from is not None,

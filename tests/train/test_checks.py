@@ -1,4 +1,4 @@
-# covers: lib/train/checks.py
+# covers: lib/train/checks.py, lib/train/trained.py
 """Checks of options against each other and against the length of a run."""
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lib.core.errors import UsageError
 from lib.train import checks
 from lib.train.command_line import add_options, read_options
 from lib.train.config import Config
+from lib.train.trained import LoraAdapter
 from tests.conftest import ROOT
 
 
@@ -207,8 +208,8 @@ def test_a_learning_rate_is_compared_with_published_ones(
     warning = checks.describe_high_lr(lr, int(parameters), scratch)
     assert usual in warning and bool(usual) == bool(warning)
     assert not warning or " parameters from scratch:" in warning or " with weights:" in warning
-    assert not checks.describe_high_lr(10 * 3e-4, 7_000_000_000, False, lora=True)
-    assert "parameters with LoRA:" in checks.describe_high_lr(4e-3, 7 * 10**9, False, True)
+    assert not checks.describe_high_lr(10 * 3e-4, 7_000_000_000, False, LoraAdapter)
+    assert "parameters with LoRA:" in checks.describe_high_lr(4e-3, 7 * 10**9, False, LoraAdapter)
 
 
 def test_a_resumed_run_may_keep_a_large_learning_rate() -> None:

@@ -16,6 +16,7 @@ from lib.core import file_identity, manifest, verified
 from lib.core.errors import ArtifactError, UsageError
 from lib.models import directory
 from lib.train import model, model_files
+from lib.train.config import Config
 from lib.train.inputs import Inputs
 from lib.train.sources.corpora import CorporaSource
 from tests.training import save_model
@@ -54,15 +55,7 @@ def identify_inputs(model_dir: Path, **more: object) -> Inputs:
 
 
 def require_whole(model_dir: Path, tmp_path: Path, **more: object) -> None:
-    opts = SimpleNamespace(
-        cache_dir=tmp_path / ".cache",
-        num_workers=2,
-        no_progress=True,
-        prepare_only=False,
-        seed=0,
-        lora_rank=0,
-        bench=False,
-    )
+    opts = Config(cache_dir=tmp_path / ".cache", num_workers=2, no_progress=True)
     model_files.verify_model_files(opts, identify_inputs(model_dir, **more))
 
 

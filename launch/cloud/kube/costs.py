@@ -22,6 +22,7 @@ from lib.train import command_line, estimates
 from lib.train.config import Config
 from lib.train.estimates import Hardware, ModelCost
 from lib.train.plan import Plan
+from lib.train.trained import choose_trained
 
 # The number of parameters in the name of a model, such as 8B; not in 8x7B or 30B-A3B.
 _BILLIONS = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[bB](?![\w.]|-A\d)")
@@ -111,7 +112,7 @@ def _get_hardware(job: Job, config: Config) -> Hardware:
         )
     hardware = Hardware(job.nodes * job.gpus_per_node, peak, f"data sheet of the {gpu}")
     gbps = job.node.get("gbps")
-    if not gbps or config.trains_lora or config.batch_size in (None, AUTO):
+    if not gbps or choose_trained(config).freezes_base or config.batch_size in (None, AUTO):
         return hardware  # adapters communicate little; without a batch, communication is unknown
     return replace(hardware, nodes=job.nodes, network=gbps * 1e9 / 8)
 
@@ -142,7 +143,7 @@ def measure_model(config: Config) -> tuple[ModelCost, str]:
         source = f"{units.count(parameters)} parameters, according to the name {name}"
     else:
         raise NoEstimate(f"the size of {name or config.config_json} is unknown on this machine")
-    per_parameter = 4 if config.trains_lora else 6
+    per_parameter = 4 if choose_trained(config).freezes_base else 6
     flops = per_parameter * products + attention
     return ModelCost(parameters, flops, attention, 0.0, bool(config.model_size), False), source
 
