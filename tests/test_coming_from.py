@@ -16,6 +16,7 @@ import yaml
 from lib.core import log, options, unknown_options
 from lib.core.declared import Role
 from lib.core.errors import UsageError
+from lib.core.identity import find_differences
 from lib.core.paths import Experiment
 from lib.train import command_line, plan
 from lib.train.command_line import add_options, read_options
@@ -436,3 +437,22 @@ def test_a_recorded_place_gives_way_to_a_typed_one(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("save_dir: outputs\nexperiment_name: old\n")
     config = asked("--config", tmp_path / "run.yaml", "--checkpoint_dir", "ckpt")
     assert (config.save_dir, config.experiment_name) == (Path("ckpt"), "old")
+
+
+@pytest.mark.parametrize("is_record", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "precision"), [("tensorwise", "fp8"), ("rowwise", "fp8-rowwise")]
+)
+def test_8_bit_floats_of_an_earlier_version_are_accepted(
+    tmp_path: Path, recipe: str, precision: str, is_record: bool
+) -> None:
+    values = {"precision": "fp8", "fp8_recipe": recipe}
+    content = {"options": values, "versions": {}} if is_record else values
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    config = asked("--config", tmp_path / "run.yaml", "-d", "corpus")
+    assert config.precision == precision
+    assert not find_differences({"options": values}, {"options": {"precision": precision}})
+    (tmp_path / "run.yaml").write_text("precision: bf16\nfp8_recipe: rowwise\n")
+    with pytest.raises(UsageError) as error:
+        asked("--config", tmp_path / "run.yaml", "-d", "corpus")
+    assert "fp8-rowwise" in error.value.render()

@@ -84,12 +84,12 @@ def test_a_run_in_8_bits_trains_resumes_and_exports(project: Path) -> None:
     )
     assert "--precision: fp8 there, bf16 now" in done.stderr
     printed = train_float8(
-        project, "whole", "--fp8-recipe", "rowwise", "--max-steps", 6, expect=2, ranks=0
+        project, "whole", "--precision", "fp8-rowwise", "--max-steps", 6, expect=2, ranks=0
     )
-    assert "--fp8-recipe:" in printed
+    assert "--precision: fp8 there, fp8-rowwise now" in printed
 
     train_float8(
-        project, "replicas", "--shard-size", 1, "--fp8-recipe", "rowwise", "--max-steps", 2
+        project, "replicas", "--shard-size", 1, "--precision", "fp8-rowwise", "--max-steps", 2
     )
     assert losses(project, "replicas")[1] == pytest.approx(expected[1], rel=0.01)
 

@@ -47,6 +47,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
+        content = unknown_options.update_values(content)
         unknown = [str(key) for key in content if key not in ours]
         gone = [key for key in unknown if unknown_options.find_gone(key) and not _is_needed(key)]
         _report_gone(f"--config: {config}", gone)
@@ -57,7 +58,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         raise UsageError(f"--config: {config} contains options of {stage}, not of {script}")
     values = {
         key: value
-        for key, value in recorded.items()
+        for key, value in unknown_options.update_values(recorded).items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
     unknown = _list_unknown(values, ours)
@@ -81,7 +82,8 @@ def report_gone(config: Path, recorded: dict[str, Any], ours: Set[str]) -> None:
 
 def _list_unknown(recorded: Mapping[str, Any], ours: Set[str]) -> list[str]:
     """Return the recorded options that somebody set and this version does not know."""
-    unknown = {key: value for key, value in recorded.items() if key not in ours}
+    updated = unknown_options.update_values(recorded)
+    unknown = {key: value for key, value in updated.items() if key not in ours}
     return sorted(key for key, value in unknown.items() if not _was_default(key, value))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from lib.core.unknown_options import update_values
+
 _LONGEST_FLOAT = 10  # characters of a float that is printed with all its digits
 
 
@@ -32,18 +34,23 @@ class Difference(NamedTuple):
         return self.describe()
 
 
-def find_differences(old: Any, new: Any, path: str = "") -> list[Difference]:
+def find_differences(old: Any, new: Any) -> list[Difference]:
     """Return the differences of two identities, `{"options": …, "inputs": …}`, sorted by name.
 
-    path: where the values stand in their identities, with dots between levels.
+    Options of earlier versions in `old` are compared as this version would write them.
     """
+    if isinstance(old, dict) and isinstance(old.get("options"), dict):
+        old = old | {"options": update_values(old["options"])}
+    return _compare(old, new, "")
+
+
+def _compare(old: Any, new: Any, path: str) -> list[Difference]:
+    """Return the differences of two values. path: their place, with dots between levels."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             difference
             for key in sorted(old.keys() | new.keys())
-            for difference in find_differences(
-                old.get(key), new.get(key), f"{path}.{key}" if path else key
-            )
+            for difference in _compare(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
     kind, name = (
         ("option", path.removeprefix("options."))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lib.core.errors import StageError, UsageError, combine_errors
@@ -59,6 +59,7 @@ GONE = {
         "leave it out: a complete run waits up to 30 minutes for its last copy, and Ctrl-C ends "
         "the wait",
     ),
+    "fp8_recipe": Gone("tensorwise", "--precision fp8-rowwise", is_needed=True),
     "sample_tokens": Gone(64, "leave it out: a sample has 64 tokens"),
     "suite_limit": Gone(None, "behind the name of the suite: --eval-suite small:100"),
     "text_field": Gone(None, "--streaming FIELD names the field", is_needed=True),
@@ -117,6 +118,20 @@ GONE |= {
     name: Gone(default, move_to_curate(f"--{name.replace('_', '-')} …"), is_needed=True)
     for name, default in _MOVED.items()
 }
+
+
+def update_values(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options that a file contains, with values of earlier versions as they are now.
+
+    `precision: fp8` with `fp8_recipe: rowwise` is `precision: fp8-rowwise`.
+    """
+    updated = dict(options)
+    recipe = updated.pop("fp8_recipe", "tensorwise")
+    if recipe == "rowwise" and updated.get("precision") == "fp8":
+        updated["precision"] = "fp8-rowwise"
+    elif recipe != "tensorwise":
+        updated["fp8_recipe"] = recipe
+    return updated
 
 
 def find_gone(name: str) -> Gone | None:

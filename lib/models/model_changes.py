@@ -16,6 +16,7 @@ from lib.core.errors import UsageError
 from lib.models import lora
 from lib.models.float8 import Float8
 from lib.models.lora import Lora
+from lib.models.options import FLOAT8_RECIPES
 from lib.models.sharded import Placement
 
 
@@ -65,8 +66,8 @@ def select_settings(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     settings = {}
     if options.get("lora_rank"):
         settings["lora"] = lora.select_settings(options)
-    if options.get("precision") == "fp8":
-        settings["float8"] = {"recipe": options.get("fp8_recipe", "tensorwise")}
+    if recipe := FLOAT8_RECIPES.get(options.get("precision", "")):
+        settings["float8"] = {"recipe": recipe}
     return settings
 
 

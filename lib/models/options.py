@@ -9,6 +9,9 @@ from lib.core.declared import Role, option
 from lib.core.options import count, non_negative, on_off, positive, positive_int
 from lib.models import scratch_sizes
 
+# The values of --precision that compute in 8-bit floats, with torchao's name of their scales.
+FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+
 
 @dataclass(frozen=True)
 class ModelOptions:

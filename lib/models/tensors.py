@@ -17,6 +17,7 @@ from lib.core import records
 from lib.core.errors import ArtifactError
 from lib.models import directory, lookup
 from lib.models.directory import INDEX, WEIGHTS
+from lib.models.options import FLOAT8_RECIPES
 
 DTYPES = {
     torch.float64: "F64",
@@ -41,7 +42,7 @@ COMPUTE_DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
-    "fp8": torch.bfloat16,
+    **dict.fromkeys(FLOAT8_RECIPES, torch.bfloat16),
 }
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 _ITEM_BYTES = {

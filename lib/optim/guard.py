@@ -9,12 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lib.models.options import FLOAT8_RECIPES
 from lib.models.sharded import group_by_mesh, local_tensor
 
 _NORM_WINDOW = 100  # good steps in the running mean of the gradient norm
 _NORM_MIN_STEPS = 20  # good steps before a norm can count as a spike
 _ROW = 1 << 12  # numbers whose squares one float32 sums
-_NARROW_PRECISIONS = ("fp16", "fp8")  # precisions in which small gradients underflow
+_NARROW_PRECISIONS = ("fp16", *FLOAT8_RECIPES)  # precisions in which small gradients underflow
 
 
 class SkippedSteps(NamedTuple):

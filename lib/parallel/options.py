@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from lib.core import options
 from lib.core.declared import Role, option
 from lib.core.options import AUTO, OFF, non_negative, on_off, or_switch, positive_int
+from lib.models.options import FLOAT8_RECIPES
 from lib.parallel.degrees import RECOMPUTATIONS
 
-_PRECISIONS = ("bf16", "fp16", "fp32", "fp8")
+_PRECISIONS = ("bf16", "fp16", "fp32", *FLOAT8_RECIPES)
 
 
 def _auto_off_or_positive(text: str) -> float | str:
@@ -54,16 +55,8 @@ class PrecisionOptions:
         parse=or_switch(None, "fp32", options.dtype(*_PRECISIONS)),
         help="compute dtype (bfloat16, float16 and float32 are accepted too; without a value, the "
         "default); master weights stay float32. fp8: bf16, with the linear layers of the blocks "
-        "in 8 bits, on Ada GPUs or newer (default: bf16 if the hardware supports it, else "
-        "fp32)",
-    )
-    fp8_recipe: str = option(
-        "tensorwise",
-        role=Role.RESULT,
-        quiet=True,
-        choices=("tensorwise", "rowwise"),
-        help="with --precision fp8: one scale per tensor, which is fastest, or one per row, which "
-        "is more precise",
+        "in 8 bits, one scale per tensor, on Ada GPUs or newer. fp8-rowwise: one scale per row, "
+        "which rounds less and is slower (default: bf16 if the hardware supports it, else fp32)",
     )
 
 

@@ -7,6 +7,7 @@ import time
 import torch
 from torch import nn
 
+from lib.models.options import FLOAT8_RECIPES
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.planning import peaks
 
@@ -66,7 +67,9 @@ def find_peak(precision: str) -> tuple[float, str]:
     if precision != "fp32":
         name = torch.cuda.get_device_name()
         if peak := peaks.find_listed_peak(name):
-            return peak, f"data sheet of {name}" + (", for bf16" if precision == "fp8" else "")
+            return peak, f"data sheet of {name}" + (
+                ", for bf16" if precision in FLOAT8_RECIPES else ""
+            )
     return max(_measure_peak(kind) for kind in {precision, "fp32"}), "the best of timed products"
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from lib.core import log, units
 from lib.core.progress import Progress
 from lib.models.architecture import decoder_layers
+from lib.models.options import FLOAT8_RECIPES
 from lib.parallel import placement
 from lib.parallel.degrees import RECOMPUTATIONS
 from lib.parallel.placement import ParameterPlacement
@@ -151,7 +152,7 @@ def print_memory_table(
     """
     usable_gib = gpu_gib * USABLE
     first = cases[0]
-    traced_as = ", traced as bf16" if first.precision == "fp8" else ""
+    traced_as = ", traced as bf16" if first.precision in FLOAT8_RECIPES else ""
     log.info(
         f"memory per GPU, traced row by row: {first.seq_length:,} tokens per sample, "
         f"{first.precision}{traced_as}; tensors may "
@@ -255,7 +256,7 @@ class MemoryEstimate:
         precision: a value of --precision. fp8 is estimated as bf16, and reported as such.
         """
         self.gib: float | None = None
-        self._verb = "estimated as for bf16" if precision == "fp8" else "estimated"
+        self._verb = "estimated as for bf16" if precision in FLOAT8_RECIPES else "estimated"
         self._on_gpu = torch.cuda.is_available()
         self._process: TracingProcess[Bytes] | None = None
         self._is_awaited = log.rank() == 0 and model.num_parameters() >= ESTIMATED_FROM

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
+from lib.models.options import FLOAT8_RECIPES
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import optimizers, registry
 from lib.optim.guard import StepGuard
@@ -253,7 +254,7 @@ def estimate_kept_share(model: PreTrainedModel, case: StepConfig) -> float:
 
     The partitioner cannot trace the casts of fp8. model: on the meta device; it is not changed.
     """
-    if case.precision == "fp8":
+    if case.precision in FLOAT8_RECIPES:
         return 1.0
     from lib.planning import compiled  # imports torch's compiler, which most starts do not need
 

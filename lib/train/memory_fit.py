@@ -20,6 +20,7 @@ from lib.core import log, units
 from lib.core.errors import UsageError
 from lib.core.options import AUTO
 from lib.models import float8
+from lib.models.options import FLOAT8_RECIPES
 from lib.optim.optimizers import OPTIMIZERS
 from lib.parallel.degrees import RECOMPUTATIONS, Degrees
 from lib.parallel.layout import ParallelLayout, gather
@@ -387,7 +388,7 @@ def _list_batches(config: Config, ranks: int, max_tokens: int) -> list[int]:
         batches = [batch for batch in range(1, share + 1) if share % batch == 0]
     else:
         batches = [1 << power for power in range(max_tokens.bit_length())]
-    if config.precision == "fp8":
+    if config.precision in FLOAT8_RECIPES:
         batches = [batch for batch in batches if count_tokens(batch) % float8.MULTIPLE == 0]
     if not batches:
         raise UsageError(

@@ -16,6 +16,7 @@ from lib.core.options import AUTO
 from lib.core.paths import short_name
 from lib.models import architecture, directory, lora, model_changes
 from lib.models.model_changes import ModelChange
+from lib.models.options import FLOAT8_RECIPES
 from lib.models.sharded import Placement, is_frozen
 from lib.models.weights import draw_added, initialise_model, load_pretrained
 from lib.optim import registry
@@ -55,14 +56,9 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
             f"--seq-length {config.seq_length} is longer than the model allows",
             expected=f"at most {longest} (max_position_embeddings in config.json)",
         )
-    if config.precision == "fp8":
+    if config.precision in FLOAT8_RECIPES:
         batch = None if config.batch_size == AUTO else config.batch_size
         precision.require_float8(bool(config.plan_gpus), config.compile, batch, config.seq_length)
-    elif config.fp8_recipe != "tensorwise":
-        raise UsageError(
-            f"--fp8-recipe {config.fp8_recipe} belongs to --precision fp8",
-            found=f"--precision {config.precision}",
-        )
     disagreements.report_disagreements(config, inputs, shape)
     model = architecture.build_on_meta(
         inputs.model_dir,

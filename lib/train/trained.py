@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from lib.core import commands, declared, patterns
 from lib.core.errors import Problems, UsageError
 from lib.models import peft_adapter
+from lib.models.options import FLOAT8_RECIPES
 from lib.models.peft_adapter import PeftAdapter
 from lib.train.config import DEFAULTS, Config
 
@@ -115,7 +116,7 @@ class LoraAdapter(TrainedPart):
                 f"--lora-rank {config.lora_rank} is more than any linear layer has rows or columns",
                 expected="8 to 256 as a rule",
             )
-        if config.precision == "fp8":
+        if config.precision in FLOAT8_RECIPES:
             problems.add(
                 "--precision fp8 does not work with LoRA: each pass would cast the frozen weights",
                 run=commands.as_typed("--precision", "bf16"),

@@ -27,7 +27,7 @@ def fp8(place: Place) -> None:
     for name, options in {
         "bf16": (),
         "fp8": ("--precision", "fp8"),
-        "fp8 rowwise": ("--precision", "fp8", "--fp8-recipe", "rowwise"),
+        "fp8 rowwise": ("--precision", "fp8-rowwise"),
     }.items():
         profiled = ("--profile", "18:18")
         run = run_measured(place, name, "8b-wide", 8192, 2, "--compile", "on", *options, *profiled)
