@@ -121,7 +121,7 @@ def test_the_next_launch_copies_what_is_missing(
     first = new(tmp_path / "second", 14)
     assert first.wait(PATIENCE_S)
     assert recorder.steps("copy") == [14, 11]
-    assert "another launch writes the copies" in _refusal(run, tmp_path / "second")
+    assert "another launch" in _refusal(run, tmp_path / "second")
     first.close()
     assert new(tmp_path / "second", 14).wait(PATIENCE_S)
     assert recorder.steps("copy") == [14, 11]
@@ -286,7 +286,7 @@ def test_places_that_need_a_person_are_refused_at_once(
     assert re.search("Read-only|Permission denied|not permitted", _refusal(run, "/sys/copies"))
     assert "bucket does not exist" in _refusal(run, "s3://other/x")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
-    assert "Access Key Id does not exist" in _refusal(run, URL)
+    assert "Access Key Id" in _refusal(run, URL)
 
 
 def _refusal(run: Experiment, target: object) -> str:

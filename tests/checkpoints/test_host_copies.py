@@ -171,7 +171,7 @@ def test_without_memory_for_copies_a_save_blocks_training(
             next(c.step for c in commit.list_checkpoints(tmp_path)) == step
         )  # without another `poll`
     warnings = caplog.text
-    assert re.search(why, warnings) and warnings.count("written before the next step") == 1
+    assert re.search(why, warnings) and warnings.count("before the next step") == 1
 
 
 def test_copies_are_freed_if_another_rank_lacks_memory(

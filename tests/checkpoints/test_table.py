@@ -38,7 +38,7 @@ def test_the_table_lists_checkpoints_and_their_problems(tmp_path: Path) -> None:
     (paths[1] / commit.TENSORS / "data").write_bytes(bytes(100))
     table("list", tmp_path / "exp")
     damaged = table("verify", tmp_path / "exp", code=3)
-    assert "1 damaged checkpoint of 3" in damaged and "other content" in damaged
+    assert "1 damaged checkpoint" in damaged and "other content" in damaged
     (paths[2] / commit.COMMIT).unlink()
     assert "COMMIT.json is missing" in table("list", tmp_path / "exp", code=3)
     assert all(path.exists() for path in paths)

@@ -82,7 +82,7 @@ def test_errors_for_missing_artifacts_name_leftovers_and_a_command(tmp_path: Pat
     assert "corpus[1].partial-81f3 (0 min old)" in caught.value.found
     assert caught.value.run == "python 00.py"
     missing.mkdir()
-    with pytest.raises(ArtifactError, match=r"is not finished \(no manifest.json\)") as caught:
+    with pytest.raises(ArtifactError, match=r"\(no manifest.json\)") as caught:
         read_thing(missing)
     assert "partial-81f3" in caught.value.found
 

@@ -45,12 +45,12 @@ def test_a_dot_means_the_current_directory(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("text", ["", "/", ".hidden", "outputs/.hidden", "outputs/-x", "a\nb"])
 def test_invalid_names_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is not a name of an experiment"):
+    with pytest.raises(UsageError, match="name of an experiment"):
         paths.experiment(text)
 
 
 def test_a_path_that_contradicts_save_dir_is_refused() -> None:
-    with pytest.raises(UsageError, match="outputs/exp does not lie in --save-dir results"):
+    with pytest.raises(UsageError, match="--save-dir results"):
         paths.experiment("outputs/exp", Path("results"))
 
 

@@ -85,7 +85,7 @@ def test_patterns_that_backtrack_are_refused(pattern: str) -> None:
 def test_matching_real_names_has_a_time_limit() -> None:
     before = signal.getsignal(signal.SIGVTALRM)
     began = time.process_time()
-    slow = pytest.raises(UsageError, match="--lora-targets x takes more than")
+    slow = pytest.raises(UsageError, match="--lora-targets x")
     with slow, patterns.limit_time("--lora-targets x"):
         re.fullmatch("(?:a|.|[^!])" * 24 + "!", "a" * 40)
     assert time.process_time() - began < 10

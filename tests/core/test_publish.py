@@ -155,7 +155,7 @@ def test_files_of_others_are_never_replaced(tmp_path: Path, content: str, overwr
         (target / "manifest.json").write_text(json.dumps({"kind": "model/1", "files": []}))
     if content == "foreign manifest":
         (target / "manifest.json").write_text('{"name": "an app"}')
-    with pytest.raises(UsageError, match="was not made by this stage"):
+    with pytest.raises(UsageError, match="not made by"):
         publish.is_done(target, KIND, identity(), overwrite)
     assert (target if content == "file" else target / "mine").read_text() == "mine"
 
@@ -417,7 +417,7 @@ def test_leftovers_of_another_node_are_deleted_after_a_week(
     node("b")
     publish_file(target)
     assert names(tmp_path) == ["corpus", *([killed.partial.name] if days == 1 else [])]
-    assert ("process 7 on a may be building in it" in caplog.text) == (days == 1)
+    assert ("process 7 on a" in caplog.text) == (days == 1)
 
 
 def test_another_node_continues_a_build_only_if_it_ended_by_itself(tmp_path: Path, node) -> None:

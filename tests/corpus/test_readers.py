@@ -449,7 +449,7 @@ def test_a_failing_disk_loses_no_document(read, name, failing_reads, tmp_path):
     assert outcome.rows == (["\n".join(rows)] if name == "a.txt" else rows)
     assert not outcome.problems
     failing_reads(1000)
-    with pytest.raises(StageError, match=f"{name} cannot be read .* does not mean that it is dam"):
+    with pytest.raises(StageError, match=f"{name} cannot .*does not mean"):
         work_units.process_unit(
             work_units.cut_files(
                 tmp_path / "data",

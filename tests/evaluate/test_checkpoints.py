@@ -62,16 +62,16 @@ def test_what_cannot_be_evaluated_is_refused(project: Path) -> None:
     run = project / "outputs" / "lora"
     source = find_evaluated_model(str(run / "checkpoints"), project, None, str(project / "model"))
     assert source.checkpoint and source.checkpoint.step == 4
-    with pytest.raises(ArtifactError, match="no checkpoint of step 7"):
+    with pytest.raises(ArtifactError, match="step 7"):
         find_evaluated_model(str(run), project, "7", None)
-    with pytest.raises(UsageError, match="--step must be a number"):
+    with pytest.raises(UsageError, match="--step must be"):
         find_evaluated_model(str(run), project, "newest", None)
-    with pytest.raises(UsageError, match="--step and --model-name need a run"):
+    with pytest.raises(UsageError, match="--step and --model-name"):
         find_evaluated_model(str(project / "model"), project, "2", "x")
-    with pytest.raises(UsageError, match="is not the base model of this run"):
+    with pytest.raises(UsageError, match="not the base model"):
         find_evaluated_model(str(run), project, None, str(run / "model"))
     shutil.move(project / "model", project / "moved")
-    with pytest.raises(ArtifactError, match=r"the base model .* is gone") as caught:
+    with pytest.raises(ArtifactError, match=r"base model .* gone") as caught:
         find_evaluated_model(str(run), project, None, None)
     assert "-m NAME|DIR" in caught.value.hint
     assert find_evaluated_model(str(run), project, None, str(project / "moved")).base

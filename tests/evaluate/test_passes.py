@@ -120,5 +120,5 @@ def test_nan_is_no_choice() -> None:
     assert all(map(math.isnan, [*broken.values.values(), *broken.errors.values()]))
     assert sound.values["accuracy"] == 1.0 and sound.is_known and not broken.is_known
     evaluate_main._require_numbers([sound], Path("model"), "fp32")
-    with pytest.raises(UsageError, match="the log-likelihoods of model are NaN"):
+    with pytest.raises(UsageError, match="NaN"):
         evaluate_main._require_numbers([sound, broken], Path("model"), "fp32")

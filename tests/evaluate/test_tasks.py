@@ -120,7 +120,7 @@ def test_all_problems_of_all_files_are_reported_with_their_lines(tmp_path: Path)
 @pytest.mark.parametrize("name", ["loss", "perplexity", "bits_per_byte"])
 def test_a_task_cannot_have_the_name_of_another_figure(tmp_path: Path, name: str) -> None:
     (tmp_path / f"{name}.jsonl").write_text('{"context": "a", "answer": "b"}\n')
-    with pytest.raises(UsageError, match=f"a task cannot be named {name}"):
+    with pytest.raises(UsageError, match=f"be named {name}"):
         tasks.read_suite(tmp_path)
 
 
@@ -141,7 +141,7 @@ def test_a_suite_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "eval" / "mine").mkdir(parents=True)
     with pytest.raises(UsageError) as caught:
         tasks.find_suite("other", tmp_path)
-    assert "there is no suite other" in caught.value.render() and "mine" in caught.value.render()
+    assert "no suite other" in caught.value.render() and "mine" in caught.value.render()
     assert tasks.find_suite("mine", tmp_path) == tmp_path / "eval" / "mine"
     with pytest.raises(UsageError, match="contains no task"):
         tasks.read_suite(tmp_path)

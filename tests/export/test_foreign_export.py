@@ -101,7 +101,7 @@ def test_options_that_do_not_apply_are_named_at_once(tmp_path: Path) -> None:
     for part in ("-e belongs", "--adapter belongs", "--step belongs", "needs -m NAME|DIR"):
         assert part in text
     write_model(tmp_path / "base")
-    with pytest.raises(ArtifactError, match=r"--from-dcp: .* is not a checkpoint"):
+    with pytest.raises(ArtifactError, match=r"--from-dcp: .*not a checkpoint"):
         run_stage_05("--from-dcp", tmp_path / "base", "-m", tmp_path / "base")
 
 
@@ -109,6 +109,6 @@ def test_a_checkpoint_of_this_project_is_left_to_the_usual_export(tmp_path: Path
     step = tmp_path / "outputs/exp/checkpoints/step_00000010"
     step.mkdir(parents=True)
     (step / "COMMIT.json").touch()
-    with pytest.raises(UsageError, match="is a checkpoint of this project") as error:
+    with pytest.raises(UsageError, match="checkpoint of this project") as error:
         run_stage_05("--from-dcp", step, "-m", "any")
     assert error.value.run.endswith(f"-e {tmp_path / 'outputs/exp'} --step 10")

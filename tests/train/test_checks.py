@@ -157,7 +157,7 @@ def test_a_resumed_run_may_keep_a_long_warm_up() -> None:
     opts = parse_options("--max-steps", 10, "--warmup-steps", 20)
     checks.require_enough_steps(opts, 10, has_begun=True)
     [warning] = checks.list_unusual_options(opts, 10, True, "")
-    assert "takes 100 % of the run of 10 steps" in warning
+    assert "100 % of the run" in warning
     assert not checks.list_unusual_options(opts, 400, True, "")  # with a larger --max-steps
 
 
@@ -218,10 +218,8 @@ def test_a_resumed_run_may_keep_a_large_learning_rate() -> None:
 
 def test_evaluation_options_without_a_validation_split_cause_a_warning() -> None:
     both = parse_options("--eval-freq", 5, "--eval-batches", 7)
-    assert (
-        "--eval-freq and --eval-batches have nothing to measure: no dataset has a validation "
-        "split" in checks.list_unusual_options(both, 9, False, "")[0]
-    )
+    [warning, *_] = checks.list_unusual_options(both, 9, False, "")
+    assert "--eval-freq and --eval-batches" in warning
     assert (
         "--eval-batches has nothing"
         in checks.list_unusual_options(parse_options("--eval-batches", 7), 9, False, "")[0]

@@ -107,4 +107,4 @@ def test_one_rank_is_not_profiled() -> None:
     for step in range(1, 29):
         profiler.begin_step(step)
         profiler.end_step(step)
-    assert profiler.result is None and profiler.problem == "one rank has no communication"
+    assert profiler.result is None and "one rank" in profiler.problem

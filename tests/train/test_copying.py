@@ -152,7 +152,7 @@ def test_a_place_whose_disk_is_not_mounted_is_refused(
     checkpoint = commit_checkpoint(Experiment(second.parent, "source").checkpoints, 3)
     monkeypatch.setattr(paths, "find_missing_mount", lambda path: second)
     for act in (place.open, place.is_ours, lambda: place.copy(checkpoint)):
-        with pytest.raises(UsageError, match=f"{second}, which /etc/fstab lists, is not mounted"):
+        with pytest.raises(UsageError, match=f"{second}, .*not mounted"):
             act()
     with pytest.raises(UsageError, match="is not mounted") as caught:
         copying.restore_lost_run(config(run), run)

@@ -80,7 +80,7 @@ def test_damaged_weights_are_found_before_training(
         {"named_checkpoint": "step_00000002"},
     ):
         require_whole(model_dir, tmp_path, **run)  # which read other weights
-    with pytest.raises(ArtifactError, match=r"the model .* is damaged") as caught:
+    with pytest.raises(ArtifactError, match=r"the model .*damaged") as caught:
         require_whole(model_dir, tmp_path)
     assert "03_download_model.py --model-name org/name --cache-dir" in caught.value.run
     assert "--overwrite" in caught.value.run
@@ -118,7 +118,7 @@ def test_a_model_that_changes_while_it_is_read_is_not_trained(
 
     read = identify_inputs(model_dir)
     monkeypatch.setattr(model, "load_pretrained", disturbed)
-    with pytest.raises(UsageError, match="was replaced or changed while the run started"):
+    with pytest.raises(UsageError, match="replaced or changed"):
         model.load_first_weights(
             SimpleNamespace(seed=0), read, torch.nn.Linear(1, 1), SimpleNamespace(rank=0)
         )

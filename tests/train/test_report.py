@@ -57,10 +57,9 @@ def test_the_speed_of_a_launch_includes_saves_and_excludes_the_first_step(
             "perf/run_tokens_per_sec": plan.tokens_per_step / STEP_S,
             "perf/eta_sec": 480 * STEP_S,
         }
-        assert lines == [
-            "measured over 19 steps: 5 s per step, 6 tok/s; the remaining 480 steps take "
-            "40 min 00 s, with a checkpoint every 41 min 40 s"
-        ]
+        [line] = lines
+        assert "19 steps: 5 s per step, 6 tok/s" in line
+        assert "480 steps" in line and "40 min 00 s" in line and "41 min 40 s" in line
         clock[0] += SAVE_S
         assert reporter._speeds()["perf/eta_sec"] == 480 * 2 * STEP_S
         state.step = 1000

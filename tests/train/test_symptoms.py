@@ -57,7 +57,7 @@ def test_a_lost_rank_is_explained_by_its_cause(monkeypatch: pytest.MonkeyPatch) 
     assert explain_error(RuntimeError("shapes do not match")) is None
     monkeypatch.setattr(launcher, "is_gone", lambda: True)
     alone = explain_error(torch.distributed.DistNetworkError("Broken pipe"))
-    assert alone.problem == "the launcher that started this rank has gone"
+    assert "launcher" in alone.problem
 
 
 def test_a_first_loss_of_nan_names_weights_or_precision() -> None:
@@ -72,6 +72,6 @@ def test_a_diverged_run_gets_a_command_with_a_lower_rate(tmp_path: Path) -> None
     run = replace(PLAIN, lr=1e-3, min_lr=1e-4, max_steps=100), Experiment(tmp_path, "run")
     assert "no checkpoint" in symptoms.make_divergence_error(50, 20, 0, *run).problem
     error = symptoms.make_divergence_error(50, 20, 3, *run)
-    assert "20 bad steps in a row, after 3 rollbacks" in error.problem
+    assert "20 bad steps" in error.problem
     assert "since step 30" in error.found
     assert "-e run-lower-lr --lr 0.0001" in error.run

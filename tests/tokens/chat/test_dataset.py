@@ -55,7 +55,7 @@ def test_foreign_conversations_are_answered_with_stage_02(
     place = Path("hf_datasets/org--talks")
     dataset = datasets.Dataset.from_dict({name: ["a", "b"] for name in names})
     datasets.DatasetDict({"train": dataset}).save_to_disk(str(place))
-    with pytest.raises(UsageError, match="was not made by stage 02") as caught:
+    with pytest.raises(UsageError, match="stage 02") as caught:
         open_dataset(place)
     build, train = map(shlex.split, caught.value.run.splitlines())
     assert build[-6:] == [
@@ -67,7 +67,7 @@ def test_foreign_conversations_are_answered_with_stage_02(
         "chat",
     ]
     assert train[-4:] == ["-d", "hf_datasets/org--talks-chat=2", "-d", "b"]
-    with pytest.raises(UsageError, match="was not made by stage 02"):
+    with pytest.raises(UsageError, match="stage 02"):
         open_dataset(next((place / "train").glob("*.arrow")))
 
 
@@ -107,7 +107,7 @@ def test_other_columns_than_those_of_a_chat_dataset_are_refused(
 
     datasets.Dataset.from_dict(COLUMNS | changed).save_to_disk(str(tmp_path / "d"))
     for path in (tmp_path / "d", next((tmp_path / "d").glob("*.arrow"))):
-        with pytest.raises(UsageError, match="is not a chat dataset") as caught:
+        with pytest.raises(UsageError, match="not a chat dataset") as caught:
             open_dataset(path)
         assert says in caught.value.found and f"--data-folder {tmp_path}/d " in caught.value.run
 

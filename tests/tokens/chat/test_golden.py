@@ -212,7 +212,7 @@ def test_a_system_prompt_that_moves_is_refused_with_both_lines(
         ChatPolicy(TEMPLATES["mistral"], "assistant", "drop", 10_000), encoders["bytes", True]
     )
     [dropped] = chats.encode([CONVERSATIONS["turns"]]).dropped
-    assert dropped.kind == "no boundary" and "what it writes before an answer" in dropped.message
+    assert dropped.kind == "no boundary" and "before an answer" in dropped.message
     assert dropped.lines == (
         "<s>[INST] hi[/INST] hello</s>[INST] Be brief.",
         "<s>[INST] hi[/INST] hello</s>[INST] more[/INST] no</s>",
@@ -232,8 +232,5 @@ def test_conversations_with_omitted_tools_are_dropped(
     [dropped] = chats.encode([tools]).dropped
     assert dropped.kind == "template"
     [dropped] = chats.encode([tools._replace(tools=None)]).dropped
-    assert dropped.message in (
-        "it leaves out the call of add in turn 2",
-        "it marks nothing of an answer as the assistant's",
-        "roles must alternate",
-    )
+    keywords = ("leaves out the call", "marks nothing", "roles must alternate")
+    assert any(keyword in dropped.message for keyword in keywords)

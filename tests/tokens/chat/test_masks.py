@@ -148,10 +148,8 @@ def test_reserved_characters_do_not_shift_the_mask(encoders: Encoders) -> None:
         assert trained(encoder, encoded) == [f"{odd}<|im_end|>", "\ufdd0<|im_end|>"]
     half = make_chat("a", "b \udc80")  # half a character; only an escape in JSON can spell it
     [dropped] = coder(encoder, MARKED).encode([half]).dropped
-    assert (dropped.kind, dropped.message) == (
-        "control token",
-        "turn 2 (assistant) spells the token \\udc80",
-    )
+    assert dropped.kind == "control token"
+    assert "turn 2 (assistant)" in dropped.message and "\\udc80" in dropped.message
 
 
 def test_the_sandbox_writes_what_transformers_writes(encoders: Encoders) -> None:
@@ -201,7 +199,7 @@ def test_one_bos_in_front_and_no_eos_behind(encoders: Encoders) -> None:
         coder(with_bos, "{{ bos_token }}" + template)
     later = "{% if messages | length > 4 %}{{ bos_token }}{% endif %}" + template
     [dropped] = coder(with_bos, later).encode([make_chat("a", "b", "c", "d", "e", "f")]).dropped
-    assert (dropped.kind, dropped.message) == ("template", "it writes two BOS tokens in front")
+    assert dropped.kind == "template" and "two BOS tokens" in dropped.message
 
 
 def test_the_stop_token_is_trained_even_if_it_is_the_padding_token(tmp_path: Path) -> None:
@@ -253,7 +251,7 @@ def test_conversations_with_control_tokens_are_dropped(encoders: Encoders) -> No
         (2, "control token"),
         (3, "control token"),
     ]
-    assert encoded.dropped[0].message == "turn 1 (user) spells the token <|im_end|>"
+    assert re.fullmatch(r"turn 1 \(user\) .*<\|im_end\|>", encoded.dropped[0].message)
     assert encoded.owners.tolist() == [0]
 
 
@@ -327,7 +325,7 @@ def test_options_and_weights_choose_the_trained_answers(encoders: Encoders, sour
         [dropped] = (
             coder(encoder, source, "all").encode([chat._replace(weights=[1, 1, 1, 0, 1])]).dropped
         )
-        assert "does not show where a turn of weight 0" in dropped.message
+        assert "a turn of weight 0" in dropped.message
     dropped = (
         coder(encoder, source, "last").encode([chat._replace(weights=[1, 1, 1, 1, 0])]).dropped
     )

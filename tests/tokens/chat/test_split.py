@@ -91,7 +91,7 @@ def test_long_conversations_are_dropped_by_default_and_counted(encoder: Encoder)
         )["input_ids"]
     )
     assert dropped.tokens == size
-    assert dropped.message == f"it has {size:,} tokens, and a sample has at most 300"
+    assert f"{size:,} tokens" in dropped.message and "at most 300" in dropped.message
 
 
 def test_only_a_question_that_does_not_fit_with_its_answer_is_lost(encoder: Encoder) -> None:
@@ -99,7 +99,7 @@ def test_only_a_question_that_does_not_fit_with_its_answer_is_lost(encoder: Enco
     chat.messages[5]["content"] += "word " * 300  # the third question
     parts, [dropped] = texts(encoder, CHATML, chat, 300)
     assert dropped.kind == "too long" and dropped.partly and dropped.tokens > 300
-    assert "1 answer of it with the question before did not fit" in dropped.message
+    assert "1 answer of it" in dropped.message
     assert sorted(re.findall(r"⟦a(\d)", "".join(parts))) == ["0", "1", "3", "4", "5"]
     parts, [dropped] = texts(encoder, CHATML, make_chat(2, 400), 300)
     assert not parts and not dropped.partly and "2 answers" in dropped.message
