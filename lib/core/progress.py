@@ -97,12 +97,20 @@ class Progress:
     def _line(self) -> str:
         finished = max(0, self.done - self._before)  # a damaged download is counted out again
         rate = finished / max(time.monotonic() - self._began, 1e-9)
-        show = units.size if self.unit == "B" else lambda n: f"{units.count(n)} {self.unit}"
+        speed = f"{self._format(rate)}/s"
         if not self.total:
-            return f"{self.label}: {show(self.done)}" + (f", {show(rate)}/s" if rate >= 1 else "")
+            done = self._format(self.done)
+            return f"{self.label}: {done}" + (f", {speed}" if rate >= 1 else "")
         remaining = (self.total - self.done) / max(rate, 1e-9)
         share = 100 * self.done / self.total
-        return (
-            f"{self.label}: {show(self.done)} of {show(self.total)} ({share:.0f} %), {show(rate)}/s"
-            + (f", {units.duration(remaining)} left" if remaining < _LONGEST_FORECAST_S else "")
+        done = units.size(self.done) if self.unit == "B" else units.count(self.done)
+        return f"{self.label}: {done} of {self._format(self.total)} ({share:.0f} %), {speed}" + (
+            f", {units.duration(remaining)} left" if remaining < _LONGEST_FORECAST_S else ""
         )
+
+    def _format(self, amount: float) -> str:
+        """Return an amount with its unit; a slow rate keeps its decimals: `0.35 batches`."""
+        if self.unit == "B":
+            return units.size(amount)
+        is_slow = amount < 10 and amount != int(amount)
+        return f"{f'{amount:.2g}' if is_slow else units.count(amount)} {self.unit.strip()}"

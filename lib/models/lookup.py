@@ -102,7 +102,7 @@ def find_only_prepared(cache_dir: Path) -> Path:
         trial = ", ".join(path.name for path in prepared)
         raise ArtifactError(
             f"no model is prepared under {models_root(cache_dir)}",
-            found=f"{trial}, which must be named with -m" if trial else "",
+            found=f"only {trial}, made for a trial; to use it, name it with -m" if trial else "",
             hint=HINT,
         )
     if models[1:]:

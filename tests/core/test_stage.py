@@ -244,6 +244,16 @@ def test_earlier_work_does_not_count_for_the_speed(monkeypatch: pytest.MonkeyPat
     assert lines[1].endswith("of 4.0 MB (38 %), 0 B/s")
 
 
+def test_a_slow_rate_keeps_its_decimals(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress.log, "info", lines.append)
+    bar = progress.Progress("evaluating", 85, "batches")
+    bar._began -= 20
+    bar.advance(7)
+    assert lines[0].startswith("evaluating: 7 of 85 batches (8 %), 0.35 batches/s, ")
+
+
 def test_progress_lines_are_rare() -> None:
     assert progress._LINE_EVERY_S >= 10 and log.rank() == 0
 

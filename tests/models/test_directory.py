@@ -59,7 +59,7 @@ def test_without_a_name_the_only_model_is_used_and_logged(cache, capsys):
     (cache / "models/org--first").rename(cache / "models/test-quick")
     with pytest.raises(ArtifactError, match="no model is prepared") as caught:
         find_model(None, cache)
-    assert caught.value.found == "demo, test-quick, which must be named with -m"
+    assert caught.value.found.startswith("only demo, test-quick, ")
     assert find_model("demo", cache) == cache / "models/demo"
 
 

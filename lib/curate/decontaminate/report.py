@@ -182,7 +182,7 @@ class TestSetReport:
             f"could not be compared; {FILE} lists all"
         }
         for report in hit_sets[:_SHOWN]:
-            mark = f", over {100 * MOST_HIT:g} %" if report.share > MOST_HIT else ""
+            mark = f"; over {100 * MOST_HIT:g} % is a problem" if report.share > MOST_HIT else ""
             documents = units.counted(report.hits.documents, "document")
             lines[f"  {report.test_set.name}"] = (
                 f"{len(report.hits.questions):,} of {report.test_set.protected:,} compared "
