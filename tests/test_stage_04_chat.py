@@ -224,7 +224,7 @@ def test_options_that_decide_labels_are_part_of_a_run(project: Path) -> None:
         "other.jinja",
     )
     done = run_stage(*RUN, *changes, "--max-steps", 9, cwd=project, expect=2)
-    assert "was started with other settings" in done.stderr
+    assert "other settings" in done.stderr
     assert all(change in done.stderr for change in (*changes[:6:2], "chat template"))
     assert len(list((project / ".cache/tokens").iterdir())) == 2, "nothing was prepared for it"
     done = run_stage(
@@ -253,7 +253,7 @@ def test_a_run_keeps_the_chat_template_it_started_with(project: Path) -> None:
     for becomes in (lambda: template.write_text("{# changed #}" + chats.CHATML), template.unlink):
         becomes()
         done = run_stage(*more, "--dry-run", cwd=project)
-        assert "with which the run was started" in done.stdout
+        assert "the run was started" in done.stdout
     done = run_stage(*more, cwd=project)
     assert "resumed from" in done.stdout and len(losses(project)) == 9
     done = run_stage(*more, "--overwrite", cwd=project, expect=2)  # which begins anew, without it
@@ -305,7 +305,7 @@ def test_chat_options_need_a_chat_dataset(project: Path) -> None:
     words = ("--train-on", "last", "--too-long", "split", "--chat-template", "other.jinja")
     done = run_stage(*TRAIN, "-e", "x", "-d", "text", *words, "--dry-run", cwd=project, expect=2)
     for name in words[::2]:
-        assert f"{name} belongs to chat datasets, and there is none" in done.stderr
+        assert f"{name} belongs to chat" in done.stderr
     done = run_stage(*TRAIN, "-e", "x", "-d", "text", "--dry-run", "--num-epochs", 1, cwd=project)
     assert "--packing" not in done.stdout
     plan = (*TRAIN, "-e", "x", "-d", "talks", "--dry-run")
@@ -317,4 +317,4 @@ def test_chat_options_need_a_chat_dataset(project: Path) -> None:
     shutil.rmtree(project / ".cache")
     (project / "other.jinja").write_text(chats.CHATML)
     done = run_stage(*plan, "--chat-template", "other.jinja", cwd=project)
-    assert "tokens are not prepared yet" in done.stdout and not (project / ".cache/tokens").exists()
+    assert "not prepared yet" in done.stdout and not (project / ".cache/tokens").exists()

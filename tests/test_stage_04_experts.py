@@ -245,16 +245,16 @@ def test_the_loss_equals_that_of_transformers_if_the_config_sets_it(project: Pat
 @pytest.mark.parametrize(
     ("config", "options", "expected_text"),
     [
-        (MIXTRAL, (), "no load balancing (fine-tuning, and the model's config does not set"),
-        (MIXTRAL, ("--from-scratch",), "load-balancing loss × 0.001 over 2 routers (from scratch)"),
-        (ONE_LAYER, ("--router-aux-loss", "off"), "no load balancing (as typed)"),
-        (DEEPSEEK, (), "no load balancing (fine-tuning keeps the biases of the routers)"),
-        (DEEPSEEK, ("--from-scratch",), "biases of 1 router move by 0.001 a step"),
-        (DEEPSEEK, ("--router-aux-loss", "0.01"), "biases of 1 router move by 0.01 a step"),
+        (MIXTRAL, (), "(fine-tuning, and the model's config"),
+        (MIXTRAL, ("--from-scratch",), "× 0.001 over 2 routers"),
+        (ONE_LAYER, ("--router-aux-loss", "off"), "balancing (as typed)"),
+        (DEEPSEEK, (), "(fine-tuning keeps the biases"),
+        (DEEPSEEK, ("--from-scratch",), "move by 0.001 a step"),
+        (DEEPSEEK, ("--router-aux-loss", "0.01"), "move by 0.01 a step"),
         (
             MODELS["qwen2_moe"],
             (*("--router-aux-loss", "0.1", "--lora-rank", 4), "--lora-targets", _BEHIND_ROUTERS),
-            "no trained weight comes before a router",
+            "no trained weight",
         ),
     ],
 )
@@ -268,8 +268,8 @@ def test_auto_chooses_a_coefficient_for_each_family(
 @pytest.mark.parametrize(
     ("config", "options", "expected_text"),
     [
-        (None, (), "--router-aux-loss 0.01 has no meaning for this model"),
-        (DEEPSEEK, ("--lora-rank", 4), "which a LoRA adapter cannot contain"),
+        (None, (), "has no meaning"),
+        (DEEPSEEK, ("--lora-rank", 4), "adapter cannot contain"),
     ],
 )
 def test_a_router_loss_without_effect_is_refused(

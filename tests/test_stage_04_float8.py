@@ -57,10 +57,7 @@ def train_float8(root: Path, name: str, *options: object, ranks: int = 2, **sett
 def test_a_run_in_8_bits_trains_resumes_and_exports(project: Path) -> None:
     printed = train_float8(project, "whole")
     log = read_log(project, "whole")
-    assert (
-        "fp8: 14 linear layers of the blocks in 8-bit floats, scaled tensorwise; the rest in "
-        in log
-    )
+    assert "fp8: 14 linear layers" in log and "scaled tensorwise" in log
     assert "float32 masters and reductions, fp8 compute" in log
     assert "Failed to load" not in printed
     run_stage(

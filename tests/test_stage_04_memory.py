@@ -51,22 +51,15 @@ def test_a_model_that_is_too_large_is_refused_before_it_allocates_memory(project
         ).groups(),
     )
     assert 4 < needs < 5 and has
-    assert re.search(r"hint: +it fits on \d+ ranks, on machines with as much memory", done.stderr)
-    assert re.search(
-        r"no option makes it fit on these ranks; a model of well below [\d.]+M "
-        "parameters may",
-        done.stderr,
-    )
+    assert re.search(r"hint: +it fits on \d+ ranks", done.stderr)
+    assert re.search(r"no option makes .* [\d.]+M parameters", done.stderr)
     assert not (project / ".cache/tokens").exists() and not (project / "outputs").exists()
 
 
 @pytest.mark.long
 def test_the_kernel_kills_a_model_that_is_too_large(project: Path) -> None:
     started = train_within(1_500_000_000, project, *LARGE, "--plan-only-warn")
-    assert (
-        started.returncode == -9
-        and "warning: this run does not fit: a rank needs" in started.stdout
-    )
+    assert started.returncode == -9 and "does not fit: a rank needs" in started.stdout
     assert "log: outputs/large" in started.stdout
 
 
@@ -89,9 +82,8 @@ def test_activations_are_recomputed_if_the_step_fits_only_then(project: Path) ->
     wide = ("-m", "wide", "-s", 512, "-b", 8)
     done = train_within(1_350_000_000, project, "-e", "auto", *wide)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "--activation-checkpointing auto: selective, since less recomputation is not sure" in (
-        log := read_log(project, "auto")
-    )
+    log = read_log(project, "auto")
+    assert "--activation-checkpointing auto: selective" in log
     assert "--activation-checkpointing selective (memory estimate)" in log
     resumed = run_stage(
         "04_train_fsdp.py", "-e", "auto", *TRAIN[:3], 2, *TRAIN[4:], *wide, "--dry-run", cwd=project

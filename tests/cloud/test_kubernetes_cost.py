@@ -99,26 +99,26 @@ def test_a_slower_network_costs_time_and_a_single_node_needs_none() -> None:
     ("train", "values", "time", "money"),
     [
         (("--max-steps", "9"), {"instance_type": "g4dn.12xlarge"}, "no peak of T4", PER_HOUR),
-        (("--precision", "fp32"), {}, "no peak of A10G is known in fp32", PER_HOUR),
-        ((), {"gpus_per_node": 0}, "there is no estimate for CPUs", PER_HOUR),
-        (EIGHT_B, {"nodes": 2}, "set no number of steps (--max-steps)", PER_HOUR),
+        (("--precision", "fp32"), {}, "A10G is known in fp32", PER_HOUR),
+        ((), {"gpus_per_node": 0}, "no estimate for CPUs", PER_HOUR),
+        (EIGHT_B, {"nodes": 2}, "(--max-steps)", PER_HOUR),
         (
             ("-d", "c4", "-m", "org/model", "--max-steps", "9"),
             {},
-            "chooses its batch on the GPUs (--global-batch-size)",
+            "(--global-batch-size)",
             PER_HOUR,
         ),
         (
             ("-d", "c4", "-m", "org/mixtral-8x7B", "-b", "2", "--max-steps", "9"),
             {},
-            "the size of org/mixtral-8x7B is unknown on this machine",
+            "size of org/mixtral-8x7B",
             PER_HOUR,
         ),
         (
             (),
             {"instance_type": "own.type", "gpus_per_node": 2},
-            "no peak of the GPUs of own.type is known",
-            "unknown: no price of own.type in ",
+            "GPUs of own.type",
+            "unknown: no price",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_what_is_unknown_is_named(
 
 def test_a_model_is_measured_by_its_files_or_its_name(tmp_path: Path) -> None:
     rows = cost_of(*EIGHT_B, "--max-steps", "1000", instance_type="p5.48xlarge", nodes=2)
-    assert "8B parameters, according to the name meta-llama/Llama-3.1-8B" in rows["step"]
+    assert "the name meta-llama/Llama-3.1-8B" in rows["step"]
     weights = {"w": {"dtype": "BF16", "shape": [123_000_000], "data_offsets": [0, 246_000_000]}}
     header = json.dumps(weights).encode()
     with (tmp_path / "model.safetensors").open("wb") as file:  # a sparse file
@@ -164,7 +164,7 @@ def test_a_user_may_edit_prices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no price of ml.g5.8xlarge" in cost_of(kind="hyperpod")["money"]
     for price in ("2,448", math.nan, None):
         rows["g5.8xlarge"]["price"] = price
-        with pytest.raises(UsageError, match=f"the price of g5.8xlarge is {price!r}"):
+        with pytest.raises(UsageError, match=f"g5.8xlarge is {price!r}"):
             cost_of()
 
 

@@ -56,7 +56,7 @@ def test_a_run_is_prepared_once_before_it_trains(kube: Cluster, deploy: Callable
     assert output.index("exp-prepare is complete") < output.index("attempt 1 of 5: exp, 2 ×")
     output = deploy()
     assert started(kube) == ["pytorchjobs"]
-    assert "job exp-prepare has prepared this run on fsx-claim" in output
+    assert "this run on fsx-claim" in output
     output = deploy(train=(*TRAIN_OPTIONS, "--lr", "1e-4", "-b", "4"))
     assert started(kube) == ["pytorchjobs"], "these options read the same tokens"
     output = deploy("--job-name", "other")
@@ -92,7 +92,7 @@ def test_always_prepares_and_never_does_not(kube: Cluster, deploy: Callable[...,
     deploy()
     output = deploy("--prepare=always")
     assert started(kube) == ["jobs", "pytorchjobs"]
-    assert "preparing the run first, in job exp-prepare" in output
+    assert "first, in job exp-prepare" in output
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_a_job_that_runs_already_is_followed_without_a_preparation(
     kube.on_create = partial(complete_job, when_followed=True)
     run_launcher("apply", *JOB_OPTIONS, *TRAIN_OPTIONS)
     output = deploy()
-    assert not started(kube) and "following it as it is" in output
+    assert not started(kube) and "following it" in output
 
 
 @pytest.mark.parametrize(
@@ -149,13 +149,13 @@ def test_some_runs_need_no_preparation(
 
 def test_a_dry_run_says_what_would_happen_first(kube: Cluster) -> None:
     result = run_launcher("deploy", *JOB_OPTIONS, "--dry-run", *TRAIN_OPTIONS)
-    assert "job exp-prepare would prepare the run first, unless it has" in result.stderr
+    assert "exp-prepare would prepare" in result.stderr
     assert yaml.safe_load(result.stdout)["kind"] == "PyTorchJob" and not kube.requests
     result = run_launcher("deploy", *JOB_OPTIONS, "--dry-run", "--prepare=never", *TRAIN_OPTIONS)
     assert "prepare" not in result.stderr
     bench = ("--", "--bench", "--model-size", "1B")
     result = run_launcher("deploy", *JOB_OPTIONS, "--dry-run", *bench)
-    assert "with -d synthetic nothing is prepared" in result.stderr
+    assert "nothing is prepared" in result.stderr
     assert "would prepare" not in result.stderr
     assert (
         "--bucket-pvc NAME"
@@ -223,5 +223,5 @@ def test_a_deployment_leads_from_raw_text_to_a_checkpoint(node: Node, kube: Clus
     assert (node.volume / "hf_datasets" / "mine" / "manifest.json").is_file()
     assert (node.volume / "outputs" / "exp" / "checkpoints" / "step_00000003").is_dir()
     output = run_launcher("deploy", *job, *train, "--max-steps", "3", timeout=400).stdout
-    assert "job exp-prepare has prepared this run" in output
+    assert "exp-prepare has prepared" in output
     assert "already done" in output and "job exp is complete" in output

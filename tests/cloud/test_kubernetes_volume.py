@@ -43,7 +43,7 @@ def test_a_command_runs_beside_the_data_and_returns_its_code(node: Node, kube: C
     )
     assert "exit code 75" in result.stderr and result.stdout == "x\n"
     result = run_launcher("run", *node.options(), "--", "no-such-program", expect=128)
-    assert "No such file or directory: 'no-such-program'" in result.stderr
+    assert "'no-such-program'" in result.stderr
     assert "`--` is missing" in run_launcher("run", *node.options(), expect=2).stderr
     assert not list_pods(kube)
 
@@ -92,7 +92,7 @@ def test_pods_are_valid_and_request_only_what_is_asked(
     assert "NVIDIA_VISIBLE_DEVICES" not in json.dumps(container["env"])
     assert render("shell")["spec"]["containers"][0]["command"] == [*volume_commands._IDLE]
     late = run_launcher("--job-name", "exp", "run", "--", "date", expect=2)
-    assert "run is not the first word" in late.stderr
+    assert "the first word" in late.stderr
 
 
 def test_output_is_printed_once_over_lost_connections(
@@ -168,7 +168,7 @@ def test_a_missing_volume_is_reported_before_a_pod_exists(node: Node, kube: Clus
     result = run_launcher(
         "run", *node.options(), "--pvc", "other", "--namespace", "mine", "--", "date", expect=2
     )
-    assert "no claim other" in result.stderr and "there is no namespace mine" in result.stderr
+    assert "no claim other" in result.stderr and "no namespace mine" in result.stderr
     assert "kubectl --context test create namespace mine" in result.stderr
     assert not [request for request in kube.requests if "pods" in request]
 

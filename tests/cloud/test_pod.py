@@ -321,7 +321,7 @@ def test_an_impossible_rank_is_refused(
 ) -> None:
     monkeypatch.setenv("PET_MASTER_ADDR", "node-0")
     monkeypatch.setenv(name, value)
-    with pytest.raises(UsageError, match=f"{name} in the environment is '{value}'"):
+    with pytest.raises(UsageError, match=f"{name} in .* '{value}'"):
         pod.main(
             [
                 *[

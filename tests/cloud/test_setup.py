@@ -367,7 +367,7 @@ def test_what_is_missing_at_aws_ends_with_a_command() -> None:
         with pytest.raises(UsageError, match=says) as caught:
             cluster_files.render_part(part, check_options(**values))
         assert run in caught.value.run
-    with pytest.raises(UsageError, match="no private subnet in us-west-2c") as caught:
+    with pytest.raises(UsageError, match="subnet in us-west-2c") as caught:
         cluster_files.render_part("storage", check_options(zones="us-west-2c,us-west-2a"))
     assert "us-west-2a, us-west-2b" in caught.value.found
 

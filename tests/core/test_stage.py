@@ -129,10 +129,7 @@ def test_going_offline_after_an_import_is_a_bug(python, module: str) -> None:
         "from lib.core import offline\noffline.enable_offline_mode()",
         expect=1,
     )
-    assert (
-        f"RuntimeError: offline.enable_offline_mode() called after importing {module}"
-        in done.stderr
-    )
+    assert f"called after importing {module}" in done.stderr
 
 
 def test_going_offline_after_a_real_import_is_a_bug(python) -> None:

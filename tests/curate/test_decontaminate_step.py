@@ -243,9 +243,9 @@ def test_an_index_that_a_killed_process_left_is_built_again(tmp_path):
     [
         ({}, "contains no test set"),
         ({"a.json": "{}"}, "contains no test set"),
-        ({"a.jsonl": '{"answer": "x"}\n'}, "expected a text in question, query, prompt, text"),
+        ({"a.jsonl": '{"answer": "x"}\n'}, "question, query, prompt, text"),
         ({"a.jsonl": "no json\n", "b.jsonl": "\n"}, "2 problems"),
-        ({"a.jsonl": '{"question": "too short to be compared"}\n'}, "no question can be compared"),
+        ({"a.jsonl": '{"question": "too short to be compared"}\n'}, "can be compared"),
     ],
 )
 def test_bad_test_sets_are_refused_before_anything_is_read(tmp_path, content, words):

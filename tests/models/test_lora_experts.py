@@ -96,9 +96,7 @@ def test_a_run_says_how_many_parameters_of_experts_have_no_adapter(family: str) 
         parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name
     )
     added, description = Lora(4, 8.0).convert(model, Placement())
-    assert description.endswith(
-        f"; {units.count(held)} parameters are of fused experts, which have no adapters"
-    )
+    assert f"{units.count(held)} parameters are of fused" in description
     assert held and not any(".experts." in name for name in added)
 
 

@@ -287,7 +287,7 @@ def test_an_alpha_outside_of_the_range_of_dtypes_is_refused(adapter: Path, alpha
 def test_an_adapter_of_another_model_is_refused(adapter: Path, tmp_path: Path) -> None:
     adapter_weights = peft_adapter.read_adapter(adapter)
     for family in ("gpt2", "mixtral"):
-        with pytest.raises(UsageError, match="does not belong to this"):
+        with pytest.raises(UsageError, match="does not belong"):
             lora.require_fits(build_model(family), adapter_weights)
     written_by_peft(build_model("llama"), tmp_path / "head", target_modules=["q_proj", "lm_head"])
     with pytest.raises(UsageError) as refused:
@@ -345,10 +345,8 @@ def test_an_unused_adapter_causes_a_warning(caplog: pytest.LogCaptureFixture) ->
             model(input_ids=TOKENS)
         messages = [record.getMessage() for record in caplog.records]
         assert bool(messages) is (forward is None)
-    assert messages == [
-        "a trial pass of the model did not use 1 adapter, which may learn nothing: "
-        "model.layers.0.mlp.up_proj"
-    ]
+    [message] = messages
+    assert "1 adapter" in message and message.endswith(": model.layers.0.mlp.up_proj")
 
 
 def test_an_adapter_without_some_layers_counts_as_damaged(adapter: Path) -> None:

@@ -38,7 +38,7 @@ def test_some_sizes_are_those_of_llama_2() -> None:
     """The numbers of parameters are those of its safetensors on the Hub."""
     assert scratch_sizes.SIZES["7B"].parameters(32_000) == 6_738_415_616
     assert scratch_sizes.SIZES["13B"].parameters(32_000) == 13_015_864_320
-    assert "the shapes of Llama 2 7B" in scratch.describe_size("7B", 32_000)["size"]
+    assert "Llama 2 7B" in scratch.describe_size("7B", 32_000)["size"]
     assert "32 heads, MLP width 11008" in scratch.describe_size("7B", 32_000)["layers"]
     identities = [Design(size, None, 300, (), None).identity("x") for size in ("7B", "tiny")]
     assert identities[0]["options"]["shapes"] == "Llama 2 7B"  # no model of other shapes is taken

@@ -154,7 +154,7 @@ def test_the_checks_of_a_machine_and_a_setup_report_unusable_gpus(
     assert finding.severity == "error" and "--driver-version 535.104.05" in finding.remedy
     stamp.write_text('{"summary": {"torch": {"version": "2.13.0+cu126", "cuda": "12.6"}}}')
     bundle, installed = setup._check_gpus()
-    assert "535.104.05 is new enough for torch 2.13.0+cu126" in bundle.text
+    assert "535.104.05 is new enough" in bundle.text
     assert installed.severity == "error"
 
 
@@ -181,10 +181,10 @@ def test_stage_04_does_not_train_on_the_cpu_by_mistake(project: Path) -> None:
     )
     fake = {"cwd": project, "before": "tests.parallel.test_gpus:hide_two_gpus"}
     failed = run_stage(*train, ranks=2, expect=1, **fake)
-    assert failed.stderr.count("error: torch cannot use the GPUs of this machine: ") >= 1
+    assert failed.stderr.count("error: torch cannot use") >= 1
     assert "2 GPUs (NVIDIA A100), driver 535.104.05" in failed.stderr
     assert "--device cpu" in failed.stderr and not (project / "outputs").exists()
     planned = run_stage(*train, "--dry-run", **fake)
-    assert "training would end here: torch cannot use" in planned.stdout + planned.stderr
+    assert "training would end here" in planned.stdout + planned.stderr
     done = run_stage(*train, "--device", "cpu", **fake)
     assert "on 1 CPU rank" in done.stdout and "no GPU" not in done.stdout

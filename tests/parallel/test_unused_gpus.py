@@ -26,7 +26,7 @@ def report(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
 
 def test_the_option_that_uses_all_gpus_is_named(report) -> None:
     [line] = report(ranks=2).splitlines()
-    assert "uses 2 of the 8 GPUs" in line and "--nproc-per-node 8" in line
+    assert "2 of the 8 GPUs" in line and "--nproc-per-node 8" in line
 
 
 def test_nothing_is_logged_if_all_gpus_are_used_or_the_cpu_is_asked_for(report) -> None:

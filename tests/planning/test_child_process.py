@@ -74,7 +74,7 @@ def test_stage_03_continues_without_an_estimate(
     monkeypatch.setattr(training_memory, "_PATIENCE_S", 0.1)
     memory = training_memory.TrainingMemory.estimate(tmp_path)
     assert memory.summary() == {} and memory.table_rows() == {}
-    assert "memory could not be estimated: it takes longer than 0.1 s" in caplog.text
+    assert "it takes longer than 0.1" in caplog.text
 
 
 def test_stage_04_takes_safe_settings_after_one_failure(
@@ -94,7 +94,7 @@ def test_stage_04_takes_safe_settings_after_one_failure(
     config, check = check_memory(options, model)
     assert (config.batch_size, config.activation_checkpointing) == (1, "full")
     assert check.excess(memory_fit.make_local_step_config(config, model)) == {}
-    assert caplog.text.count("could not be estimated: it takes longer than 1 s") == 2
+    assert caplog.text.count("could not be estimated: ") == 2
 
 
 @pytest.mark.parametrize("in_use", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -355,7 +355,8 @@ def test_a_failed_estimate_is_one_line_of_the_log(
     estimate = memory.MemoryEstimate(model, "fp32")
     estimate.begin(plan.make_step_config(ASKED, model, 1, False))
     assert "it was not estimated" in estimate.describe_peak(1.0, 0.5)  # which waits for the answer
-    assert lines == ["memory could not be estimated: RuntimeError: no such operator"]
+    [line] = lines
+    assert line.endswith("RuntimeError: no such operator")
     estimate.close()
 
 
@@ -485,7 +486,7 @@ def test_a_plan_for_more_gpus_than_the_data_fills_is_printed(project: Path) -> N
     assert warned == ["64", "128"] and done.stdout.count("tokens/step") == 3
     assert re.search(r"steps +1 \(", done.stdout) and "  128 GPUs" in done.stdout
     done = run_stage(*command, "-s", 64, cwd=project, ranks=0, env={"WORLD_SIZE": "64"}, expect=2)
-    assert "the dataset is too small for one step" in done.stderr
+    assert "too small for one step" in done.stderr
 
 
 @pytest.mark.slow

@@ -93,13 +93,13 @@ def test_samples_are_those_of_the_first_the_middle_and_the_last_step(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({60: {"train/loss": 20.0}}, "more than 2 times its recent mean, near step 61"),
-        ({60: {"train/loss": math.nan}}, "train/loss was NaN or infinite, first at step 61"),
-        ({20: {"eval/loss": 2.0}, 80: {"eval/loss": 2.5}}, "was lowest at step 21, 2.0000"),
-        ({n: {"time/data": 70.0} for n in range(100)}, "waited for data 50% of the time"),
+        ({60: {"train/loss": 20.0}}, "near step 61"),
+        ({60: {"train/loss": math.nan}}, "first at step 61"),
+        ({20: {"eval/loss": 2.0}, 80: {"eval/loss": 2.5}}, "at step 21, 2.0000"),
+        ({n: {"time/data": 70.0} for n in range(100)}, "50% of the time"),
         ({n: {"perf/slowest_ratio": 3.0} for n in range(100)}, "3.0 times as long"),
         ({50: {"memory/max_peak_gib": 79.0}}, "99% full"),
-        ({99: {"memory/alloc_retries": 4}}, "return cached memory 4 times"),
+        ({99: {"memory/alloc_retries": 4}}, "memory 4 times"),
     ],
 )
 def test_problems_of_the_figures_are_found(
@@ -120,5 +120,5 @@ def test_events_are_problems_with_their_numbers(tmp_path: Path) -> None:
     ]
     problems = find_problems(read_run(tmp_path / "exp", ROWS, events=events))
     assert [problem.events for problem in problems] == [(3, 5)], "a resume is no problem"
-    assert problems[0].text.startswith("2 times, last at step 9: A checkpoint could not be copied")
-    assert problems[0].text.endswith("The last reason: a timeout.")
+    assert problems[0].text.startswith("2 times, last at step 9")
+    assert problems[0].text.endswith("a timeout.")

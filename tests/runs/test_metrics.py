@@ -147,8 +147,8 @@ def test_rows_on_a_full_disk_wait_and_one_warning_is_logged(
     rows = row_files.read_rows(experiment.metrics)
     assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1), (2, 1), (3, 3), (4, 4)]
     messages = [text for text in caplog.messages if "metrics.jsonl" in text]
-    assert len(messages) == 2 and "metrics.jsonl cannot be written: No space" in messages[0]
-    assert messages[1] == "metrics.jsonl can be written again"
+    assert len(messages) == 2 and "No space" in messages[0]
+    assert "again" in messages[1]
 
 
 def test_a_full_disk_overwrites_the_old_state(experiment: Experiment, monkeypatch) -> None:

@@ -33,21 +33,12 @@ def parse_options(*argv: Any) -> Config:
 @pytest.mark.parametrize(
     ("argv", "expected_text"),
     [
-        (("-s", 1), "--seq-length 1 is too short"),
+        (("-s", 1), "--seq-length 1 "),
         (("-s", 7), "8 tokens or more"),
-        (("--lr", 0.9), "--lr 0.9 is too large"),
-        (
-            ("--max-steps", 100, "--warmup-steps", 101),
-            "--warmup-steps 101 leaves nothing of a run of 100 steps",
-        ),
-        (
-            ("--max-steps", 100, "--warmup-steps", 100),
-            "at most 50 for that length, or a larger --max-steps$",
-        ),
-        (
-            ("--max-steps", 10, "--profile", "20:22"),
-            "--profile 20:22 goes past the end of a run of 10",
-        ),
+        (("--lr", 0.9), "--lr 0.9 "),
+        (("--max-steps", 100, "--warmup-steps", 101), "--warmup-steps 101 "),
+        (("--max-steps", 100, "--warmup-steps", 100), "at most 50 .* --max-steps$"),
+        (("--max-steps", 10, "--profile", "20:22"), "--profile 20:22 "),
         (("--max-steps", 10, "--profile", "8:11"), "such as --profile 8:10"),
         (("--lora-rank", 8, "--lora-targets", "([a-z_.0-9]+)+!"), "may never end"),
         (("--lora-rank", 8, "--lora-targets", "("), "regular expression"),
@@ -58,12 +49,9 @@ def parse_options(*argv: Any) -> Config:
         ),
         (("--ckpt-copy-to", "s3:bucket"), "names no bucket"),
         (("--ckpt-copy-to", ""), "--ckpt-copy-to is empty"),
-        (("--ckpt-copy-to", "ssh://bucket"), "a directory, or s3://BUCKET/PREFIX without user"),
-        (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "lies in the directory of the run"),
-        (
-            ("--max-steps", 1, "--profile", "2:2"),
-            "of a run of 1 step: .*steps from 1 to 1, such as --profile 1:1",
-        ),
+        (("--ckpt-copy-to", "ssh://bucket"), "s3://BUCKET/PREFIX"),
+        (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "directory of the run"),
+        (("--max-steps", 1, "--profile", "2:2"), "of 1 step: .* --profile 1:1"),
     ],
 )
 def test_impossible_options_are_refused(argv: tuple, expected_text: str) -> None:
@@ -176,12 +164,12 @@ def test_a_directory_whose_disk_is_not_mounted_is_warned_about(
 @pytest.mark.parametrize(
     ("argv", "steps", "expected_text"),
     [
-        (("--warmup-steps", 80), 100, "--warmup-steps 80 takes 80 % of the run of 100 steps"),
+        (("--warmup-steps", 80), 100, "80 takes 80 % of"),
         (("--lr-scheduler", "constant", "--min-lr", 0), 9, "--min-lr 0 does nothing"),
         (("--ckpt-keep", 1), 1000, "--ckpt-keep 1 keeps 2 checkpoints"),
-        (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more than the run of 100 steps"),
-        (("--log-freq", 200), 100, "only its first and its last step are logged"),
-        (("--eval-freq", 200), 100, "the validation loss is measured once, at its end"),
+        (("--ckpt-freq", 200), 100, "--ckpt-freq 200 is more"),
+        (("--log-freq", 200), 100, "its first and its last"),
+        (("--eval-freq", 200), 100, "measured once"),
     ],
 )
 def test_unusual_options_cause_a_warning(argv: tuple, steps: int, expected_text: str) -> None:

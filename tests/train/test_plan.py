@@ -111,7 +111,7 @@ def test_little_data_is_enough_if_epochs_repeat() -> None:
     ("changes", "expected_text"),
     [
         ({"global_batch_size": 8, "grad_accum_steps": 2}, "not both"),
-        ({"min_lr": 1e-2}, "--min-lr 0.01 is above --lr 0.001"),
+        ({"min_lr": 1e-2}, "--min-lr 0.01 is above"),
         ({"beta1": 1.0}, "--beta1 must be below 1"),
         ({"beta2": 1.5}, "--beta2 must be below 1"),
     ],

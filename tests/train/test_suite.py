@@ -66,9 +66,9 @@ def test_a_shared_name_is_refused_before_anything_is_tokenised(
     [
         (100, ""),
         (200, ""),
-        (75, "only checkpoints of every 300 steps and of the last step can be the best"),
-        (50, "only checkpoints of every 100 steps and of the last step"),
-        (0, "only the checkpoint of the last step can be the best"),
+        (75, "every 300 steps"),
+        (50, "every 100 steps"),
+        (0, "only the checkpoint"),
     ],
 )
 def test_a_message_says_which_checkpoints_can_be_the_best(
