@@ -83,7 +83,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_the_host_of_the_store_leaves_last(ranks: int):
     port = str(free_port())
     processes = [

@@ -64,7 +64,11 @@ def test_no_learning_rate_in_the_table_draws_a_warning() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gpus", "rank"),
-    [("Llama 3.2 1B", 8, 0), ("Mixtral 8x7B", 16, 0), ("Llama 3.1 8B", 64, 16)],
+    [
+        pytest.param("Llama 3.2 1B", 8, 0, marks=pytest.mark.long),
+        ("Mixtral 8x7B", 16, 0),
+        ("Llama 3.1 8B", 64, 16),
+    ],
 )
 def test_a_cell_is_what_the_memory_check_computes(name: str, gpus: int, rank: int) -> None:
     rows = ADAPTED if rank else TABLE

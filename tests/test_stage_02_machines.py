@@ -138,7 +138,7 @@ def build_dataset(folder: Path, out: Path, shape: RowOptions, units: int | None 
 
 @pytest.mark.parametrize(
     "notes",
-    [4_000, pytest.param(1, marks=pytest.mark.slow), pytest.param(1 << 40, marks=pytest.mark.slow)],
+    [4_000, pytest.param(1, marks=pytest.mark.slow), pytest.param(1 << 40, marks=pytest.mark.long)],
 )
 @pytest.mark.parametrize("dedup", ["none", "exact"])
 def test_a_build_stopped_after_any_unit_gives_the_same_bytes(tmp_path, monkeypatch, notes, dedup):

@@ -208,8 +208,9 @@ def test_code_of_another_repository_is_downloaded_too(hub, novel, stage: StageRu
         "x",
         *(
             pytest.param(path, marks=pytest.mark.slow)
-            for path in ("/tmp/x.NovelConfig", "sub/x.C", "org/../code--x.C", ".C")
+            for path in ("/tmp/x.NovelConfig", "org/../code--x.C")
         ),
+        *(pytest.param(path, marks=pytest.mark.long) for path in ("sub/x.C", ".C")),
     ],
 )
 def test_code_outside_of_the_directory_of_the_config_is_refused(

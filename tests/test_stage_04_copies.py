@@ -98,7 +98,14 @@ def test_a_copy_in_a_directory_is_a_run_for_all_commands(run: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["the outputs", "the checkpoints", "a file of each checkpoint"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "the outputs",
+        pytest.param("the checkpoints", marks=pytest.mark.long),
+        "a file of each checkpoint",
+    ],
+)
 def test_a_lost_run_is_restored_and_continues_with_the_same_losses(run: Path, lost: str) -> None:
     expected = losses(run, "run")
     (copy,) = (run / "second").iterdir()
@@ -148,7 +155,7 @@ def test_without_an_intact_copy_a_lost_run_does_not_start_anew(run: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_copies_of_another_run_of_the_same_name_are_not_taken_over(run: Path, ranks: int) -> None:
     shutil.rmtree(run / "outputs")
     code = 1 if ranks else 2
@@ -281,7 +288,7 @@ def test_a_signal_to_any_rank_ends_the_wait_for_a_copy(project: Path, server: S3
 @pytest.mark.parametrize(
     ("target", "key", "expected_text"),
     [
-        ("s3://other-bucket/x", {}, "bucket does not exist"),
+        pytest.param("s3://other-bucket/x", {}, "bucket does not exist", marks=pytest.mark.long),
         (URL, {"key_id": "wrong"}, "Access Key Id does not exist"),
         ("model/config.json", {}, "Not a directory"),
     ],

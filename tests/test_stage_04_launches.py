@@ -44,7 +44,7 @@ def list_runs(project: Path) -> list[str]:
             {"LAUNCH_MARK": "a"},
             {"LAUNCH_MARK": "a"},
             {"LAUNCH_MARK": "b"},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
             id="a launcher",
         ),
         pytest.param(

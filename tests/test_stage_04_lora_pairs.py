@@ -117,7 +117,7 @@ def plain(root: Path) -> dict[int, float]:
             (),
             "tests.test_stage_04_lora_pairs:offload_on_cpu",
             id="offload",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ("--shard-size", 1, "--activation-checkpointing", "full"),
@@ -150,13 +150,13 @@ def test_adapters_on_two_ranks_equal_the_reference(
     [
         pytest.param(("--packing", "documents"), 1e-6, id="documents"),
         pytest.param(
-            ("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture", marks=pytest.mark.slow
+            ("-d", "corpus=2", "-d", "more=1"), 1e-6, id="mixture", marks=pytest.mark.long
         ),
         pytest.param(
             ("-d", "talks", "-m", "chatty", "-s", 256), 1e-6, id="chat", marks=pytest.mark.slow
         ),
         pytest.param(("--optimizer", "adamw8bit"), 1e-6, id="adamw8bit", marks=pytest.mark.slow),
-        pytest.param(("--precision", "bf16"), 1e-3, id="bf16", marks=pytest.mark.slow),
+        pytest.param(("--precision", "bf16"), 1e-3, id="bf16", marks=pytest.mark.long),
         pytest.param(("--precision", "fp16"), 1e-3, id="fp16", marks=pytest.mark.slow),
     ],
 )

@@ -155,7 +155,7 @@ def test_nan_in_the_first_step_is_explained(project: Path) -> None:
     ("options", "ranks"),
     [
         pytest.param((), 0, id="whole"),
-        pytest.param(("--lora-rank", 4), 0, id="adapters", marks=pytest.mark.slow),
+        pytest.param(("--lora-rank", 4), 0, id="adapters", marks=pytest.mark.long),
         pytest.param(("-b", 1), 2, id="two ranks", marks=pytest.mark.slow),
     ],
 )

@@ -126,13 +126,13 @@ def by_peft(model: PreTrainedModel, lora: Lora) -> nn.Module:
         pytest.param("gpt2", ("--lora-alpha", 5), 0, id="gpt2, one process"),
         pytest.param("gpt2", ("--lora-alpha", 5), 2, id="gpt2"),
         pytest.param("gpt2", ("--z-loss", 0.01), 2, id="gpt2, z-loss", marks=pytest.mark.slow),
-        pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp", marks=pytest.mark.slow),
+        pytest.param("phi3", ("--lora-targets", "mlp"), 2, id="phi3, mlp", marks=pytest.mark.long),
         pytest.param(
             "falcon_7b",
             ("--lora-targets", "query_key_value|dense"),
             2,
             id="falcon, by name",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -198,7 +198,7 @@ def test_twenty_steps_with_adapters_equal_the_reference(
     ("config", "packing_", "z"),
     [
         pytest.param(None, "concat", 0.0, id="llama"),
-        pytest.param(None, "documents", 0.0, id="llama, documents", marks=pytest.mark.slow),
+        pytest.param(None, "documents", 0.0, id="llama, documents", marks=pytest.mark.long),
         pytest.param(MIXTRAL, "concat", 0.0, id="mixtral", marks=pytest.mark.long),
         pytest.param(MIXTRAL, "documents", 0.0, id="mixtral, documents", marks=pytest.mark.slow),
         pytest.param(None, "concat", 0.01, id="llama, z-loss", marks=pytest.mark.long),

@@ -154,7 +154,7 @@ def train_rows(
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)]
 )
 def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks: int) -> None:
     train_rows(
@@ -233,8 +233,8 @@ def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks
     [
         (1, 2, 3),
         pytest.param(2, 3, 2, marks=pytest.mark.slow),
-        pytest.param(3, 2, 3, marks=pytest.mark.slow),
-        pytest.param(7, 7, 7, marks=pytest.mark.slow),
+        pytest.param(3, 2, 3, marks=pytest.mark.long),
+        pytest.param(7, 7, 7, marks=pytest.mark.long),
     ],
 )
 def test_a_checkpoint_follows_the_row_of_its_step(

@@ -66,7 +66,7 @@ def continue_alone(
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, ()),
+        pytest.param(1, (), marks=pytest.mark.long),
         (2, ("--packing", "documents", "-b", 3)),
         (3, ()),
         (2, ("--lora-rank", 4)),

@@ -60,7 +60,7 @@ def figures(root: Path, experiment: str) -> list[float]:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(("--activation-checkpointing", "full"), marks=pytest.mark.slow),
+        pytest.param(("--activation-checkpointing", "full"), marks=pytest.mark.long),
         pytest.param(("--activation-checkpointing", "selective"), marks=pytest.mark.slow),
         ("--shard-size", 1),
         pytest.param(

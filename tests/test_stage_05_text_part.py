@@ -38,7 +38,7 @@ def save_vision_model(directory: Path, vocabulary: int, tied: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_vision_tower_is_named_and_the_export_is_the_text_model(
     tmp_path: Path, tied: bool
 ) -> None:

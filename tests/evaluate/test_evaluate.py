@@ -145,7 +145,7 @@ def test_results_are_the_same_for_any_ranks_and_batch_size(place: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "torchrun"),
     [
-        ("gemma3", False),
+        pytest.param("gemma3", False, marks=pytest.mark.long),
         ("mixtral", False),
         ("gpt2", False),
         pytest.param("gpt2", True, marks=pytest.mark.long, id="gpt2-torchrun"),

@@ -362,17 +362,20 @@ def test_the_product_for_compiled_code_equals_that_of_torch(is_transposed: bool)
     torch.library.opcheck(experts._group_by_group, (rows, weights, ends))
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize(
-    ("family", "backend"),
+    ("family", "backend", "recompute"),
     [
-        ("mixtral", "aot_eager"),
-        ("gpt_oss", "aot_eager"),
-        pytest.param("mixtral", "inductor", marks=pytest.mark.slow),
         *(
-            pytest.param(family, "inductor", marks=pytest.mark.long)
+            (family, "aot_eager", recompute)
+            for family in ("mixtral", "gpt_oss")
+            for recompute in ("none", "selective")
+        ),
+        pytest.param("mixtral", "inductor", "selective", marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "inductor", recompute, marks=pytest.mark.long)
             for family in MODELS
-            if family != "mixtral"
+            for recompute in ("none", "selective")
+            if (family, recompute) != ("mixtral", "selective")
         ),
     ],
 )

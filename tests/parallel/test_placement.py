@@ -23,6 +23,7 @@ from tests.conftest import ROOT, run_stage
 from tests.test_stage_04_reference import MIXTRAL
 from tests.training import SMALL_RUN, list_saved_steps, metrics, save_model
 
+OPTIMIZERS = ("adamw", "adamw8bit")
 FAMILIES = {
     "Mixtral 8x7B": MixtralConfig(num_hidden_layers=1),
     "Qwen 1.5 MoE": AutoConfig.for_model("qwen2_moe", num_hidden_layers=1),
@@ -167,15 +168,15 @@ def test_experts_on_several_ranks_train_as_on_one(project: Path, compiled: str) 
             torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4, msg=key)
 
 
-def train_on_two_meshes(code: Path, optimizer: str, ranks: int, file: Path) -> dict[str, Any]:
-    """Return the figures of ranks that run a copy of the code, see two_meshes.py."""
+def train_on_two_meshes(code: Path, ranks: int, file: Path) -> dict[str, Any]:
+    """Return the figures of each optimizer from ranks that run a copy of the code."""
     if code == ROOT:
-        run_stage("tests/parallel/two_meshes.py", file, optimizer, cwd=code, ranks=ranks)
+        run_stage("tests/parallel/two_meshes.py", file, *OPTIMIZERS, cwd=code, ranks=ranks)
         return json.loads(file.read_text("utf-8"))
     words = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = str(ROOT / "tests/parallel/two_meshes.py")
     done = subprocess.run(
-        [sys.executable, "-m", *words, script, str(file), optimizer],
+        [sys.executable, "-m", *words, script, str(file), *OPTIMIZERS],
         cwd=code,
         capture_output=True,
         text=True,
@@ -206,11 +207,12 @@ def test_parameters_can_be_on_another_mesh(tmp_path: Path) -> None:
         assert text.count(before) == 1
         text = text.replace(before, after)
     path.write_text(text)
-    for optimizer in ("adamw", "adamw8bit"):
-        one, both, other = (
-            train_on_two_meshes(code, optimizer, ranks, tmp_path / "found.json")
-            for ranks, code in ((1, ROOT), (2, ROOT), (2, tmp_path))
-        )
+    launches = [
+        train_on_two_meshes(code, ranks, tmp_path / "found.json")
+        for ranks, code in ((1, ROOT), (2, ROOT), (2, tmp_path))
+    ]
+    for optimizer in OPTIMIZERS:
+        one, both, other = (results[optimizer] for results in launches)
         assert both["groups"] == [[2], [2]]
         assert sorted(other["groups"]) == [[2], [2], [2, 1]]
         for results in (both, other):

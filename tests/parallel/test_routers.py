@@ -90,6 +90,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
 WITH_LOSS = ["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"]
 OTHERS_WITH_LOSS = ["olmoe", "granitemoe", "minimax", "jamba"]
 COEFFICIENT = 0.5
+RECOMPUTE = ("none", "selective", "full")
 
 
 def build_model(
@@ -271,16 +272,21 @@ def test_a_step_does_not_depend_on_how_it_is_divided(group: object, family: str)
 
 
 @pytest.mark.parametrize(
-    ("family", "backend"),
+    ("family", "backend", "recompute"),
     [
-        ("mixtral", ""),
-        pytest.param("mixtral", "aot_eager_decomp_partition", marks=pytest.mark.slow),
-        pytest.param("mixtral", "inductor", marks=pytest.mark.long),
-        ("deepseek_v3", ""),
-        pytest.param("deepseek_v3", "aot_eager_decomp_partition", marks=pytest.mark.slow),
+        *((family, "", kind) for family in ("mixtral", "deepseek_v3") for kind in RECOMPUTE),
+        *(
+            pytest.param(family, "aot_eager_decomp_partition", "selective", marks=pytest.mark.slow)
+            for family in ("mixtral", "deepseek_v3")
+        ),
+        *(
+            pytest.param(family, "aot_eager_decomp_partition", kind, marks=pytest.mark.long)
+            for family in ("mixtral", "deepseek_v3")
+            for kind in ("none", "full")
+        ),
+        *(pytest.param("mixtral", "inductor", kind, marks=pytest.mark.long) for kind in RECOMPUTE),
     ],
 )
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputed_and_compiled_passes_count_once(
     group: object, monkeypatch: pytest.MonkeyPatch, family: str, backend: str, recompute: str
 ) -> None:

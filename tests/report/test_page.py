@@ -147,7 +147,7 @@ def test_hostile_files_are_shown_and_do_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [HOSTILE, '"' * 40])
+@pytest.mark.parametrize("text", [HOSTILE, pytest.param('"' * 40, marks=pytest.mark.long)])
 def test_the_page_of_many_hostile_runs_stays_small(tmp_path: Path, text: str) -> None:
     runs = [write_hostile_run(tmp_path / str(n), text) for n in range(16)]
     parsed = report(*runs, out=tmp_path / "out.html")

@@ -212,7 +212,9 @@ def test_other_ranks_write_nothing(experiment: Experiment) -> None:
     assert not experiment.prometheus.exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3))]
+)
 @pytest.mark.slow
 def test_a_run_leaves_its_last_row_and_its_status(project: Path, ranks: int) -> None:
     options = ("-e", "exp", *SMALL_RUN, "--max-steps", 4, "--global-batch-size", 6)
