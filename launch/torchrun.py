@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     keep_to_loopback()
     pass_on_one_signal()
     from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 

@@ -24,6 +24,7 @@ PACKAGES = {
     "amzn_sagemaker_checkpointing",
     "datasets",
     "flash_attn",
+    "functorch",
     "gigatoken",
     "huggingface_hub",
     "jinja2",
@@ -57,13 +58,16 @@ UNDOCUMENTED = (
     "transformers.modeling_utils",
     "transformers.models",
 )
-# Documented despite the underscore: attributes of named tuples, `os` and `jinja2.Undefined`; the
-# memory snapshots, the fake tensors and the modes of torch (torch_cuda_memory, fake tensor,
-# extending PyTorch).
+# Documented despite the underscore or the module: attributes of named tuples, `os` and
+# `jinja2.Undefined`; the memory snapshots, the fake tensors, the modes, the dynamic shapes and the
+# elastic processes of torch (torch_cuda_memory, fake tensor, extending PyTorch,
+# torch.compiler_dynamic_shapes, elastic/multiprocessing).
 _DOCUMENTED = {
     *("_asdict", "_exit", "_fields", "_make", "_replace", "_undefined_name"),
     *("_dump_snapshot", "_record_memory_history"),
+    "torch._dynamo.maybe_mark_dynamic",
     "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch.distributed.elastic.multiprocessing.api.PContext",
     "torch.utils._python_dispatch.TorchDispatchMode",
 }
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
@@ -155,7 +159,12 @@ def find_private_names(path: Path) -> Iterator[tuple[str, int]]:
     """Yield (name, line) of each private or undocumented name that a module uses from packages."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     own_names = set(_defined_names(tree))
+    documented_owners: set[ast.expr] = set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (
+            node in documented_owners or _get_name(node) in _DOCUMENTED
+        ):
+            documented_owners.add(node.value)
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if _is_foreign(alias.name) and _is_private(alias.name):
@@ -167,8 +176,10 @@ def find_private_names(path: Path) -> Iterator[tuple[str, int]]:
                     yield name, node.lineno
         elif isinstance(node, ast.Attribute) and _PRIVATE.fullmatch(node.attr):
             is_inherited = ast.unparse(node.value) in ("self", "cls", "super()")
-            if node.attr not in own_names | _DOCUMENTED and not (
-                is_inherited and _is_ours(node.attr)
+            if (
+                node not in documented_owners
+                and node.attr not in own_names | _DOCUMENTED
+                and not (is_inherited and _is_ours(node.attr))
             ):
                 yield node.attr, node.lineno
         elif isinstance(node, ast.Call) and _get_name(node.func) in _BY_NAME:

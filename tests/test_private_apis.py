@@ -54,6 +54,8 @@ def test_a_name_that_is_gone_is_missing() -> None:
         ("import torch._inner", ["torch._inner"]),
         ("from transformers.integrations import moe", ["transformers.integrations.moe"]),
         ("import torch\ntorch._C.name()", ["_C"]),
+        ("import torch\ntorch._dynamo.maybe_mark_dynamic(tensor, 0)", []),
+        ("import torch\ntorch._dynamo.reset()", ["_dynamo"]),
         ("getattr(model, '_concealed')", ["_concealed"]),
         ("class A:\n  def _own(self): return self._own", []),
         ("from torch.nn import functional\nrow._replace()", []),

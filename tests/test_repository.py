@@ -480,7 +480,7 @@ def test_what_is_imported_is_required() -> None:
     third_party = {name.split(".")[0] for path in CODE for name in imports(path)}
     # Python 3.14 has compression of its own.
     third_party -= {*sys.stdlib_module_names, "compression", "lib", "launch"}
-    names = {"yaml": "pyyaml", "fasttext": "fasttext-predict"}
+    names = {"yaml": "pyyaml", "fasttext": "fasttext-predict", "functorch": "torch"}
     names |= {"backports": "backports-zstd", "phonenumbers": "phonenumberslite"}
     packages = {names.get(name, name.replace("_", "-")) for name in third_party}
     # An option wants each of these, and says how to install it.

@@ -71,6 +71,15 @@ ALLOWED: Allowlist = {
     "pathlib": {"PosixPath", "Path"},
     "pathlib._local": {"PosixPath"},
 }
+# Names under which other versions pickled the same things: paths (Python 3.13), and the properties
+# of a tensor (torch up to 2.2).
+_OLD_PROPERTIES = "torch.distributed._shard.sharded_tensor.metadata"
+_NEW_PROPERTIES = "torch.distributed.checkpoint.metadata"
+_SAME: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("pathlib._local", "PosixPath"): ("pathlib", "PosixPath"),
+    (_OLD_PROPERTIES, "TensorProperties"): (_NEW_PROPERTIES, "TensorProperties"),
+    (_OLD_PROPERTIES, "MEM_FORMAT_ENCODING"): (_NEW_PROPERTIES, "_MEM_FORMAT_ENCODING"),
+}
 
 
 @contextmanager
@@ -189,7 +198,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name in self._allowed.get(module, ()):
-            return super().find_class(module, name)
+            return super().find_class(*_SAME.get((module, name), (module, name)))
         raise ArtifactError(
             f"the checkpoint's .metadata would load {module}.{name}",
             expected="only descriptions of tensors; do not use this file",

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Mapping
+from contextlib import suppress
 
 _COLUMNS = 80
 _DEFAULT = re.compile(r"\((?:default: .*|required.*)\)$")
@@ -23,7 +24,8 @@ class HelpAll(argparse.Action):
     """Prints every option, for a parser whose --help is a short page."""
 
     def __call__(self, parser: argparse.ArgumentParser, *ignored: object) -> None:
-        parser._print_message(parser.format_all(), sys.stdout)  # type: ignore[attr-defined]
+        with suppress(OSError):  # the reader, such as `head`, has gone
+            sys.stdout.write(parser.format_all())  # type: ignore[attr-defined]
         parser.exit()
 
 

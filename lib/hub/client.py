@@ -51,7 +51,7 @@ class Hub:
         _require_endpoint()
         os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
         os.environ["HF_HUB_DISABLE_XET"] = "1"
-        from huggingface_hub import constants, get_token
+        from huggingface_hub import HfApi, get_token
 
         logger = logging.getLogger("huggingface_hub")
         logger.handlers = [_WaitHandler()]
@@ -63,7 +63,7 @@ class Hub:
                 expected="a token exactly as the settings page of your Hub account shows it",
             )
         self._token = access_token or False  # with None, huggingface_hub would look for a login
-        self.endpoint = constants.ENDPOINT
+        self.endpoint = HfApi().endpoint
         _require_settings()
 
     def find_repository(self, name: str, revision: str, kind: str = "model") -> Repository:

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.core import units
+from lib.models.nested import list_tensors
 
 PIECE = 1 << 16  # elements; to draw them takes about 0.3 ms
 
@@ -60,9 +60,8 @@ class HostDraws(TorchDispatchMode):
             self._draw(func, *args)
             return args[0]
         if not func.is_view:
-            for tensor in pytree.tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor):
-                    self._complete(tensor)
+            for tensor in list_tensors((args, kwargs)):
+                self._complete(tensor)
         return func(*args, **kwargs)
 
     def _draw(self, func: Any, tensor: Tensor, *bounds: float) -> None:

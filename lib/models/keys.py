@@ -18,11 +18,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, WeightConverter
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -215,8 +213,8 @@ def _find_recipes(
     """
     with own_classes(model):
         conversions = get_model_conversion_mapping(model)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in conversions if not isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     collected: dict[str, dict[str, list[str]]] = {}  # first target name → pattern → Hub names
     ignored = _find_ignored(model)

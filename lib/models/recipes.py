@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers import Concatenate, MergeModulelist, WeightConverter
 
 from lib.models.tensors import StoredTensors, TensorPart
 

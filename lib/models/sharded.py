@@ -115,7 +115,9 @@ def plain(tensor: Tensor) -> Tensor:
 def _masters(tensor: Tensor) -> Tensor:
     """Return the master weights of a parameter without torchao's tensor class."""
     if is_gathered_in_8_bits(tensor):
-        return DTensor(tensor._local_tensor._tensor, tensor._spec, requires_grad=False)
+        local = tensor._local_tensor
+        masters, *_ = local.__tensor_flatten__()[0]
+        return DTensor(getattr(local, masters), tensor._spec, requires_grad=False)
     return tensor
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lib.core import commands, log
 from lib.core.errors import StageError, UsageError
+from lib.models.nested import list_tensors, map_tensors
 from lib.parallel import routers
 
 # With selective activation checkpointing, torch warns that blocks must change nothing in place.
@@ -118,21 +118,19 @@ def _rehearse_call(
     """
     inputs: list[Tensor] = []
 
-    def detach(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value  # the same object, since the compiler guards on identity
-        inputs.append(value.detach().requires_grad_())
+    def detach(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor  # the same object, since the compiler guards on identity
+        inputs.append(tensor.detach().requires_grad_())
         return inputs[-1]
 
-    arguments, named = tree_map(detach, (arguments, named))
+    arguments, named = map_tensors(detach, (arguments, named))
     with (
         routers.pause_counting(),
         torch.random.fork_rng({part.device for part in inputs if part.is_cuda}),
     ):
         results = [
-            part
-            for part in tree_leaves(function(*arguments, **named))
-            if isinstance(part, Tensor) and part.requires_grad
+            part for part in list_tensors(function(*arguments, **named)) if part.requires_grad
         ]
         if results and inputs:
             torch.autograd.grad(

@@ -37,7 +37,8 @@ class ParallelLayout:
     rank, ranks: the index of this process, and the number of processes. dp_rank, dp_size: the same
     among the ranks that read different samples. fsdp: the default mesh of parameters, (shard) or
     (replicate, shard). control, saving: gloo groups for small agreements and for checkpoints. They
-    are separate so that collectives of different threads do not mix.
+    are separate so that collectives of different threads do not mix. timeout: the one of
+    collectives, in every group.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class ParallelLayout:
     fsdp: DeviceMesh
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
+    timeout: timedelta = START_TIMEOUT
 
     @classmethod
     def start(
@@ -73,9 +75,7 @@ class ParallelLayout:
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         degrees = degrees(control) if callable(degrees) else degrees or Degrees()
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
-        for group in fsdp.get_all_groups():  # the default of NCCL is ten minutes
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
-        return cls(
+        layout = cls(
             rank,
             ranks,
             degrees.dp_rank(rank),
@@ -84,7 +84,15 @@ class ParallelLayout:
             fsdp,
             control,
             saving,
+            timeout,
         )
+        for group in fsdp.get_all_groups():
+            layout.set_timeout(group)
+        return layout
+
+    def set_timeout(self, group: dist.ProcessGroup) -> None:
+        """Give a process group the timeout of the others; the default of NCCL is ten minutes."""
+        dist.distributed_c10d._set_pg_timeout(self.timeout, group)
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
         """Sum each value over all ranks, in float64; all ranks must call this."""

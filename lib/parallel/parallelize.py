@@ -323,12 +323,15 @@ def separate_reductions(model: nn.Module) -> None:
     if not hasattr(model, "set_separate_reduce_scatter_group"):
         return
     model.set_separate_reduce_scatter_group(True)
-    # One group for all modules, with NCCL's timeout of ten minutes, as in any new group.
-    mesh = find_groups(model)[0].mesh_info
-    for device in mesh.shard_process_group._device_types:
-        backend = mesh.shard_process_group._get_backend(device)
-        if timeout := getattr(getattr(backend, "options", None), "_timeout", None):
-            dist.distributed_c10d._set_pg_timeout(timeout, mesh.reduce_scatter_process_group)
+
+
+def find_reduction_group(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the process group of reduce-scatters; None if they share that of all-gathers.
+
+    All modules share one group, which has the default timeout.
+    """
+    groups = find_groups(model)
+    return getattr(groups[0].mesh_info, "reduce_scatter_process_group", None) if groups else None
 
 
 def _prefetch_groups(embedding: nn.Module, blocks: list[nn.Module], last: list[nn.Module]) -> None:

@@ -14,16 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import PreTrainedModel
 
 from lib.core import log
 from lib.models.architecture import decoder_layers
+from lib.models.nested import list_tensors, map_tensors
 
 _KINDS = 4  # a model with more kinds of blocks is estimated as if it were not compiled
 _MARGIN = 1.03
@@ -61,10 +60,7 @@ def _find_kinds(model: PreTrainedModel, tokens: Tensor) -> dict[Any, list[Any]]:
     kinds: dict[Any, list[Any]] = {}
 
     def add_block(block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        shapes = [
-            (part.shape, part.dtype) if isinstance(part, Tensor) else None
-            for part in tree_leaves((arguments, named))
-        ]
+        shapes = [(part.shape, part.dtype) for part in list_tensors((arguments, named))]
         kind = (
             type(block),
             *((name, p.shape, p.requires_grad) for name, p in block.named_parameters()),
@@ -88,17 +84,13 @@ def _count_kept_bytes(
 
     Weights do not count, nor do arguments that all blocks share, such as rotary tables.
     """
-    leaves, shape = tree_flatten((arguments, named))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    hidden, *shared = (leaves[place].detach() for place in places)
+    hidden, *shared = (tensor.detach() for tensor in list_tensors((arguments, named)))
     names, weights = zip(*block.named_parameters(), strict=True)
     inputs = [hidden.requires_grad_(), *shared]
 
     def run(inputs: list[Tensor], weights: list[Tensor]) -> Any:
-        new_leaves = list(leaves)
-        for place, tensor in zip(places, inputs, strict=True):
-            new_leaves[place] = tensor
-        args, kwargs = tree_unflatten(new_leaves, shape)
+        remaining = iter(inputs)
+        args, kwargs = map_tensors(lambda _: next(remaining), (arguments, named))
         return torch.func.functional_call(
             block, dict(zip(names, weights, strict=True)), args, kwargs
         )

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from lib.models.architecture import decoder_layers
+from lib.models.nested import list_tensors
 from lib.models.options import FLOAT8_RECIPES
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import optimizers, registry
@@ -235,7 +235,8 @@ def shorten_model(model: PreTrainedModel, layers: int) -> PreTrainedModel | None
         for block in blocks.values()
     }
     attention_types = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    parent = model.get_submodule(parents.pop())
+    path = parents.pop()
+    parent = model.get_submodule(path)
     if (
         parents
         or len(kinds) > 1
@@ -245,8 +246,9 @@ def shorten_model(model: PreTrainedModel, layers: int) -> PreTrainedModel | None
         or len(parent) != len(blocks)
     ):
         return None
-    with mock.patch.object(parent, "_modules", dict(list(parent._modules.items())[:layers])):
-        return copy.deepcopy(model)
+    shorter = copy.deepcopy(model)
+    del shorter.get_submodule(path)[layers:]
+    return shorter
 
 
 def estimate_kept_share(model: PreTrainedModel, case: StepConfig) -> float:
@@ -356,7 +358,7 @@ def _add_hooks(model: nn.Module, tracker: Tracker) -> None:
 
     def end_block(_: nn.Module, __: Any, out: Any) -> None:
         tracker.begin_phase()
-        hidden = next(tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+        hidden = list_tensors(out)[0]
         if hidden.requires_grad:  # false before the first adapter, where all weights are frozen
             hidden.register_hook(lambda _: tracker.begin_phase())
 

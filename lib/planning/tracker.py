@@ -9,12 +9,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lib.models.nested import list_tensors
 from lib.models.sharded import local_tensor
 
 Bytes = dict[str, int]  # by kind of tensor, a key of KINDS
@@ -90,9 +89,8 @@ class Tracker(TorchDispatchMode):
 
     def assign_kind(self, tensors: Any, kind: str) -> None:
         """Count tensors as a kind that was not known when they were created."""
-        for tensor in tree_leaves(tensors):
-            if isinstance(tensor, Tensor):
-                self._count(local_tensor(tensor).untyped_storage(), kind)
+        for tensor in list_tensors(tensors):
+            self._count(local_tensor(tensor).untyped_storage(), kind)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -100,13 +98,12 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if self._paused:
             return out
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and id(tensor.untyped_storage()) not in self._storages:
+        for tensor in list_tensors(out):
+            if id(tensor.untyped_storage()) not in self._storages:
                 self._count(tensor.untyped_storage(), self.new_kind)
         if func.namespace in ("fsdp", "c10d"):
-            for tensor in tree_leaves((args, kwargs)):
-                if isinstance(tensor, Tensor):
-                    self._count(tensor.untyped_storage(), "gathered")
+            for tensor in list_tensors((args, kwargs)):
+                self._count(tensor.untyped_storage(), "gathered")
         return out
 
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:

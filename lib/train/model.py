@@ -164,6 +164,8 @@ def shard_model(
             config.keep_gathered,
         )
     )
+    if group := parallelize.find_reduction_group(model):
+        layout.set_timeout(group)
     parallelize.materialise_model(model, layout.device, offload)
     if is_frozen(model):
         _load_frozen(config, inputs, model, layout)

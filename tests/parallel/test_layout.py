@@ -69,6 +69,22 @@ def test_the_watchdog_reports_before_a_collective_times_out(
     assert [layout.control.group_desc, layout.saving.group_desc] == ["control", "saving"]
 
 
+def test_a_group_for_reductions_gets_the_same_timeout(
+    environment: dict[str, str], leave_group: None
+) -> None:
+    layout = ParallelLayout.start(patience=3600.0)
+    model = tiny()
+    parallelize.shard(model, layout.fsdp, "fp32")
+    assert parallelize.find_reduction_group(model) is None
+    parallelize.separate_reductions(model)
+    group = parallelize.find_reduction_group(model)
+    if group is None:
+        pytest.skip("this torch has no such group")
+    layout.set_timeout(group)
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    assert limit == layout.timeout > timedelta(hours=1)
+
+
 def test_the_allocator_is_configured_before_a_gpu_is_queried(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
