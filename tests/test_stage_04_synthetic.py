@@ -134,7 +134,7 @@ def test_a_config_also_works_with_data_and_a_tokenizer(project: Path) -> None:
         (("-d", "synthetic:abc"), "'abc' is not"),
         (("-d", "synthetic:10"), "too small"),
         (("-d", "synthetic", "-d", "corpus"), "cannot be mixed"),
-        (("-d", "synthetic", "--streaming", "--max-steps", 2), "-d synthetic has none"),
+        (("-d", "synthetic", "--streaming", "--max-steps", 2), "where the samples come from"),
         (("-d", "synthetic", "--chat-template", "chatml"), "belongs to chat datasets"),
         (("-d", "synthetic", "--config-json", "x.json"), "not both"),
     ],

@@ -176,7 +176,8 @@ def _decode_rows(batch: Any) -> list[bytes | None]:
 class SkippedRecords:
     """Counts skipped records.
 
-    counts: reason → number of records. first: reason → description of the first record.
+    counts: reason, a noun such as `no field text` → number of records. first: reason → description
+    of the first record.
     """
 
     counts: dict[str, int] = field(default_factory=dict)

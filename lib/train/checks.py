@@ -132,8 +132,15 @@ def require_model_shape(config: Config) -> None:
 
 
 def _check_sources(config: Config, problems: Problems) -> None:
-    for source in list_requested(config):
+    sources = list_requested(config)
+    for source in sources:
         source.check_options(config, problems)
+    if others := [source.option for source in sources[1:] if source.option]:
+        problems.add(
+            f"{sources[0].option} and {units.join_names(others, 3)} each say where the samples "
+            "come from",
+            expected="one of them",
+        )
     choose_kind(config).check_options(config, problems)
 
 

@@ -226,7 +226,10 @@ def _describe_checkpoints(plan: Plan, cost: ModelCost) -> str:
         "the one being written": 1,
     }
     most = sum(kinds.values())
+    every = units.counted(config.ckpt_freq, "step")
     written = f"{count:,} of {units.size(cost.checkpoint)}"
+    if count > 1:
+        written += f", every {every}"
     if not config.ckpt_keep or count <= most:
         return written + (f", {units.size(count * cost.checkpoint)} in all" if count > 1 else "")
     return (

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lib.checkpoints import commit
-from lib.core import file_identity, hashing, launcher, log, manifest, records
+from lib.core import file_identity, hashing, launcher, log, manifest, records, units
 from lib.core.artifacts import (
     NAMED_TEMPLATES,
     OTHER_TOKENIZER_FILES,
@@ -148,6 +148,9 @@ def _write_start(
     inputs.require_unchanged()
     if deleted := commit.delete_leftovers(experiment.checkpoints):
         journal.add_event(Event.CLEAN, 0, paths=deleted)
+        log.info(
+            f"deleted what an interrupted save or deletion had left: {units.join_names(deleted, 3)}"
+        )
     return start
 
 

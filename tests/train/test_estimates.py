@@ -54,11 +54,11 @@ def test_no_time_is_estimated_on_a_cpu() -> None:
     [
         (
             {},
-            "2,442 of 87.0 GB: 212.5 TB written in all, at most 435.0 GB at once in 5 "
-            "(the newest 3, the best, the one being written)",
+            "2,442 of 87.0 GB, every 500 steps: 212.5 TB written in all, at most 435.0 GB at once "
+            "in 5 (the newest 3, the best, the one being written)",
         ),
-        ({"keep": 0}, "2,442 of 87.0 GB, 212.5 TB in all"),
-        ({"max_steps": 1100}, "3 of 87.0 GB, 261.0 GB in all"),
+        ({"keep": 0}, "2,442 of 87.0 GB, every 500 steps, 212.5 TB in all"),
+        ({"max_steps": 1100}, "3 of 87.0 GB, every 500 steps, 261.0 GB in all"),
         ({"max_steps": 100}, "1 of 87.0 GB"),
     ],
 )

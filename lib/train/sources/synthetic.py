@@ -39,8 +39,6 @@ class SyntheticSource(SampleSource):
         """Add a problem for each option that needs text or files."""
         if not problems.collect(lambda: find_synthetic(config.dataset_name)):
             return
-        if config.streaming:
-            problems.add("--streaming reads raw files, and -d synthetic has none")
         if config.sample_prompts is not None:
             problems.add("--sample-prompts needs a tokenizer, and -d synthetic uses none")
         if config.eval_suite:

@@ -12,7 +12,10 @@ SOURCES: tuple[type[SampleSource], ...] = (SyntheticSource, RawStreamSource, Cor
 
 
 def list_requested(config: Config) -> list[type[SampleSource]]:
-    """Return the sources that the options ask for; those before the last one exclude each other."""
+    """Return the sources that the options ask for, the one that a run uses first.
+
+    The last one is what a run uses if nothing else is asked for.
+    """
     return [source for source in SOURCES if source.is_requested(config)]
 
 
