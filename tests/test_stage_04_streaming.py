@@ -124,9 +124,7 @@ def test_two_ranks_learn_and_the_log_shows_the_source(streamed: Path):
     log = (streamed / "outputs/whole/logs/rank_00000.log").read_text()
     assert "1 worker process per rank" in log and "none with --streaming" in log
     other = (streamed / "outputs/whole/logs/rank_00001.log").read_text()
-    assert re.search(
-        r"skipped so far: 2 × a line that is not JSON \(the first in a.jsonl at \d", log + other
-    )
+    assert re.search(r"2 × .* not JSON .*a.jsonl at \d", log + other)
     row = metrics(streamed, "whole")[-1]
     assert 0 < row["perf/loader_share"] < 1 and row["perf/loader_tokens_per_sec_per_device"] > 0
     assert row["train/tokens_seen"] == STEPS * 2 * 2 * 3 * SEQ_LENGTH

@@ -110,7 +110,7 @@ def test_a_config_of_any_architecture_is_trained_from_scratch(tmp_path: Path) ->
     (tmp_path / "any.json").write_text(json.dumps(config))
     options = ("-d", "synthetic:10K", "--config-json", "any.json", "-s", 32, "--max-steps", 2)
     run_stage(STAGE, "-e", "any", *options, cwd=tmp_path)
-    assert "any.json from scratch without a tokenizer" in read_log(tmp_path, "any")
+    assert "without a tokenizer" in read_log(tmp_path, "any")
     model_config = json.loads((tmp_path / "outputs/any/model/config.json").read_text())
     assert (
         model_config["model_type"] == MixtralConfig.model_type and model_config["vocab_size"] == 512
@@ -123,7 +123,7 @@ def test_a_config_also_works_with_data_and_a_tokenizer(project: Path) -> None:
     (project / "any.json").write_text(json.dumps(config))
     options = ("-d", "corpus", "--config-json", "any.json", "--tokenizer", "model")
     run_stage(STAGE, "-e", "any", *options, "-s", 32, "--max-steps", 2, cwd=project)
-    assert "any.json from scratch with the tokenizer of model" in read_log(project, "any")
+    assert "with the tokenizer of" in read_log(project, "any")
     assert (project / "outputs/any/model/tokenizer.json").exists()
 
 
