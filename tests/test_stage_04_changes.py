@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,7 @@ def run(begun: Path, tmp_path: Path) -> Path:
 def test_a_step_that_cannot_be_divided_is_refused(run: Path) -> None:
     done = run_stage("04_train_fsdp.py", *COMMON, 8, "-b", 3, cwd=run, expect=2)
     assert "cannot be divided" in done.stderr and "a multiple of 3" in done.stderr
+    assert re.search(r"run: .* -b 2$", done.stderr, re.M) and "-b 3" not in done.stderr
 
 
 def test_a_run_with_another_batch_continues_with_the_next_sample(run: Path) -> None:

@@ -37,6 +37,17 @@ def divide_batch(config: Config, rank: int, ranks: int) -> Division:
     return Division(batch, accumulation, dp_rank, dp_size)
 
 
+def find_batch_size(config: Config, ranks: int) -> int:
+    """Return the largest --batch-size up to that of `config` that divides its global batch.
+
+    Returns 0 if there is none, or if `config` has no --global-batch-size.
+    """
+    samples = config.global_batch_size or 0
+    dp_size = get_degrees(config).dp_size(ranks)
+    sizes = range(get_micro_batch(config), 0, -1)
+    return next((size for size in sizes if samples and samples % (size * dp_size) == 0), 0)
+
+
 def require_divisible(config: Config, ranks: int) -> None:
     """Raise UsageError if the batch or --shard-size cannot be divided by this number of ranks."""
     problems = Problems()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lib.core import log, units
+from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.core.options import AUTO, OFF
 from lib.tokens.options import SEQ_LENGTH
@@ -171,11 +171,13 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
     try:
         divided = batch_division.divide_batch(new_config, 0, plan.get_world_size())
     except UsageError as error:
+        size = batch_division.find_batch_size(new_config, plan.get_world_size())
         raise UsageError(
             f"{samples} cannot be divided",
             expected=error.expected,
             hint="use another number of ranks or another --batch-size; --resume-with-changes with "
             "--max-steps resumes with the global batch of the options that you typed",
+            run=commands.as_typed("-b", size, drop=("-b", "--batch-size")) if size else "",
         ) from error
     if config.batch_size is not None:  # else a GPU may divide it otherwise: see _fill_batch_size
         facts.notes.append(
