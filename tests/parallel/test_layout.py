@@ -98,8 +98,9 @@ def test_the_allocator_is_configured_before_a_gpu_is_queried(
 
     monkeypatch.setattr(torch.cuda, "is_available", ask)
     monkeypatch.setattr(model, "build_model", lambda *_: torch.cuda.is_available())
+    output = SimpleNamespace(experiment=Experiment(tmp_path, "exp"))
     with pytest.raises(LookupError):
-        stage_04.prepare_and_train(Config(), Experiment(tmp_path, "exp"), None)
+        stage_04.prepare_and_train(Config(), output, None)
     assert "expandable_segments:True" in seen[0]
 
 
