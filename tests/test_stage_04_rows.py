@@ -154,7 +154,7 @@ def train_rows(
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_a_row_is_read_once_the_next_step_has_been_launched(project: Path, ranks: int) -> None:
     train_rows(
@@ -214,7 +214,7 @@ def _training(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.long)]
+    "ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_the_figures_do_not_depend_on_when_a_row_is_written(project: Path, ranks: int) -> None:
     """If every step is saved, every row is written at once."""

@@ -231,7 +231,7 @@ def test_models_are_compiled_on_gpus_by_default() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 3, 4))]
+    "ranks", [2, 3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 4))]
 )
 def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -> None:
     """With up to two ranks per replica, every bit is the same, in each precision.
@@ -248,7 +248,7 @@ def test_summed_gradients_train_like_averaged_ones(tmp_path: Path, ranks: int) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_replicas_of_one_gpu_average_and_train_as_one_rank(tmp_path: Path, ranks: int) -> None:
     """FSDP2 gets no factor, and the guard multiplies by the number of ranks."""
     results = {}
