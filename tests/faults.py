@@ -277,16 +277,21 @@ def undisturbed(
     @functools.cache
     def get(ranks: int = 1, steps: int = STEPS) -> Undisturbed:
         outputs = tmp_path_factory.mktemp("undisturbed") / "outputs"
-        return run_undisturbed(server, run_options(outputs, steps=steps), outputs, steps, ranks)
+        return run_undisturbed(
+            server, run_options(outputs, steps=steps), outputs, steps, ranks=ranks
+        )
 
     return get
 
 
 def run_undisturbed(
-    server: Server, options: tuple[object, ...], outputs: Path, steps: int, ranks: int = 1
+    server: Server, options: tuple[object, ...], outputs: Path, steps: int, **more: Any
 ) -> Undisturbed:
-    """Run without faults, saving every step; return the rows and digests."""
-    server.run(*options, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async", "off", ranks=ranks)
+    """Run without faults, saving every step; return the rows and digests.
+
+    more: as for Server.start.
+    """
+    server.run(*options, "--ckpt-keep", 0, "--ckpt-freq", 1, "--ckpt-async", "off", **more)
     rows = [{key: row[key] for key in EXACT_FIGURES} for row in metrics(outputs.parent, "run")]
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
     checkpoints = commit.list_checkpoints(outputs / "run" / "checkpoints")

@@ -21,6 +21,15 @@ from tests.test_stage_04_nan import (
     predict_rollbacks,
     read_windows,
 )
+from tests.training import roll_back_early
+
+_EARLY = f"{__name__}:expect_rollback"
+
+
+def expect_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
+    """Let a run roll back after a few bad steps, without a fault."""
+    roll_back_early(rank)
+    install_fault(rank, {}, clock)
 
 
 def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -> None:
@@ -34,7 +43,7 @@ def disturb_rollback(rank: int, faults: dict[str, dict[str, Any]], clock: int) -
         Fault(**faults[str(rank)]).install()
         roll_back(*parts)
 
-    install_fault(rank, {}, clock)
+    expect_rollback(rank, faults, clock)
     resume.roll_back = begin
 
 
@@ -61,7 +70,11 @@ class Rollback:
         poison_token(project, token)
         self.server = Server(project)
         self.expected = run_undisturbed(
-            self.server, self._options(project / "outputs"), project / "outputs", STEPS
+            self.server,
+            self._options(project / "outputs"),
+            project / "outputs",
+            STEPS,
+            before=_EARLY,
         )
         assert self._rollbacks(project / "outputs") == self.reported
 
@@ -109,7 +122,7 @@ class Rollback:
         assert (
             max(find_valid_steps(outputs)) >= self.reported[0]["step"]
         )  # the target of the rollback exists
-        self.server.run(*options)
+        self.server.run(*options, before=_EARLY)
         Undisturbed.require_same(self.expected, outputs)
         assert find_valid_steps(outputs)[:3] == [STEPS, STEPS - 1, STEPS - 2]
         printed = self._rollbacks(outputs)
