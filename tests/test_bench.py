@@ -173,9 +173,6 @@ def test_experts_are_measured_from_their_config_alone(tmp_path: Path) -> None:
     (tmp_path / "model/model.safetensors").unlink()
     result, log = run_bench(tmp_path, "--bench", "-m", "model", "-s", 32)
     assert "load-balancing loss" in log and result["data"] == "synthetic:100M"
-    config = tmp_path / "model/config.json"
-    result, _ = run_bench(tmp_path, "--bench", "--config-json", config, "-s", 32)
-    assert result["model"] == f"{config} from scratch without a tokenizer"
 
 
 @pytest.mark.slow
@@ -324,7 +321,6 @@ def test_a_bench_that_cannot_fit_is_refused(tmp_path: Path) -> None:
     [
         (("--prepare-only",), "--prepare-only ends before training"),
         (("-d", "synthetic:0"), "is not a number of tokens"),
-        (("--config-json", "x.json"), "not both"),
     ],
 )
 def test_impossible_options_are_refused(

@@ -456,3 +456,16 @@ def test_8_bit_floats_of_an_earlier_version_are_accepted(
     with pytest.raises(UsageError) as error:
         asked("--config", tmp_path / "run.yaml", "-d", "corpus")
     assert "fp8-rowwise" in error.value.render()
+
+
+def test_a_run_whose_model_was_made_from_a_config_keeps_its_directory(tmp_path: Path) -> None:
+    values = {"from_scratch": True, "config_json": "any.json", "tokenizer": "tokens"}
+    content = {"options": values, "versions": {}, "model_dir": ".cache/scratch/any"}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    config = asked("--config", tmp_path / "run.yaml", "-d", "corpus")
+    assert (config.model_name, config.from_scratch) == (".cache/scratch/any", True)
+    assert config.tokenizer is None
+    (tmp_path / "run.yaml").write_text("config_json: any.json\n")
+    with pytest.raises(UsageError) as error:
+        asked("--config", tmp_path / "run.yaml", "-d", "corpus")
+    assert "--from-scratch" in error.value.render()

@@ -17,6 +17,9 @@ TYPED = {"trust_remote_code"}
 # Options for a single launch, which the record of a run does not repeat.
 _OF_ONE_LAUNCH = {"resume", "resume_with_changes", "prepare_only", "only_splits", "merge", "verify"}
 
+# In stage 04 of earlier versions, options of a new model. Its directory is recorded too.
+_OF_CONFIG_JSON = {"config_json", "vocab_size", "tokenizer"}
+
 
 def read_yaml(path: Path, label: str = "", numbers_as_text: bool = False) -> dict[str, Any]:
     """Return the mapping in a YAML file.
@@ -61,11 +64,13 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         for key, value in unknown_options.update_values(recorded).items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
+    if content.get("model_dir") and "config_json" in values:
+        values = {key: value for key, value in values.items() if key not in _OF_CONFIG_JSON}
     unknown = _list_unknown(values, ours)
     refused = list(filter(_is_needed, unknown))  # the parser names them in one error
     _report_gone(f"--config: {config}", [key for key in unknown if key not in refused])
     values = {key: value for key, value in values.items() if key in ours or key in refused}
-    if content.get("model_dir") and not values.keys() & {"model_name", "model_size", "config_json"}:
+    if content.get("model_dir") and not values.keys() & {"model_name", "model_size"}:
         values["model_name"] = content["model_dir"]
     log.info(
         f"--config: uses the {len(values)} options recorded in {config}; those on the "

@@ -59,6 +59,13 @@ GONE = {
         "leave it out: a complete run waits up to 30 minutes for its last copy, and Ctrl-C ends "
         "the wait",
     ),
+    "config_json": Gone(
+        None,
+        "-m DIR, a directory with this config.json (stage 03 makes one with a tokenizer by "
+        "--from-scratch --config-json FILE); a run that has begun keeps its model by "
+        "--from-scratch without -m",
+        is_needed=True,
+    ),
     "fp8_recipe": Gone("tensorwise", "--precision fp8-rowwise", is_needed=True),
     "sample_tokens": Gone(64, "leave it out: a sample has 64 tokens"),
     "suite_limit": Gone(None, "behind the name of the suite: --eval-suite small:100"),

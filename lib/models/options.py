@@ -30,29 +30,21 @@ class ModelOptions:
         choices=tuple(scratch_sizes.SIZES),
         help="create a model of this size from scratch, without stage 03 (default: use -m)",
     )
-    config_json: Path | None = option(
-        None,
-        role=Role.LOCAL,
-        parse=Path,
-        metavar="FILE",
-        help="instead of a size, a config.json of any architecture that transformers supports: "
-        "train such a model from scratch (default: none)",
-    )
     vocab_size: int | None = option(
         None,
         role=Role.RESULT,
         quiet=True,
         parse=positive_int,
-        help="with --model-size or --config-json: tokens in the vocabulary, padded to a multiple "
-        f"of {scratch_sizes.VOCABULARY_MULTIPLE} (default: as in --tokenizer or --config-json; "
-        "1,024 for 1M, 4,096 for tiny, 32,000 for the other sizes)",
+        help="with --model-size: tokens in the vocabulary, padded to a multiple of "
+        f"{scratch_sizes.VOCABULARY_MULTIPLE} (default: as in --tokenizer; otherwise 1,024 for 1M, "
+        "4,096 for tiny, 32,000 for the other sizes)",
     )
     tokenizer: Path | None = option(
         None,
         role=Role.LOCAL,
         parse=Path,
-        help="with --model-size or --config-json: directory of the tokenizer (default: a tokenizer "
-        "trained on -d; with --streaming, one token per byte; none with -d synthetic)",
+        help="with --model-size: directory of the tokenizer (default: a tokenizer trained on -d; "
+        "with --streaming, one token per byte; none with -d synthetic)",
     )
     trust_remote_code: bool = option(
         False,

@@ -97,8 +97,6 @@ def require_falling(config: Config, lr: float) -> None:
 def _check_model(config: Config, problems: Problems) -> None:
     if config.makes_model and config.model_name:
         problems.add(f"give -m {config.model_name} or {config.makes_model}, not both")
-    if config.model_size and config.config_json:
-        problems.add("give --model-size or --config-json, not both")
     trains_tokenizer = (
         config.makes_model and not config.tokenizer and choose_source(config).needs_tokenizer
     )
@@ -110,8 +108,8 @@ def _check_model(config: Config, problems: Problems) -> None:
     for name in ("vocab_size", "tokenizer"):
         if getattr(config, name) and not config.makes_model:
             problems.add(
-                f"--{name.replace('_', '-')} belongs to --model-size and --config-json",
-                expected=f"--model-size {'|'.join(scratch_sizes.SIZES)}, or --config-json FILE",
+                f"--{name.replace('_', '-')} belongs to --model-size",
+                expected=f"--model-size {'|'.join(scratch_sizes.SIZES)}",
             )
 
 

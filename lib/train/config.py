@@ -92,8 +92,6 @@ class Config(
     @property
     def makes_model(self) -> str:
         """Return the option that creates a model from scratch, with its value; "" for none."""
-        if self.config_json:
-            return f"--config-json {self.config_json}"
         return f"--model-size {self.model_size}" if self.model_size else ""
 
     @property

@@ -90,7 +90,7 @@ def find_inputs(
 ) -> Inputs:
     """Find and check the model and the data, without importing torch.
 
-    new_model: the directory that --model-size or --config-json has created, else None. Without it
+    new_model: the directory that --model-size has created, else None. Without it
     and without -m, a run keeps its model. earlier_run: see Inputs. Raises UsageError or
     ArtifactError with all problems at once.
     """

@@ -1,4 +1,4 @@
-"""Create the model of `--model-size` or `--config-json`: its config and its tokenizer.
+"""Create the model of `--model-size`: its config and its tokenizer.
 
 The directory in `.cache/scratch/` equals a model directory of stage 03. If it was deleted, it is
 created again.
@@ -34,12 +34,12 @@ def model_from_scratch(
     source: type[SampleSource],
     has_begun: bool,
 ) -> Iterator[Path | None]:
-    """Yield the directory of the model to create; None without --model-size and --config-json.
+    """Yield the directory of the model to create; None without --model-size.
 
     The directory stays in the cache, except after a dry run, or if the launch keeps no files and
     the model needs no tokenizer. Without --tokenizer, a tokenizer is trained on the datasets; a
-    resumed run keeps its tokenizer. Raises UsageError if a tokenizer does not load or fit, or if
-    config.json cannot be used, and the errors of `mixture.open_corpora` for datasets.
+    resumed run keeps its tokenizer. Raises UsageError if a tokenizer does not load or fit, and the
+    errors of `mixture.open_corpora` for datasets.
     """
     if not config.makes_model:
         yield None
@@ -78,7 +78,7 @@ def _design_model(
     config: Config, experiment: Experiment, source: type[SampleSource], has_begun: bool
 ) -> Design:
     """Return the settings of the model to create. has_begun: the run has checkpoints."""
-    shape = (config.model_size, config.config_json, config.vocab_size)
+    shape = (config.model_size, None, config.vocab_size)
     if not (source.needs_tokenizer or config.tokenizer):
         return Design(*shape, train_on=(), copy_from=None, has_tokenizer=False)
     keeps_tokenizer = has_begun and (experiment.model / directory.CONFIG).is_file()

@@ -292,4 +292,4 @@ def describe_model(config: Config, inputs: Inputs) -> str:
     tokenizer = inputs.source.new_tokenizer
     if config.tokenizer:
         tokenizer = f"with the tokenizer of {config.tokenizer}"
-    return f"{config.model_size or config.config_json} from scratch {tokenizer}"
+    return f"{config.model_size} from scratch {tokenizer}"

@@ -142,7 +142,7 @@ def measure_model(config: Config) -> tuple[ModelCost, str]:
         products = parameters = round(float(named[1]) * 1e9)
         source = f"{units.count(parameters)} parameters, according to the name {name}"
     else:
-        raise NoEstimate(f"the size of {name or config.config_json} is unknown on this machine")
+        raise NoEstimate(f"the size of {name} is unknown on this machine")
     per_parameter = 4 if choose_trained(config).freezes_base else 6
     flops = per_parameter * products + attention
     return ModelCost(parameters, flops, attention, 0.0, bool(config.model_size), False), source

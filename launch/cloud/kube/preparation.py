@@ -29,7 +29,6 @@ _INPUTS = (
     "dataset_name",
     "model_name",
     "model_size",
-    "config_json",
     "vocab_size",
     "tokenizer",
     "cache_dir",
