@@ -92,7 +92,7 @@ def test_a_run_from_scratch_needs_no_stage_03(project: Path) -> None:
         ),
         (
             ("--from-scratch", "-m", "model", "--vocab-size", 9, "--tokenizer", "model"),
-            ("2 problems", "--vocab-size belongs to --model-size and", "--tokenizer belongs to"),
+            ("2 problems", "--vocab-size belongs to --model-size", "--tokenizer belongs to"),
         ),
         ((*TINY, "--vocab-size", 100), ("smaller than the tokenizer",)),
         ((*TINY, "--tokenizer", "nowhere"), ("nowhere contains no tokenizer",)),
