@@ -222,7 +222,7 @@ def main(argv: list[str]) -> None:
     environment = {} if opts.nnodes == 1 else network.interface_variables(opts.head, opts.interface)
     command = NodeCommand(words, environment, opts.save_seconds)
     keeps_files = choose_kind(config).keeps_files
-    save_dir = (config.save_dir if keeps_files else None) or OUTPUTS
+    save_dir = command_line.parse_typed(words[script + 1 :]).save_dir or OUTPUTS
     name = config.experiment_name if keeps_files else name_bench(opts)
     experiment = Experiment(save_dir.absolute(), name)
     print_command(opts, command)

@@ -458,6 +458,35 @@ def test_8_bit_floats_of_an_earlier_version_are_accepted(
     assert "fp8-rowwise" in error.value.render()
 
 
+@pytest.mark.parametrize("is_record", [False, True])
+@pytest.mark.parametrize(
+    ("before", "name", "now"),
+    [
+        ({"ckpt-keep": 2, "ckpt-keep-every": 4}, "ckpt_keep", 0),
+        ({"ckpt_hyperpod": "auto"}, "ckpt_local_dir", "hyperpod:auto"),
+        ({"eval_suite": "small", "suite_limit": 10}, "eval_suite", "small:10"),
+        ({"streaming": True, "text_field": "body"}, "streaming", "body"),
+        ({"dataset_name": ["a/b"], "include": ["en/*"]}, "dataset_name", ["a/b/en/*"]),
+        ({"precision": "fp8", "fp8-recipe": "rowwise"}, "precision", "fp8-rowwise"),
+    ],
+)
+def test_options_that_became_values_of_others_keep_their_effect(
+    tmp_path: Path, before: dict[str, Any], name: str, now: Any, is_record: bool
+) -> None:
+    if is_record:
+        before = {key.replace("-", "_"): value for key, value in before.items()}
+    content = {"options": before, "versions": {}} if is_record else before
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    assert getattr(asked("--config", tmp_path / "run.yaml"), name) == now
+
+
+def test_the_memory_of_planned_gpus_in_a_file_keeps_its_effect(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("plan_gpus: [8, 64]\nplan_gpu_memory: 141\n")
+    (tmp_path / "new.yaml").write_text("plan_gpus: 8,64:141\n")
+    old, new = (asked("--config", tmp_path / f"{name}.yaml") for name in ("old", "new"))
+    assert old.plan_gpus and old.plan_gpus == new.plan_gpus
+
+
 def test_a_run_whose_model_was_made_from_a_config_keeps_its_directory(tmp_path: Path) -> None:
     values = {"from_scratch": True, "config_json": "any.json", "tokenizer": "tokens"}
     content = {"options": values, "versions": {}, "model_dir": ".cache/scratch/any"}

@@ -11,6 +11,7 @@ from lib.core.errors import StageError, UsageError, combine_errors
 
 SIMILAR = 0.66  # the lowest ratio of difflib for a suggestion: below, names share only some letters
 OTHER_TRAINERS = "docs/how-to/coming-from.md says what to type instead of options of other trainers"
+_ON = ("true", "on", "yes", "1")
 _FLAG = re.compile(r"--?[A-Za-z]")
 
 
@@ -128,16 +129,40 @@ GONE |= {
 
 
 def update_values(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options that a file contains, with values of earlier versions as they are now.
+    """Return options that a file contains, with those of earlier versions as they are now.
 
-    `precision: fp8` with `fp8_recipe: rowwise` is `precision: fp8-rowwise`.
+    An option that became part of another one's value moves there. If that is not possible, such as
+    with several globs of files, it stays, and is reported as an option that is gone.
     """
+    spelled = {str(name).replace("-", "_"): name for name in options}
     updated = dict(options)
-    recipe = updated.pop("fp8_recipe", "tensorwise")
-    if recipe == "rowwise" and updated.get("precision") == "fp8":
-        updated["precision"] = "fp8-rowwise"
-    elif recipe != "tensorwise":
-        updated["fp8_recipe"] = recipe
+
+    def get(name: str) -> Any:
+        return updated.get(spelled.get(name, name))
+
+    def move(gone: str, name: str, value: Any) -> None:
+        del updated[spelled[gone]]
+        updated[spelled.get(name, name)] = value
+
+    if "fp8_recipe" in spelled and (get("precision") == "fp8" or get("fp8_recipe") == "tensorwise"):
+        is_rowwise = get("fp8_recipe") == "rowwise"
+        move("fp8_recipe", "precision", "fp8-rowwise" if is_rowwise else get("precision"))
+    if get("ckpt_keep_every"):
+        move("ckpt_keep_every", "ckpt_keep", 0)  # or they would be deleted
+    if get("ckpt_hyperpod"):
+        move("ckpt_hyperpod", "ckpt_local_dir", f"hyperpod:{get('ckpt_hyperpod')}")
+    if get("suite_limit") and get("eval_suite"):
+        move("suite_limit", "eval_suite", f"{get('eval_suite')}:{get('suite_limit')}")
+    if get("plan_gpu_memory") and (gpus := get("plan_gpus")):
+        counts = ",".join(map(str, gpus)) if isinstance(gpus, list) else gpus
+        move("plan_gpu_memory", "plan_gpus", f"{counts}:{get('plan_gpu_memory')}")
+    if get("text_field") and str(get("streaming")).lower() in _ON:
+        move("text_field", "streaming", get("text_field"))
+    globs = get("include")
+    names = get("dataset_name")
+    names = names if isinstance(names, list) else [names]
+    if isinstance(globs, list) and len(globs) == len(names) == 1 and names[0]:
+        move("include", "dataset_name", [f"{names[0]}/{globs[0]}"])
     return updated
 
 

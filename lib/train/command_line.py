@@ -36,17 +36,22 @@ def read_options(parser: options.Parser, argv: Sequence[str]) -> Config:
 
 
 def parse_options(words: Sequence[str]) -> Config:
+    """Return the options that stage 04 would use, of these words; UsageError as parse_typed."""
+    config = parse_typed(words)
+    return choose_kind(config).fill_options(config)
+
+
+def parse_typed(words: Sequence[str]) -> Config:
     """Return the options that stage 04 would read from words; UsageError if it would refuse them.
 
     The error suggests the help of stage 04, not the help of the launcher that calls this.
     """
     try:
-        config = read_options(_make_parser(), words)
+        return read_options(_make_parser(), words)
     except UsageError as error:
         if error.run in (commands.help_of(), commands.help_of("--help-all")):
             error.run = commands.script(SCRIPT, "--help-all")
         raise
-    return choose_kind(config).fill_options(config)
 
 
 def expand_config(words: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lib.core import log, units
@@ -17,8 +18,6 @@ from lib.train.config import DEFAULTS, Config
 from lib.train.source import SampleSource
 
 if TYPE_CHECKING:  # imports torch, which bad tasks are reported before
-    from pathlib import Path
-
     from transformers import PreTrainedModel
 
     from lib.evaluate.passes import EncodedSuite
@@ -53,6 +52,8 @@ def read_tasks(config: Config, source: SampleSource) -> list[Task]:
 def _split_limit(suite: str) -> tuple[str, int | None]:
     """Return the name of a suite, and the number of items behind it, None for all."""
     name, colon, count = suite.rpartition(":")
+    if Path(suite).is_dir():
+        return suite, None
     return (name, int(count)) if colon and count.isdecimal() and int(count) else (suite, None)
 
 

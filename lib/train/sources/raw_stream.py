@@ -102,7 +102,7 @@ class RawStreamSource(SampleSource):
             return cls(raw_shards.open_directory(find_dataset(name)))
         organisation, _, rest = name.partition("/")
         repository, _, glob = rest.partition("/")
-        name = f"{organisation}/{repository}"
+        name = f"{organisation}/{repository}" if repository else organisation
         revision = earlier_inputs.get("commit", "main")
         root = paths.streaming_root(config.cache_dir, name)
         dataset = HubDataset(name, revision, glob or "*", root)
