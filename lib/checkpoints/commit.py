@@ -370,9 +370,8 @@ def prune_checkpoints(checkpoints: Path, keep: int, spared: Collection[int] = ()
     """Delete the checkpoints that the retention rules do not keep; return the deleted steps.
 
     keep: number of the newest checkpoints to keep (at least two, because the newest may turn out to
-    be damaged); 0 keeps all. spared: steps to keep for now. Damaged
-    checkpoints are neither counted nor deleted. Raises StageError, and deletes nothing, if a
-    checkpoint cannot be read.
+    be damaged); 0 keeps all. spared: steps to keep for now. Damaged checkpoints are neither counted
+    nor deleted. Raises StageError, and deletes nothing, if a checkpoint cannot be read.
     """
     if not keep:
         return []

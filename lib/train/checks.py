@@ -23,8 +23,9 @@ from lib.optim.optimizers import OPTIMIZERS, find_option_problems
 from lib.tokens import prompts
 from lib.train import batch_division, plan
 from lib.train.config import DEFAULTS, Config
+from lib.train.mode import list_requested
 from lib.train.output.kinds import choose_kind
-from lib.train.sources.table import choose_source, list_requested
+from lib.train.sources.table import SOURCES, choose_source
 from lib.train.trained import DEFAULT_LRS, AllWeights, TrainedPart, choose_trained
 
 _SHORTEST = 8  # tokens per sample
@@ -130,7 +131,7 @@ def require_model_shape(config: Config) -> None:
 
 
 def _check_sources(config: Config, problems: Problems) -> None:
-    sources = list_requested(config)
+    sources = list_requested(SOURCES, config)
     for source in sources:
         source.check_options(config, problems)
     if others := [source.option for source in sources[1:] if source.option]:

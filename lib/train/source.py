@@ -7,7 +7,7 @@ it returns identifies, estimates and prepares them. No other code asks which sou
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from lib.core import declared
 from lib.core.errors import Problems
 from lib.train.config import DEFAULTS, Config
 from lib.train.data import Data
+from lib.train.mode import Mode
 from lib.train.previous_run import KeptTemplate
 
 _CHAT_OPTIONS = ("chat_template", "chat_template_kwargs", "train_on", "too_long")
@@ -37,7 +38,7 @@ class Encoding:
     is_resumed: bool
 
 
-class SampleSource(ABC):
+class SampleSource(Mode):
     """A source of samples.
 
     option: the option that asks for it, "" for prepared datasets. needs_tokenizer: it has text.
@@ -51,16 +52,6 @@ class SampleSource(ABC):
     is_prepared: ClassVar[bool] = True
     needs_weights: ClassVar[bool] = True
     new_tokenizer: ClassVar[str]
-
-    @classmethod
-    @abstractmethod
-    def is_requested(cls, config: Config) -> bool:
-        """Return whether the options ask for this source."""
-
-    @classmethod
-    @abstractmethod
-    def check_options(cls, config: Config, problems: Problems) -> None:
-        """Add a problem for each option that contradicts the source."""
 
     @classmethod
     def reads_hub(cls, config: Config) -> bool:

@@ -6,7 +6,7 @@ it in TRAINED_PARTS; lib/models/model_changes.py changes the model itself.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +17,7 @@ from lib.models import peft_adapter
 from lib.models.options import FLOAT8_RECIPES
 from lib.models.peft_adapter import PeftAdapter
 from lib.train.config import DEFAULTS, Config
+from lib.train.mode import Mode, list_requested
 
 ADAPTER = "adapter"  # name of the adapter of --lora-from among the inputs of a run
 # The options that an adapter defines; the dropout may differ.
@@ -25,7 +26,7 @@ DEFAULT_LRS = {True: 3e-4, False: 3e-5}  # from scratch, and of a model with wei
 _LARGEST_RANK = 65_536
 
 
-class TrainedPart(ABC):
+class TrainedPart(Mode):
     """What a run trains.
 
     freezes_base: the weights of the model stay as they are. So each launch reads them, checkpoints
@@ -36,16 +37,6 @@ class TrainedPart(ABC):
     freezes_base: ClassVar[bool]
     lr_factor: ClassVar[int] = 1
     lr_reason: ClassVar[str] = ""
-
-    @classmethod
-    @abstractmethod
-    def is_requested(cls, config: Config) -> bool:
-        """Return whether the options ask for this."""
-
-    @classmethod
-    @abstractmethod
-    def check_options(cls, config: Config, problems: Problems) -> None:
-        """Add a problem for each option that cannot be used with this."""
 
     @classmethod
     def choose_lr(cls, is_scratch: bool) -> tuple[str, float]:
@@ -145,7 +136,7 @@ TRAINED_PARTS: tuple[type[TrainedPart], ...] = (LoraAdapter, AllWeights)
 
 def choose_trained(config: Config) -> type[TrainedPart]:
     """Return the first part that the options ask for."""
-    return next(part for part in TRAINED_PARTS if part.is_requested(config))
+    return list_requested(TRAINED_PARTS, config)[0]
 
 
 # Only the first launch loads the adapter of --lora-from; later launches load the checkpoints of the

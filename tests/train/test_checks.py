@@ -1,4 +1,4 @@
-# covers: lib/train/checks.py, lib/train/trained.py
+# covers: lib/train/checks.py, lib/train/mode.py, lib/train/trained.py
 """Checks of options against each other and against the length of a run."""
 
 from __future__ import annotations

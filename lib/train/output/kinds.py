@@ -1,6 +1,6 @@
 """Choose what a launch leaves behind, from its options alone: a run, or the figures of a bench.
 
-Launchers ask this module, and the checks of options. `lib/train/output/table.py` names the class
+Launchers and the checks of options ask this module. `lib/train/output/table.py` names the class
 that writes each kind. To add a kind, write both, and name them in KINDS and OUTPUTS.
 
 A bench trains a few steps with the usual training loop. The first steps are a warm-up, since they
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +21,7 @@ from lib.core import declared, log
 from lib.core.errors import Problems
 from lib.tokens.options import DEFAULT_TOKENS, SYNTHETIC
 from lib.train.config import DEFAULTS, Config
+from lib.train.mode import Mode, list_requested
 
 WARMUP_STEPS = 5
 MEASURED_STEPS = 20
@@ -54,7 +55,7 @@ _WITHOUT_EFFECT = (
 )
 
 
-class OutputKind(ABC):
+class OutputKind(Mode):
     """What a launch leaves behind.
 
     keeps_files: the launch writes to the directory of an experiment. reads_weights: the weights of
@@ -66,11 +67,6 @@ class OutputKind(ABC):
 
     @classmethod
     @abstractmethod
-    def is_requested(cls, config: Config) -> bool:
-        """Return whether the options ask for this."""
-
-    @classmethod
-    @abstractmethod
     def fill_options(cls, config: Config) -> Config:
         """Return the options with the values that this kind prescribes."""
 
@@ -78,11 +74,6 @@ class OutputKind(ABC):
     @abstractmethod
     def begin_log(cls, config: Config) -> None:
         """Prepare standard output and the log. config: the options before `fill_options`."""
-
-    @classmethod
-    @abstractmethod
-    def check_options(cls, config: Config, problems: Problems) -> None:
-        """Add a problem for each option that contradicts this kind."""
 
 
 class RunKind(OutputKind):
@@ -163,4 +154,4 @@ KINDS: tuple[type[OutputKind], ...] = (BenchKind, RunKind)
 
 def choose_kind(config: Config) -> type[OutputKind]:
     """Return the first kind that the options ask for."""
-    return next(kind for kind in KINDS if kind.is_requested(config))
+    return list_requested(KINDS, config)[0]
