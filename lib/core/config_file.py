@@ -50,7 +50,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
     content = read_yaml(config, "--config: ", numbers_as_text=True)
     recorded = content.get("options")
     if not isinstance(recorded, dict) or "versions" not in content:
-        content = unknown_options.update_values(content)
+        content = unknown_options.update_values(content, ours)
         unknown = [str(key) for key in content if key not in ours]
         gone = [key for key in unknown if unknown_options.find_gone(key) and not _is_needed(key)]
         _report_gone(f"--config: {config}", gone)
@@ -61,7 +61,7 @@ def read_file_options(config: Path, leave_out: Set[str], ours: Set[str]) -> dict
         raise UsageError(f"--config: {config} contains options of {stage}, not of {script}")
     values = {
         key: value
-        for key, value in unknown_options.update_values(recorded).items()
+        for key, value in unknown_options.update_values(recorded, ours).items()
         if value not in (None, [], REDACTED) and key not in leave_out | TYPED | _OF_ONE_LAUNCH
     }
     if content.get("model_dir") and "config_json" in values:
@@ -87,7 +87,7 @@ def report_gone(config: Path, recorded: dict[str, Any], ours: Set[str]) -> None:
 
 def _list_unknown(recorded: Mapping[str, Any], ours: Set[str]) -> list[str]:
     """Return the recorded options that somebody set and this version does not know."""
-    updated = unknown_options.update_values(recorded)
+    updated = unknown_options.update_values(recorded, ours)
     unknown = {key: value for key, value in updated.items() if key not in ours}
     return sorted(key for key, value in unknown.items() if not _was_default(key, value))
 

@@ -40,7 +40,7 @@ def find_differences(old: Any, new: Any) -> list[Difference]:
     Options of earlier versions in `old` are compared as this version would write them.
     """
     if isinstance(old, dict) and isinstance(old.get("options"), dict):
-        old = old | {"options": update_values(old["options"])}
+        old = old | {"options": update_values(old["options"], new.get("options", ()))}
     return _compare(old, new, "")
 
 

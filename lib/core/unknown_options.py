@@ -128,11 +128,12 @@ GONE |= {
 }
 
 
-def update_values(options: Mapping[str, Any]) -> dict[str, Any]:
+def update_values(options: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
     """Return options that a file contains, with those of earlier versions as they are now.
 
-    An option that became part of another one's value moves there. If that is not possible, such as
-    with several globs of files, it stays, and is reported as an option that is gone.
+    ours: the options of this script, of which none is gone. An option that became part of another
+    one's value moves there. If that is not possible, such as with several globs of files, it stays,
+    and is reported as an option that is gone.
     """
     spelled = {str(name).replace("-", "_"): name for name in options}
     updated = dict(options)
@@ -140,25 +141,28 @@ def update_values(options: Mapping[str, Any]) -> dict[str, Any]:
     def get(name: str) -> Any:
         return updated.get(spelled.get(name, name))
 
+    def get_gone(name: str) -> Any:
+        return None if name in ours else get(name)
+
     def move(gone: str, name: str, value: Any) -> None:
         del updated[spelled[gone]]
         updated[spelled.get(name, name)] = value
 
-    if "fp8_recipe" in spelled and (get("precision") == "fp8" or get("fp8_recipe") == "tensorwise"):
-        is_rowwise = get("fp8_recipe") == "rowwise"
-        move("fp8_recipe", "precision", "fp8-rowwise" if is_rowwise else get("precision"))
-    if get("ckpt_keep_every"):
+    recipe = get_gone("fp8_recipe")
+    if recipe and (get("precision") == "fp8" or recipe == "tensorwise"):
+        move("fp8_recipe", "precision", "fp8-rowwise" if recipe == "rowwise" else get("precision"))
+    if get_gone("ckpt_keep_every"):
         move("ckpt_keep_every", "ckpt_keep", 0)  # or they would be deleted
-    if get("ckpt_hyperpod"):
-        move("ckpt_hyperpod", "ckpt_local_dir", f"hyperpod:{get('ckpt_hyperpod')}")
-    if get("suite_limit") and get("eval_suite"):
-        move("suite_limit", "eval_suite", f"{get('eval_suite')}:{get('suite_limit')}")
-    if get("plan_gpu_memory") and (gpus := get("plan_gpus")):
+    if url := get_gone("ckpt_hyperpod"):
+        move("ckpt_hyperpod", "ckpt_local_dir", f"hyperpod:{url}")
+    if (limit := get_gone("suite_limit")) and (suite := get("eval_suite")):
+        move("suite_limit", "eval_suite", f"{suite}:{limit}")
+    if (memory := get_gone("plan_gpu_memory")) and (gpus := get("plan_gpus")):
         counts = ",".join(map(str, gpus)) if isinstance(gpus, list) else gpus
-        move("plan_gpu_memory", "plan_gpus", f"{counts}:{get('plan_gpu_memory')}")
-    if get("text_field") and str(get("streaming")).lower() in _ON:
-        move("text_field", "streaming", get("text_field"))
-    globs = get("include")
+        move("plan_gpu_memory", "plan_gpus", f"{counts}:{memory}")
+    if (field := get_gone("text_field")) and str(get("streaming")).lower() in _ON:
+        move("text_field", "streaming", field)
+    globs = get_gone("include")
     names = get("dataset_name")
     names = names if isinstance(names, list) else [names]
     if isinstance(globs, list) and len(globs) == len(names) == 1 and names[0]:
