@@ -44,11 +44,11 @@ def is_emulated(precision: str) -> bool:
     return is_slow or not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_length: int) -> None:
+def require_float8(is_plan: bool, compile: bool | None, size: Pass | None) -> None:
     """Raise one UsageError that lists all unmet requirements of --precision fp8.
 
     is_plan: the run is planned for other machines, so this one is not checked. compile: the value
-    of --compile. batch: samples per process and micro-batch, None if it is still open.
+    of --compile. size: of a forward and backward pass, None if --batch-size is still open.
     """
     problems = Problems()
     problems.collect(float8.require_package)
@@ -73,12 +73,12 @@ def require_float8(is_plan: bool, compile: bool | None, batch: int | None, seq_l
             "several passes over memory",
             run=commands.as_typed("--compile", "on"),
         )
-    tokens = Pass(batch, seq_length).tokens_per_device if batch is not None else 0
-    if tokens % float8.MULTIPLE:
+    if size and size.tokens_per_device % float8.MULTIPLE:
+        shared = f" ÷ {size.context} (--context-parallel)" if size.context > 1 else ""
         problems.add(
             f"--precision fp8 needs micro-batches of a multiple of {float8.MULTIPLE} tokens",
-            found=f"{tokens:,} = {batch} per process (--batch-size) × "
-            f"{seq_length:,} (--seq-length)",
+            found=f"{size.tokens_per_device:,} = {size.batch} per process (--batch-size) × "
+            f"{size.length:,} (--seq-length){shared}",
         )
     problems.raise_if_any()
 

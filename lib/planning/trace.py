@@ -53,7 +53,7 @@ class StepConfig:
     largest number of documents in a sample if a varlen kernel computes their attention, else 0.
     chunked: the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which
     computes some operations in smaller pieces. compiled: the blocks are compiled; a trace itself
-    runs uncompiled code.
+    runs uncompiled code. context: ranks that share each sample.
     """
 
     ranks: int
@@ -71,11 +71,12 @@ class StepConfig:
     optimizer: str = optimizers.DEFAULT
     on_gpu: bool = True
     compiled: bool = False
+    context: int = 1
 
     @property
     def tokens(self) -> int:
         """Return the tokens of a micro-batch on a device."""
-        return Pass(self.batch, self.seq_length).tokens_per_device
+        return Pass(self.batch, self.seq_length, self.context).tokens_per_device
 
 
 @dataclass(frozen=True)

@@ -31,16 +31,23 @@ _ORDERED_AT_ONCE = 4096  # sample indices; a few take hardly less time than many
 class Pass(NamedTuple):
     """The size of one forward and backward pass of a rank.
 
-    batch: number of samples. length: number of tokens per sample.
+    batch: number of samples. length: number of tokens per sample. context: number of ranks that
+    share the tokens of each sample.
     """
 
     batch: int
     length: int
+    context: int = 1
+
+    @property
+    def length_per_device(self) -> int:
+        """Return the tokens of each sample that one device computes, which may be padded."""
+        return math.ceil(self.length / self.context)
 
     @property
     def tokens_per_device(self) -> int:
         """Return the tokens that one device computes in one forward and backward pass."""
-        return self.batch * self.length
+        return self.batch * self.length_per_device
 
 
 class Rank(Protocol):

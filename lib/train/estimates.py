@@ -9,8 +9,7 @@ import math
 from dataclasses import dataclass
 
 from lib.core import units
-from lib.tokens.batches import Pass
-from lib.train.plan import Plan
+from lib.train.plan import Plan, get_pass
 
 MEASURED_STEPS = 20  # after so many steps, a launch reports the measured time
 _USUAL_MFU = 0.4
@@ -70,7 +69,7 @@ def describe_cost(plan: Plan, cost: ModelCost, hardware: Hardware) -> dict[str, 
     table = {"checkpoints": _describe_checkpoints(plan, cost)}
     if not _has_time_estimate(cost, hardware):
         return table
-    tokens = Pass(plan.division.micro_batch, plan.config.seq_length).tokens_per_device
+    tokens = get_pass(plan.config, plan.division.micro_batch).tokens_per_device
     small_pass = (
         f", longer with only {tokens:,} tokens in a micro-batch"
         if tokens < _FULL_PASS_TOKENS

@@ -30,7 +30,6 @@ from lib.planning.child_process import NoAnswer
 from lib.planning.memory import USABLE
 from lib.planning.memory_check import ENOUGH, FEW, MemoryCheck, choose_step
 from lib.planning.trace import StepConfig
-from lib.tokens.batches import Pass
 from lib.train import batch_division, plan
 from lib.train.config import EARLIER_LAUNCH, Config
 from lib.train.inputs import Inputs
@@ -200,7 +199,7 @@ def limit_batch(config: Config, samples: int | None, ranks: int) -> Config:
     most = epochs * samples // (steps * dp_size * (config.grad_accum_steps or 1))
     if config.batch_size <= most:
         return config
-    tokens = Pass(config.batch_size, config.seq_length).tokens_per_device
+    tokens = plan.get_pass(config, config.batch_size).tokens_per_device
     candidates = _list_batches(config, ranks, tokens)
     batch = max([size for size in candidates if size <= most] or candidates[:1])
     if log.rank() == 0:
@@ -217,7 +216,7 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
 
     has_begun: the run has checkpoints, so the suggestion must keep its global batch.
     """
-    tokens = Pass(config.batch_size, config.seq_length).tokens_per_device
+    tokens = plan.get_pass(config, config.batch_size).tokens_per_device
     if config.has_auto_batch or tokens >= FEW[check.on_gpu] or log.rank() != 0:
         return
     ranks = plan.get_world_size()
@@ -230,7 +229,7 @@ def suggest_batch(config: Config, check: MemoryCheck, has_begun: bool) -> None:
     larger, _ = _fill_options(open_config, check, ranks, _ranks_per_node())
     batch = larger.batch_size
     if batch > config.batch_size:
-        suggested = Pass(batch, config.seq_length).tokens_per_device
+        suggested = plan.get_pass(config, batch).tokens_per_device
         step = (
             f" with --global-batch-size {global_batch}"
             if keeps_global_batch
@@ -330,7 +329,8 @@ def _choose_replica_size(
 ) -> int:
     """Return the number of ranks of a node if each node may hold a replica, else 0."""
     is_open = config.shard_size is None and check.on_gpu and not config.cpu_offload
-    if not is_open or ranks_per_node < 2 or ranks % ranks_per_node:
+    context = batch_division.get_degrees(config).context
+    if not is_open or ranks_per_node < 2 or ranks % ranks_per_node or ranks_per_node % context:
         return 0
     block = OPTIMIZERS[config.optimizer].block
     has_enough_nodes = ranks // ranks_per_node >= _MIN_NODES_FOR_REPLICAS
@@ -368,7 +368,7 @@ def _explain_batch(
             f"the largest that {divides_step}has at most {ENOUGH[check.on_gpu]:,} tokens "
             "(larger ones are hardly faster)"
         )
-    tokens = f"{Pass(batch, config.seq_length).tokens_per_device:,} tokens in a micro-batch"
+    tokens = f"{plan.get_pass(config, batch).tokens_per_device:,} tokens in a micro-batch"
     return f"--batch-size auto: {batch} per process, {tokens}, {reason}"
 
 
@@ -380,7 +380,7 @@ def _list_batches(config: Config, ranks: int, max_tokens: int) -> list[int]:
     """
 
     def count_tokens(batch: int) -> int:
-        return Pass(batch, config.seq_length).tokens_per_device
+        return plan.get_pass(config, batch).tokens_per_device
 
     division = batch_division.divide_batch(config, 0, ranks)
     share = division.global_batch // division.dp_size

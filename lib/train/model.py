@@ -57,8 +57,9 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
             expected=f"at most {longest} (max_position_embeddings in config.json)",
         )
     if config.precision in FLOAT8_RECIPES:
-        batch = None if config.batch_size == AUTO else config.batch_size
-        precision.require_float8(bool(config.plan_gpus), config.compile, batch, config.seq_length)
+        is_open = config.batch_size == AUTO
+        size = None if is_open else plan.get_pass(config, config.batch_size)
+        precision.require_float8(bool(config.plan_gpus), config.compile, size)
     disagreements.report_disagreements(config, inputs, shape)
     model = architecture.build_on_meta(
         inputs.model_dir,

@@ -16,6 +16,7 @@ from lib.core.paths import Experiment
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
 from lib.tokens import packing
+from lib.tokens.batches import Pass
 from lib.tokens.order import Division
 from lib.train.batch_division import divide_batch, get_degrees, get_micro_batch
 from lib.train.config import Config
@@ -171,6 +172,11 @@ def describe_batch(division: Division, seq_length: int) -> str:
     )
 
 
+def get_pass(config: Config, batch: int) -> Pass:
+    """Return the size of a forward and backward pass. batch: samples of a micro-batch."""
+    return Pass(batch, config.seq_length, get_degrees(config).context)
+
+
 def get_world_size() -> int:
     """Return the number of ranks of this launch; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -218,7 +224,8 @@ def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> Ste
 
     batch = get_micro_batch(config)
     is_open = config.activation_checkpointing == AUTO
-    samples_per_pass = batch * get_degrees(config).dp_size(ranks)
+    degrees = get_degrees(config)
+    samples_per_pass = batch * degrees.dp_size(ranks)
     global_batch = config.global_batch_size or samples_per_pass * (config.grad_accum_steps or 1)
     return StepConfig(
         ranks,
@@ -232,6 +239,7 @@ def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> Ste
         keep_gathered=config.keep_gathered,
         optimizer=config.optimizer,
         on_gpu=on_gpu,
+        context=degrees.context,
         compiled=compiling.is_compile_on(config.compile, torch.device("cuda" if on_gpu else "cpu")),
     )
 

@@ -15,6 +15,7 @@ import torch
 
 from lib.core.errors import UsageError
 from lib.parallel import precision
+from lib.tokens.batches import Pass
 from tests.conftest import ROOT
 
 # What the environment lets torch and oneDNN use of a newer processor: the one of most laptops.
@@ -79,9 +80,11 @@ def test_errors_list_what_fp8_needs(monkeypatch: pytest.MonkeyPatch):
         is_plan: bool = False,
         compile: bool = True,
         batch: int | None = None,
+        context: int = 1,
     ) -> str:
         try:
-            precision.require_float8(is_plan, compile, batch, seq_length)
+            size = None if batch is None else Pass(batch, seq_length, context)
+            precision.require_float8(is_plan, compile, size)
         except UsageError as raised:
             return raised.render()
         return ""
@@ -91,6 +94,8 @@ def test_errors_list_what_fp8_needs(monkeypatch: pytest.MonkeyPatch):
     assert "multiple" not in error() and not error(1001, is_plan=True)
     assert "1,001 =" in error(1001, is_plan=True, batch=1)
     assert not error(1001, is_plan=True, batch=16)
+    assert not error(1023, is_plan=True, batch=1, context=4)  # 255 tokens, or 256 with padding
+    assert "500 = 2 " in error(1000, True, batch=2, context=4)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
