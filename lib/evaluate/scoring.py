@@ -55,9 +55,8 @@ def score_requests(
     by_row = np.zeros(len(suite.rows))
     for rows, sums in computed:
         by_row[[row.number for row in rows]] = -sums[: len(rows)].cpu().numpy()
-    # Ranks that read the same batch have the same value for a row; all other ranks have 0.
-    copies = layout.ranks // layout.dp_size
-    by_row = np.array(layout.sum_over_ranks(by_row.tolist())) / copies
+    # Ranks that share a row have a part of its value each; ranks with other rows have 0.
+    by_row = np.array(layout.sum_over_ranks(by_row.tolist()))
     totals = np.zeros(len(suite.tokens))
     np.add.at(totals, [row.request for row in suite.rows], by_row)
     return totals

@@ -43,9 +43,11 @@ _DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 # options by name, and returns the output [B, T, H, D] and the weights or None.
 Attend = Callable[..., tuple[Tensor, Tensor | None]]
 # A kernel for packed documents. It takes queries and keys [tokens, H, D], values [tokens, H, V],
-# the boundaries of documents, a length that no document exceeds, the factor of scores, and how many
-# tokens each token sees (0: all before it). It returns [tokens, H, V]. Keys may have fewer heads.
-PackedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
+# the boundaries of documents among the queries and among the keys, a length that no document
+# exceeds, the factor of scores, and how many tokens each token sees (0: all before it). A document
+# may have fewer queries than keys: its last ones. The result is [tokens, H, V]. Keys may have fewer
+# heads.
+PackedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, float, int], Tensor]
 
 
 class HeadSizes(NamedTuple):
@@ -256,23 +258,28 @@ def make_inputs(model: nn.Module, batch: MicroBatch) -> dict[str, Any]:
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "use_cache": False}
     implementation = model.config._attn_implementation
     ends = batch.boundaries
+    length = batch.row_length
     if batch.position_ids is not None:
         arguments["position_ids"] = batch.position_ids
     elif _takes_positions(type(model).forward):
-        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+        positions = torch.arange(length, device=batch.input_ids.device)
         arguments["position_ids"] = positions[None]
-    if ends is None and implementation == _FLASH:  # otherwise each layer reads them from the device
-        ends = _row_ends(batch.input_ids)
-    if ends is not None and implementation in _WITH_BOUNDARIES:
+    # Without these ends, each layer would read them from the device, or could not divide a row.
+    if ends is None and (implementation == _FLASH or batch.context):
+        ends = _row_ends(len(batch.input_ids), length, batch.input_ids.device)
+    takes_ends = implementation in _WITH_BOUNDARIES
+    if ends is not None and takes_ends:
         if batch.boundaries is not None:
             torch._dynamo.maybe_mark_dynamic(ends, 0)
-        longest = batch.longest or batch.input_ids.shape[1]
+        longest = batch.longest or length
         arguments |= {
             "cu_seq_lens_q": ends,
             "cu_seq_lens_k": ends,
             "max_length_q": longest,
             "max_length_k": longest,
         }
+    if batch.context:
+        arguments |= batch.context.make_inputs(model, batch, ends if takes_ends else None)
     return arguments
 
 
@@ -282,10 +289,9 @@ def _takes_positions(forward: Callable[..., Any]) -> bool:
     return "position_ids" in inspect.signature(forward).parameters
 
 
-def _row_ends(tokens: Tensor) -> Tensor:
-    """Return where the rows of a batch begin and end, int32 [B + 1]. tokens: [B, T]."""
-    rows, length = tokens.shape
-    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=tokens.device)
+def _row_ends(rows: int, length: int, device: torch.device) -> Tensor:
+    """Return where the rows of a batch begin and end, int32 [B + 1]."""
+    return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
 
 
 def _attend_varlen(
@@ -298,15 +304,17 @@ def _attend_varlen(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention within documents, as a function of transformers' interface.
 
     query: [B, H, T, D]; key, value: [B, H or fewer, T, D]. cu_seq_lens_q: int32 [documents + 1],
-    the boundaries of documents in the B·T tokens; None if each row is one document. max_length_q:
-    the most tokens of a document (None: T); the kernel would ignore further tokens of a longer one.
-    Returns [B, T, H, D]. Raises UsageError for dropout, caps and sinks, which the kernel lacks.
+    the boundaries of documents in the B·T tokens; None if each row is one document. cu_seq_lens_k:
+    the same among the keys, if there are more keys than queries. max_length_q: the most tokens of a
+    document (None: T); the kernel would ignore further tokens of a longer one. Returns
+    [B, T, H, D]. Raises UsageError for dropout, caps and sinks, which the kernel lacks.
     """
     if dropout or others.get("softcap") is not None or others.get("s_aux") is not None:
         raise UsageError(
@@ -315,18 +323,19 @@ def _attend_varlen(
         )
     batch, _, length, _ = query.shape
     if cu_seq_lens_q is None:
-        cu_seq_lens_q = _row_ends(query[:, 0, :, 0])
+        cu_seq_lens_k = cu_seq_lens_q = _row_ends(batch, length, query.device)
     longest = length if max_length_q is None else max_length_q
     # Compare with the row: a comparison with `longest` would compile a graph for each length.
-    window = sliding_window if sliding_window and sliding_window < length else 0
+    window = sliding_window if sliding_window and sliding_window < key.shape[2] else 0
+    ends = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
     query, key, value = (
         part.transpose(1, 2).flatten(0, 1)  # [B·T, H, D]
         for part in (query, key, value)
     )
     if query.is_cuda:
-        out = _attend_by_kernel(query, key, value, cu_seq_lens_q, longest, scaling, window)
+        out = _attend_by_kernel(query, key, value, *ends, longest, scaling, window)
     else:
-        out = _attend_by_document(query, key, value, cu_seq_lens_q, longest, scaling, window)
+        out = _attend_by_document(query, key, value, *ends, longest, scaling, window)
     return out.unflatten(0, (batch, length)), None
 
 
@@ -345,7 +354,8 @@ def _call_torch(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     longest: int,
     scale: float,
     window: int,
@@ -363,8 +373,8 @@ def _call_torch(
     ]
     out = varlen_attn(
         *parts,
-        boundaries,
-        boundaries,
+        query_ends,
+        key_ends,
         longest,
         longest,
         scale=scale,
@@ -387,14 +397,15 @@ def _attend_by_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     longest: int,
     scaling: float | None,
     window: int,
 ) -> Tensor:
     """Compute attention within each document with the GPU's kernel; see `PackedKernel`."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _packed_kernel(query, key, value, boundaries, longest, scaling, window)
+    return _packed_kernel(query, key, value, query_ends, key_ends, longest, scaling, window)
 
 
 @torch.compiler.disable  # otherwise each division of a row into documents would be compiled
@@ -402,25 +413,31 @@ def _attend_by_document(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     longest: int,
     scaling: float | None,
     window: int,
 ) -> Tensor:
-    """Compute attention for one document after another. query, key, value: [B·T, H, D].
+    """Compute attention for one document after another; see `PackedKernel`.
 
     Raises AssertionError for a document longer than `longest`. The GPU kernel would silently ignore
     the end of such a document.
     """
     outputs = []
-    for first, last in pairwise(boundaries.tolist()):
-        assert last - first <= longest, f"a document of {last - first} tokens, more than {longest}"
-        parts = [part[first:last].transpose(0, 1)[None] for part in (query, key, value)]
+    documents = zip(pairwise(query_ends.tolist()), pairwise(key_ends.tolist()), strict=True)
+    for (first, last), (first_key, last_key) in documents:
+        seen = last_key - first_key
+        assert seen <= longest, f"a document of {seen} tokens, more than {longest}"
+        if first == last:
+            continue
+        keys = slice(first_key, last_key)
+        parts = [part.transpose(0, 1)[None] for part in (query[first:last], key[keys], value[keys])]
         mask = None
-        if window and last - first > window:
-            positions = torch.arange(last - first)
-            distance = positions[:, None] - positions
-            mask = (distance >= 0) & (distance < window)
+        if seen > last - first or (window and seen > window):
+            positions = torch.arange(seen)
+            distance = positions[seen - (last - first) :, None] - positions
+            mask = (distance >= 0) & (distance < (window or seen))
         out = F.scaled_dot_product_attention(
             *parts, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
         )

@@ -10,6 +10,9 @@ from lib.core.errors import UsageError
 # The kinds of activation checkpointing: recompute nothing, cheap operations, or a whole block from
 # its input. Each needs less memory and more time than the one before.
 RECOMPUTATIONS = ("none", "selective", "full")
+# The ways in which ranks that share a row compute attention, see lib/parallel/context.py.
+ULYSSES = "ulysses"
+ALLGATHER = "allgather"
 
 
 def list_more_recomputation(kind: str) -> tuple[str, ...]:
@@ -19,16 +22,15 @@ def list_more_recomputation(kind: str) -> tuple[str, ...]:
 
 
 class Degrees(NamedTuple):
-    """The degrees of parallelism. Only `shard` may be more than 1 so far.
+    """The degrees of parallelism.
 
     shard: ranks that share a replica of the model, None for all ranks. context: ranks that share a
-    sequence; they are neighbours and read the same samples. experts: ranks of a replica that share
-    the experts of a layer.
+    row of tokens; they are neighbours and read the same samples. method: how they do.
     """
 
     shard: int | None = None
     context: int = 1
-    experts: int = 1
+    method: str = ULYSSES
 
     def replicas(self, ranks: int) -> int:
         """Return the number of replicas of the model on the ranks of a launch.
@@ -37,12 +39,12 @@ class Degrees(NamedTuple):
         """
         shard = self.shard or ranks
         product = f"ranks = replicas × {shard} (--shard-size)"
-        if max(self.context, self.experts) > 1:
+        if ranks % self.context:
+            divisors = [str(degree) for degree in range(1, ranks + 1) if ranks % degree == 0]
             raise UsageError(
-                "context parallelism and expert parallelism are not supported",
-                found=f"{product}, sequences over {self.context} and experts over "
-                f"{self.experts} of these",
-                expected="both over 1 rank",
+                f"--context-parallel {self.context} does not divide the "
+                f"{units.counted(ranks, 'rank')}",
+                expected=f"--context-parallel {', '.join(divisors)}",
             )
         if ranks % shard:
             raise UsageError(

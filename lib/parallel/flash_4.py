@@ -25,7 +25,8 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     longest: int,
     scale: float,
     window: int,
@@ -39,7 +40,7 @@ def attend(
         F.pad(part, (0, -part.shape[-1] % _ALIGNMENT)) if part.shape[-1] % _ALIGNMENT else part
         for part in (query, key, value)
     ]
-    out, _ = _attend(*parts, boundaries, longest, scale, window)
+    out, _ = _attend(*parts, query_ends, key_ends, longest, scale, window)
     return out[..., : value.shape[-1]]
 
 
@@ -55,14 +56,15 @@ def _mask(window: int) -> dict[str, Any]:
 @torch.library.custom_op(
     "flash_4::attend",
     mutates_args=(),
-    schema="(Tensor query, Tensor key, Tensor value, Tensor boundaries, SymInt longest, "
-    "float scale, int window) -> (Tensor, Tensor)",
+    schema="(Tensor query, Tensor key, Tensor value, Tensor query_ends, Tensor key_ends, "
+    "SymInt longest, float scale, int window) -> (Tensor, Tensor)",
 )
 def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     longest: int,
     scale: float,
     window: int,
@@ -72,8 +74,8 @@ def _attend(
         query,
         key,
         value,
-        cu_seqlens_q=boundaries,
-        cu_seqlens_k=boundaries,
+        cu_seqlens_q=query_ends,
+        cu_seqlens_k=key_ends,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
         softmax_scale=scale,
@@ -87,7 +89,7 @@ def _attend(
     "flash_4::gradients",
     mutates_args=(),
     schema="(Tensor upstream, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-    "Tensor boundaries, float scale, int window) -> (Tensor, Tensor, Tensor)",
+    "Tensor query_ends, Tensor key_ends, float scale, int window) -> (Tensor, Tensor, Tensor)",
 )
 def _gradients(
     upstream: Tensor,
@@ -96,7 +98,8 @@ def _gradients(
     value: Tensor,
     out: Tensor,
     sums: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,8 +114,8 @@ def _gradients(
         out,
         upstream,
         sums,
-        cu_seqlens_q=boundaries,
-        cu_seqlens_k=boundaries,
+        cu_seqlens_q=query_ends,
+        cu_seqlens_k=key_ends,
         softmax_scale=scale,
         **_mask(window),
     )[:3]
@@ -134,13 +137,13 @@ def _make_gradients(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *other
 
 
 def _save_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, boundaries, _, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(query, key, value, *output, boundaries)
+    query, key, value, query_ends, key_ends, _, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(query, key, value, *output, query_ends, key_ends)
 
 
 def _backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Any, ...]:
     gradients = _gradients(upstream, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *gradients, None, None, None, None
+    return *gradients, None, None, None, None, None
 
 
 _attend.register_autograd(_backward, setup_context=_save_context)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from lib.core import units
 from lib.parallel import attention
-from lib.parallel.trial import trial_mode
+from lib.parallel.trial import SingleDevice, trial_mode
 from lib.tokens.batches import Rank, make_micro_batch
 from lib.tokens.samples import IGNORED, SampleArrays
 
@@ -56,7 +56,8 @@ def continue_prompts(
     labels = np.full_like(rows, IGNORED)
     with trial_mode(model):
         for number in range(tokens):
-            batch = make_micro_batch(SampleArrays(rows, labels, positions), False).to(rank)
+            batch = make_micro_batch(SampleArrays(rows, labels, positions), False)
+            batch = batch.to(SingleDevice(rank.device))  # whole rows: they are short
             places = torch.from_numpy(ends - 1 + number).to(rank.device)
             with _keep_logits(model, places) as select:
                 logits = select(model(**attention.make_inputs(model, batch)).logits)

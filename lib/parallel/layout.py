@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from lib.core.errors import Preempted, StageError, UsageError, from_os_error
 from lib.parallel import flight_recorder, gpus
 from lib.parallel.degrees import Degrees
 from lib.parallel.meeting import START_TIMEOUT, Meeting
+
+if TYPE_CHECKING:  # imports transformers, which only divided rows need
+    from lib.parallel.context import Context
 
 Result = TypeVar("Result")
 _TIMEOUT_MARGIN = timedelta(minutes=5)
@@ -38,7 +41,8 @@ class ParallelLayout:
     among the ranks that read different samples. fsdp: the default mesh of parameters, (shard) or
     (replicate, shard). control, saving: gloo groups for small agreements and for checkpoints. They
     are separate so that collectives of different threads do not mix. timeout: the one of
-    collectives, in every group.
+    collectives, in every group. context: the ranks that share rows with this one; None if each rank
+    has whole rows.
     """
 
     rank: int
@@ -50,6 +54,7 @@ class ParallelLayout:
     control: dist.ProcessGroup
     saving: dist.ProcessGroup
     timeout: timedelta = START_TIMEOUT
+    context: Context | None = None
 
     @classmethod
     def start(
@@ -75,6 +80,11 @@ class ParallelLayout:
         control, saving = (_connected_group(name, timeout) for name in ("control", "saving"))
         degrees = degrees(control) if callable(degrees) else degrees or Degrees()
         fsdp = make_mesh(device.type, ranks, degrees.replicas(ranks))
+        context = None
+        if degrees.context > 1:
+            from lib.parallel.context import start
+
+            context = start(rank, ranks, degrees.context, degrees.method)
         layout = cls(
             rank,
             ranks,
@@ -85,8 +95,9 @@ class ParallelLayout:
             control,
             saving,
             timeout,
+            context,
         )
-        for group in fsdp.get_all_groups():
+        for group in (*fsdp.get_all_groups(), *([context.group] if context else [])):
             layout.set_timeout(group)
         return layout
 

@@ -8,7 +8,7 @@ from lib.core import options
 from lib.core.declared import Role, option
 from lib.core.options import AUTO, OFF, non_negative, on_off, or_switch, positive_int
 from lib.models.options import FLOAT8_RECIPES
-from lib.parallel.degrees import RECOMPUTATIONS
+from lib.parallel.degrees import ALLGATHER, RECOMPUTATIONS, ULYSSES
 
 _PRECISIONS = ("bf16", "fp16", "fp32", *FLOAT8_RECIPES)
 
@@ -122,4 +122,18 @@ class ParallelOptions:
         help="ranks that share one replica of the model (HSDP), such as the GPUs of a node "
         "(default: all ranks; with four or more nodes, the ranks of one node, if a step fits in "
         "memory)",
+    )
+    context_parallel: int = option(
+        1,
+        role=Role.ALIKE,
+        parse=positive_int,
+        help="divide each row of --seq-length tokens over N neighbouring ranks, for rows that are "
+        "too long for one GPU; they exchange tokens around attention, so keep N within a node",
+    )
+    context_parallel_method: str = option(
+        AUTO,
+        role=Role.ALIKE,
+        choices=(AUTO, ULYSSES, ALLGATHER),
+        help="what the ranks of --context-parallel exchange. ulysses: tokens for heads, for which "
+        "N has to divide the attention heads. allgather: keys and values. auto: ulysses if N does",
     )

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lib.models.architecture import ROUTER_BIASES
 from lib.models.sharded import own_class
+from lib.parallel.context import sum_over_group
 from lib.tokens.batches import MicroBatch, Step
 
 LOSS = "loss"  # the load-balancing loss of the family in transformers
@@ -169,24 +170,30 @@ def pause_counting() -> Iterator[None]:
 @torch.library.custom_op(
     "experts::tally",
     mutates_args=(),
-    schema="(Tensor logits, Tensor chosen, Tensor valid, Tensor into, bool with_loss)"
+    schema="(Tensor logits, Tensor chosen, Tensor valid, Tensor into, bool with_loss, str group)"
     " -> (Tensor, Tensor)",
 )
 def _tally(
-    logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
+    logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     """Add the load to `into`; return a copy of `chosen`, and each row's choices per token.
 
     logits: [N, E]; chosen: int64 [N, k]; valid: float32 [B, T], 0 for padding, N = B · T. into:
     float64 [at least E + 1], how often each expert was chosen, and last the load-balancing loss
-    times tokens. with_loss: compute that loss too. The second result is float32 [B, E]: choices of
-    an expert, divided by the tokens of the row. Nothing is added inside `pause_counting`, or when
-    a backward pass recomputes the block.
+    times tokens. with_loss: compute that loss too. group: name of the ranks that share the rows, ""
+    for whole rows. The second result is float32 [B, E]: choices of an expert in the whole row,
+    divided by its tokens. Nothing is added inside `pause_counting`, or when a backward pass
+    recomputes the block.
     """
-    rows = valid.sum(1, keepdim=True).clamp(min=1.0)
+    tokens = valid.sum(1, keepdim=True)
     choices = torch.zeros(logits.shape, device=logits.device).scatter_(1, chosen, 1.0)
-    counts = (choices.view(*valid.shape, -1) * valid[..., None]).sum(1)
-    shares = counts / rows
+    counts = row_counts = (choices.view(*valid.shape, -1) * valid[..., None]).sum(1)
+    if group:
+        row_counts, tokens = sum_over_group(torch.cat([counts, tokens], 1), group).split(
+            [counts.shape[1], 1], dim=1
+        )
+    rows = tokens.clamp(min=1.0)
+    shares = row_counts / rows
     if not _pauses and torch._C._current_graph_task_id() == -1:
         experts = logits.shape[1]
         total = into.data
@@ -194,14 +201,14 @@ def _tally(
         if with_loss:
             probabilities = F.softmax(logits, -1, dtype=torch.float32)
             mean = (probabilities.view(*valid.shape, -1) * valid[..., None]).sum(1) / rows
-            losses = (shares * mean).sum(1, keepdim=True) * valid.sum(1, keepdim=True)
+            losses = (shares * mean).sum(1, keepdim=True) * tokens
             total[-1] += losses.double().sum() * experts
     return chosen.clone(), shares
 
 
 @_tally.register_fake
 def _(
-    logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool
+    logits: Tensor, chosen: Tensor, valid: Tensor, into: Tensor, with_loss: bool, group: str
 ) -> tuple[Tensor, Tensor]:
     shares = logits.new_empty((valid.shape[0], logits.shape[1]), dtype=torch.float32)
     return torch.empty_like(chosen), shares
@@ -279,6 +286,7 @@ class RouterLoad:
         self._coefficient = coefficient
         self._tokens = 0
         self._valid: Tensor | None = None
+        self._group = ""
         self._factor = torch.zeros((), device=device)
         shape = (len(routers), 1 + max((router.experts for router in routers), default=0))
         # Counts of this step, and of the steps since the last row of the log.
@@ -296,7 +304,8 @@ class RouterLoad:
             if valid is None or not torch.is_grad_enabled():
                 return output
             logits, weights, chosen, *others = output
-            chosen, shares = _tally(logits.detach(), chosen, valid, into, adds_loss)
+            group = self._group if adds_loss else ""
+            chosen, shares = _tally(logits.detach(), chosen, valid, into, adds_loss, group)
             if not (adds_loss and logits.requires_grad):
                 return (logits, weights, chosen, *others)
             weights = _BalancingGradient.apply(weights, logits, shares, valid, self._factor)
@@ -319,6 +328,7 @@ class RouterLoad:
         if not self._routers:
             return
         rows, length = batch.input_ids.shape
+        self._group = batch.context.group.group_name if batch.context else ""
         if batch.lengths is None:
             self._valid = torch.ones(rows, length, device=self._device)
             return

@@ -6,7 +6,7 @@ function computes the experts, and check whether packed documents attend to each
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ class SingleDevice(NamedTuple):
     """A device in place of a `ParallelLayout`, for trials outside a process group."""
 
     device: torch.device
+    context: None = None
 
 
 @contextmanager
@@ -72,12 +73,16 @@ def trial_tokens(
     return torch.randint(0, vocabulary, (rows, length), generator=generator)
 
 
-def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> MicroBatch:
+def trial_batch(
+    tokens: Tensor, rank: Rank, documents: Sequence[int] = (), divided: bool = False
+) -> MicroBatch:
     """Return tokens as a micro-batch on a rank's device.
 
     tokens: int64 [rows, T]. documents: the lengths of the packed documents in each row, whose sum
-    is T; if empty, a row is one document. The labels are the tokens themselves.
+    is T; if empty, a row is one document. divided: return only the part of each row that the rank
+    computes in training. The labels are the tokens themselves.
     """
+    rank = rank if divided else SingleDevice(rank.device)
     if not documents:
         return MicroBatch(tokens, tokens).to(rank)
     positions = torch.cat([torch.arange(length) for length in documents]).repeat(len(tokens), 1)
@@ -88,15 +93,17 @@ def trial_batch(tokens: Tensor, rank: Rank, documents: Sequence[int] = ()) -> Mi
 def require_isolation(model: PreTrainedModel, layout: ParallelLayout) -> None:
     """Raise UsageError if the second of two packed documents depends on the first.
 
-    All ranks must call this. It runs four forward passes over two rows of 24 tokens. In a causal
-    model, the tokens after a document can only change how its logits are rounded.
+    All ranks must call this. It runs four forward passes over two rows of 24 tokens, which are
+    divided over ranks as those of training.
     """
-    first, second = _DOCUMENTS
-    tokens = trial_tokens(model, 2, first + second)
-    with trial_mode(model):
-        difference, deviation = _measure_change(model, layout, tokens, slice(first, None))
-        rounding, _ = _measure_change(model, layout, tokens, slice(0, first))
-    if difference > (_ROUNDED_LEAK if rounding else _LEAK) * deviation:
+
+    def compute_logits(tokens: Tensor) -> Tensor:
+        batch = trial_batch(tokens, layout, _DOCUMENTS, divided=True)
+        logits = model(**attention.make_inputs(model, batch)).logits
+        return batch.context.gather_rows(logits)[:, : tokens.shape[1]] if batch.context else logits
+
+    difference = find_dependence(model, compute_logits)
+    if difference is not None:
         raise UsageError(
             f"with {model.config.model_type} models, packed documents see each other",
             found=f"the logits of a document change by {difference:.3g} if the document before it "
@@ -107,8 +114,26 @@ def require_isolation(model: PreTrainedModel, layout: ParallelLayout) -> None:
         )
 
 
+def find_dependence(
+    model: PreTrainedModel, compute_logits: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    """Return how much the second of two documents depends on the first, None for not at all.
+
+    compute_logits: returns the logits of the model [rows, T, V] for tokens, int64 [rows, T]; it is
+    called four times. In a causal model, the tokens after a document can only change how its logits
+    are rounded; this is measured to tell rounding from a dependence.
+    """
+    first, second = _DOCUMENTS
+    tokens = trial_tokens(model, 2, first + second)
+    with trial_mode(model):
+        difference, deviation = _measure_change(compute_logits, tokens, slice(first, None))
+        rounding, _ = _measure_change(compute_logits, tokens, slice(0, first))
+    is_dependent = difference > (_ROUNDED_LEAK if rounding else _LEAK) * deviation
+    return difference if is_dependent else None
+
+
 def _measure_change(
-    model: PreTrainedModel, layout: ParallelLayout, tokens: Tensor, document: slice
+    compute_logits: Callable[[Tensor], Tensor], tokens: Tensor, document: slice
 ) -> tuple[Tensor, Tensor]:
     """Return how much the logits of a document change if the other one in its row changes.
 
@@ -122,9 +147,6 @@ def _measure_change(
     rows = tokens.clone()
     rows[1, document] = rows[0, document]
     logits, swapped_logits = [
-        model(**attention.make_inputs(model, trial_batch(batch, layout, _DOCUMENTS)))
-        .logits[:, document]
-        .float()
-        for batch in (rows, rows.flip(0))
+        compute_logits(batch)[:, document].float() for batch in (rows, rows.flip(0))
     ]
     return (logits - swapped_logits).abs().max(), logits.std()

@@ -317,7 +317,8 @@ def _allocate_like_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    boundaries: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
     longest: int,
     scaling: float | None,
     window: int,
@@ -331,7 +332,7 @@ def _allocate_like_kernel(
     parts = [part.transpose(0, 1)[None] for part in (query, key, value)]
     out = F.scaled_dot_product_attention(*parts, is_causal=True, scale=scaling, enable_gqa=True)
     gradients = [(part.shape, part.dtype) for part in (query, key, value)]
-    summed_queries = len(query) + _ROWS_PER_DOCUMENT * (len(boundaries) - 1), *query.shape[1:]
+    summed_queries = len(query) + _ROWS_PER_DOCUMENT * (len(query_ends) - 1), *query.shape[1:]
 
     def backward(_: Tensor) -> None:
         """Allocate the tensors that the kernel holds at the same time, before those of sdpa."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -50,11 +50,21 @@ class Pass(NamedTuple):
         return self.batch * self.length_per_device
 
 
+class Share(Protocol):
+    """The share of each row that a rank computes: part `rank` of `size` equal parts."""
+
+    rank: int
+    size: int
+
+
 class Rank(Protocol):
     """The part of a `ParallelLayout` that decides which part of a micro-batch a rank computes."""
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def context(self) -> Any: ...  # a lib.parallel.context.Context, which is a Share, or None
 
 
 class MicroBatch(NamedTuple):
@@ -65,6 +75,11 @@ class MicroBatch(NamedTuple):
     boundaries: int32 [documents + 1], where documents begin and end in the B·T tokens; None without
     position_ids. longest: a number of tokens that no document exceeds (`bound_document_length`);
     None for T. lengths: int64 [B], the tokens of each row before its padding; None without padding.
+
+    If ranks share rows, a rank has [B, s] of the tokens, labels and positions, and `lengths` counts
+    its own tokens. boundaries and longest are still those of the whole rows. context: the ranks
+    that share the rows; None for whole rows. row_positions: the positions of whole rows, if
+    documents are packed.
     """
 
     input_ids: torch.Tensor
@@ -73,18 +88,90 @@ class MicroBatch(NamedTuple):
     boundaries: torch.Tensor | None = None
     longest: int | None = None
     lengths: torch.Tensor | None = None
+    context: Any = None
+    row_positions: torch.Tensor | None = None
+
+    @property
+    def row_length(self) -> int:
+        """Return the tokens of a whole row."""
+        return self.input_ids.shape[1] * (self.context.size if self.context else 1)
 
     def to(self, rank: Rank) -> MicroBatch:
         """Return the part of the micro-batch that a rank computes, on its device.
 
-        This is the only place where a sequence may be divided among ranks; today each rank computes
-        whole sequences. The copy does not wait if the tensors are in pinned memory.
+        The copy does not wait if the tensors are in pinned memory.
         """
+        import torch
+
+        mine = self.divide(rank.context)
         return MicroBatch._make(
-            part
-            if part is None or isinstance(part, int)
-            else part.to(rank.device, non_blocking=True)
-            for part in self
+            part.to(rank.device, non_blocking=True) if isinstance(part, torch.Tensor) else part
+            for part in mine
+        )
+
+    def divide(self, context: Any) -> MicroBatch:
+        """Return the part of each row that a rank computes. Call this in host memory.
+
+        This is the only place where rows are divided, after labels and boundaries are made of whole
+        rows. Positions always go along, since a model would count from 0 without them. If the ranks
+        cannot share a row in equal parts, it gets a further document without labels.
+
+        context: the ranks that share the rows; None to return the whole rows.
+        """
+        if context is None or self.context is not None:
+            return self
+        whole = self._pad_rows(-self.input_ids.shape[1] % context.size)
+        mine = find_share(whole.input_ids.shape[1], context)
+
+        def cut(part: torch.Tensor) -> torch.Tensor:
+            is_pinned = self.input_ids.is_pinned()
+            return part[:, mine].contiguous().pin_memory() if is_pinned else part[:, mine]
+
+        lengths = whole.lengths
+        return whole._replace(
+            input_ids=cut(whole.input_ids),
+            labels=cut(whole.labels),
+            position_ids=cut(whole.positions),
+            lengths=None
+            if lengths is None
+            else (lengths - mine.start).clamp(0, mine.stop - mine.start),
+            context=context,
+            row_positions=None if self.position_ids is None else whole.positions,
+        )
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Return the position of each token, int64 [B, T]. Call this on whole rows."""
+        import torch
+
+        if self.position_ids is not None:
+            return self.position_ids
+        rows, length = self.input_ids.shape
+        return torch.arange(length).expand(rows, length)
+
+    def _pad_rows(self, count: int) -> MicroBatch:
+        """Return the micro-batch with a document of `count` tokens without labels in each row.
+
+        If documents are not packed, the new tokens see the row, which changes nothing: they come
+        last. Their positions begin at 0, since the model may have no further ones.
+        """
+        import torch
+        import torch.nn.functional as F
+
+        if not count:
+            return self
+        added = torch.arange(count).expand(len(self.input_ids), count)
+        positions = torch.cat([self.positions, added], dim=1)
+        is_packed = self.boundaries is not None
+        return self._replace(
+            input_ids=F.pad(self.input_ids, (0, count)),
+            labels=F.pad(self.labels, (0, count), value=IGNORED),
+            position_ids=positions,
+            boundaries=torch.from_numpy(find_boundaries(positions.numpy())) if is_packed else None,
+            longest=None if count > (self.longest or 0) else self.longest,
+            lengths=torch.full((len(self.input_ids),), self.input_ids.shape[1])
+            if self.lengths is None
+            else self.lengths,
         )
 
     def count_pairs(self) -> int:
@@ -278,6 +365,23 @@ def bound_document_length(boundaries: np.ndarray, seq_length: int) -> int:
         for length in lengths
         if longest <= length and (length >= _TILE or length == seq_length)
     )
+
+
+def find_share(length: int, share: Share) -> slice:
+    """Return the columns of a row that a rank computes. length: a multiple of the ranks."""
+    size = length // share.size
+    return slice(share.rank * size, (share.rank + 1) * size)
+
+
+def cut_array(rows: np.ndarray, share: Share | None, fill: int) -> np.ndarray:
+    """Return the columns that a rank computes, as `MicroBatch.divide` does.
+
+    rows: [B, T]. share: None for all columns. fill: the value of tokens that pad the rows.
+    """
+    if share is None:
+        return rows
+    padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % share.size)), constant_values=fill)
+    return padded[:, find_share(padded.shape[1], share)]
 
 
 def make_micro_batch(rows: SampleArrays, pin: bool) -> MicroBatch:

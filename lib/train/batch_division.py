@@ -11,7 +11,7 @@ from lib.train.config import Config
 
 def get_degrees(config: Config) -> Degrees:
     """Return the degrees of parallelism that the options ask for."""
-    return Degrees(config.shard_size)
+    return Degrees(config.shard_size, config.context_parallel, config.context_parallel_method)
 
 
 def divide_batch(config: Config, rank: int, ranks: int) -> Division:

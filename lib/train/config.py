@@ -123,6 +123,7 @@ class Config(
                 ("precision", None),
                 ("activation_checkpointing", AUTO),
                 ("shard_size", None),
+                ("context_parallel_method", AUTO),
                 ("router_aux_loss", AUTO),
             )
             if name in self.settled_by

@@ -25,6 +25,7 @@ from lib.optim.optimizers import OPTIMIZERS, list_without_blocks, read_options
 from lib.parallel import (
     attention,
     attention_kernel,
+    context_trial,
     experts,
     experts_trial,
     parallelize,
@@ -248,6 +249,8 @@ def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayou
     log.detail(f"attention: {kernel}")
     if name := experts_trial.choose_experts_function(model, layout):
         log.detail(f"experts: {name}")
+    if layout.context:
+        context_trial.require_divisible(model, layout, config.packing)
 
 
 def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:

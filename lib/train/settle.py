@@ -262,6 +262,18 @@ def _pick_attention(config: Config, facts: Facts) -> Config:
     return replace(config, attention=attention.resolve_flash(config.precision, shape))
 
 
+def _pick_context_method(config: Config, facts: Facts) -> Config:
+    """Choose what the ranks that share a row exchange, by the attention heads of the model."""
+    from lib.models import architecture
+    from lib.parallel import context
+
+    shape = architecture.read_config(facts.inputs.model_dir, config.trust_remote_code)
+    method = context.choose_method(config.context_parallel_method, config.context_parallel, shape)
+    if method == config.context_parallel_method:
+        return config
+    return config.with_values("attention heads", context_parallel_method=method)
+
+
 def _fill_seq_length(config: Config, facts: Facts) -> Config:
     from lib.models import architecture
     from lib.train import model
@@ -336,6 +348,12 @@ RULES = (
         Known.HARDWARE,
         _pick_attention,
         applies=lambda config: config.attention == "flash",
+    ),
+    OptionRule(
+        "context_parallel_method",
+        Known.HARDWARE,
+        _pick_context_method,
+        applies=lambda config: config.context_parallel > 1,
     ),
     OptionRule("seq_length", Known.HARDWARE, _fill_seq_length),
     OptionRule("router_aux_loss", Known.MODEL, _fill_router_aux_loss),

@@ -169,7 +169,7 @@ def _attend_by_varlen(query: Any, key: Any, value: Any, ends: Any, longest: int)
     from lib.parallel import attention
 
     attend = attention._attend_by_kernel if query.is_cuda else attention._attend_by_document
-    return attend(query, key, value, ends, longest, None, 0)
+    return attend(query, key, value, ends, ends, longest, None, 0)
 
 
 def _attend_by_cudnn(query: Any, key: Any, value: Any, ends: Any, longest: int) -> Any:

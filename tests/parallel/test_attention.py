@@ -23,6 +23,7 @@ from transformers import (
 from lib.core import log
 from lib.core.errors import UsageError
 from lib.parallel import attention
+from lib.parallel.trial import SingleDevice
 from lib.tokens.batches import make_micro_batch
 from lib.tokens.samples import SampleArrays
 
@@ -121,14 +122,16 @@ def test_heads_are_padded_to_a_size_that_the_kernel_supports(
 
     def kernel(query, key, value, ends, *_, scale, **__):
         assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
-        return attention._attend_by_document(query, key, value, ends, 20, scale, 0)
+        return attention._attend_by_document(query, key, value, ends, ends, 20, scale, 0)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     torch.manual_seed(0)
     parts = [torch.randn(20, 2, size) for size in (query_size, query_size, value_size)]
     ends = torch.tensor([0, 7, 20])
-    actual = attention._attend_by_kernel(*parts, ends, 20, None, 0)
-    torch.testing.assert_close(actual, attention._attend_by_document(*parts, ends, 20, None, 0))
+    actual = attention._attend_by_kernel(*parts, ends, ends, 20, None, 0)
+    torch.testing.assert_close(
+        actual, attention._attend_by_document(*parts, ends, ends, 20, None, 0)
+    )
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -141,7 +144,9 @@ def test_the_kernel_is_called_with_the_arguments_of_its_version(
     def attend(
         query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple
     ) -> Tensor:
-        return attention._attend_by_document(query, key, value, boundaries, 13, None, window[0] + 1)
+        return attention._attend_by_document(
+            query, key, value, boundaries, boundaries, 13, None, window[0] + 1
+        )
 
     def varlen_attn_2_13(
         query,
@@ -173,16 +178,17 @@ def test_the_kernel_is_called_with_the_arguments_of_its_version(
     key = torch.randn(20, 2, 8)
     value = torch.randn(20, 2, 8)
     ends = torch.tensor([0, 7, 20])
-    actual = attention._attend_by_kernel(query, key, value, ends, 13, None, window)
-    expected = attention._attend_by_document(query, key, value, ends, 13, None, window)
+    actual = attention._attend_by_kernel(query, key, value, ends, ends, 13, None, window)
+    expected = attention._attend_by_document(query, key, value, ends, ends, 13, None, window)
     torch.testing.assert_close(actual, expected)
 
 
 def test_a_document_longer_than_the_longest_is_an_error() -> None:
     """The kernel of a GPU would ignore the end of the document."""
     parts = [torch.randn(20, 2, 8) for _ in range(3)]
+    ends = torch.tensor([0, 7, 20])
     with pytest.raises(AssertionError, match="13 tokens, more than 12"):
-        attention._attend_by_document(*parts, torch.tensor([0, 7, 20]), 12, None, 0)
+        attention._attend_by_document(*parts, ends, ends, 12, None, 0)
 
 
 @pytest.mark.parametrize("implementation", ["varlen", "flash_attention_2"])
@@ -191,7 +197,7 @@ def test_the_model_gets_boundaries_and_the_longest_document(implementation: str)
     model = FakeModel(implementation)
     positions = np.array([[*range(100), *range(156)]] * 2)
     rows = SampleArrays(np.zeros((2, 256), np.int64), np.zeros((2, 256), np.int64), positions)
-    batch = make_micro_batch(rows, pin=False).to(SimpleNamespace(device=torch.device("meta")))
+    batch = make_micro_batch(rows, pin=False).to(SingleDevice(torch.device("meta")))
     inputs = attention.make_inputs(model, batch)
     assert inputs["max_length_q"] == inputs["max_length_k"] == 256
     assert inputs["cu_seq_lens_q"] is inputs["cu_seq_lens_k"] is batch.boundaries
@@ -206,7 +212,7 @@ def test_the_longest_document_of_a_batch_reaches_the_kernel(
     lengths: list[int] = []
 
     def store_length(
-        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, *_: Any
+        query: Tensor, key: Tensor, value: Tensor, ends: Tensor, _: Tensor, longest: int, *__: Any
     ) -> Tensor:
         lengths.append(longest)
         return query

@@ -145,7 +145,7 @@ def compare(attend: attention.PackedKernel, query_size: int, value_size: int, wi
     ]
     results = []
     for function in (attend, attention._attend_by_document):
-        out = function(*parts, DOCUMENTS, 20, 0.3, window)
+        out = function(*parts, DOCUMENTS, DOCUMENTS, 20, 0.3, window)
         # The gradient of a sum is expanded, without memory of its own.
         results.append([out, *torch.autograd.grad(out.sum() + out[:, :1].square().sum(), parts)])
     torch.testing.assert_close(*results)
@@ -154,7 +154,7 @@ def compare(attend: attention.PackedKernel, query_size: int, value_size: int, wi
 def test_the_operator_has_the_shapes_and_strides_that_it_promises(install) -> None:
     install()
     parts = [torch.randn(20, heads, 16, requires_grad=True) for heads in (4, 2, 2)]
-    torch.library.opcheck(flash_4._attend, (*parts, DOCUMENTS, 20, 0.3, 0))
+    torch.library.opcheck(flash_4._attend, (*parts, DOCUMENTS, DOCUMENTS, 20, 0.3, 0))
 
 
 def test_version_4_alone_is_not_taken_for_version_2(

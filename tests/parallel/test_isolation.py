@@ -27,7 +27,7 @@ from tests.models.families import FAMILIES, SIZES
 from tests.parallel.test_attention import FakeModel
 from tests.train.test_no_waiting import WaitForbidden
 
-CPU = SimpleNamespace(device=torch.device("cpu"))
+CPU = SimpleNamespace(device=torch.device("cpu"), context=None)
 LEAKS = {"falcon_7b", "falcon_40b"}  # passes no positions to its mask (transformers 5.17 to 5.23)
 
 

@@ -190,8 +190,7 @@ def test_the_product_of_the_degrees_is_the_number_of_ranks() -> None:
     for degrees, says in (
         (Degrees(4), "--shard-size 4 does not divide the 6 ranks"),
         (Degrees(8), "ranks = replicas × 8"),
-        (shared, "over 2 and experts"),
-        (Degrees(2, experts=2), "are not supported"),
+        (Degrees(context=4), "--context-parallel 1, 2, 3, 6"),
     ):
         with pytest.raises(UsageError) as caught:
             degrees.replicas(6)

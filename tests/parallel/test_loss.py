@@ -38,7 +38,7 @@ TINY = {
     "pad_token_id": 0,
 }
 Gradient = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-HERE = SimpleNamespace(device=torch.device("cpu"))
+HERE = SimpleNamespace(device=torch.device("cpu"), context=None)
 
 
 def batch(ignored: bool = False) -> MicroBatch:

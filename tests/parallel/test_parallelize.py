@@ -88,7 +88,7 @@ def test_training_runs_one_graph_of_fixed_sizes(monkeypatch: pytest.MonkeyPatch)
         attn_implementation="sdpa",
     )
     parallelize.wrap_blocks(model, "none", Compiler(required=True))
-    here = SimpleNamespace(device=torch.device("cpu"))
+    here = SimpleNamespace(device=torch.device("cpu"), context=None)
     loss.chunk_loss(model, here)
     require_isolation(model, here)
     assert not graphs
@@ -149,7 +149,7 @@ def test_parts_that_cannot_be_compiled_run_uncompiled(
     torch._dynamo.reset()
     compiler = Compiler(required)
     parallelize.wrap_blocks(model, "full", compiler)
-    here = SimpleNamespace(device=torch.device("cpu"))
+    here = SimpleNamespace(device=torch.device("cpu"), context=None)
     assert "by the output layer" in loss.chunk_loss(model, here, compiler)
     tokens = torch.randint(0, 96, (2, 25))
     batch = MicroBatch(tokens[:, :-1], tokens[:, 1:])

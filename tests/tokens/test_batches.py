@@ -240,5 +240,8 @@ def test_windows_have_no_boundaries() -> None:
     [[batch]] = [step.batches for step in steps(windows(5), 0, Division(2, 1, 0, 1), 1)]
     assert batch.count_pairs() == 2 * batch.input_ids.shape[1] ** 2
     assert (
-        batch.boundaries is batch.longest is batch.to(SimpleNamespace(device=CPU)).longest is None
+        batch.boundaries
+        is batch.longest
+        is batch.to(SimpleNamespace(device=CPU, context=None)).longest
+        is None
     )

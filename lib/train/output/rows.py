@@ -26,6 +26,7 @@ from lib.tokens.batches import (
     DataStream,
     MicroBatch,
     Position,
+    cut_array,
     read_evaluation_batches,
     read_evaluation_texts,
 )
@@ -384,10 +385,16 @@ def measure_loss(
     tokens = 0
     with eval_mode(model):
         for batch in batches:
+            mine = batch.divide(layout.context)
             token_losses: list[torch.Tensor] | None = None if tally is None else []
-            total += compute_loss(batch.to(layout), 1.0, token_losses)
-            tokens += int((batch.labels != IGNORED).sum())
+            total += compute_loss(mine.to(layout), 1.0, token_losses)
+            tokens += int((mine.labels != IGNORED).sum())
             if tally and token_losses and texts:
-                tally.add(token_losses, *next(texts))
+                sources, sizes = next(texts)
+                tally.add(
+                    token_losses,
+                    cut_array(sources, layout.context, -1),
+                    cut_array(sizes, layout.context, 0),
+                )
     loss_total, token_total = layout.sum_over_ranks([total.item(), tokens])
     return loss_total / max(token_total, 1)
