@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lib.checkpoints import best
@@ -27,8 +28,11 @@ _OPTIONS = {
     "lora_rank": "adapters: rank",
     "lora_alpha": "adapters: alpha",
     "lora_targets": "adapters: on",
+    "rope_theta": "RoPE: base",
+    "rope_scaling": "RoPE: scaling",
 }
 
+ROPE_LABELS = {_OPTIONS["rope_theta"], _OPTIONS["rope_scaling"]}
 _FOREIGN = "a checkpoint of another trainer"
 _LOAD_MODEL = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -38,11 +42,15 @@ _LOAD_ADAPTER = """\
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-base = AutoModelForCausalLM.from_pretrained("{base}")
+base = AutoModelForCausalLM.from_pretrained("{base}"{settings})
 model = PeftModel.from_pretrained(base, "<this directory>")"""
 _BASE_BY_PATH = """
 `AutoPeftModelForCausalLM` finds the base model only where `base_model_name_or_path` in
 `adapter_config.json` is its path, or a name on the Hub; here it is `{base}`.
+"""
+_BASE_SETTINGS = """
+The adapters were trained with other RoPE settings than those in the config of the base model. Every
+program must load the base model with the settings above, also vLLM (`--hf-overrides`).
 """
 _LOAD_TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("<this directory>")'
 _NO_TOKENIZER = "# There is no tokenizer: the model was trained on synthetic tokens."
@@ -134,13 +142,15 @@ def render_card(
     facts: dict[str, Any],
     chats: bool,
     adapter_of: str = "",
+    base_settings: Mapping[str, Any] = MappingProxyType({}),
     has_tokenizer: bool = True,
 ) -> str:
     """Return the card as Markdown, with the front matter that the Hub reads.
 
     parameters: number of parameters of the full model. chats: whether it has a chat template.
     has_tokenizer: False for a model that was trained on token IDs alone. adapter_of: the name of
-    the base model if the export is an adapter, else "".
+    the base model if the export is an adapter, else "". base_settings: what the config of the base
+    model must contain instead of its own values.
     """
     rows = {"architecture": architecture, "parameters": parameters, "dtype": dtype, **facts}
     if adapter_of:
@@ -154,6 +164,7 @@ def render_card(
     is_of_hub = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", adapter_of))
     base = f"base_model: {adapter_of}\n" if is_of_hub else ""
     where = adapter_of if is_of_hub else f"<directory of {adapter_of}>"
+    settings = "".join(f",\n    {name}={value!r}" for name, value in base_settings.items())
     return f"""---
 library_name: {"peft" if adapter_of else "transformers"}
 {base}pipeline_tag: text-generation
@@ -169,10 +180,11 @@ library_name: {"peft" if adapter_of else "transformers"}
 {table}
 
 ```python
-{_LOAD_ADAPTER.format(base=where) if adapter_of else _LOAD_MODEL}
+{_LOAD_ADAPTER.format(base=where, settings=settings) if adapter_of else _LOAD_MODEL}
 {_LOAD_TOKENIZER if has_tokenizer else _NO_TOKENIZER}
 {_CHAT if chats else ""}```
-{_BASE_BY_PATH.format(base=adapter_of) if adapter_of and not is_of_hub else ""}
+{_BASE_BY_PATH.format(base=adapter_of) if adapter_of and not is_of_hub else ""}\
+{_BASE_SETTINGS if base_settings else ""}
 Nothing was measured here but the losses above. `manifest.json` holds the SHA-256 of every file.
 """
 

@@ -73,6 +73,12 @@ def write_companions(
         config_summary[EARLIER_KEYS] = _write_configs(model_dir, out, model, dtype, trust_code)
     if has_tokenizer(out):
         _make_agree(out)
+    base_settings = _find_base_settings(model, facts) if adapter_of else {}
+    if base_settings:
+        log.info(
+            f"the adapter needs the base model with the RoPE settings of the run; {out / card.FILE}"
+            " shows how to load it so"
+        )
     manifest.write_text(
         out / card.FILE,
         card.render_card(
@@ -83,10 +89,23 @@ def write_companions(
             facts,
             chats=(out / CHAT_TEMPLATE).exists(),
             adapter_of=adapter_of,
+            base_settings=base_settings,
             has_tokenizer=has_tokenizer(out),
         ),
     )
     return config_summary
+
+
+def _find_base_settings(model: PreTrainedModel, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the RoPE settings of a run, by their key in config.json; {} if it changed none.
+
+    model: built from the config of the run. facts: of the model card.
+    """
+    if not facts.keys() & card.ROPE_LABELS:
+        return {}
+    config = model.config.get_text_config()
+    names = ("rope_parameters", "max_position_embeddings")
+    return {name: getattr(config, name) for name in names}
 
 
 def has_tokenizer(directory: Path) -> bool:

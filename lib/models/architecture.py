@@ -114,18 +114,21 @@ def _decide_tying(model_dir: Path, content: dict[str, Any]) -> bool | None:
 
 
 def build_on_meta(
-    model_dir: Path, attention: str = "sdpa", trust_code: bool = False
+    model_dir: Path,
+    attention: str = "sdpa",
+    trust_code: bool = False,
+    config: PretrainedConfig | None = None,
 ) -> PreTrainedModel:
     """Return the causal language model of a directory, on the meta device and in train mode.
 
     All parameters and `config.dtype` are float32, whatever the dtype in config.json, so an export
     must set its dtype itself. Weights are tied as the config says, and `use_cache` is off.
     attention: a name in transformers' attention interface; for a family without sdpa, eager is used
-    instead of sdpa and varlen, with a warning. trust_code: see `read_config`. Raises UsageError if
-    the directory does not contain a causal language model, if it is quantised or cannot be built,
-    or if its code fails.
+    instead of sdpa and varlen, with a warning. trust_code: see `read_config`. config: used instead
+    of that of the directory, and changed. Raises UsageError if the directory does not contain a
+    causal language model, if it is quantised or cannot be built, or if its code fails.
     """
-    config = read_config(model_dir, trust_code)
+    config = config or read_config(model_dir, trust_code)
     runs_code = not type(config).__module__.startswith("transformers.models.")
     find_class = _find_custom_class if runs_code else _find_causal_class
     family = find_class(model_dir, config)

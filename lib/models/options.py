@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,21 @@ from lib.models import scratch_sizes
 
 # The values of --precision that compute in 8-bit floats, with torchao's name of their scales.
 FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+_SCALING = re.compile(r"(linear|llama3|yarn):(\d+(?:\.\d+)?)(?::(\d+))?", re.ASCII)
+
+
+def parse_scaling(text: str) -> str:
+    """Return a value of --rope-scaling, with its numbers in their shortest form; "" stays."""
+    match = _SCALING.fullmatch(text)
+    if not text:
+        return ""
+    if match is None or float(match[2]) <= 1 or match[3] == "0":
+        raise argparse.ArgumentTypeError(
+            "expected linear, llama3 or yarn with a factor above 1, and perhaps the length that "
+            f"the model was trained on: yarn:4 or yarn:4:32768, got {text!r}"
+        )
+    kind, factor, original = match.groups()
+    return f"{kind}:{float(factor):g}{f':{original}' if original else ''}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +62,24 @@ class ModelOptions:
         parse=Path,
         help="with --model-size: directory of the tokenizer (default: a tokenizer trained on -d; "
         "with --streaming, one token per byte; none with -d synthetic)",
+    )
+    rope_theta: float | None = option(
+        None,
+        role=Role.RESULT,
+        quiet=True,
+        parse=positive,
+        help="base of the rotary position embeddings (RoPE); without --rope-scaling, the context "
+        "becomes --seq-length if that is longer (default: the model's)",
+    )
+    rope_scaling: str = option(
+        "",
+        role=Role.RESULT,
+        quiet=True,
+        parse=parse_scaling,
+        metavar="TYPE:FACTOR[:ORIGINAL]",
+        help="scale RoPE, such as yarn:4; TYPE is linear, llama3 or yarn. The context becomes "
+        "FACTOR × ORIGINAL tokens. ORIGINAL is the length that the model was trained on, unless "
+        "given that of its config (default: the model's scaling)",
     )
     trust_remote_code: bool = option(
         False,

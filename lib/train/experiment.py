@@ -21,8 +21,9 @@ from lib.core.errors import EXIT_BUG, ArtifactError, Preempted, UsageError, from
 from lib.core.lease import DirectoryHeld, ExperimentHeld, Lease
 from lib.core.paths import Experiment
 from lib.core.retry import poll
-from lib.models import architecture, chat_files, dialects, remote_code
+from lib.models import architecture, chat_files, dialects, remote_code, rope
 from lib.models.directory import CONFIG
+from lib.models.rope import RopeSettings
 from lib.parallel.layout import ParallelLayout, gather, on_rank_0
 from lib.runs.events import Event
 from lib.runs.journal import Journal
@@ -138,7 +139,8 @@ def _write_start(
             )
         ],
     )
-    _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code)
+    settings = RopeSettings.from_options(config, config.seq_length)
+    _copy_model_files(inputs.model_dir, experiment.model, config.trust_remote_code, settings)
     if chat:
         chat_files.write_chat_files(
             experiment.model,
@@ -196,8 +198,13 @@ def _rename_replaced(experiment: Experiment) -> None:
     log.info(f"--overwrite: the earlier {experiment.root} is kept as {replaced}")
 
 
-def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
-    """Copy config, tokenizer and code of the model to the run, and delete another model's files."""
+def _copy_model_files(
+    model_dir: Path, target: Path, with_code: bool, settings: RopeSettings
+) -> None:
+    """Copy config, tokenizer and code of the model to the run, and delete another model's files.
+
+    settings: the RoPE settings of the run, which its config.json contains.
+    """
     target.mkdir(exist_ok=True)
     manifest.remove_temporary(target, _MODEL_FILES)
     has_code = with_code and remote_code.is_needed(architecture.read_config_json(model_dir))
@@ -209,7 +216,7 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
             (target / name).unlink(missing_ok=True)
             continue
         if name == CONFIG and not has_code:  # the code of a model reads its own keys
-            _write_config(model_dir, target)
+            _write_config(model_dir, target, settings)
             continue
         temporary = target / f"{name}.tmp"
         shutil.copyfile(model_dir / name, temporary)
@@ -218,13 +225,13 @@ def _copy_model_files(model_dir: Path, target: Path, with_code: bool) -> None:
         remote_code.copy_code(model_dir, target)
 
 
-def _write_config(model_dir: Path, target: Path) -> None:
+def _write_config(model_dir: Path, target: Path, settings: RopeSettings) -> None:
     """Write config.json with the keys of transformers 5 and the keys that other programs read.
 
     An existing file with the same content stays as it is, byte for byte: checkpoints contain its
     digest, and an earlier version of this code may have written it.
     """
-    content = architecture.read_config_json(model_dir)
+    content = rope.read_config_json(model_dir, settings)
     lacks_tying = "tie_word_embeddings" not in content
     config = architecture.read_config(model_dir) if lacks_tying else None
     tied = getattr(config, "tie_word_embeddings", None)

@@ -14,7 +14,7 @@ from lib.core.declared import Role
 from lib.core.errors import UsageError
 from lib.core.options import AUTO
 from lib.core.paths import short_name
-from lib.models import architecture, directory, lora, model_changes
+from lib.models import architecture, directory, lora, model_changes, rope
 from lib.models.model_changes import ModelChange
 from lib.models.options import FLOAT8_RECIPES
 from lib.models.sharded import Placement, is_frozen
@@ -50,12 +50,14 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
     Raises UsageError if this model or machine does not support --seq-length or --precision, or if
     the adapter of --lora-from does not fit the model.
     """
-    shape = architecture.read_config(inputs.model_dir, config.trust_remote_code)
+    settings = rope.RopeSettings.from_options(config, config.seq_length)
+    shape = rope.read_config(inputs.model_dir, config.trust_remote_code, settings)
     longest = longest_sequence(shape)
     if longest and config.seq_length > longest:
         raise UsageError(
             f"--seq-length {config.seq_length} is longer than the model allows",
             expected=f"at most {longest} (max_position_embeddings in config.json)",
+            hint="--rope-scaling and --rope-theta extend the context of a model",
         )
     if config.precision in FLOAT8_RECIPES:
         is_open = config.batch_size == AUTO
@@ -66,7 +68,9 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
         inputs.model_dir,
         attention.choose_attention(config.attention, config.packing, config.precision, shape),
         config.trust_remote_code,
+        shape,
     )
+    rope.require_used(model, settings)
     experts.use_own_function(model)
     if inputs.adapter:
         lora.require_fits(model, inputs.adapter)

@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 from lib.core import declared, log, units
 from lib.core.errors import Problems, UsageError
 from lib.core.paths import Experiment, short_name
+from lib.models import rope
+from lib.models.rope import RopeSettings
 from lib.models.sharded import describe_size
 from lib.models.weights import warn_of_unused
 from lib.parallel import parallelize
@@ -56,6 +58,7 @@ def show_head(
         {
             "dataset": inputs.source,
             "validation": held_out or no_split,
+            **_describe_rope(config, model),
             **_describe_settled(config),
             **describe_balance(config, model),
             **rows,
@@ -123,6 +126,7 @@ def show_plan(config: Config, inputs: Inputs, model: PreTrainedModel, output: Ou
             "weights": describe_weights(config, inputs),
             "dataset": inputs.source,
             "precision": f"{masters}, {config.precision} compute",
+            **_describe_rope(config, model),
             **_describe_settled(config),
             **describe_balance(config, model),
             **_describe_ranks(config),
@@ -192,6 +196,11 @@ def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return units.shorten_text(f"{value:g}" if isinstance(value, float) else str(value))
+
+
+def _describe_rope(config: Config, model: PreTrainedModel) -> dict[str, str]:
+    """Return a row about the RoPE settings, {} if the model keeps its own."""
+    return rope.describe(model.config, RopeSettings.from_options(config, config.seq_length))
 
 
 def _describe_ranks(config: Config) -> dict[str, str]:

@@ -41,11 +41,13 @@ _OPTION_OF_INPUT = {
     TEMPLATE: "chat_template",
     ADAPTER: "lora_from",
 }
-# Options that decide the names and shapes of the tensors in a checkpoint, and what differs then.
+# Options that decide what the tensors in a checkpoint are and mean, and what differs then.
 _TENSOR_OPTIONS = {
     "optimizer": "states of another optimizer",
     "lora_rank": "other trained parameters",
     "lora_targets": "other trained parameters",
+    "rope_theta": "a model with other RoPE settings",
+    "rope_scaling": "a model with other RoPE settings",
 }
 # Inputs and options that decide which sample has which number.
 _SAMPLE_OPTIONS = {"dataset", "tokenizer", _SAMPLES} | {

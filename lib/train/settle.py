@@ -275,10 +275,11 @@ def _pick_context_method(config: Config, facts: Facts) -> Config:
 
 
 def _fill_seq_length(config: Config, facts: Facts) -> Config:
-    from lib.models import architecture
+    from lib.models import rope
     from lib.train import model
 
-    shape = architecture.read_config(facts.inputs.model_dir, config.trust_remote_code)
+    settings = rope.RopeSettings.from_options(config, None)
+    shape = rope.read_config(facts.inputs.model_dir, config.trust_remote_code, settings)
     longest = model.longest_sequence(shape)
     return config.with_values("model", seq_length=min(SEQ_LENGTH, longest or SEQ_LENGTH))
 

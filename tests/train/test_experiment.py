@@ -12,6 +12,7 @@ import pytest
 from lib.core import artifacts, manifest
 from lib.core.paths import Experiment
 from lib.models import dialects, directory
+from lib.models.rope import RopeSettings
 from lib.train import experiment, new_model
 from lib.train.config import Config
 from lib.train.output.kinds import RunKind
@@ -32,7 +33,7 @@ def _keep_lock(model: Path, root: Path) -> tuple[dict[str, Any], bytes]:
     """Keep the model's files as a launch does; the name is private since only a launch needs it."""
     place = Experiment(root, "exp").model
     place.parent.mkdir(parents=True, exist_ok=True)
-    experiment._copy_model_files(model, place, with_code=False)
+    experiment._copy_model_files(model, place, False, RopeSettings(None, "", 0))
     written = (place / "config.json").read_bytes()
     return json.loads(written), written
 
