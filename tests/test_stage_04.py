@@ -24,6 +24,7 @@ from tests.training import (
     read_log,
     save_model,
     save_tokenizer,
+    train_model,
     write_corpus,
 )
 
@@ -486,6 +487,7 @@ def test_epochs_end_and_dropped_samples_are_reported(project: Path):
     assert head == ["model", "data", "steps", "checkpoints", "log"]
     left_out = f"{2 * state['samples'] % 50} samples at the end, too few for a step"
     assert left_out in read_log(project, "epochs") and left_out not in done.stdout
+    assert "(100 %) are longer than a row of 32 tokens\n" in read_log(project, "epochs")
     assert state["epoch"] == metrics(project, "epochs")[-1]["epoch"] > 1.5
     assert state["global_step"] == state["step"]
     # A crash after the last save leaves the file of an earlier step behind.
@@ -585,7 +587,9 @@ def test_packed_documents_train_on_any_number_of_ranks(project: Path):
     one = (*COMMON, "--max-steps", 6, "--packing", "documents", "-s", 100)
     run_stage("04_train_fsdp.py", "-e", "one", *one, "-b", 4, cwd=project)
     log = read_log(project, "one")
-    assert "% padding" in log
+    assert "% padding" in log and "documents (100 %) are longer than a row of 100" in log
+    planned = train_model(project, "plan", *one, "-b", 4, "--packing", "none", "--dry-run")
+    assert "(100 %) are longer than a row" in planned  # before the documents have their rows
     numbers = re.search(r"without padding +about ([\d,]+) tokens, ([\d,]+) of them", log)
     tokens, labels = (int(number.replace(",", "")) for number in numbers.groups())
     assert labels < tokens < 6 * 400

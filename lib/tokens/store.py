@@ -37,7 +37,7 @@ from lib.tokens.text_bytes import SplitText
 
 KIND = "tokens/1"
 LABEL_MASK = "labels.bin"  # only in a store where some tokens are no labels
-_CHUNK = 1 << 22  # label bits that are counted at a time
+_CHUNK = 1 << 22  # label bits or documents that are counted at a time
 
 
 class FileNumbers:
@@ -181,6 +181,17 @@ def open_store(path: Path) -> TokenStore:
     # The dataset and the tokenizer decide every byte, so their fingerprints identify the store.
     fingerprint = hashing.fingerprint(content["identity"].get("inputs"))
     return TokenStore(path, fingerprint, summary["vocab_size"], summary, splits)
+
+
+def count_longer(split: Split, length: int) -> int:
+    """Return the number of documents with more than `length` tokens."""
+    longer = 0
+    before = 0
+    for first in range(0, len(split.ends), _CHUNK):
+        ends = split.ends[first : first + _CHUNK]
+        longer += int((np.diff(ends, prepend=before) > length).sum())
+        before = int(ends[-1])
+    return longer
 
 
 def make_damage_error(path: Path) -> ArtifactError:

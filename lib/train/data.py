@@ -62,9 +62,14 @@ class Data(ABC):
 
 @dataclass(frozen=True)
 class SampleData(Data):
-    """Samples that are numbered before the run starts. train: those of one epoch."""
+    """Samples that are numbered before the run starts.
+
+    train: those of one epoch. long_documents: how many documents are longer than a row, in words;
+    "" if unknown or if another rank says it.
+    """
 
     train: Samples
+    long_documents: str = ""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -84,6 +89,8 @@ class SampleData(Data):
         """Return the steps, epochs and tokens of the run and of each corpus, as table rows."""
         total_samples = plan.total_steps * plan.division.global_batch
         rows = plan.describe() | self.train.describe(total_samples)
+        if self.long_documents:
+            rows["long documents"] = self.long_documents
         labels, tokens = self.train.mean_counts()
         if labels < tokens:
             kind = "trained" if self.chat else "with a label"

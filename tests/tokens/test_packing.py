@@ -39,6 +39,15 @@ def test_packing_equals_best_fit_decreasing(seed: int, capacity: int) -> None:
     assert sorted((capacity - filled).astype(int).tolist()) == one_by_one(lengths, capacity)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_longer_documents_are_counted(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are read in parts, since a store may have many documents."""
+    monkeypatch.setattr(store, "_CHUNK", chunk)
+    split = Split(np.arange(30), np.cumsum([8, 9, 1, 0, 12]))
+    assert [store.count_longer(split, length) for length in (7, 8, 11, 12)] == [3, 2, 1, 0]
+    assert store.count_longer(Split(np.arange(0), np.arange(0)), 1) == 0
+
+
 def test_an_empty_split_gives_no_packs() -> None:
     nothing = np.array([], np.int64)
     assert len(packing.split_overfull_packs(packing.best_fit(nothing, 8), 64)) == 0

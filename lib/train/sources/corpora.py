@@ -155,6 +155,7 @@ class CorporaSource(SampleSource):
         train = mixture.mix_samples(self.corpora, [split["train"] for split in splits])
         return SampleData(
             train,
+            _describe_long_documents(config, stores) if log.rank() == 0 else "",
             held_out=mixture.list_validation_splits(
                 self.corpora,
                 train,
@@ -184,6 +185,7 @@ class CorporaSource(SampleSource):
         ):
             data = self._combine_stores(config, stores)
             return data, data.samples_per_epoch
+        log.info(f"  long documents: {_describe_long_documents(config, stores)}")
         splits = [tokens.splits["train"] for tokens in stores]
         if is_single:
             lengths = np.concatenate([np.diff(split.ends[:], prepend=0) for split in splits])
@@ -240,6 +242,22 @@ def _print_samples(stores: Sequence[TokenStore], tokenizer_dir: Path) -> None:
     for tokens in stores:
         for text in readable.render_documents(tokens, _PRINTED_SAMPLES, tokenizer, colour):
             log.info(text)
+
+
+def _describe_long_documents(config: Config, stores: Sequence[TokenStore]) -> str:
+    """Return how many training documents are longer than a row, with their share.
+
+    Windows (--packing concat) also cut other documents.
+    """
+    splits = [tokens.splits["train"] for tokens in stores]
+    documents = sum(len(split.ends) for split in splits)
+    longer = sum(store.count_longer(split, config.seq_length) for split in splits)
+    share = 100 * longer / max(1, documents)
+    return (
+        f"{longer:,} of {units.counted(documents, 'document')} ({share:.3g} %) "
+        f"{'is' if longer == 1 else 'are'} longer than a row of {config.seq_length:,} tokens"
+        + (", so each is cut into several" if longer and config.packing != "concat" else "")
+    )
 
 
 def _get_validation_text(tokens: TokenStore) -> SplitText | None:
