@@ -14,6 +14,7 @@ which `context_trial.py` tries.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
 
-from lib.core import commands, units
+from lib.core import commands, log, units
 from lib.core.errors import UsageError
 from lib.core.options import AUTO
+from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import attention
 from lib.parallel.attention import Attend
 from lib.parallel.degrees import ALLGATHER, ULYSSES
@@ -235,6 +237,40 @@ class Context:
         return _AllGather.apply(part.contiguous(), self.group).transpose(0, 1).flatten(1, 2)
 
 
+def describe(
+    shared: Context, config: PretrainedConfig, batch: int, length: int, precision: str
+) -> str:
+    """Return how ranks share rows, with the bytes that a rank sends, for the log.
+
+    batch, length: rows of a micro-batch, and tokens of a row. precision: of --precision.
+    """
+    share = units.ceil_div(length, shared.size)
+    text = f"rows of {length:,} tokens over {shared.size} ranks by {shared.method}, {share:,} each"
+    if not (sent := count_sent(shared.method, shared.size, config, batch * share)):
+        return text
+    size = units.size(sent * COMPUTE_DTYPES[precision].itemsize)
+    return f"{text}; a rank sends {size} per layer in a forward pass, and again in backward"
+
+
+def count_sent(method: str, size: int, config: PretrainedConfig, tokens: int) -> int:
+    """Return how many numbers a rank sends to others for attention, in a layer's forward pass.
+
+    tokens: of this rank. Queries, keys, values and outputs travel, or keys and values to all other
+    ranks. The backward pass sends as many. Returns 0 if the config does not contain the heads.
+    """
+    text = config.get_text_config()
+    heads = attention.get_field(text, "num_attention_heads")
+    keys = attention.get_field(text, "num_key_value_heads") or heads
+    widths = attention.find_head_sizes(config)
+    if not (isinstance(heads, int) and isinstance(keys, int) and widths.query):
+        return 0
+    if method == ALLGATHER:
+        return (size - 1) * tokens * keys * (widths.query + widths.value)
+    copies = math.lcm(keys, size)
+    sent = tokens * (heads + copies) * (widths.query + widths.value)
+    return sent * (size - 1) // size
+
+
 def sum_over_group(value: Tensor, group: str) -> Tensor:
     """Return the sum of a tensor over the ranks of a group, by its name, without a gradient."""
     if _rehearsals:
@@ -249,6 +285,12 @@ def start(rank: int, ranks: int, size: int, method: str) -> Context | None:
     """
     if size == 1:
         return None
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", str(ranks)))
+    if per_node % size and rank == 0:
+        log.warn(
+            f"--context-parallel {size} divides rows over several nodes, which have {per_node} "
+            "ranks each: exchanges between nodes take several times longer than within one"
+        )
     groups = [
         dist.new_group(list(range(first, first + size)), group_desc="context")
         for first in range(0, ranks, size)

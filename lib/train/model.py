@@ -25,6 +25,7 @@ from lib.optim.optimizers import OPTIMIZERS, list_without_blocks, read_options
 from lib.parallel import (
     attention,
     attention_kernel,
+    context,
     context_trial,
     experts,
     experts_trial,
@@ -253,8 +254,10 @@ def set_up_kernels(config: Config, model: PreTrainedModel, layout: ParallelLayou
     log.detail(f"attention: {kernel}")
     if name := experts_trial.choose_experts_function(model, layout):
         log.detail(f"experts: {name}")
-    if layout.context:
+    if shared := layout.context:
         context_trial.require_divisible(model, layout, config.packing)
+        size = (config.batch_size, config.seq_length)
+        log.detail(f"context: {context.describe(shared, model.config, *size, config.precision)}")
 
 
 def describe_balance(config: Config, model: PreTrainedModel) -> dict[str, str]:

@@ -133,7 +133,9 @@ class Plan:
             else f"{self.schedule.peak:g} without warm-up"
         )
         rows = {
-            "tokens/step": describe_batch(self.division, self.config.seq_length),
+            "tokens/step": describe_batch(
+                self.division, self.config.seq_length, self.config.context_parallel
+            ),
             "epoch": "of unknown length",
             "steps": f"{self.total_steps:,} ({tokens})",
             "learning rate": f"{self.schedule.kind}, {warmup}{down}",
@@ -163,13 +165,20 @@ class Plan:
         return rows
 
 
-def describe_batch(division: Division, seq_length: int) -> str:
+def describe_batch(division: Division, seq_length: int, context: int = 1) -> str:
     """Return the tokens of a step as a product: `64 = 2 per process × 8 tokens × …`."""
     return (
         f"{division.global_batch * seq_length:,} = {division.micro_batch} per process × "
         f"{seq_length:,} tokens × {division.accumulation} accumulation × "
-        f"{units.counted(division.dp_size, 'rank')}"
+        f"{describe_readers(division.dp_size, context)}"
     )
+
+
+def describe_readers(dp_size: int, context: int) -> str:
+    """Return `8 ranks`, or `2 groups of 4 ranks` if ranks share rows."""
+    if context == 1:
+        return units.counted(dp_size, "rank")
+    return f"{units.counted(dp_size, 'group')} of {context} ranks"
 
 
 def get_pass(config: Config, batch: int) -> Pass:

@@ -182,7 +182,8 @@ def _keep_global_batch(config: Config, facts: Facts) -> Config:
     if config.batch_size is not None:  # else a GPU may divide it otherwise: see _fill_batch_size
         facts.notes.append(
             f"{samples} are kept: {divided.micro_batch} per process × {divided.accumulation} "
-            f"accumulation × {units.counted(divided.dp_size, 'rank')}; the options alone would "
+            f"accumulation × {plan.describe_readers(divided.dp_size, config.context_parallel)}; "
+            "the options alone would "
             f"make it {typed.global_batch:,}"
         )
     return new_config
@@ -231,9 +232,10 @@ def _fill_batch_size(config: Config, facts: Facts) -> Config:
         return _keep_global_batch(auto, facts)
     if config.settled_by.get("global_batch_size") == EARLIER_LAUNCH:
         divided = batch_division.divide_batch(config, 0, plan.get_world_size())
+        described = plan.describe_batch(divided, config.seq_length or 1, config.context_parallel)
         facts.notes.append(
             f"the {units.counted(divided.global_batch, 'sample')} of a step that the run was "
-            f"started with are kept: {plan.describe_batch(divided, config.seq_length or 1)}"
+            f"started with are kept: {described}"
         )
     return replace(config, batch_size=1)
 

@@ -78,6 +78,9 @@ def test_a_step_sends_as_many_bytes_as_the_formula_says(tmp_path: Path, ranks: i
         share = math.ceil(dividing.LENGTH / ranks)
         heads = 2 * 4 + 2 * math.lcm(keys, ranks)
         one = (ranks - 1) / ranks * dividing.ROWS * share * 8 * 4 * heads
+        tokens = dividing.ROWS * share
+        config = dividing.CASES[name].config
+        assert one == 4 * context.count_sent(ULYSSES, ranks, config, tokens)
         assert results[name]["sent"] == one * passes * 2, name  # two layers
 
 

@@ -147,7 +147,9 @@ class BenchReport(Report):
             "parameters",
             "hardware": f"{ranks} × {self._name_device()} on "
             f"{units.counted(self._count_nodes(), 'node')}",
-            "step": plan.describe_batch(self._plan.division, config.seq_length),
+            "step": plan.describe_batch(
+                self._plan.division, config.seq_length, config.context_parallel
+            ),
             "options": f"{config.precision}, {'compiled' if self._is_compiled() else 'eager'}, "
             f"activation checkpointing {config.activation_checkpointing}, {config.optimizer}",
             "tokens/s": f"{row['perf/tokens_per_sec']:,.0f}; "
