@@ -1,4 +1,5 @@
 # covers: lib/checkpoints/host_copies.py, lib/checkpoints/checkpointer.py, lib/checkpoints/commit.py
+# covers: lib/parallel/host_memory.py
 """Copies made during training are complete, consistent, and ready in time."""
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 
 from lib.checkpoints import checkpointer, commit, host_copies
 from lib.checkpoints.checkpointer import Checkpointer
-from lib.checkpoints.host_copies import HostCopies, HostMemory
+from lib.checkpoints.host_copies import HostCopies
 from lib.checkpoints.place import SavedRun
 from lib.checkpoints.run_directory import RunDirectory
+from lib.parallel.host_memory import HostMemory
 
 
 @pytest.fixture
