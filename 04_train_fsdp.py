@@ -115,7 +115,9 @@ def prepare_and_train(typed_config: Config, output: Output, inputs: Inputs) -> N
     if not (typed_config.prepare_only or typed_config.plan_gpus):
         gpus.require_usable_gpus(typed_config.dry_run)
         if typed_config.cpu_offload:
-            gpus.warn_without_offload(typed_config.device)
+            gpus.warn_without_offload(typed_config.device, "--cpu-offload")
+        if typed_config.activation_offload:
+            gpus.warn_without_offload(typed_config.device, "--activation-offload")
         gpus.report_unused(typed_config.device)
     config, model, memory = settle_options(typed_config, output, inputs)
     tasks = read_tasks(config, inputs.source)

@@ -108,7 +108,10 @@ def report_unused(device: str) -> None:
         )
 
 
-def warn_without_offload(device: str) -> None:
-    """Warn that --cpu-offload changes nothing on the CPU. device: the value of --device."""
+def warn_without_offload(device: str, option: str) -> None:
+    """Warn that an option that offloads changes nothing on the CPU.
+
+    device: the value of --device. option: --cpu-offload or --activation-offload.
+    """
     if log.rank() == 0 and (device == "cpu" or not torch.cuda.is_available()):
-        log.warn("--cpu-offload changes nothing here: this run trains on the CPU")
+        log.warn(f"{option} changes nothing here: this run trains on the CPU")

@@ -84,6 +84,15 @@ class DeviceOptions:
         "full (whole blocks). auto: the least that fits in memory; a resumed run does not go below "
         "its earlier value. The option without a value means full",
     )
+    activation_offload: bool = option(
+        False,
+        role=Role.ALIKE,
+        parse=on_off,
+        help="on GPUs: keep the inputs of the blocks, which are all that full activation "
+        "checkpointing keeps, in page-locked host memory between forward and backward pass. They "
+        "are copied while blocks compute. For long sequences; implies "
+        "--activation-checkpointing full",
+    )
 
 
 @dataclass(frozen=True)

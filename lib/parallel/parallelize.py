@@ -31,6 +31,7 @@ from lib.models.lora import ExpertFactor, Factor
 from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import experts, placement
+from lib.parallel.activation_offload import ActivationOffload
 from lib.parallel.compiling import Compiler
 from lib.parallel.fsdp_groups import find_groups
 from lib.parallel.gloo_reduction import exchange_parts
@@ -73,26 +74,40 @@ def parallelize(
     compiler: Compiler | None = None,
     offload: bool = False,
     keep_gathered: bool = False,
+    activation_offload: ActivationOffload | None = None,
 ) -> str:
     """Wrap the blocks of a meta-device model, shard it in place, and describe it for the log.
 
     For the arguments see `wrap_blocks` and `shard`. All ranks must call this.
     """
-    wrap_blocks(model, recompute, compiler)
-    return shard(model, mesh, precision, offload, keep_gathered)
+    wrap_blocks(model, recompute, compiler, activation_offload)
+    description = shard(model, mesh, precision, offload, keep_gathered)
+    moved = "; the inputs of blocks move to host memory (--activation-offload)"
+    return f"{description}{moved if activation_offload else ''}"
 
 
-def wrap_blocks(model: nn.Module, recompute: str, compiler: Compiler | None) -> None:
+def wrap_blocks(
+    model: nn.Module,
+    recompute: str,
+    compiler: Compiler | None,
+    activation_offload: ActivationOffload | None = None,
+) -> None:
     """Wrap the forward of every decoder block; call this before sharding.
 
     recompute: one of RECOMPUTATIONS. compiler: None leaves the blocks uncompiled.
+    activation_offload: moves the inputs of all blocks but the last one to the host; only with full
+    recomputation.
     """
-    for block in decoder_layers(model).values():
+    assert activation_offload is None or recompute == "full"
+    blocks = list(decoder_layers(model).values())
+    for block in blocks:
         forward = block.forward
         if recompute != "none":
             forward = _with_recomputation(forward, block if recompute == "selective" else None)
         if compiler is not None:
             forward = compiler.wrap(forward)
+        if activation_offload is not None and block is not blocks[-1]:
+            forward = activation_offload.wrap(forward, is_first=block is blocks[0])
         if forward is not block.forward:
             block.forward = forward
 

@@ -82,6 +82,11 @@ def _shrink_states(step: StepConfig) -> ValuesWithSteps:
         yield smaller, replace(step, optimizer=smaller)
 
 
+def _offload_activations(step: StepConfig) -> ValuesWithSteps:
+    if step.on_gpu and not step.activation_offload:
+        yield "on", replace(step, activation_offload=True, recompute=RECOMPUTATIONS[-1])
+
+
 def _offload(step: StepConfig) -> ValuesWithSteps:
     if step.on_gpu and not step.offload:
         yield "on", replace(step, offload=True)
@@ -93,6 +98,13 @@ def _shorten_sequences(step: StepConfig) -> ValuesWithSteps:
         yield str(step.seq_length), step
 
 
+_ACTIVATION_OFFLOAD = Knob(
+    "--activation-offload",
+    remedy="--activation-offload on",
+    cost="full recomputation, and copies between host and GPU while blocks compute",
+    list_values=_offload_activations,
+    is_kept=False,
+)
 # The least costly first.
 KNOBS = (
     Knob(
@@ -107,6 +119,7 @@ KNOBS = (
         cost="less work for the device in each pass",
         list_values=_shrink_batch,
     ),
+    _ACTIVATION_OFFLOAD,
     Knob(
         SHARD_OPTION,
         remedy=f"{SHARD_OPTION} of all ranks",
@@ -135,6 +148,7 @@ KNOBS = (
         cost="copies between host and GPU in each step",
         list_values=_offload,
     ),
+    _ACTIVATION_OFFLOAD._replace(remedy="--cpu-offload on with --activation-offload on"),
     Knob(
         "-s",
         remedy="a new run with a smaller -s",
@@ -148,6 +162,7 @@ KNOBS = (
 _PRINTED_ORDER = (
     BATCH_OPTION,
     RECOMPUTE_OPTION,
+    "--activation-offload",
     SHARD_OPTION,
     "--optimizer",
     "--cpu-offload",

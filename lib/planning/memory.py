@@ -73,6 +73,7 @@ class Estimates:
             batch=1,
             keep_gathered=False,
             offload=False,
+            activation_offload=False,
             accumulates=False,
             optimizer="",
             recompute="none",
@@ -203,7 +204,12 @@ def _print_table(chosen_step: StepConfig, estimates: Estimates, usable_gib: floa
     )
     log.info("     batch  checkpointing  activations    loss  gathered    peak")
     for factor, kind in product(_BATCH_FACTORS, RECOMPUTATIONS):
-        case = replace(chosen_step, batch=chosen_step.batch * factor, recompute=kind)
+        case = replace(
+            chosen_step,
+            batch=chosen_step.batch * factor,
+            recompute=kind,
+            activation_offload=chosen_step.activation_offload and kind == "full",
+        )
         _print_row(case, estimates, usable_gib, unit, is_asked=case == chosen_step)
     if _peak_gib(step) > usable_gib:
         log.info("    → searching for the nearest setting that fits")

@@ -31,7 +31,7 @@ from lib.planning.child_process import NoAnswer, Result, in_child_process
 from lib.planning.knobs import BATCH_OPTION, RECOMPUTE_OPTION, Alternative, cheaper_settings
 from lib.planning.memory import USABLE, Estimates
 from lib.planning.trace import StepConfig, StepMemory
-from lib.planning.tracker import Bytes
+from lib.planning.tracker import OFFLOADED, Bytes
 
 # Tokens of a micro-batch, on a GPU (True) and on a CPU. With fewer than FEW the device waits for
 # its memory; more than ENOUGH hardly help.
@@ -113,6 +113,7 @@ class MemoryCheck:
         on_device = 0 if case.offload else states
         return (
             states <= USABLE * self.state_memory(case)
+            and self._has_host_memory(case, USABLE)
             and self.model.config._attn_implementation != "eager"
             and on_device + gathered + _SAFETY * activations + masks <= self.usable
         )
@@ -128,6 +129,8 @@ class MemoryCheck:
         states = sum(self.count_states(case).values())
         if states > USABLE * self.state_memory(case) or self._is_hopeless(case):
             return False
+        if not self._has_host_memory(case, USABLE):
+            return False
         try:
             return self.trace(case).total <= self.usable
         except Exception as error:
@@ -142,11 +145,12 @@ class MemoryCheck:
         states = self.count_states(case)
         if sum(states.values()) > self.state_memory(case):
             return states
+        if not self._has_host_memory(case, 1.0):
+            return {**(states if case.offload else {}), OFFLOADED: self.count_offloaded(case)}
         if self.is_easy(case):
             return {}
         if self._is_hopeless(case):
-            least = sizes.count_least_activations(self.model, case.tokens)
-            return {"activations, at least": least}
+            return {"activations, at least": self._count_least(case)}
         try:
             step = self.known.get(case) or self.in_child(MemoryCheck.trace, case)
         except NoAnswer as error:  # a family that cannot be traced may still fit
@@ -166,7 +170,15 @@ class MemoryCheck:
 
     def _is_hopeless(self, case: StepConfig) -> bool:
         """Return whether the blocks' inputs alone exceed the memory; a trace would take minutes."""
-        return sizes.count_least_activations(self.model, case.tokens) > self.room
+        return self._count_least(case) > self.room
+
+    def _count_least(self, case: StepConfig) -> int:
+        return sizes.count_least_activations(self.model, case.tokens, case.activation_offload)
+
+    def _has_host_memory(self, case: StepConfig, share: float) -> bool:
+        """Return whether a share of host memory contains all that a step offloads."""
+        states = sum(self.count_states(case).values()) if case.offload else 0
+        return states + self.count_offloaded(case) <= share * self.host
 
     @property
     def usable(self) -> float:
@@ -177,6 +189,12 @@ class MemoryCheck:
     def count_states(self, case: StepConfig) -> Bytes:
         """Return the bytes of a rank's weights, gradients and optimizer states."""
         return sizes.count_states(self.model, case.optimizer, case.shard_size)
+
+    def count_offloaded(self, case: StepConfig) -> int:
+        """Return the bytes of activations that a step keeps in host memory."""
+        if not case.activation_offload:
+            return 0
+        return sizes.count_offloaded(self.model, case.tokens, case.precision)
 
     def count_gathered(self, case: StepConfig) -> int:
         """Return the bytes of all weights while they are gathered."""
@@ -231,7 +249,7 @@ class MemoryCheck:
             )
             words = " ".join(wider.words(without=omitted))
             hints.append(f"it fits on {wider.case.ranks} {devices}{words and f', with {words}'}")
-        memory = self.state_memory(case)
+        memory = self.host if OFFLOADED in needed else self.state_memory(case)
         if not here and not self.unanswered:
             possible_share = USABLE * memory / sum(self.count_states(case).values())
             largest = possible_share * self.model.num_parameters()

@@ -84,13 +84,26 @@ def estimate_activations(model: PreTrainedModel, tokens: int, precision: str) ->
     return activations, gathered
 
 
-def count_least_activations(model: PreTrainedModel, tokens: int) -> int:
+def count_least_activations(model: PreTrainedModel, tokens: int, offloaded: bool = False) -> int:
     """Return the bytes of the blocks' inputs, which a step keeps whatever it recomputes.
 
-    tokens: number of tokens in a micro-batch on a device.
+    tokens: number of tokens in a micro-batch on a device. offloaded: without the inputs that
+    --activation-offload moves to host memory.
     """
     features = model.get_input_embeddings().weight.shape[1]
-    return _BFLOAT16 * tokens * features * max(1, len(decoder_layers(model)))
+    blocks = len(decoder_layers(model))
+    return _BFLOAT16 * tokens * features * max(1, min(blocks, 2) if offloaded else blocks)
+
+
+def count_offloaded(model: PreTrainedModel, tokens: int, precision: str) -> int:
+    """Return the bytes of host memory that --activation-offload takes on a rank.
+
+    These are the inputs of all blocks but the last one. tokens: number of tokens in a micro-batch
+    on a device.
+    """
+    features = model.get_input_embeddings().weight.shape[1]
+    blocks = len(decoder_layers(model)) - 1
+    return COMPUTE_DTYPES[precision].itemsize * tokens * features * blocks
 
 
 def _count_parameters(module: nn.Module) -> int:

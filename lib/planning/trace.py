@@ -33,8 +33,9 @@ from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import optimizers, registry
 from lib.optim.guard import StepGuard
 from lib.parallel import attention, loss, parallelize
+from lib.parallel.activation_offload import ActivationOffload
 from lib.parallel.layout import make_mesh
-from lib.planning.tracker import KINDS, SHARDED, Bytes, Tracker
+from lib.planning.tracker import KINDS, OFFLOADED, SHARDED, Bytes, Tracker
 from lib.tokens.batches import MicroBatch, Pass
 
 _ROWS_PER_DOCUMENT = 128
@@ -48,12 +49,13 @@ class StepConfig:
     """The settings that decide the memory of a step, besides the model.
 
     batch: samples of a micro-batch. shard_size: ranks per replica. accumulates: a step has more
-    than one micro-batch. keep_gathered: weights stay gathered until the end of a step. masked:
-    attention takes a mask, as it does for packed documents without a varlen kernel. documents: the
-    largest number of documents in a sample if a varlen kernel computes their attention, else 0.
-    chunked: the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which
-    computes some operations in smaller pieces. compiled: the blocks are compiled; a trace itself
-    runs uncompiled code. context: ranks that share each sample.
+    than one micro-batch. activation_offload: the inputs of blocks are in host memory, with full
+    recomputation. keep_gathered: weights stay gathered until the end of a step. masked: attention
+    takes a mask, as it does for packed documents without a varlen kernel. documents: the largest
+    number of documents in a sample if a varlen kernel computes their attention, else 0. chunked:
+    the output layer computes the loss. optimizer: its name. on_gpu: False on a CPU, which computes
+    some operations in smaller pieces. compiled: the blocks are compiled; a trace itself runs
+    uncompiled code. context: ranks that share each sample.
     """
 
     ranks: int
@@ -64,6 +66,7 @@ class StepConfig:
     recompute: str
     accumulates: bool = False
     offload: bool = False
+    activation_offload: bool = False
     keep_gathered: bool = False
     masked: bool = False
     documents: int = 0
@@ -173,6 +176,7 @@ def fake_mesh(ranks: int, shard_size: int) -> Iterator[DeviceMesh]:
 def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> StepMemory:
     """Return the memory of a step. model: on the meta device; it is not changed."""
     model = copy.deepcopy(model)
+    tracker = Tracker(SHARDED if case.offload else ())
     parallelize.parallelize(
         model,
         mesh,
@@ -180,6 +184,7 @@ def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> St
         case.recompute,
         offload=case.offload,
         keep_gathered=case.keep_gathered,
+        activation_offload=_TracedOffload(tracker) if case.activation_offload else None,
     )
     if case.chunked:
         head = model.get_output_embeddings()
@@ -188,11 +193,27 @@ def trace_step(model: PreTrainedModel, case: StepConfig, mesh: DeviceMesh) -> St
         FakeTensorMode(allow_non_fake_inputs=True),
         _patch_attention(model, case),
         registry.as_on_gpu(case.optimizer),
+        tracker,
     ):
-        tracker = Tracker(SHARDED if case.offload else ())
-        with tracker:
-            parallelize.materialise_model(model, torch.device("cpu"), offload=False)
-            return record_step(model, case, tracker)
+        parallelize.materialise_model(model, torch.device("cpu"), offload=False)
+        return record_step(model, case, tracker)
+
+
+class _TracedOffload(ActivationOffload):
+    """Counts the host memory of activations, which is fake memory of the same device."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__(torch.device("cpu"))
+        self._tracker = tracker
+
+    def allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that does not count as memory of the device."""
+        tracker = self._tracker
+        kind = tracker.new_kind
+        tracker.new_kind = OFFLOADED
+        memory = torch.empty(shape, dtype=dtype)
+        tracker.new_kind = kind
+        return memory
 
 
 def record_step(model: PreTrainedModel, case: StepConfig, tracker: Tracker) -> StepMemory:

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lib.models.nested import list_tensors
 from lib.models.sharded import local_tensor
 
-Bytes = dict[str, int]  # by kind of tensor, a key of KINDS
+Bytes = dict[str, int]  # by kind of tensor, one of KINDS or OFFLOADED
 
 SHARDED = ("parameters", "gradients", "optimizer")  # in host memory with --cpu-offload
 KINDS = (*SHARDED, "activations", "loss", "gathered", "workspace")
+OFFLOADED = "activations in host memory"  # with --activation-offload; a kind that is never on a GPU
 
 
 class Tracker(TorchDispatchMode):
@@ -33,8 +34,8 @@ class Tracker(TorchDispatchMode):
     def __init__(self, host: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.new_kind = "parameters"
-        self.largest = dict.fromkeys(KINDS, 0)
-        self._live = dict.fromkeys(KINDS, 0)
+        self.largest = dict.fromkeys((*KINDS, OFFLOADED), 0)
+        self._live = dict(self.largest)
         self.phases = [dict(self._live)]
         self._peak = 0
         self._counted = set(KINDS) - set(host)

@@ -15,6 +15,7 @@ from lib.checkpoints import commit
 from lib.checkpoints.vendor_tiers import split_place
 from lib.core import commands, declared, paths, units
 from lib.core.errors import Problems, UsageError
+from lib.core.options import AUTO
 from lib.core.paths import Experiment
 from lib.hub import folder
 from lib.hub.repository import redact_urls
@@ -54,6 +55,7 @@ def require_consistent(config: Config, has_begun: bool) -> None:
         _check_owners,
         _check_samples,
         _check_batch,
+        _check_offload,
         _check_checkpoints,
         _check_packages,
     ):
@@ -157,6 +159,16 @@ def _check_batch(config: Config, problems: Problems) -> None:
     if config.plan_gpus and not config.dry_run:
         problems.add(
             "--plan-gpus only plans, and needs --dry-run", run=commands.as_typed("--dry-run")
+        )
+
+
+def _check_offload(config: Config, problems: Problems) -> None:
+    kind = config.activation_checkpointing
+    if config.activation_offload and kind not in (AUTO, "full"):
+        problems.add(
+            "--activation-offload on moves the inputs of blocks, and with "
+            f"--activation-checkpointing {kind} a step keeps more than those",
+            expected="--activation-checkpointing full, or auto, which then means full",
         )
 
 

@@ -72,6 +72,8 @@ def fit_to_planned_gpus(
         by_ranks[ranks], notes = _fill_options(
             config, check, ranks, _GPUS_PER_NODE, inputs.recomputed
         )
+        step = plan.make_step_config(by_ranks[ranks], model, ranks, on_gpu=True)
+        notes += _describe_offloaded(check, step, min(ranks, _GPUS_PER_NODE))
         for note in notes:
             log.info(f"on {units.counted(ranks, 'GPU')}, {note}")
     return by_ranks
@@ -88,6 +90,7 @@ def require_memory(config: Config, inputs: Inputs, check: MemoryCheck) -> None:
         raise error
     if error and log.rank() == 0:
         log.warn(error.render().removeprefix("error: "))
+    _report_offloaded(config, check)
     _report_copies(config, check)
 
 
@@ -97,6 +100,7 @@ def warn_of_memory(config: Config, inputs: Inputs, check: MemoryCheck) -> None:
         return
     if error := _explain_excess(config, inputs, check):
         log.warn("on this machine, " + error.render().removeprefix("error: "))
+    _report_offloaded(config, check)
     _report_copies(config, check)
 
 
@@ -120,12 +124,31 @@ def _explain_excess(config: Config, inputs: Inputs, check: MemoryCheck) -> Usage
     return check.refusal(step, excess, global_batch, has_begun=has_begun, auto=is_auto)
 
 
+def _describe_offloaded(check: MemoryCheck, step: StepConfig, ranks_per_node: int) -> list[str]:
+    """Return a line about the host memory of activations, or nothing if there are none."""
+    if not (size := check.count_offloaded(step)):
+        return []
+    return [
+        f"--activation-offload on: {units.memory(size)} of page-locked host memory per rank, "
+        f"{units.memory(size * ranks_per_node)} per node"
+    ]
+
+
+def _report_offloaded(config: Config, check: MemoryCheck) -> None:
+    """Log on rank 0 how much host memory the activations of this run take."""
+    if log.rank() == 0:
+        step = make_local_step_config(config, check.model)
+        for line in _describe_offloaded(check, step, _ranks_per_node()):
+            log.info(line)
+
+
 def _report_copies(config: Config, check: MemoryCheck) -> None:
     """Log if host memory has no room for the copies from which checkpoints are written."""
     step = make_local_step_config(config, check.model)
     copies = sizes.count_checkpoint(check.model, config.optimizer) / step.shard_size
     uses_host = step.offload or not check.on_gpu
     used = sum(check.count_states(step).values()) if uses_host else 0
+    used += check.count_offloaded(step)
     if config.ckpt_async and log.rank() == 0 and copies > USABLE * (check.host - used) >= 0:
         log.info(
             f"host memory: the copy of a checkpoint takes {units.memory(copies)} per rank, and "

@@ -33,6 +33,7 @@ from lib.parallel import (
     precision,
     routers,
 )
+from lib.parallel.activation_offload import make_activation_offload
 from lib.parallel.compiling import Compiler
 from lib.parallel.layout import ParallelLayout
 from lib.parallel.placement import count_ranks_in, list_cut_shapes
@@ -169,6 +170,7 @@ def shard_model(
             compiler,
             offload,
             config.keep_gathered,
+            make_activation_offload(config.activation_offload, layout.device),
         )
     )
     if group := parallelize.find_reduction_group(model):

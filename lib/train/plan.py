@@ -245,6 +245,7 @@ def make_step_without_attention(config: Config, ranks: int, on_gpu: bool) -> Ste
         "none" if is_open else config.activation_checkpointing,
         accumulates=global_batch > samples_per_pass,
         offload=config.cpu_offload and on_gpu,
+        activation_offload=config.activation_offload and on_gpu,
         keep_gathered=config.keep_gathered,
         optimizer=config.optimizer,
         on_gpu=on_gpu,

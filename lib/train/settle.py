@@ -309,6 +309,10 @@ def _fill_router_aux_loss(config: Config, facts: Facts) -> Config:
     return config.with_values("fine-tuning", router_aux_loss=OFF)
 
 
+def _recompute_fully(config: Config, facts: Facts) -> Config:
+    return config.with_values("--activation-offload", activation_checkpointing="full")
+
+
 def _fit_in_memory(config: Config, facts: Facts) -> Config:
     """Choose values that fit in the memory of this rank; other ranks may choose differently."""
     from lib.train import memory_fit
@@ -338,6 +342,14 @@ RULES = (
         Known.FILES,
         _fill_lora_alpha,
         applies=lambda config: bool(config.lora_rank) and config.lora_alpha is None,
+    ),
+    OptionRule(
+        "activation_checkpointing",
+        Known.FILES,
+        _recompute_fully,
+        applies=lambda config: (
+            config.activation_offload and config.activation_checkpointing == AUTO
+        ),
     ),
     OptionRule(
         "batch_size global_batch_size",

@@ -26,6 +26,7 @@ from lib.models.weights import restore_buffers
 from lib.optim import registry
 from lib.optim.guard import StepGuard
 from lib.parallel import fsdp_groups, offload, parallelize
+from lib.parallel.activation_offload import ActivationOffload
 from tests.models.families import make_tiny_llama
 
 CPU = torch.device("cpu")
@@ -37,7 +38,11 @@ FORWARD = ["embedding", *map(str, range(LAYERS)), "last"]
 
 
 def shard_model(
-    precision: str = "bf16", rank: int = 0, offloaded: bool = True, recompute: str = "none"
+    precision: str = "bf16",
+    rank: int = 0,
+    offloaded: bool = True,
+    recompute: str = "none",
+    activation_offload: ActivationOffload | None = None,
 ) -> nn.Module:
     """Return a sharded model with weights. rank: of its adapters, 0 for none."""
     with torch.device("meta"):
@@ -48,7 +53,12 @@ def shard_model(
     if rank:
         Lora(rank, 8.0, precision=precision).convert(model, placement)
     parallelize.parallelize(
-        model.train(), init_device_mesh("cpu", (1,)), precision, recompute, offload=offloaded
+        model.train(),
+        init_device_mesh("cpu", (1,)),
+        precision,
+        recompute,
+        offload=offloaded,
+        activation_offload=activation_offload,
     )
     parallelize.materialise_model(model, CPU, offload=offloaded)
     restore_buffers(model)

@@ -37,7 +37,7 @@ def test_nothing_is_logged_if_all_gpus_are_used_or_the_cpu_is_asked_for(report) 
 def test_offload_without_a_gpu_causes_a_warning(capsys: pytest.CaptureFixture) -> None:
     log.setup()
     for device in ("cpu", "auto") if not torch.cuda.is_available() else ("cpu",):
-        gpus.warn_without_offload(device)
+        gpus.warn_without_offload(device, "--cpu-offload")
         assert "--cpu-offload changes nothing here" in capsys.readouterr().out
     gpus.report_unused("cpu")
     assert not capsys.readouterr().out

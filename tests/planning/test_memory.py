@@ -31,11 +31,11 @@ from transformers import (
 from lib.models.lora import Lora
 from lib.models.sharded import Placement, local_tensor
 from lib.parallel import loss, parallelize
-from lib.planning import memory, trace
+from lib.planning import memory, sizes, trace
 from lib.planning.memory import Estimates
 from lib.planning.options import PlannedGpus
 from lib.planning.trace import StepConfig
-from lib.planning.tracker import Tracker
+from lib.planning.tracker import OFFLOADED, Tracker
 from lib.train import plan
 from lib.train.config import Config
 from tests.conftest import run_stage
@@ -160,6 +160,20 @@ def test_each_option_changes_memory_in_the_expected_direction() -> None:
     assert total["masked"] > total["plain"] + 2 * 256 * 256
     assert total["plain"] <= total["replicas"] < 1.2 * total["plain"]
     assert not set(estimates.step(case(offload=True)).peak) & {"parameters", "optimizer"}
+
+
+def test_activations_in_host_memory_leave_as_much_on_a_gpu_for_any_number_of_blocks() -> None:
+    steps = {}
+    for blocks in (4, 8):
+        model = on_meta(LlamaConfig(**{**SMALL, "num_hidden_layers": blocks}))
+        step_config = case(recompute="full", activation_offload=True)
+        step = steps[blocks] = Estimates(model).step(step_config)
+        assert step == traced(model, step_config)
+        offloaded = (blocks - 1) * step_config.tokens * SMALL["hidden_size"] * 2
+        assert step.largest[OFFLOADED] == offloaded
+        assert sizes.count_offloaded(model, step_config.tokens, "bf16") == offloaded
+    assert steps[4].largest["activations"] == steps[8].largest["activations"]
+    assert OFFLOADED not in steps[8].peak
 
 
 def test_boundaries_of_packed_documents_take_memory_in_backward() -> None:
@@ -307,6 +321,7 @@ def mesh_of_one_rank() -> Iterator[DeviceMesh]:
                 ({"precision": "fp32", "accumulates": True}, 0),
                 ({"recompute": "full", "keep_gathered": True, "optimizer": "adamw8bit"}, 0),
                 ({"precision": "fp32", "recompute": "selective"}, 4),
+                ({"recompute": "full", "activation_offload": True}, 0),
             )
         ),
     ],
@@ -317,6 +332,7 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
     lora = Lora(rank, 2.0 * rank, precision=step_config.precision) if rank else None
     estimated = Estimates(on_meta(lora=lora)).step(step_config)
     model = on_meta(lora=lora)
+    tracker = Tracker()
     with mesh_of_one_rank() as mesh:
         parallelize.parallelize(
             model,
@@ -324,8 +340,11 @@ def test_fake_tensors_take_as_much_memory_as_real_ones(changes: dict[str, Any], 
             step_config.precision,
             step_config.recompute,
             keep_gathered=step_config.keep_gathered,
+            activation_offload=trace._TracedOffload(tracker)
+            if step_config.activation_offload
+            else None,
         )
-        with Tracker() as tracker:
+        with tracker:
             parallelize.materialise_model(model, torch.device("cpu"), offload=False)
             for parameter in model.parameters():
                 local_tensor(parameter).zero_()
@@ -429,8 +448,14 @@ def test_a_dry_run_prints_the_memory_estimate(project: Path) -> None:
         ({}, 5.5, "--activation-checkpointing full: 5"),
         ({"batch_size": 8}, 6.5, "-b 4 --activation-checkpointing full: 6"),
         ({"activation_checkpointing": "full"}, 4.5, "-b 1 --activation-checkpointing full: 4.5"),
+        ({}, 4.3, "-b 1 --activation-checkpointing full --activation-offload on: 4.25"),
         ({}, 4, "-b 1 --activation-checkpointing full on 16 GPUs: 2.5"),
         ({}, 0.55, "-b 1 --activation-checkpointing full --cpu-offload on: 0.5"),
+        (
+            {},
+            0.3,
+            "-b 1 --activation-checkpointing full --activation-offload on --cpu-offload on: 0.25",
+        ),
         ({}, 0.2, "-b 1 --activation-checkpointing full --cpu-offload on -s 256: 0.125"),
         ({}, 0.001, "no option makes it fit"),
     ],
@@ -440,12 +465,16 @@ def test_the_least_costly_setting_that_fits_is_printed(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], usable_gib: float, expected: str
 ) -> None:
     class Known:
-        """Four GiB of states on 8 GPUs, and 3, 2.5 or 0.5 GiB of activations per sample."""
+        """Four GiB of states on 8 GPUs, and 3, 2.5 or 0.5 GiB of activations per sample.
+
+        With --activation-offload there are 0.25 GiB.
+        """
 
         def __init__(self, *_: object) -> None: ...
 
         def step(self, case: StepConfig) -> trace.StepMemory:
             unit = {"none": 3, "selective": 2.5, "full": 0.5}[case.recompute]
+            unit /= 2 if case.activation_offload else 1
             held = dict.fromkeys(trace.KINDS, 0) | {
                 "gradients": (8 << 30) // case.ranks,
                 "optimizer": (24 << 30) // case.ranks,

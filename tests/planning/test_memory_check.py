@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from lib.core.errors import UsageError
 from lib.models.lora import Lora
-from lib.planning import capacity, memory_check
+from lib.planning import capacity, memory_check, sizes
 from lib.planning.trace import StepConfig, StepMemory
 from lib.planning.tracker import KINDS
 from lib.train import memory_fit, plan, settle
@@ -238,6 +238,22 @@ def test_offloaded_states_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyP
     assert refused(monkeypatch, 2 * states, **tight, **full) is None
     error = refused(monkeypatch, states / 2, **tight, **full)  # the host has no room either
     assert error and "of host memory" in error.problem and not error.run
+
+
+def test_offloaded_activations_have_to_fit_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the states, if --cpu-offload keeps these there too."""
+    model = on_meta()
+    states = 16 * sum(p.numel() for p in model.parameters()) / MIB
+    changes = {"batch_size": 2, "activation_offload": True, "begun": True}
+    inputs_mib = sizes.count_offloaded(model, 2 * 1024, "fp32") / MIB
+    assert refused(monkeypatch, 1.2 * inputs_mib, gpu_mib=2 * states + 100, **changes) is None
+    error = refused(monkeypatch, 0.9 * inputs_mib, gpu_mib=2 * states + 100, **changes)
+    assert error and "of host memory" in error.problem and "-b 1" in error.run
+    changes |= {"cpu_offload": True}
+    both = states + inputs_mib
+    assert refused(monkeypatch, 1.2 * both, gpu_mib=100, **changes) is None
+    error = refused(monkeypatch, 0.9 * both, gpu_mib=100, **changes)
+    assert error and "activations in host memory" in error.found
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ def parse_options(*argv: Any) -> Config:
         (("--ckpt-copy-to", "ssh://bucket"), "s3://BUCKET/PREFIX"),
         (("-e", "exp", "--ckpt-copy-to", "outputs/exp/copies"), "directory of the run"),
         (("--max-steps", 1, "--profile", "2:2"), "of 1 step: .* --profile 1:1"),
+        (
+            ("--activation-offload", "on", "--activation-checkpointing", "selective"),
+            "--activation-checkpointing full",
+        ),
     ],
 )
 def test_impossible_options_are_refused(argv: tuple, expected_text: str) -> None:

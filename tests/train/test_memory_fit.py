@@ -17,7 +17,7 @@ import torch
 
 from lib.core import units
 from lib.core.errors import UsageError
-from lib.planning import capacity, memory_check
+from lib.planning import capacity, memory_check, sizes
 from lib.planning.memory_check import MemoryCheck
 from lib.planning.options import PlannedGpus
 from lib.train import batch_division, memory_fit, plan
@@ -133,6 +133,26 @@ def test_no_more_is_recomputed_than_needed(
     assert fill_options(1, **auto, seq_length=8192) == ("full", 1)
     config = replace(ASKED, activation_checkpointing="full").with_values("x", lr=1.0)
     assert config.to_record()["activation_checkpointing"] == "full"
+
+
+def test_activations_in_host_memory_imply_full_recomputation(
+    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+) -> None:
+    """A plan and a run both print how much host memory they take."""
+    set_memory(monkeypatch, 1000, gpu=True)
+    typed_config = replace(ASKED, batch_size=4, seq_length=1024, activation_offload=True)
+    config, check = check_memory(typed_config, on_meta())
+    assert config.activation_checkpointing == "full"
+    assert config.settled_by["activation_checkpointing"] == "--activation-offload"
+    assert config.to_record()["activation_checkpointing"] == "auto"
+    size = sizes.count_offloaded(on_meta(), 4 * 1024, "fp32")
+    memory_fit.require_memory(config, inputs(), check)
+    assert any(f"{units.memory(size)} of page-locked" in line for line in logged)
+    planned = replace(config, plan_gpus=PlannedGpus([8]))
+    memory_fit.fit_to_planned_gpus(planned, inputs(), on_meta())
+    assert any(f"{units.memory(8 * size)} per node" in line for line in logged)
+    set_memory(monkeypatch, 1000)
+    assert not plan.make_step_config(config, on_meta(), 1, on_gpu=False).activation_offload
 
 
 def test_an_automatic_batch_divides_the_global_batch(

@@ -35,6 +35,7 @@ _LAUNCH_FIGURES = ("perf/run_tokens_per_sec", "perf/eta_sec")  # they include th
 _OPTIONS = (
     "precision",
     "activation_checkpointing",
+    "activation_offload",
     "attention",
     "packing",
     "optimizer",
