@@ -180,6 +180,48 @@ def offload_speed(place: Place) -> None:
     )
 
 
+def activation_offload(place: Place) -> None:
+    """Compare the peak memory, the time and the losses with --activation-offload on and off.
+
+    The copies of a long row should cost no more than 5 % of the time.
+    """
+    length, blocks, features = place.size((32_768, 8, 4096), (64, 2, 64))
+    runs = {
+        state: run_measured(
+            place,
+            f"activation offload {state}",
+            place.model("8b-wide", max_position_embeddings=length),
+            length,
+            1,
+            "--activation-checkpointing",
+            "full",
+            "--activation-offload",
+            state,
+            "--compile",
+            place.size("on", "off"),
+            steps=12,
+        )
+        for state in ("off", "on")
+    }
+    off, on = (summarise_run(runs[state]) for state in ("off", "on"))
+    pairs = zip(runs["off"].losses, runs["on"].losses, strict=True)
+    differences = [abs(one / other - 1) for one, other in pairs]
+    saved_gib = off["peak_gib"] - on["peak_gib"]
+    # The last block's input and that of one more block stay on the GPU.
+    expected_gib = (blocks - 2) * length * features * 2 / 2**30
+    slower = on["time/total"] / off["time/total"]
+    place.note(
+        gib_saved=saved_gib,
+        gib_of_the_inputs=expected_gib,
+        time_divided_by_that_without=slower,
+        losses_differ_by=max(differences),
+    )
+    assert max(differences) < 1e-2
+    if place.on_gpu:
+        assert saved_gib > 0.8 * expected_gib, f"{saved_gib:.2f} of {expected_gib:.2f} GiB"
+        assert slower < 1.05, f"a step takes {slower:.2f} times as long"
+
+
 def _time_update_parts(place: Place) -> dict[str, float]:
     """Return the milliseconds of each part of an update in host memory, per 10⁹ parameters."""
     import torch

@@ -33,6 +33,7 @@ PARALLEL_SPEEDUP = 3.0  # of items that run at the same time, relative to one af
 CALL_S = 520.0  # limit of the estimate for a call; it must end within ten minutes
 SINGLE_GPU_CALLS = range(1, 6)  # the calls for one GPU
 EXTRA_CALL = 8  # for one GPU too, but beyond the time that the others take together
+LONG_ROWS_CALL = 9  # the same, with items about long sequences
 
 
 class Item(NamedTuple):
@@ -139,6 +140,7 @@ ITEMS = [
     _measurement_item(costs.batch_auto, 5, 76),
     _measurement_item(costs.log_rows, EXTRA_CALL, 34),
     _measurement_item(costs.offload_speed, 5, 31),
+    _measurement_item(costs.activation_offload, LONG_ROWS_CALL, 90),
     _mfu_item("8b-wide", 4096, 4, "on", 5, 24),
     _measurement_item(speed.first_step, 5, 136),
     _correctness_item(several.collectives, 6, 120, alone=True, gpus=2),

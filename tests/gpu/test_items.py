@@ -116,7 +116,8 @@ def test_names_are_unique_and_every_item_has_a_call() -> None:
     assert len({item.name for item in ITEMS}) == len(ITEMS)
     assert {item.command for item in ITEMS} == {"correctness", "mfu", "rest"}
     single_gpu_calls = {item.call for item in ITEMS if item.gpus == 1}
-    assert single_gpu_calls == {*items.SINGLE_GPU_CALLS, items.EXTRA_CALL}
+    extra_calls = (items.EXTRA_CALL, items.LONG_ROWS_CALL)
+    assert single_gpu_calls == {*items.SINGLE_GPU_CALLS, *extra_calls}
     assert not [
         item.name for item in ITEMS if item.gpus > 1 and item.call in items.SINGLE_GPU_CALLS
     ]
