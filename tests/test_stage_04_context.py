@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import start_stage
 from tests.models.families import make_tiny_llama
 from tests.tokens.chat import chats
 from tests.training import (
@@ -29,6 +30,7 @@ COMMON = ("--max-steps", STEPS, "--lr", "1e-3", "--eval-freq", 3, "--global-batc
 TRAIN = (*SMALL_RUN, *COMMON, "--ckpt-freq", 2)
 SAME = ("train/loss", "train/grad_norm", "eval/")
 COUNTED = ("step", "epoch", "train/tokens_seen")
+EXACT = ("train/loss", "train/grad_norm", "eval/loss", "train/tokens_seen")
 SAMPLES = ("--sample-prompts", "prompts.txt")
 # Options of runs, each on one rank with whole rows, and on two or three that share rows.
 WAYS: dict[str, tuple[Any, ...]] = {
@@ -124,6 +126,24 @@ def test_a_run_goes_on_with_another_division(project: Path) -> None:
         assert [row["step"] for row in read_events(project, "resume", experiment="whole")][
             -1
         ] == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_run_resumes_bit_for_bit(project: Path, ranks: int) -> None:
+    words = (*TRAIN, "--context-parallel", ranks, "-b", 2, "--packing", "documents")
+    train_model(project, "whole", *words, ranks=ranks)
+    launch = start_stage("04_train_fsdp.py", "-e", "run", *words, cwd=project, ranks=ranks)
+    log = project / "outputs/run/metrics.jsonl"
+    while not (log.exists() and len(log.read_text().splitlines()) >= 4):
+        assert not launch.poll(0.005)
+    launch.kill()
+    train_model(project, "run", *words, ranks=ranks)
+    exact = [
+        [{key: row.get(key) for key in ("step", *EXACT)} for row in metrics(project, name)]
+        for name in ("run", "whole")
+    ]
+    assert exact[0] == exact[1]
 
 
 def test_ranks_that_cannot_share_rows_are_refused(project: Path) -> None:

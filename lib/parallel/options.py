@@ -134,6 +134,7 @@ class ParallelOptions:
     )
     context_parallel: int = option(
         1,
+        aliases=("context_parallel_size", "parallelism.context_parallel_degree"),
         role=Role.ALIKE,
         parse=positive_int,
         help="divide each row of --seq-length tokens over N neighbouring ranks, for rows that are "

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
     GptOssConfig,
@@ -101,6 +102,9 @@ def _make_cases() -> dict[str, Case]:
         cases[f"{name}, varlen"] = Case(families[name], "varlen")
         cases[f"{name}, packed, varlen"] = Case(families[name], "varlen", packed)
     cases["labels of one rank"] = Case(families["llama"], "sdpa", (), slice(0, 6))
+    # Stands for the package flash_attn, and gets the same arguments.
+    cases["flash"] = Case(families["mistral"], "flash_attention_2")
+    cases["flash, packed"] = Case(families["mistral"], "flash_attention_2", packed)
     for kind in ("selective", "full"):
         cases[kind] = Case(families["llama"], "varlen", packed, recompute=kind)
     return cases
@@ -193,7 +197,8 @@ def compare(case: Case, layout: ParallelLayout) -> dict[str, float]:
     sent: the bytes that a rank sends to others by all-to-all.
     """
     torch.manual_seed(0)
-    whole = AutoModelForCausalLM.from_config(case.config, attn_implementation=case.attention)
+    whole = AutoModelForCausalLM.from_config(case.config, attn_implementation="eager")
+    whole.config._attn_implementation = case.attention
     divided = copy.deepcopy(whole)
     packing = "documents" if case.documents else "none"
     masking_utils.find_packed_sequence_indices = find_packed_sequence_indices  # for another case
@@ -239,8 +244,16 @@ def find_error(case: Case, layout: ParallelLayout) -> str:
     return ""
 
 
+def attend_flash(module: nn.Module, *heads: Tensor, **options: Any) -> tuple[Tensor, None]:
+    """Compute attention as transformers' function for flash_attn, by documents."""
+    assert options["cu_seq_lens_q"] is not None and options["cu_seq_lens_k"] is not None
+    out, _ = attention._attend_varlen(module, *heads, **options)
+    return out, None
+
+
 def main() -> None:
     path, shard, size, method, *names = sys.argv[1:]
+    AttentionInterface.register("flash_attention_2", attend_flash)
     layout = ParallelLayout.start(Degrees(int(shard), int(size), method))
     results = {
         name: compare(CASES[name], layout) if name in CASES else find_error(REFUSED[name], layout)

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PretrainedConfig
 
 from lib.core.errors import UsageError
@@ -24,7 +25,7 @@ from tests.conftest import run_stage
 from tests.models.families import FAMILIES
 from tests.parallel import dividing
 
-FEW = ("llama, packed", "one key head", "mistral", "gpt-oss, packed", "labels of one rank")
+FEW = ("llama, packed", "one key head", "mistral", "gpt-oss, packed", "flash, packed")
 
 
 def divide(
@@ -187,6 +188,21 @@ def test_kernels_for_documents_see_the_last_queries_of_a_document() -> None:
             )
             parts.append(out)
         torch.testing.assert_close(torch.cat(parts, 1), whole)
+
+
+def test_a_mask_of_flex_is_cut_for_the_queries_of_a_rank() -> None:
+    """Its function gets the places of queries in the whole row."""
+
+    def allows(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < 3)
+
+    whole = create_block_mask(allows, None, None, 12, 12, "cpu")
+    batch = make_rows(packed=True).divide(Part(2, 3))
+    part = Part(2, 3)._cut_mask(whole, batch)
+    assert part.shape == (2, 1, 4, 12)
+    places = torch.arange(4)[:, None], torch.arange(12)
+    mine = part.mask_mod(torch.tensor(0), torch.tensor(0), *places)
+    assert torch.equal(mine, allows(None, None, places[0] + 8, places[1]))
 
 
 def test_heads_without_a_number_in_the_config_leave_the_choice_to_the_trial() -> None:
