@@ -40,6 +40,7 @@ WAYS: dict[str, tuple[Any, ...]] = {
     "LoRA": ("--lora-rank", 4, "--packing", "documents"),
     "8-bit states": ("--optimizer", "adamw8bit", "--packing", "documents"),
     "mixture": ("-d", "corpus=2", "-d", "hf_datasets/copy=1", "--packing", "documents"),
+    "accumulated": ("--packing", "documents", "--global-batch-size", 12),
     "recomputed": ("--activation-checkpointing", "selective", "--attention", "varlen"),
 }
 

@@ -1,9 +1,9 @@
 """Train tiny models with divided rows; each rank runs this.
 
 argv: a file for the results of rank 0, the ranks per replica, those that share a row, the method,
-and names of CASES or REFUSED. Each rank also trains the same model alone, on whole rows. The
-results are, for each case, the largest differences of losses, of norms, and of gradients relative
-to the norm of all gradients, and the bytes that a rank sends in a step.
+and names of CASES, REFUSED or BROKEN. Each rank also trains the same model alone, on whole rows.
+The results are, for each case, the largest differences of losses, of norms, and of gradients
+relative to the norm of all gradients, and the bytes that a rank sends in a step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,6 +143,10 @@ REFUSED = {
 }
 
 
+# The same for a model whose ranks exchange nothing, which each of two trials has to notice.
+BROKEN = ("nothing exchanged", "documents mixed")
+
+
 def make_batches(case: Case) -> list[MicroBatch]:
     """Return a micro-batch of whole rows for each step, in host memory."""
     draw = np.random.default_rng(0)
@@ -232,15 +237,20 @@ def compare(case: Case, layout: ParallelLayout) -> dict[str, float]:
     return differences
 
 
-def find_error(case: Case, layout: ParallelLayout) -> str:
+def find_error(name: str, layout: ParallelLayout) -> str:
     """Return the error for a model that cannot be divided; the same on all ranks."""
+    case = REFUSED.get(name, CASES["llama, packed"])
+    packing = "documents" if case.documents else "none"
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(case.config)
     parallelize.parallelize(model, layout.fsdp, "fp32")
-    try:
-        context_trial.require_divisible(model, layout, "documents" if case.documents else "none")
-    except UsageError as error:
-        return error.render()
+    with context.rehearsal() if name in BROKEN else nullcontext():
+        try:
+            if name != "documents mixed":
+                context_trial.require_divisible(model, layout, packing)
+            require_isolation(model, layout)
+        except UsageError as error:
+            return error.render()
     return ""
 
 
@@ -256,7 +266,7 @@ def main() -> None:
     AttentionInterface.register("flash_attention_2", attend_flash)
     layout = ParallelLayout.start(Degrees(int(shard), int(size), method))
     results = {
-        name: compare(CASES[name], layout) if name in CASES else find_error(REFUSED[name], layout)
+        name: compare(CASES[name], layout) if name in CASES else find_error(name, layout)
         for name in names or CASES
     }
     if layout.rank == 0:

@@ -92,6 +92,12 @@ def test_models_that_cannot_be_divided_are_refused_by_name(tmp_path: Path) -> No
     assert "longest document" in errors["frequencies by length"]
 
 
+def test_a_broken_exchange_is_found_before_training(tmp_path: Path) -> None:
+    errors = divide(tmp_path, 2, 2, 2, ULYSSES, *dividing.BROKEN)
+    assert "other results" in errors["nothing exchanged"]
+    assert "see each other" in errors["documents mixed"]
+
+
 @pytest.mark.parametrize(
     "option, size, heads, method",
     [
