@@ -24,8 +24,12 @@ def stage() -> ModuleType:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleType) -> None:
+def test_a_recipe_is_what_config_takes_and_divides(
+    recipe: Path, stage: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = recipe.read_text()
+    nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
+    monkeypatch.setenv("WORLD_SIZE", str(nodes * gpus))
     content = yaml.safe_load(recipe.read_text())
     opts = stage.parse(["--config", str(recipe), "-e", "exp", "-d", "corpus"])
     assert opts.model_name and opts.lr == float(content["lr"])
@@ -36,13 +40,14 @@ def test_a_recipe_is_what_config_takes_and_divides(recipe: Path, stage: ModuleTy
     assert (bench.batch_size, bench.model_name) == (opts.batch_size, None)
     untested = text.index("# This recipe has not been run on its hardware yet")
     assert untested < text.index("# A step trains on") < text.index("# Peak in GiB")
-    nodes, gpus = map(int, re.search(r"on (\d+) nodes? of (\d+) [AH]\d+G? \([pg]5", text).groups())
     assert f"--plan-gpus {nodes * gpus}" in text and f"--config recipes/{recipe.name}" in text
     division = batch_division.divide_batch(opts, 0, nodes * gpus)
     tokens = division.global_batch * opts.seq_length
+    shared = opts.context_parallel
+    reader = "GPU." if shared == 1 else f"group of {shared} GPUs, which share the row"
     assert (
         f"A step trains on {tokens:,} tokens: {division.accumulation} micro-batches of "
-        f"{opts.batch_size} × {opts.seq_length:,} tokens on each GPU."
+        f"{opts.batch_size} × {opts.seq_length:,} tokens on each {reader}"
         in " ".join(text.split("\n# "))
     )
 
