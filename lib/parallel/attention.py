@@ -73,13 +73,16 @@ def wrap_functions(wrap: Callable[[Attend], Attend]) -> None:
     AttentionInterface.get_interface = get_wrapped
 
 
-def choose_attention(option: str, packing: str, precision: str, config: PretrainedConfig) -> str:
+def choose_attention(
+    option: str, needs_boundaries: bool, precision: str, config: PretrainedConfig
+) -> str:
     """Return the name in transformers' attention interface for --attention.
 
-    option: the value of --attention, except `flash` (see `resolve_flash`). For packed documents on
-    a GPU, `auto` is varlen if the GPU, the precision and the model allow that kernel: sdpa would
-    need a mask, which the fast kernels do not accept. Otherwise `auto` is sdpa, which uses the
-    fastest causal kernel available. Raises UsageError if the implementation cannot train here.
+    option: the value of --attention, except `flash` (see `resolve_flash`). needs_boundaries: the
+    rows contain packed documents, or a rank has fewer queries than keys. Then `auto` on a GPU is
+    varlen if the GPU, the precision and the model allow that kernel: sdpa would need a mask, which
+    the fast kernels do not accept. Otherwise `auto` is sdpa, which uses the fastest causal kernel
+    available. Raises UsageError if the implementation cannot train here.
     """
     on_gpu = torch.cuda.is_available()
     if option == "flex" and not on_gpu:
@@ -100,7 +103,7 @@ def choose_attention(option: str, packing: str, precision: str, config: Pretrain
             run=commands.as_typed("--attention", "flash"),
         )
     if option == "auto":
-        return VARLEN if packing == "documents" and on_gpu and not problem else "sdpa"
+        return VARLEN if needs_boundaries and on_gpu and not problem else "sdpa"
     return {"flex": "flex_attention"}.get(option, option)
 
 

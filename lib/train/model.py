@@ -68,7 +68,9 @@ def build_model(config: Config, inputs: Inputs) -> PreTrainedModel:
     disagreements.report_disagreements(config, inputs, shape)
     model = architecture.build_on_meta(
         inputs.model_dir,
-        attention.choose_attention(config.attention, config.packing, config.precision, shape),
+        attention.choose_attention(
+            config.attention, plan.needs_boundaries(config), config.precision, shape
+        ),
         config.trust_remote_code,
         shape,
     )

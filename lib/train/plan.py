@@ -15,6 +15,7 @@ from lib.core.options import AUTO
 from lib.core.paths import Experiment
 from lib.optim import schedule
 from lib.optim.schedule import Schedule
+from lib.parallel.degrees import ALLGATHER
 from lib.tokens import packing
 from lib.tokens.batches import Pass
 from lib.tokens.order import Division
@@ -290,6 +291,12 @@ def make_step_config(
     step = make_step_without_attention(config, ranks, on_gpu)
     documents = most_documents if uses_packed_kernel else 0
     return replace(step, masked=uses_mask, documents=documents)
+
+
+def needs_boundaries(config: Config) -> bool:
+    """Return whether attention is fastest with a kernel that takes the boundaries of documents."""
+    gathers = config.context_parallel > 1 and config.context_parallel_method == ALLGATHER
+    return config.packing == "documents" or gathers
 
 
 def next_command(config: Config, experiment: Experiment) -> str:

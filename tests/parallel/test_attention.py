@@ -53,8 +53,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_packed_documents_use_the_varlen_kernel_if_it_can_train(gpu) -> None:
     gpu(9, 0)
-    assert attention.choose_attention("auto", "documents", "bf16", LLAMA) == "varlen"
-    assert attention.choose_attention("auto", "concat", "fp32", LLAMA) == "sdpa"
+    assert attention.choose_attention("auto", True, "bf16", LLAMA) == "varlen"
+    assert attention.choose_attention("auto", False, "fp32", LLAMA) == "sdpa"
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)  # 260 numbers per head
     cases = [
         ((9, 0), "fp32", LLAMA, "does not support fp32"),
@@ -67,9 +67,9 @@ def test_packed_documents_use_the_varlen_kernel_if_it_can_train(gpu) -> None:
     ]
     for capability, precision, config, reason in cases:
         gpu(*capability)
-        assert attention.choose_attention("auto", "documents", precision, config) == "sdpa"
+        assert attention.choose_attention("auto", True, precision, config) == "sdpa"
         with pytest.raises(UsageError, match="varlen cannot train here") as error:
-            attention.choose_attention("varlen", "documents", precision, config)
+            attention.choose_attention("varlen", True, precision, config)
         assert reason in error.value.render()
 
 
@@ -81,8 +81,7 @@ def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, caps
     monkeypatch.setattr(attention, "find_spec", lambda _: SimpleNamespace(origin="__init__.py"))
     assert attention.resolve_flash("bf16", LLAMA) == "flash_attention_2"
     assert (
-        attention.choose_attention("flash_attention_2", "concat", "bf16", LLAMA)
-        == "flash_attention_2"
+        attention.choose_attention("flash_attention_2", False, "bf16", LLAMA) == "flash_attention_2"
     )
     wide = LlamaConfig(hidden_size=1040, num_attention_heads=4)
     for capability, precision, config, reason in (
@@ -95,7 +94,7 @@ def test_flash_attention_is_used_if_its_package_can_train(gpu, monkeypatch, caps
         [line] = capsys.readouterr().out.splitlines()
         assert reason in line and "the fastest kernel available" in line
         with pytest.raises(UsageError, match="flash_attention_2 cannot train here") as error:
-            attention.choose_attention("flash_attention_2", "concat", precision, config)
+            attention.choose_attention("flash_attention_2", False, precision, config)
         assert reason in error.value.render() and "--attention flash" in error.value.run
 
 
