@@ -22,7 +22,9 @@ from transformers import (
 )
 
 from lib.models import scratch, tokenizer
+from lib.models.rope import RopeSettings
 from lib.tokens.encode import Encoder
+from lib.train import experiment
 from tests.export import earlier_reader, eight_models
 from tests.export.environments import clean_environment, make_environment
 from tests.export.exports import run_stage_05, save_run
@@ -102,6 +104,14 @@ MODELS: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
+# Models whose RoPE settings a run changes, with fields that let the settings matter.
+EXTENDED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "phi": {},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_neox": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+}
 # transformers 5 loads the tokenizer of a Qwen2 by a class of its own, which adds its EOS.
 _DIFFERING = {"qwen2": {"length", "special"}}
 # Families whose two implementations round in another order, in float32: logits differ by 3e-7.
@@ -154,6 +164,32 @@ def test_transformers_4_and_5_compute_the_same_logits(exports: dict[str, Path], 
     assert torch.equal(now["logits"], before)  # the earlier keys change nothing for transformers 5
     difference = (now["logits"] - earlier["logits"]).abs().max()
     assert difference <= _ROUNDED.get(name, 0.0)
+
+
+@pytest.mark.parametrize("scaling", ["yarn:4:64", "llama3:8:32", "linear:4", ""])
+def test_transformers_4_reads_the_rope_settings_of_a_run(
+    scaling: str, earlier_python: Path, tmp_path: Path
+) -> None:
+    """A run keeps them for its exports, in the config of a model that did not have them."""
+    torch.set_num_threads(1)
+    settings = RopeSettings(None if scaling else 5e5, scaling, 256)
+    directories = []
+    for name, fields in EXTENDED.items():
+        base = tmp_path / name
+        out = tmp_path / f"{name}-extended"
+        make_checkpoint(base, FAMILIES[name](max_position_embeddings=64, **fields))
+        shutil.copytree(base, out)
+        experiment._copy_model_files(base, out, False, settings)
+        ids = torch.randint(0, 97, (1, 200), generator=torch.Generator().manual_seed(1))
+        torch.save(ids, out / "ids.pt")
+        directories.append(out)
+    reader = Path(earlier_reader.__file__)
+    subprocess.run([earlier_python, reader, *directories], check=True, env=clean_environment())
+    for out in directories:
+        earlier = torch.load(out / "read.pt")
+        assert "error" not in earlier, earlier["error"]
+        now = earlier_reader.read_model(out)
+        assert (now["logits"] - earlier["logits"]).abs().max() == 0, out.name
 
 
 @pytest.fixture(scope="module")
