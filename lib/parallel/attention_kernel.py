@@ -29,7 +29,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from lib.core import commands
 from lib.models.architecture import has_attention
 from lib.models.tensors import COMPUTE_DTYPES
-from lib.parallel import attention, flash_4
+from lib.parallel import attention, flash_4, varlen
 
 _LENGTH = 256  # tokens of the row on which a kernel is tried
 _BOUNDARIES = (0, 100, 100, 101, _LENGTH)  # of its documents; one is empty, as padding can be
@@ -98,7 +98,7 @@ FLASH_4 = FlashKernel(
     (9, 10, 11),
     _find_flash_4,
     _describe_missing_flash_4,
-    partial(attention.use_packed_kernel, flash_4.attend),
+    partial(varlen.use_packed_kernel, flash_4.attend),
 )
 # The versions that packed documents use, the fastest first; torch's version 2 is the last resort.
 # On one H200, version 2 reached 276 TFLOP/s with heads of 128 and 242 with heads of 64, where cuDNN
@@ -130,7 +130,7 @@ def pick_attention_kernel(
     heads = _make_heads(config, COMPUTE_DTYPES[precision], device)
     if not heads:
         return label
-    if name == attention.VARLEN:
+    if name == varlen.VARLEN:
         return f"{label}, by {_pick_packed_kernel(config, heads, device)}"
     backend = _find_torch_backend(heads, by_mask)
     if by_mask:
@@ -161,7 +161,7 @@ def _pick_packed_kernel(config: PretrainedConfig, heads: list[Tensor], device: t
     for kernel in PACKED_KERNELS:
         if problem := _find_problem(kernel, config, device):
             reasons += [] if reasons else [problem]  # of slower versions only failures matter
-        elif failure := activate(kernel, attention.VARLEN, heads, windows):
+        elif failure := activate(kernel, varlen.VARLEN, heads, windows):
             reasons.append(failure)
         else:
             name = f"{kernel.name} of {kernel.package} {kernel.find_version()}".rstrip()
@@ -217,7 +217,7 @@ def restore_flash_2() -> None:
     """Let torch compute attention by its own FlashAttention 2 again."""
     if current_flash_attention_impl():
         restore_flash_attention_impl()
-    attention.use_packed_kernel(None)
+    varlen.use_packed_kernel(None)
 
 
 def _make_heads(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -31,7 +31,7 @@ def attend(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Compute attention within each document; see `attention.PackedKernel`.
+    """Compute attention within each document; see `varlen.PackedKernel`.
 
     Heads of other sizes than multiples of eight are padded with zeros, which add nothing to a
     score. Those of keys and values may differ.

@@ -32,7 +32,7 @@ from lib.models.options import FLOAT8_RECIPES
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.optim import optimizers, registry
 from lib.optim.guard import StepGuard
-from lib.parallel import attention, loss, parallelize
+from lib.parallel import loss, parallelize, varlen
 from lib.parallel.activation_offload import ActivationOffload
 from lib.parallel.layout import make_mesh
 from lib.planning.tracker import KINDS, OFFLOADED, SHARDED, Bytes, Tracker
@@ -320,11 +320,9 @@ def _patch_attention(model: PreTrainedModel, case: StepConfig) -> Iterator[None]
     build a mask.
     """
     if model.config._attn_implementation != "eager":
-        model.config._attn_implementation = attention.VARLEN if case.documents else "sdpa"
+        model.config._attn_implementation = varlen.VARLEN if case.documents else "sdpa"
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(attention, "_attend_by_document", _allocate_like_kernel)
-        )
+        stack.enter_context(mock.patch.object(varlen, "attend_by_document", _allocate_like_kernel))
         if not case.masked:
             stack.enter_context(
                 mock.patch(

@@ -166,9 +166,9 @@ def compare_with_scores(place: Place, attend: PackedAttention, width: int) -> di
 
 def _attend_by_varlen(query: Any, key: Any, value: Any, ends: Any, longest: int) -> Any:
     """Compute attention as a run does, with the FlashAttention that is active."""
-    from lib.parallel import attention
+    from lib.parallel import varlen
 
-    attend = attention._attend_by_kernel if query.is_cuda else attention._attend_by_document
+    attend = varlen.attend_by_kernel if query.is_cuda else varlen.attend_by_document
     return attend(query, key, value, ends, ends, longest, None, 0)
 
 

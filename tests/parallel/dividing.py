@@ -37,7 +37,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lib.core.errors import UsageError
-from lib.parallel import attention, context, context_trial, parallelize
+from lib.parallel import attention, context, context_trial, parallelize, varlen
 from lib.parallel.context import Context
 from lib.parallel.degrees import ULYSSES, Degrees
 from lib.parallel.layout import ParallelLayout
@@ -257,7 +257,7 @@ def find_error(name: str, layout: ParallelLayout) -> str:
 def attend_flash(module: nn.Module, *heads: Tensor, **options: Any) -> tuple[Tensor, None]:
     """Compute attention as transformers' function for flash_attn, by documents."""
     assert options["cu_seq_lens_q"] is not None and options["cu_seq_lens_k"] is not None
-    out, _ = attention._attend_varlen(module, *heads, **options)
+    out, _ = varlen.attend_varlen(module, *heads, **options)
     return out, None
 
 

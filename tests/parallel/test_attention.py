@@ -1,4 +1,4 @@
-# covers: lib/parallel/attention.py
+# covers: lib/parallel/attention.py, lib/parallel/varlen.py
 """The right implementation of attention is picked and gets the right inputs."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import (
 
 from lib.core import log
 from lib.core.errors import UsageError
-from lib.parallel import attention
+from lib.parallel import attention, varlen
 from lib.parallel.trial import SingleDevice
 from lib.tokens.batches import make_micro_batch
 from lib.tokens.samples import SampleArrays
@@ -121,16 +121,14 @@ def test_heads_are_padded_to_a_size_that_the_kernel_supports(
 
     def kernel(query, key, value, ends, *_, scale, **__):
         assert query.shape[2] == key.shape[2] == value.shape[2] and query.shape[2] % 8 == 0
-        return attention._attend_by_document(query, key, value, ends, ends, 20, scale, 0)
+        return varlen.attend_by_document(query, key, value, ends, ends, 20, scale, 0)
 
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
     torch.manual_seed(0)
     parts = [torch.randn(20, 2, size) for size in (query_size, query_size, value_size)]
     ends = torch.tensor([0, 7, 20])
-    actual = attention._attend_by_kernel(*parts, ends, ends, 20, None, 0)
-    torch.testing.assert_close(
-        actual, attention._attend_by_document(*parts, ends, ends, 20, None, 0)
-    )
+    actual = varlen.attend_by_kernel(*parts, ends, ends, 20, None, 0)
+    torch.testing.assert_close(actual, varlen.attend_by_document(*parts, ends, ends, 20, None, 0))
 
 
 @pytest.mark.parametrize("window", [0, 4])
@@ -143,7 +141,7 @@ def test_the_kernel_is_called_with_the_arguments_of_its_version(
     def attend(
         query: Tensor, key: Tensor, value: Tensor, boundaries: Tensor, window: tuple
     ) -> Tensor:
-        return attention._attend_by_document(
+        return varlen.attend_by_document(
             query, key, value, boundaries, boundaries, 13, None, window[0] + 1
         )
 
@@ -170,15 +168,15 @@ def test_the_kernel_is_called_with_the_arguments_of_its_version(
         return attend(query, key, value, cu_seq_q, window_size)
 
     kernel = varlen_attn_2_13 if has_gqa else varlen_attn_2_11
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_GROUPS", attention._group_arguments(kernel))
+    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "_GROUPS", varlen.group_arguments(kernel))
     torch.manual_seed(0)
     query = torch.randn(20, 4, 8)
     key = torch.randn(20, 2, 8)
     value = torch.randn(20, 2, 8)
     ends = torch.tensor([0, 7, 20])
-    actual = attention._attend_by_kernel(query, key, value, ends, ends, 13, None, window)
-    expected = attention._attend_by_document(query, key, value, ends, ends, 13, None, window)
+    actual = varlen.attend_by_kernel(query, key, value, ends, ends, 13, None, window)
+    expected = varlen.attend_by_document(query, key, value, ends, ends, 13, None, window)
     torch.testing.assert_close(actual, expected)
 
 
@@ -187,7 +185,7 @@ def test_a_document_longer_than_the_longest_is_an_error() -> None:
     parts = [torch.randn(20, 2, 8) for _ in range(3)]
     ends = torch.tensor([0, 7, 20])
     with pytest.raises(AssertionError, match="13 tokens, more than 12"):
-        attention._attend_by_document(*parts, ends, ends, 12, None, 0)
+        varlen.attend_by_document(*parts, ends, ends, 12, None, 0)
 
 
 @pytest.mark.parametrize("implementation", ["varlen", "flash_attention_2"])
@@ -216,8 +214,8 @@ def test_the_longest_document_of_a_batch_reaches_the_kernel(
         lengths.append(longest)
         return query
 
-    monkeypatch.setattr(attention, "_attend_by_document", store_length)
+    monkeypatch.setattr(varlen, "attend_by_document", store_length)
     heads = torch.zeros(2, 4, 256, 8)
-    attention._attend_varlen(None, heads, heads, heads, None, max_length_q=128)
-    attention._attend_varlen(None, heads, heads, heads, None)
+    varlen.attend_varlen(None, heads, heads, heads, None, max_length_q=128)
+    varlen.attend_varlen(None, heads, heads, heads, None)
     assert lengths == [128, 256]

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from transformers import PretrainedConfig
 
 from lib.core.errors import UsageError
-from lib.parallel import attention, context
+from lib.parallel import context, varlen
 from lib.parallel.context import Context
 from lib.parallel.degrees import ALLGATHER, ULYSSES
 from lib.tokens.batches import MicroBatch, cut_array, make_micro_batch
@@ -174,14 +174,14 @@ def test_kernels_for_documents_see_the_last_queries_of_a_document() -> None:
     query, key, value = (torch.randn(2, heads, 12, 8) for heads in (4, 2, 2))
     ends = torch.tensor([0, 5, 12, 14, 14, 24], dtype=torch.int32)
     for window in (None, 4):
-        whole, _ = attention._attend_varlen(
+        whole, _ = varlen.attend_varlen(
             nn.Identity(), query, key, value, None, sliding_window=window, cu_seq_lens_q=ends
         )
         parts = []
         for rank in range(3):
             queries, keys = Part(rank, 3)._cut_documents(ends, 2, 4)
             part = query[:, :, 4 * rank : 4 * rank + 4]
-            out, _ = attention._attend_varlen(
+            out, _ = varlen.attend_varlen(
                 nn.Identity(),
                 part,
                 key,

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, MistralConfig
 
 from lib.core import commands
-from lib.parallel import attention, attention_kernel, flash_4
+from lib.parallel import attention, attention_kernel, flash_4, varlen
 from tests.conftest import ROOT
 from tests.parallel.flash_4 import VERSION, write_package
 from tests.parallel.test_attention_kernel import LLAMA, hopper, pick_kernel  # noqa: F401
@@ -43,10 +43,10 @@ def gpu(hopper: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:  
     def set_capability(*capability: int) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
-    by_document = attention._attend_by_document
-    monkeypatch.setattr(attention, "_attend_by_document", attention._attend_by_kernel)
-    monkeypatch.setattr(attention, "_call_torch", by_document)
-    monkeypatch.setattr(attention, "_packed_kernel", by_document)
+    by_document = varlen.attend_by_document
+    monkeypatch.setattr(varlen, "attend_by_document", varlen.attend_by_kernel)
+    monkeypatch.setattr(varlen, "call_torch", by_document)
+    monkeypatch.setattr(varlen, "_packed_kernel", by_document)
     monkeypatch.setattr(attention_kernel, "find_spec", lambda _: None)  # no version 3
     monkeypatch.setattr(attention_kernel, "PACKED_KERNELS", BOTH)
     return set_capability
@@ -58,7 +58,7 @@ def test_packed_documents_use_it_if_it_is_installed(gpu, install, capability: tu
     gpu(*capability)
     kernel = pick_kernel("varlen", "documents")
     assert kernel == f"varlen, by FlashAttention 4 of flash-attn-4 {VERSION}"
-    assert attention._packed_kernel is flash_4.attend
+    assert varlen._packed_kernel is flash_4.attend
     assert pick_kernel().startswith("sdpa, by cuDNN")  # whole rows are faster there
 
 
@@ -70,7 +70,7 @@ def test_it_is_not_used_on_a_gpu_for_which_it_has_no_kernels(
     gpu(*capability)
     kernel = pick_kernel("varlen", "documents")
     assert kernel.startswith("varlen, by FlashAttention 2") and "compute capability" in kernel
-    assert attention._packed_kernel is attention._call_torch
+    assert varlen._packed_kernel is varlen.call_torch
 
 
 def test_the_command_that_installs_it_is_logged(gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ def test_a_package_that_fails_is_not_used(gpu, install, fault: str) -> None:
     config = MistralConfig(**LLAMA, sliding_window=64)
     kernel = pick_kernel("varlen", "documents", config=config)
     assert kernel.startswith("varlen, by FlashAttention 2")
-    assert "\n" not in kernel and attention._packed_kernel is attention._call_torch
+    assert "\n" not in kernel and varlen._packed_kernel is varlen.call_torch
     reason = {"lacks a module": "missing_module", "returns NaN": "differ by nan"}
     assert reason.get(fault, "") in kernel
 
@@ -136,7 +136,7 @@ def test_the_operator_compiles_as_one_graph(install) -> None:
     compare(torch.compile(flash_4.attend, backend="aot_eager", fullgraph=True), 24, 16, 4)
 
 
-def compare(attend: attention.PackedKernel, query_size: int, value_size: int, window: int) -> None:
+def compare(attend: varlen.PackedKernel, query_size: int, value_size: int, window: int) -> None:
     """Compare output and gradients with those of one document after another."""
     torch.manual_seed(0)
     parts = [
@@ -144,7 +144,7 @@ def compare(attend: attention.PackedKernel, query_size: int, value_size: int, wi
         for heads, size in ((4, query_size), (2, query_size), (2, value_size))
     ]
     results = []
-    for function in (attend, attention._attend_by_document):
+    for function in (attend, varlen.attend_by_document):
         out = function(*parts, DOCUMENTS, DOCUMENTS, 20, 0.3, window)
         # The gradient of a sum is expanded, without memory of its own.
         results.append([out, *torch.autograd.grad(out.sum() + out[:, :1].square().sum(), parts)])

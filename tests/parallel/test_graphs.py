@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import varlen
+from torch.nn.attention import varlen as torch_varlen
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lib.parallel import attention, compiling, loss, parallelize
+from lib.parallel import compiling, loss, parallelize, varlen
 from lib.parallel.trial import SingleDevice, eval_mode
 from lib.tokens import batches as tokens
 from lib.tokens.batches import MicroBatch, bound_document_length, make_micro_batch
@@ -70,7 +70,7 @@ def compute_attention(
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch's operator for packed documents run on a CPU, which has no kernel for it."""
 
-    @varlen._varlen_attn.register_kernel("cpu")
+    @torch_varlen._varlen_attn.register_kernel("cpu")
     def forward(query, key, value, ends, _, longest, *others):
         *_, values, weights = compute_attention(query, key, value, ends, longest, others[2])
         return (
@@ -79,7 +79,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.zeros(2, dtype=torch.uint64),
         )
 
-    @varlen._varlen_attn_backward.register_kernel("cpu")
+    @torch_varlen._varlen_attn_backward.register_kernel("cpu")
     def backward(gradient, query, key, value, out, _, ends, __, longest, *others):
         scale = others[3]
         gradients = gradient.transpose(0, 1)
@@ -93,7 +93,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         return results[0], *(part.unflatten(1, (key.shape[1], -1)).sum(2) for part in results[1:])
 
     monkeypatch.setattr(tokens, "_TILE", LENGTH // 4)
-    monkeypatch.setattr(attention, "_attend_by_document", attention._attend_by_kernel)
+    monkeypatch.setattr(varlen, "attend_by_document", varlen.attend_by_kernel)
 
 
 def batch(documents: int, longest: int, generator: np.random.Generator) -> MicroBatch:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, masking_utils
 
 from lib.optim import registry
 from lib.optim.guard import StepGuard
-from lib.parallel import attention, loss, parallelize
+from lib.parallel import attention, loss, parallelize, varlen
 from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import MicroBatch, find_boundaries
 from tests.models.families import make_tiny_llama
@@ -49,7 +49,7 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Any:
         return query + (key + value).repeat_interleave(query.shape[1] // key.shape[1], 1)
 
-    monkeypatch.setattr(attention, "_attend_by_document", attend)
+    monkeypatch.setattr(varlen, "attend_by_document", attend)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
