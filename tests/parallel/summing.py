@@ -11,12 +11,14 @@ import hashlib
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -56,10 +58,15 @@ def train_case(
     guard: StepGuard,
     optimizer: str = "adamw",
     offload: bool = False,
+    wrap: Callable[[nn.Module], None] = lambda model: None,
 ) -> dict[str, Any]:
-    """Return the results of `STEPS` steps of a sharded model. All ranks must call this."""
+    """Return the results of `STEPS` steps of a sharded model. All ranks must call this.
+
+    wrap: changes the blocks of the model before it is sharded.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(make_tiny_llama())
+    wrap(model)
     parallelize.shard(model, mesh, precision, offload)
     adamw = registry.build_optimizer(optimizer, model, 1e-2)
     tokens = torch.randint(0, 96, (STEPS, SAMPLES, 17), generator=torch.Generator().manual_seed(1))

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lib.parallel import activation_offload, parallelize
 from lib.parallel.activation_offload import ActivationOffload, make_activation_offload
 from lib.parallel.compiling import Compiler
 from lib.parallel.host_memory import NoHostMemoryError
+from tests.conftest import run_stage
 from tests.models.families import FAMILIES, SIZES
 from tests.parallel.test_offload import (
     CONFIG,
@@ -146,6 +149,18 @@ def test_a_sharded_model_trains_to_the_same_bits(
         assert torch.equal(local_tensor(one), local_tensor(other))
     size = 2 if precision == "bf16" else 4
     assert offload.sizes == [2 * 9 * CONFIG.hidden_size * size] * (LAYERS - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_share_a_model_or_its_replicas(tmp_path: Path, ranks: int) -> None:
+    """Compiled blocks save gathered weights as well, which stay on the device."""
+    run_stage("tests/parallel/offloading.py", tmp_path / "found.json", cwd=tmp_path, ranks=ranks)
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert len(results) == 2 * (3 if ranks == 4 else 2)
+    for case, (on_host, on_device, sizes) in results.items():
+        assert on_host == on_device, case
+        assert sizes == [24 // 2 // ranks * 16 * FEATURES * 2], case  # of the first of two blocks
 
 
 def test_a_second_backward_pass_copies_again() -> None:

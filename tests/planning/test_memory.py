@@ -519,6 +519,18 @@ def test_a_plan_for_more_gpus_than_the_data_fills_is_printed(project: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_recipe_that_moves_activations_to_the_host_is_planned_on_a_cpu(project: Path) -> None:
+    command = ("04_train_fsdp.py", "-e", "x", "-d", "corpus", "-m", "model", "--dry-run", "-b", 1)
+    options = (*command, "-s", 64, "--activation-offload", "on")
+    done = run_stage(*options, cwd=project)
+    assert "--activation-offload changes nothing here" in done.stdout
+    assert "--activation-checkpointing full (--activation-offload)" in done.stdout
+    done = run_stage(*options, "--plan-gpus", 8, cwd=project)
+    assert re.search(r"on 8 GPUs, --activation-offload on: .* per node", done.stdout)
+    assert re.search("→ +1  full", done.stdout)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_run_takes_the_estimated_memory(project: Path, ranks: int) -> None:
     model = project / "larger"
