@@ -208,7 +208,7 @@ def set_up(
     hardware = overview.get_hardware(config, layout)
     overview.show_head(plan, inputs, model, data, cost, hardware, output)
     # The model is sharded before it has memory; its weights come further down.
-    compiler = make_compiler(config.compile, layout.device)
+    compiler = make_compiler(config.compile, layout.device, layout)
     in_use = capacity.memory_usage(layout.device)["memory/current_gib"]  # before the model
     routers = shard_model(config, inputs, model, layout, compiler)
     optimizer, guard = make_optimizer(config, model, layout, compiler)

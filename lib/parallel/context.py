@@ -137,6 +137,8 @@ class Context:
             inputs["attention_mask"] = self._make_mask(model, batch)
         elif self.method == ALLGATHER:
             queries, keys = self._cut_documents(boundaries, rows, share)
+            for ends in (queries, keys):  # as in `attention.make_inputs`
+                torch._dynamo.maybe_mark_dynamic(ends, 0)
             inputs |= {"cu_seq_lens_q": queries, "cu_seq_lens_k": keys}
         return inputs
 

@@ -111,6 +111,10 @@ class ParallelLayout:
         dist.all_reduce(numbers, group=self.control)
         return numbers.tolist()
 
+    def all_true(self, value: bool) -> bool:
+        """Return whether a value is true on all ranks; all ranks must call this."""
+        return self.sum_over_ranks([float(not value)]) == [0.0]
+
     def gather_table(self, values: list[float]) -> torch.Tensor:
         """Return the values of every rank, float64 [ranks, values], by one collective.
 

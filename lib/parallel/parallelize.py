@@ -32,7 +32,7 @@ from lib.models.sharded import mark_padded, own_class
 from lib.models.tensors import COMPUTE_DTYPES
 from lib.parallel import experts, placement
 from lib.parallel.activation_offload import ActivationOffload
-from lib.parallel.compiling import Compiler
+from lib.parallel.compiling import Compiler, compile_parts
 from lib.parallel.fsdp_groups import find_groups
 from lib.parallel.gloo_reduction import exchange_parts
 from lib.parallel.offload import copy_ahead
@@ -56,6 +56,9 @@ _KEPT = {
     "aten::_scaled_dot_product_efficient_attention",
     "aten::_scaled_dot_product_cudnn_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "_c10d_functional::all_to_all_single",
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::wait_tensor",
 }
 # transformers' own functions (5.17 to 5.23) add the biases of experts to the result of this
 # operation in place. PyTorch refuses to keep a result that changes, since the biases would be added
@@ -104,12 +107,26 @@ def wrap_blocks(
         forward = block.forward
         if recompute != "none":
             forward = _with_recomputation(forward, block if recompute == "selective" else None)
-        if compiler is not None:
+        if compiler is not None and compiler.is_shared:
+            compiled = _compile_around_exchanges(block.forward, recompute)
+            forward = compiler.wrap_together(compiled, forward)
+        elif compiler is not None:
             forward = compiler.wrap(forward)
         if activation_offload is not None and block is not blocks[-1]:
             forward = activation_offload.wrap(forward, is_first=block is blocks[0])
         if forward is not block.forward:
             block.forward = forward
+
+
+def _compile_around_exchanges(forward: Callable[..., Any], recompute: str) -> Callable[..., Any]:
+    """Return a forward whose attention runs uncompiled, between compiled parts.
+
+    torch would not compile any part inside a checkpoint that attention divides. So the checkpoint
+    is outside, and recomputes the exchange too. For `selective` there is none: the compiled parts
+    themselves recompute cheap operations, and attention keeps its inputs and its output.
+    """
+    compiled = compile_parts(forward, keep_little=recompute == "selective")
+    return _with_recomputation(compiled, None) if recompute == "full" else compiled
 
 
 def _kept_operations(block: nn.Module) -> Set[str]:

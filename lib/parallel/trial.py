@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from lib.core import commands
 from lib.core.errors import UsageError
-from lib.parallel import attention, parallelize
+from lib.parallel import attention, compiling, parallelize
 from lib.parallel.layout import ParallelLayout
 from lib.tokens.batches import MicroBatch, Rank, find_boundaries
 
@@ -53,7 +53,7 @@ def trial_mode(model: nn.Module) -> Iterator[None]:
     torch would compile a first graph for the few tokens of a trial, and then a slower one for any
     number of tokens, which training would use.
     """
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"), eval_mode(model):
+    with torch.no_grad(), compiling.pause_compiling(), eval_mode(model):
         yield
 
 
